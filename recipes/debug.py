@@ -1,0 +1,8 @@
+"""Train with the settings of debug.yaml; its header holds the launch command."""
+
+from pathlib import Path
+
+from salesrl_trl.train import main
+
+if __name__ == "__main__":
+    main(Path(__file__).with_suffix(".yaml"))

@@ -1,0 +1,126 @@
+"""What a person reads while a run goes on.
+
+Owns the line per step and its wording. Figures come from the trainer's log; nothing is measured here but elapsed time.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from salesrl_trl.telemetry.metrics import REWARD_SECONDS, fraction_of, reward_of
+from salesrl_trl.types import Outcome
+
+logger = get_logger(__name__)
+
+
+class StepLine(TrainerCallback):
+    """One line per logged step: reward by branch, valid actions, failures by reason, seconds.
+
+    Args:
+        branches (`Sequence[str]`):
+            Branch names.
+        failures (`Counter[str]`):
+            Reason to count since the last line; the trainer's own, which it clears.
+    """
+
+    def __init__(self, branches: Sequence[str], failures: Counter[str]) -> None:
+        self._branches = branches
+        self._failures = failures
+        self._started = self._last = time.perf_counter()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._started = self._last = time.perf_counter()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if not state.is_world_process_zero or logs is None or "reward" not in logs:
+            return
+        now = time.perf_counter()
+        line = step_line(state.global_step, state.max_steps, logs, self._branches, self._failures, now - self._last)
+        logger.info(f"{line} | elapsed {now - self._started:.0f} s")
+        self._last = now
+
+
+def step_line(
+    step: int,
+    max_steps: int,
+    logs: Mapping[str, Any],
+    branches: Sequence[str],
+    failures: Mapping[str, int],
+    seconds: float,
+) -> str:
+    """The line of one step, as `StepLine` logs it."""
+    rewards = " ".join(f"{branch}={figure(logs.get(reward_of(branch)))}" for branch in branches)
+    invalid = logs.get(fraction_of(Outcome.INVALID_ACTION))
+    valid = "n/a" if invalid is None else f"{1 - invalid:.0%}"
+    failed = " ".join(f"{reason}={count}" for reason, count in sorted(failures.items())) or "none"
+    return (
+        f"[Step {step}/{max_steps}] reward {rewards} | valid actions {valid} | failures {failed} | "
+        f"{seconds:.1f} s, rewards {figure(logs.get(REWARD_SECONDS))} s"
+    )
+
+
+def figure(value: Any) -> str:
+    """A figure to two places, `n/a` where there is none."""
+    return f"{value:.2f}" if isinstance(value, int | float) else "n/a"
+
+
+class HeldOut(TrainerCallback):
+    """The held-out evaluations of a run: a line each, and at the end the first beside the last.
+
+    Args:
+        branches (`Sequence[str]`):
+            Branch names.
+    """
+
+    def __init__(self, branches: Sequence[str]) -> None:
+        self._branches = branches
+        self._evaluations: list[dict[str, Any]] = []
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
+        invalid = logged.get(fraction_of(Outcome.INVALID_ACTION))
+        evaluation = {
+            "step": state.global_step,
+            "reward": logged.get("reward"),
+            **{branch: logged.get(reward_of(branch)) for branch in self._branches},
+            "valid_actions": None if invalid is None else 1 - invalid,
+        }
+        self._evaluations.append(evaluation)
+        if state.is_world_process_zero:
+            logger.info(f"[HeldOut@{state.global_step}] {_evaluation_text(evaluation)}")
+
+    def conclude(self, output_dir: Path) -> None:
+        """Log the change from the first evaluation to the last and write all to `held_out.json`."""
+        if not PartialState().is_main_process or len(self._evaluations) < 2:
+            return
+        first, last = self._evaluations[0], self._evaluations[-1]
+        logger.info(f"held-out before (step {first['step']}): {_evaluation_text(first)}")
+        logger.info(f"held-out after  (step {last['step']}): {_evaluation_text(last)}")
+        if first["reward"] is not None and last["reward"] is not None:
+            logger.info(f"held-out mean reward rose by {last['reward'] - first['reward']:+.3f}")
+        (output_dir / "held_out.json").write_text(json.dumps(self._evaluations, indent=2) + "\n", encoding="utf-8")
+
+
+def _evaluation_text(evaluation: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={figure(value)}" for name, value in evaluation.items() if name != "step")

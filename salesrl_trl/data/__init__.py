@@ -1,0 +1,1 @@
+"""Rows, prompts and dataset sources."""

@@ -1,0 +1,89 @@
+"""From dataset columns to `SalesRow`: names, types and checks.
+
+Owns what a dataset must look like. Where the columns come from is `sources`; what becomes of a row is not its business.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from salesrl_trl.errors import DataError
+from salesrl_trl.types import Message, SalesRow
+
+REQUIRED_COLUMNS = ("branch", "conversation")
+"""Without them there is nothing to train on. `conversation` is a list of {role, content}, oldest first."""
+OPTIONAL_COLUMNS = ("id", "tenant_id", "contact_id", "account_id", "message_id", "documents")
+ROLES = ("customer", "seller")
+
+
+def check_columns(columns: Iterable[str], source: str) -> None:
+    """Raise `DataError` unless every required column is there."""
+    columns = sorted(columns)
+    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
+    if missing:
+        raise DataError(
+            f"{source} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}. "
+            f"Got: {', '.join(columns) or 'no columns'}. Expected: {', '.join(REQUIRED_COLUMNS)} "
+            f"(and, where known, {', '.join(OPTIONAL_COLUMNS)}). Rename or add the columns; docs/DATA.md shows a row."
+        )
+
+
+def parse_row(record: Mapping[str, Any], position: int, branches: Sequence[str], source: str) -> SalesRow:
+    """One record as a `SalesRow`.
+
+    Args:
+        record (`Mapping[str, Any]`):
+            Column name to value.
+        position (`int`):
+            Zero-based place in the source, for the message of an error and as the id of a row without one.
+        branches (`Sequence[str]`):
+            The configured branch names.
+        source (`str`):
+            What to call the source in an error.
+
+    Raises:
+        `DataError`: with the row's place, what was got, what was expected and what to do. Never the row's text.
+    """
+    where = f"{source}, row {position}"
+    branch = record["branch"]
+    if branch not in branches:
+        raise DataError(
+            f"{where}: branch {branch!r} is not configured. Expected one of: {', '.join(branches)}. "
+            f"Correct the column, or add the branch to `branches` and give it a rubric."
+        )
+    return SalesRow(
+        row_id=str(record.get("id") or f"row-{position}"),
+        branch=branch,
+        conversation=_conversation(record["conversation"], where),
+        tenant_id=str(record.get("tenant_id") or ""),
+        contact_id=str(record.get("contact_id") or ""),
+        account_id=str(record.get("account_id") or ""),
+        message_id=str(record.get("message_id") or ""),
+        documents=tuple(record.get("documents") or ()),
+    )
+
+
+def _conversation(value: Any, where: str) -> tuple[Message, ...]:
+    expected = f"a list of {{role: {' | '.join(ROLES)}, content: text}} that ends with the customer"
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise DataError(f"{where}: `conversation` is {_shape(value)}. Expected {expected}.")
+    messages = []
+    for turn, message in enumerate(value):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if role not in ROLES or not isinstance(content, str) or not content.strip():
+            raise DataError(
+                f"{where}: turn {turn} of `conversation` has role {role!r} and content {_shape(content)}. "
+                f"Expected {expected}."
+            )
+        messages.append(Message(role=role, content=content))
+    if messages[-1].role != "customer":
+        raise DataError(f"{where}: the last turn of `conversation` is the seller's. Expected {expected}.")
+    return tuple(messages)
+
+
+def _shape(value: Any) -> str:
+    """What a value is, without its text."""
+    if value is None:
+        return "missing"
+    size = f" of length {len(value)}" if hasattr(value, "__len__") else ""
+    return f"{type(value).__name__}{size}"

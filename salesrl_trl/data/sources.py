@@ -1,0 +1,139 @@
+"""Where rows come from: the packaged demo, local files, the Hugging Face hub.
+
+Owns loading, subsets and the dataset handed to TRL. What a row must look like is `rows`, what the policy reads is
+`prompts`.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+
+from salesrl_trl.data.prompts import build_prompt
+from salesrl_trl.data.rows import check_columns, parse_row
+from salesrl_trl.errors import DataError
+from salesrl_trl.types import SalesRow
+
+DEMO = "demo"
+"""Name of the packaged dataset."""
+_DEMO_FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
+_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def load_rows(source: str, split: str, branches: Sequence[str], limit: int | None = None) -> list[SalesRow]:
+    """Load and check rows.
+
+    Args:
+        source (`str`):
+            `"demo"`, a path to a `.jsonl`, `.json`, `.parquet` or `.csv` file, or the name of a dataset on the hub.
+        split (`str`):
+            Split to take; `"train"` and `"heldout"` for the demo. A local file is one split, whatever this says.
+        branches (`Sequence[str]`):
+            The configured branch names.
+        limit (`int`, *optional*):
+            Take the first so many rows.
+
+    Raises:
+        `DataError`: nothing there, no rows, a column missing or a row malformed.
+    """
+    records, name = _records(source, split)
+    if limit is not None:
+        records = records[:limit]
+    if len(records) == 0:
+        raise DataError(
+            f"{name} is empty. Expected at least one row with the columns branch and conversation. "
+            f"Check the path, the split and `max_*_rows`."
+        )
+    check_columns(records[0].keys(), name)
+    return [parse_row(record, position, branches, name) for position, record in enumerate(records)]
+
+
+def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
+    """The demo's training rows with the actions that annotators of mixed care wrote for them.
+
+    Yields:
+        `tuple[SalesRow, list[dict[str, str]]]`: a row and its draft actions, each a JSON action.
+    """
+    records = _with_documents(_read_jsonl(demo_path("train.jsonl")))
+    drafts = {record["id"]: record["draft_actions"] for record in _read_jsonl(demo_path("drafts.jsonl"))}
+    branches = sorted({record["branch"] for record in records})
+    for position, record in enumerate(records):
+        yield parse_row(record, position, branches, "the demo"), drafts[record["id"]]
+
+
+def build_dataset(rows: Sequence[SalesRow], prompt_style: str, first_index: int = 0) -> Dataset:
+    """The dataset TRL trains on: `prompt`, and `row`, counted from `first_index`, by which the reward finds its row.
+
+    Only these two travel through the trainer, so that nothing a customer said can reach a log by way of TRL's reward
+    keyword arguments.
+    """
+    prompts = [build_prompt(row, prompt_style) for row in rows]
+    return Dataset.from_dict({"prompt": prompts, "row": list(range(first_index, first_index + len(rows)))})
+
+
+def demo_path(name: str) -> Path:
+    """A file of the packaged demo: `knowledge.jsonl`, `train.jsonl`, `heldout.jsonl`, `drafts.jsonl`, `protected_terms.json`."""
+    return Path(str(resources.files("salesrl_trl.data.demo") / name))
+
+
+def _records(source: str, split: str) -> tuple[list[dict[str, Any]], str]:
+    if source == DEMO:
+        if split not in _DEMO_FILES:
+            raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(_DEMO_FILES)}.")
+        return _with_documents(_read_jsonl(demo_path(_DEMO_FILES[split]))), f"the demo's {split} split"
+    path = Path(source).expanduser()
+    if path.suffix in _LOADERS:
+        return _local_records(path), str(path)
+    return _hub_records(source, split), f"{source} [{split}]"
+
+
+def _local_records(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise DataError(
+            f"there is no dataset file {path}. Expected an existing {', '.join(_LOADERS)} file. "
+            f"Correct the path, which is taken relative to {Path.cwd()}."
+        )
+    if path.stat().st_size == 0:
+        return []
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    return list(load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train"))
+
+
+def _hub_records(name: str, split: str) -> list[dict[str, Any]]:
+    try:
+        return list(load_dataset(name, split=split))
+    except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
+        raise DataError(
+            f"the dataset {name!r} could not be loaded with split {split!r} ({type(error).__name__}). Expected 'demo', "
+            f"a {', '.join(_LOADERS)} file, or a hub dataset that this machine can reach. Correct the name or the split."
+        ) from error
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    records = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number} is not JSON (column {error.colno}). Expected one JSON object a line."
+                ) from None
+            if not isinstance(record, dict):
+                raise DataError(
+                    f"{path}, line {number} is a {type(record).__name__}. Expected one JSON object a line."
+                )
+            records.append(record)
+    return records
+
+
+def _with_documents(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give each demo record the texts of the documents it names."""
+    texts = {document["id"]: document["text"] for document in _read_jsonl(demo_path("knowledge.jsonl"))}
+    return [{**record, "documents": [texts[id_] for id_ in record["document_ids"]]} for record in records]

@@ -1,0 +1,89 @@
+"""Everything this package raises on purpose.
+
+    SalesRLError
+    ├── ConfigError            a setting, recipe or accelerate configuration that cannot work
+    ├── DataError              a dataset that is empty, lacks a column or holds a bad row
+    ├── ModelNotFoundError     the policy's path or hub name leads nowhere
+    ├── ServiceError           a RAG service or judge did not do its part
+    │   ├── ServiceUnavailable     refused, unreachable, 5xx, overloaded
+    │   ├── ServiceTimeout         no complete answer in time
+    │   ├── ServiceRejected        4xx that no retry will mend
+    │   └── BadServiceResponse     an answer outside its contract
+    │       └── JudgeInvalid           a verdict outside its schema
+    ├── WeightSyncError        vLLM samples from other weights than the ones in training
+    └── TooFewRewardsError     too few completions could be scored, several steps in a row
+
+A message says what was got, what was expected, and what to do. It never holds a key or a customer's text.
+"""
+
+
+class SalesRLError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(SalesRLError, ValueError):
+    """A setting, recipe or accelerate configuration that cannot work."""
+
+
+class DataError(SalesRLError, ValueError):
+    """A dataset that is empty, lacks a column or holds a bad row."""
+
+
+class ModelNotFoundError(SalesRLError, FileNotFoundError):
+    """The policy's path or hub name leads nowhere."""
+
+
+class ServiceError(SalesRLError):
+    """A RAG service or judge did not do its part.
+
+    Args:
+        message (`str`):
+            What was got, what was expected, what to do.
+        code (`str`, *optional*):
+            Short code for metrics and logs, for example `"rag_8b_timeout"`. Defaults to the class's own.
+    """
+
+    default_code = "service"
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code or self.default_code
+
+
+class ServiceUnavailable(ServiceError):
+    """Refused, unreachable, 5xx or overloaded. `retry_after_s` holds the service's own wish in seconds, if it had one."""
+
+    default_code = "unavailable"
+    retry_after_s: float | None = None
+
+
+class ServiceTimeout(ServiceError):
+    """No complete answer in time."""
+
+    default_code = "timeout"
+
+
+class ServiceRejected(ServiceError):
+    """A 4xx that no retry will mend: the request, the key or the address is wrong."""
+
+    default_code = "rejected"
+
+
+class BadServiceResponse(ServiceError):
+    """An answer outside the service's contract."""
+
+    default_code = "bad_response"
+
+
+class JudgeInvalid(BadServiceResponse):
+    """The judge answered, but not with a verdict inside the schema."""
+
+    default_code = "invalid_verdict"
+
+
+class WeightSyncError(SalesRLError, RuntimeError):
+    """vLLM samples from other weights than the ones in training."""
+
+
+class TooFewRewardsError(SalesRLError, RuntimeError):
+    """Too few completions could be scored, several steps in a row."""

@@ -1,0 +1,138 @@
+"""vLLM inside the trainer: the engine options TRL does not pass through, and the weight push on a CPU.
+
+Owns what differs from TRL's `VLLMGeneration`; when to generate and what to do with a completion stay TRL's and the
+trainer's. vLLM is imported only while an engine is built, so that this module costs nothing without it.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import trl.generation.vllm_generation as upstream_vllm
+import trl.trainer.grpo_trainer as upstream_trainer
+from transformers import PreTrainedModel
+from trl.generation.vllm_generation import VLLMGeneration
+
+
+def engine_kwargs(
+    *,
+    enforce_eager: bool,
+    load_format: str,
+    dtype: str,
+    seed: int,
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The engine options TRL 1.16 does not pass through, for `vllm.LLM`.
+
+    Args:
+        enforce_eager (`bool`):
+            Skip compilation and CUDA graphs: starts fast, generates two to three times slower on a GPU.
+        load_format (`str`):
+            `"auto"` reads the checkpoint. `"dummy"` leaves the weights random until the first push, which TRL always
+            makes before the first generation.
+        dtype (`str`):
+            Number format of vLLM's weights and activations, for example `"bfloat16"`.
+        seed (`int`):
+            Seed of the sampler. TRL's is the rank alone, so two runs with different seeds would sample alike.
+        extra (`dict`, *optional*):
+            Further `vllm.LLM` arguments; they win over all others, TRL's own included.
+    """
+    return {
+        "enforce_eager": enforce_eager,
+        "load_format": load_format,
+        "dtype": dtype,
+        "seed": seed,
+        **(extra or {}),
+    }
+
+
+class SalesVLLMGeneration(VLLMGeneration):
+    """TRL's vLLM generation with engine options, and with a weight push that works on a CPU.
+
+    Changes two things only:
+    - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments;
+    - `sync_weights` on a CPU reloads all weights through the worker, because vLLM's CPU backend repacks parameters
+      after loading and TRL's parameter-by-parameter push then fails.
+
+    Args:
+        engine_options (`dict[str, Any]`):
+            From `engine_kwargs`.
+        kwargs:
+            TRL's own.
+    """
+
+    def __init__(self, *args: Any, engine_options: dict[str, Any], **kwargs: Any) -> None:
+        self.engine_options = engine_options
+        super().__init__(*args, **kwargs)
+
+    def _init_vllm(self) -> None:
+        stock = upstream_vllm.LLM
+
+        @functools.wraps(stock)
+        def build(**kwargs: Any) -> Any:
+            return stock(**{**kwargs, **self.engine_options})
+
+        with _replaced(upstream_vllm, "LLM", build):
+            super()._init_vllm()
+
+    def sync_weights(self) -> None:
+        """Push the training weights into vLLM and drop its prefix cache."""
+        if self.mode != "colocate" or self.accelerator.device.type != "cpu":
+            super().sync_weights()
+            return
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        worker = getattr(worker, "worker", worker)
+        worker.reload_weights(weights_iterator=self._iter_named_params())
+        self.llm.reset_prefix_cache()
+
+
+@contextlib.contextmanager
+def vllm_engine_options(options: dict[str, Any]) -> Iterator[None]:
+    """While active, a `GRPOTrainer` under construction builds `SalesVLLMGeneration` with these engine options."""
+    build = functools.partial(SalesVLLMGeneration, engine_options=options)
+    with _replaced(upstream_trainer, "VLLMGeneration", build):
+        yield
+
+
+def has_tied_head(model: PreTrainedModel) -> bool:
+    """Whether the output head shares the input embedding's weights.
+
+    vLLM's CPU backend leaves such a head at its initial values on `reload_weights` (seen with 0.31: a mean log-prob
+    difference of 2.02 where an untied model has 0.002), so that every completion is noise.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and embedding is not None and head.weight is embedding.weight
+
+
+def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dtype | None) -> str:
+    """The number format vLLM should sample in, so that it agrees with the training forward.
+
+    Args:
+        requested (`str`):
+            `"auto"`, or a vLLM dtype that is returned as it is.
+        bf16 (`bool`):
+            Training runs under bf16 autocast.
+        fp16 (`bool`):
+            Training runs under fp16 autocast.
+        model_dtype (`torch.dtype`, *optional*):
+            Of the training weights; decides where neither flag is set.
+    """
+    if requested != "auto":
+        return requested
+    if bf16:
+        return "bfloat16"
+    if fp16:
+        return "float16"
+    return "auto" if model_dtype is None else str(model_dtype).removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)

@@ -1,0 +1,1 @@
+"""The reward chain: parse, ask both RAG endpoints, judge, score."""

