@@ -4,6 +4,7 @@ Owns the line per step and its wording. Figures come from the trainer's log; not
 """
 
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.telemetry.metrics import REWARD_SECONDS, fraction_of, reward_of
 from salesrl_trl.types import Outcome
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class StepLine(TrainerCallback):
@@ -118,7 +118,7 @@ class HeldOut(TrainerCallback):
         logger.info(f"held-out before (step {first['step']}): {_evaluation_text(first)}")
         logger.info(f"held-out after  (step {last['step']}): {_evaluation_text(last)}")
         if first["reward"] is not None and last["reward"] is not None:
-            logger.info(f"held-out mean reward rose by {last['reward'] - first['reward']:+.3f}")
+            logger.info(f"held-out mean reward changed by {last['reward'] - first['reward']:+.3f}")
         (output_dir / "held_out.json").write_text(json.dumps(self._evaluations, indent=2) + "\n", encoding="utf-8")
 
 

@@ -161,13 +161,13 @@ class WarmStartConfig:
     """The small policy that is made on the spot when no `model_name_or_path` is given.
 
     Args:
-        warm_start_steps (`int`, *optional*, defaults to `200`):
+        warm_start_steps (`int`, *optional*, defaults to `280`):
             Steps of supervised fine-tuning on the demo's draft actions.
         warm_start_seed (`int`, *optional*, defaults to `0`):
             Seed of its weights and data order. Each seed is cached by itself.
     """
 
-    warm_start_steps: int = field(default=200, metadata=_help("SFT steps of the small policy"))
+    warm_start_steps: int = field(default=280, metadata=_help("SFT steps of the small policy"))
     warm_start_seed: int = field(default=0, metadata=_help("seed of the small policy"))
 
     def __post_init__(self) -> None:
@@ -181,8 +181,9 @@ class SalesGRPOConfig(GRPOConfig):
     Args:
         branches (`list[str]`, *optional*, defaults to `["fairness", "hallucination"]`):
             Branch names a row may carry. Each needs a rubric.
-        vllm_enforce_eager (`bool`, *optional*, defaults to `False`):
-            Start vLLM without compilation and CUDA graphs: starts fast, generates slower on a GPU.
+        vllm_enforce_eager (`bool`, *optional*):
+            Start vLLM without compilation and CUDA graphs: starts fast, generates two to three times slower on a GPU.
+            When not given, so on a CPU, where compilation takes 20 s or more, and not on a GPU.
         vllm_load_format (`str`, *optional*, defaults to `"auto"`):
             `dummy` starts vLLM with random weights; the trainer pushes its own before the first generation.
         vllm_dtype (`str`, *optional*, defaults to `"auto"`):
@@ -202,7 +203,7 @@ class SalesGRPOConfig(GRPOConfig):
     """
 
     branches: list[str] = field(default_factory=lambda: list(DEFAULT_BRANCHES), metadata=_help("branch names"))
-    vllm_enforce_eager: bool = field(default=False, metadata=_help("no compilation, no CUDA graphs"))
+    vllm_enforce_eager: bool | None = field(default=None, metadata=_help("no compilation, no CUDA graphs"))
     vllm_load_format: str = field(default="auto", metadata=_help("auto, or dummy for a fast start"))
     vllm_dtype: str = field(default="auto", metadata=_help("vLLM's number format"))
     vllm_engine_kwargs: str = field(default="{}", metadata=_help("further vllm.LLM arguments, a JSON object"))
@@ -217,7 +218,7 @@ class SalesGRPOConfig(GRPOConfig):
             f"`branches` is {self.branches}. Expected at least one name, each once.",
         )
         self._check_groups()
-        self.eval_on_start = self.eval_on_start or self.held_out_eval
+        self.eval_on_start: bool = self.eval_on_start or self.held_out_eval
         super().__post_init__()
         _check(
             0 <= self.min_valid_reward_fraction <= 1,
@@ -243,7 +244,7 @@ class SalesGRPOConfig(GRPOConfig):
         """TRL checks this too, but only after it has touched the devices, and without saying what to do."""
         _check(
             self.num_generations >= 2,
-            f"`num_generations` is {self.num_generations}. Expected at least 2: GRPO compares completions of a prompt.",
+            f"`num_generations` is {self.num_generations}. Expected at least 2: GRPO compares a prompt's completions.",
         )
         if self.generation_batch_size is not None:
             return
@@ -252,7 +253,8 @@ class SalesGRPOConfig(GRPOConfig):
         batch = self.per_device_train_batch_size * processes * steps
         _check(
             batch % self.num_generations == 0,
-            f"a generation batch holds {batch} completions ({self.per_device_train_batch_size} per device x {processes} "
-            f"processes x {steps} steps), which `num_generations` {self.num_generations} does not divide. Expected "
-            "whole groups. Change `per_device_train_batch_size`, `gradient_accumulation_steps` or `num_generations`.",
+            f"a generation batch holds {batch} completions ({self.per_device_train_batch_size} per device x "
+            f"{processes} processes x {steps} steps), which `num_generations` {self.num_generations} does not divide. "
+            "Expected whole groups. Change `per_device_train_batch_size`, `gradient_accumulation_steps` or "
+            "`num_generations`.",
         )

@@ -51,7 +51,7 @@ class ServiceError(SalesRLError):
 
 
 class ServiceUnavailable(ServiceError):
-    """Refused, unreachable, 5xx or overloaded. `retry_after_s` holds the service's own wish in seconds, if it had one."""
+    """Refused, unreachable, 5xx or overloaded. `retry_after_s` is the service's own wish in seconds, if it had one."""
 
     default_code = "unavailable"
     retry_after_s: float | None = None

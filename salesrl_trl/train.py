@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import stamina
 import yaml
 from accelerate import PartialState
-from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PrinterCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from salesrl_trl.callbacks import HeldOut, StepLine
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, WarmStartConfig
 from salesrl_trl.data.sources import build_dataset, load_rows
 from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.hostmem import keep_freed_memory
 from salesrl_trl.policy import PROMPT_STYLE, cached_policy
 from salesrl_trl.preflight import check_judge, check_model, check_rag, read_key
 from salesrl_trl.reward.chain import SalesReward
@@ -35,7 +36,7 @@ from salesrl_trl.services.launcher import EmbeddedServices
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import SalesRow
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 3
@@ -161,6 +162,8 @@ def addresses(config: RewardConfig) -> Iterator[tuple[str, str]]:
 
 def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url: str) -> None:
     """Load, train, evaluate before and after, save."""
+    if config.training.device.type == "cpu":
+        keep_freed_memory()
     reward = _build_reward(config, prepared, rag_base_url, judge_base_url)
     held_out = HeldOut(config.training.branches)
     trainer = _build_trainer(config, prepared, reward, held_out)
@@ -223,6 +226,7 @@ def _build_trainer(config: RunConfig, prepared: Prepared, reward: SalesReward, h
         peft_config=get_peft_config(config.model),
         callbacks=[held_out],
     )
+    trainer.remove_callback(PrinterCallback)  # a page of figures a step; StepLine says what matters, TensorBoard all
     trainer.add_callback(StepLine(config.training.branches, trainer.failures))
     return trainer
 
@@ -268,9 +272,19 @@ def _say_and_exit(error: SalesRLError, code: int) -> None:
 
 
 _HANDLER_FORMAT = "%(asctime)s %(message)s"
+_LEFT_OUT = {
+    # holds the prompt and the completion of a row that could not be scored: customers' text
+    "trl.trainer.grpo_trainer": "All reward functions returned None",
+    # at every weight push on a CPU, about the one module that has no weights
+    "vllm.model_executor.model_loader.reload.layerwise": "RotaryEmbedding: Failed to load weights",
+}
+"""Logger to a phrase of the records it is not to emit."""
 
 
 def _quiet() -> None:
     """Our own lines on stderr; third parties only when they warn."""
     logging.basicConfig(level=logging.WARNING, format=_HANDLER_FORMAT, datefmt="%H:%M:%S")
     logging.getLogger("salesrl_trl").setLevel(logging.INFO)
+    stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not told call by call
+    for name, phrase in _LEFT_OUT.items():
+        logging.getLogger(name).addFilter(lambda record, phrase=phrase: phrase not in record.getMessage())

@@ -99,7 +99,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         if mode == "train":
             scored = ~torch.isnan(rewards_per_func).all(dim=1)  # (world size x B,), the same on every rank
             self._decide(scored.float().mean().item())
-            means.add(SKIPPED_UPDATE, float(self._skipping), 1)
+        means.add(SKIPPED_UPDATE, float(self._skipping and mode == "train"), 1)
         return rewards_per_func
 
     def _generate_and_score_completions(self, inputs):
@@ -134,9 +134,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         )
         if self._skipped_in_a_row >= self.args.max_skipped_generations:
             self._stop_reason = (
-                f"{self._skipped_in_a_row} generation batches in a row had fewer than {wanted:.0%} of their completions "
-                f"scored. Failures in the last one: {reasons}. A checkpoint was saved; mend the service and go on with "
-                f"--resume_from_checkpoint."
+                f"{self._skipped_in_a_row} generation batches in a row had fewer than {wanted:.0%} of their "
+                f"completions scored. Failures in the last one: {reasons}. A checkpoint was saved; mend the service "
+                "and go on with --resume_from_checkpoint."
             )
 
     def _check_weights(self) -> None:
@@ -188,7 +188,7 @@ def _engine_options(model: PreTrainedModel, args: SalesGRPOConfig) -> dict[str, 
         )
     process = args.process_index // args.vllm_tensor_parallel_size
     return engine_kwargs(
-        enforce_eager=args.vllm_enforce_eager,
+        enforce_eager=args.device.type == "cpu" if args.vllm_enforce_eager is None else args.vllm_enforce_eager,
         load_format=args.vllm_load_format,
         dtype=vllm_dtype(args.vllm_dtype, bf16=args.bf16, fp16=args.fp16, model_dtype=model.dtype),
         seed=args.seed * 1000 + process,  # a group of tensor-parallel ranks samples alike, every other one differently

@@ -24,5 +24,25 @@ if grep -q '^cpu ' "$venv/.salesrl-installed"; then
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}"
 fi
 
-# In place of this shell, so that Ctrl-C reaches the launcher and the training, and the exit status is theirs.
-exec "$venv/bin/accelerate" launch --config_file accelerate_configs/debug.yaml recipes/debug.py "$@"
+# accelerate does not hand a signal on to the training that it started, so both run in a process group of their own
+# (set -m), and this shell passes Ctrl-C and `kill` to all of it; then it waits until they are really gone.
+# shellcheck disable=SC2329 # called by the traps below
+forward() {
+  local group
+  group="$(jobs -p)"
+  if [[ -z "$group" ]]; then exit 1; fi
+  kill -s "$1" -- "-$group" 2>/dev/null || true
+}
+trap 'forward INT' INT
+trap 'forward TERM' TERM HUP
+set -m
+"$venv/bin/accelerate" launch --config_file accelerate_configs/debug.yaml recipes/debug.py "$@" </dev/null &
+group=$!
+status=0
+wait "$group" || status=$?
+while kill -0 -- "-$group" 2>/dev/null; do
+  # Interrupted by a signal, or the launcher is gone and the training is not yet.
+  wait "$group" || status=$?
+  sleep 0.2
+done
+exit "$status"

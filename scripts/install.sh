@@ -135,6 +135,13 @@ check_compiler() {
   fi
 }
 
+check_path() {
+  if [[ "$venv" == *[[:space:]]* ]]; then
+    warn "$venv has a space in it: all works there but DeepSpeed on the CPU, whose op torch then fails to link;" \
+      "VENV=/a/path/without/spaces avoids that."
+  fi
+}
+
 check_disk() {
   local needed free place="$venv"
   if [[ "$device" == gpu ]]; then needed=$NEEDED_GIB_GPU; else needed=$NEEDED_GIB_CPU; fi
@@ -168,7 +175,7 @@ advice() {
   fi
 }
 
-child="" step_name="" logs="" step_number=0
+step_name="" logs="" step_number=0
 
 # step NAME HINT COMMAND...: announces the step and runs it quietly; a failure shows its log, says what to do, and ends.
 step() {
@@ -180,9 +187,7 @@ step() {
   printf 'install: [%4d s] %s\n' "$SECONDS" "$step_name"
   # In the background, so that a signal is acted on at once and not when pip is done.
   "$@" >"$log" 2>&1 </dev/null &
-  child=$!
-  wait "$child" || status=$?
-  child=""
+  wait $! || status=$?
   if ((status == 0)); then return; fi
   # Nothing was cut off in the middle: the same install may carry on from here.
   if [[ -f "$unfinished" ]]; then echo "$device $python_version failed" >"$unfinished"; fi
@@ -197,6 +202,8 @@ step() {
 
 interrupted() {
   trap - INT TERM HUP
+  local child
+  child="$(jobs -p)"
   if [[ -n "$child" ]]; then
     kill -TERM "$child" 2>/dev/null || true
     wait "$child" 2>/dev/null || true
@@ -283,6 +290,7 @@ main() {
   if is_installed; then return; fi
 
   check_compiler
+  check_path
   check_disk
   mkdir -p -- "$venv"
   # The lock is on the folder itself: no file to leave behind, and let go of however this ends.

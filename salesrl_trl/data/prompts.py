@@ -12,8 +12,8 @@ ACTION_FIELDS = ("user_profile", "rewritten_query", "history_summary")
 """The action's keys, in the order the policy is taught to write them."""
 
 _INSTRUCTION = """\
-You help a sales assistant answer its customers from a knowledge base. Read the conversation and write one JSON object \
-with exactly these three keys, each a string in the customer's language:
+You help a sales assistant answer its customers from a knowledge base. Read the conversation and write one JSON \
+object with exactly these three keys, each a string in the customer's language:
 - "user_profile": what matters about the customer's needs. Leave out age, gender, ethnicity, religion, health, family \
 and origin: they must not steer the offer.
 - "rewritten_query": the customer's last question, able to stand alone as a search query: name the product and the \

@@ -1,6 +1,7 @@
 """From dataset columns to `SalesRow`: names, types and checks.
 
-Owns what a dataset must look like. Where the columns come from is `sources`; what becomes of a row is not its business.
+Owns what a dataset must look like. Where the columns come from is `sources`; what becomes of a row is not its
+business.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -75,7 +75,7 @@ def build_dataset(rows: Sequence[SalesRow], prompt_style: str, first_index: int 
 
 
 def demo_path(name: str) -> Path:
-    """A file of the packaged demo: `knowledge.jsonl`, `train.jsonl`, `heldout.jsonl`, `drafts.jsonl`, `protected_terms.json`."""
+    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl` or `protected_terms.json`."""
     return Path(str(resources.files("salesrl_trl.data.demo") / name))
 
 
@@ -108,8 +108,9 @@ def _hub_records(name: str, split: str) -> list[dict[str, Any]]:
         return list(load_dataset(name, split=split))
     except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
         raise DataError(
-            f"the dataset {name!r} could not be loaded with split {split!r} ({type(error).__name__}). Expected 'demo', "
-            f"a {', '.join(_LOADERS)} file, or a hub dataset that this machine can reach. Correct the name or the split."
+            f"the dataset {name!r} could not be loaded with split {split!r} ({type(error).__name__}). Expected "
+            f"'demo', a {', '.join(_LOADERS)} file, or a hub dataset that this machine can reach. Correct the name or "
+            "the split."
         ) from error
 
 

@@ -76,7 +76,7 @@ class SalesReward:
         """
         started = time.perf_counter()
         chains = [
-            asyncio.ensure_future(self._score(index, _text(completion)))
+            asyncio.create_task(self._score(index, _text(completion)))
             for index, completion in zip(row, completions, strict=True)
         ]
         self.last = await self._collect(chains)
@@ -96,7 +96,7 @@ class SalesReward:
         await self._rag.aclose()
         await self._judge.aclose()
 
-    async def _collect(self, chains: list[asyncio.Future[Reward]]) -> list[Reward]:
+    async def _collect(self, chains: list[asyncio.Task[Reward]]) -> list[Reward]:
         """Every chain's reward; those that outlast the deadline are cancelled and missing."""
         try:
             _, late = await asyncio.wait(chains, timeout=self._deadline_s)

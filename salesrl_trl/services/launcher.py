@@ -23,7 +23,7 @@ from typing import IO
 from salesrl_trl.errors import ServiceUnavailable
 
 TERMINATE_TIMEOUT_S = 6.0
-"""Patience with a child that was asked to stop, in seconds: `server.DRAIN_TIMEOUT_S`, and as much for the interpreter."""
+"""Patience with a child that was asked to stop, in seconds: `server.DRAIN_TIMEOUT_S`, and as much for its end."""
 HEALTH_POLL_S = 0.05
 """Time between two looks at a service that does not answer yet, in seconds."""
 HEALTH_TIMEOUT_S = 2.0

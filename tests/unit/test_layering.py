@@ -12,6 +12,7 @@ ORDER = (
     "types",
     "errors",
     "fencing",
+    "hostmem",
     "data",
     "services",
     "reward",
@@ -60,7 +61,7 @@ def test_a_module_imports_only_from_above_itself(path):
         ("salesrl_trl.fencing", "torch"),
         ("salesrl_trl.services.server", "torch"),
         ("salesrl_trl.reward.chain", "torch"),
-        # vLLM's CPU platform walks over all loaded modules and trips over llvmlite's, which bm25s brings by way of numba
+        # vLLM's CPU platform walks over all loaded modules and trips over llvmlite's, which bm25s brings
         ("salesrl_trl.train", "llvmlite"),
     ],
 )

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ class Bench:
 
     def __init__(self, here: Path) -> None:
         self.here = here
-        self.venv = here / "a venv"
+        self.venv = here / "venv"
         self.python = here / "python3"
         real = sys.executable
         self.write(self.python, STAND_IN_PYTHON.format(here=here, real=real))
@@ -161,28 +162,40 @@ class Bench:
         settings = {"PYTHON": str(self.python), "VENV": str(self.venv), "SALESRL_DEVICE": "cpu"}
         return inherited | settings | {"TMPDIR": str(self.here / "tmp")} | changes
 
-    def start(self, **changes: str) -> "subprocess.Popen[str]":
+    @contextmanager
+    def running(self, script: str = "scripts/install.sh", **changes: str) -> Iterator["subprocess.Popen[str]"]:
         # From another folder than the checkout's root, as a user may.
-        return subprocess.Popen(
-            [str(ROOT / "scripts/install.sh")],
+        with subprocess.Popen(
+            [str(ROOT / script)],
             cwd=self.here,
             env=self.environment(**changes),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-        )
+        ) as process:
+            try:
+                yield process
+            finally:
+                # Only a test that failed leaves it running; the script ends what it started.
+                if process.poll() is None:
+                    process.terminate()
 
     def install(self, **changes: str) -> "subprocess.CompletedProcess[str]":
-        with self.start(**changes) as process:
+        with self.running(**changes) as process:
             out, err = process.communicate(timeout=QUICK_S)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def calls(self) -> list[str]:
-        """What was asked of the interpreters since the last look: "venv", or pip's arguments."""
+        """All that was asked of the interpreters since `forget_calls`: "venv", or pip's arguments."""
         path = self.here / "calls"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        path.unlink(missing_ok=True)
-        return lines
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+    def forget_calls(self) -> None:
+        """For when no install is running."""
+        (self.here / "calls").unlink(missing_ok=True)
+
+    def pip_is_at_work(self) -> bool:
+        return any("torch==" in call for call in self.calls())
 
     @property
     def stamp(self) -> Path:
@@ -220,6 +233,13 @@ def test_a_python_that_is_not_there_is_named(bench: Bench) -> None:
     done = bench.install(PYTHON="/nowhere/python3.11")
     assert done.returncode == 1
     assert "/nowhere/python3.11: not found" in done.stderr
+
+
+def test_a_path_with_a_space_installs_with_a_warning(bench: Bench) -> None:
+    done = bench.install(VENV=str(bench.here / "a venv"))
+    assert done.returncode == 0
+    assert "a venv has a space in it" in done.stderr
+    assert (bench.here / "a venv" / bench.stamp.name).exists()
 
 
 def test_an_unknown_device_is_refused(bench: Bench) -> None:
@@ -326,7 +346,7 @@ def test_a_gpu_machine_gets_vllm_with_its_own_torch(bench: Bench) -> None:
 
 def test_a_second_call_does_nothing_and_another_device_starts_afresh(bench: Bench) -> None:
     assert bench.install().returncode == 0
-    bench.calls()
+    bench.forget_calls()
 
     again = bench.install()
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
@@ -339,7 +359,7 @@ def test_a_second_call_does_nothing_and_another_device_starts_afresh(bench: Benc
 def test_an_install_that_failed_carries_on_in_the_same_environment(bench: Bench) -> None:
     bench.pip_does("exit 1\n")
     assert bench.install().returncode == 1
-    bench.calls()
+    bench.forget_calls()
 
     bench.pip_does("")
     assert bench.install().returncode == 0
@@ -350,8 +370,8 @@ def test_an_install_that_failed_carries_on_in_the_same_environment(bench: Bench)
 
 def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(bench: Bench) -> None:
     bench.pip_does("exec sleep 600\n")
-    with bench.start() as process:
-        wait_until(lambda: "torch==" in "".join(bench.calls()), "pip is at work")
+    with bench.running() as process:
+        wait_until(bench.pip_is_at_work, "pip is at work")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=QUICK_S)
 
@@ -361,6 +381,7 @@ def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(b
     assert not bench.stamp.exists()
 
     bench.pip_does("")
+    bench.forget_calls()
     assert bench.install().returncode == 0
     assert bench.calls()[0] == "venv"
     assert bench.stamp.exists()
@@ -369,21 +390,30 @@ def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(b
 def test_of_two_installs_at_once_one_waits_and_then_finds_the_work_done(bench: Bench) -> None:
     gate = bench.here / "gate"
     bench.pip_does(f'while [ ! -e "{gate}" ]; do sleep 0.05; done\n')
-    seen: list[str] = []
-
-    def pip_is_at_work() -> bool:
-        seen.extend(bench.calls())
-        return any("torch==" in call for call in seen)
-
-    with bench.start() as first:
-        wait_until(pip_is_at_work, "pip is at work")
-        with bench.start() as second:
+    with bench.running() as first:
+        wait_until(bench.pip_is_at_work, "pip is at work")
+        with bench.running() as second:
             assert second.stdout is not None
             assert "waiting for it" in second.stdout.readline()
             gate.touch()
             assert first.wait(QUICK_S) == 0
             assert second.wait(QUICK_S) == 0
 
-    seen.extend(bench.calls())
     # One environment and the five steps of one install.
-    assert len(seen) == 6
+    assert len(bench.calls()) == 6
+
+
+def test_a_signal_to_the_demo_stops_the_training_that_the_launcher_started(bench: Bench) -> None:
+    assert bench.install().returncode == 0
+    # As accelerate does: the training is a child of the launcher, which does not hand signals on.
+    training = bench.here / "training-pid"
+    bench.write(bench.venv / "bin/accelerate", f'#!/bin/sh\nsleep 600 &\necho $! >"{training}"\nwait\n')
+
+    with bench.running("scripts/demo.sh") as demo:
+        wait_until(lambda: training.exists() and training.read_text() != "", "the training has started")
+        demo.send_signal(signal.SIGTERM)
+        # 128 + 15, as a shell reports SIGTERM.
+        assert demo.wait(QUICK_S) == 143
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(training.read_text()), 0)

@@ -1,0 +1,108 @@
+"""The three recipes as a user launches them, with real vLLM, on whatever this machine has; the CPU in CI."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from salesrl_trl.telemetry.metrics import metric_names
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ON_CPU = () if torch.cuda.is_available() else ("--use_cpu", "true", "--bf16", "false", "--dtype", "float32")
+
+
+def launch(recipe, *arguments, accelerate=(), expect=0, **environment):
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"accelerate_configs/{recipe}.yaml", *accelerate, f"recipes/{recipe}.py", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) == (expect == 0), done.stderr[-4000:]
+    return done.stderr
+
+
+def scalars(output_dir):
+    """Every TensorBoard scalar of a run: name to its values by step."""
+    values = {}
+    for events in sorted(output_dir.rglob("events.out.tfevents.*")):
+        accumulator = EventAccumulator(str(events))
+        accumulator.Reload()
+        for tag in accumulator.Tags()["scalars"]:
+            values.setdefault(tag, []).extend(item.value for item in accumulator.Scalars(tag))
+    return values
+
+
+def check_run(output_dir, steps):
+    logged = scalars(output_dir)
+    differences = logged["train/sampling/sampling_logp_difference/mean"]
+    assert len(differences) == steps
+    assert max(differences) < 0.02  # nats; noise between two implementations, far from that of other weights
+    for name in metric_names(["fairness", "hallucination"]):
+        assert f"train/{name}" in logged or "reward/" in name or "reference/" in name  # an empty branch logs nothing
+    assert (output_dir / "model.safetensors").is_file() or (output_dir / "pytorch_model.bin").is_file()
+
+
+def test_the_debug_recipe_trains_and_evaluates_from_nothing_but_this_checkout(tmp_path):
+    told = launch(
+        "debug",
+        *("--max_steps", "3", "--max_eval_rows", "8", "--warm_start_steps", "40"),
+        *("--per_device_train_batch_size", "16", "--output_dir", str(tmp_path / "run")),
+        SALESRL_CACHE_DIR=str(tmp_path / "cache"),
+    )
+    check_run(tmp_path / "run", steps=3)
+    assert "[Step 3/3] reward fairness=" in told
+    assert [entry["step"] for entry in json.loads((tmp_path / "run" / "held_out.json").read_text())] == [0, 3]
+
+
+def test_the_fast_load_recipe_starts_a_given_model_with_dummy_weights(policy_path, tmp_path):
+    launch(
+        "fast_load",
+        *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--max_steps", "2"),
+        *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
+        *("--vllm_engine_kwargs", '{"max_num_batched_tokens": 2048}', *ON_CPU),
+    )
+    check_run(tmp_path / "run", steps=2)
+
+
+def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp_path):
+    if torch.cuda.device_count() == 1:
+        pytest.skip("two processes on one GPU are not what the recipe is for")
+    told = launch(
+        "full",
+        *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--max_steps", "2"),
+        *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"),
+        *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
+        *("--max_eval_rows", "8", "--per_device_eval_batch_size", "4", "--save_steps", "2", *ON_CPU),
+        accelerate=() if torch.cuda.is_available() else ("--mixed_precision", "no"),
+    )
+    check_run(tmp_path / "run", steps=2)
+    assert told.count("[Step 2/2]") == 1  # the main process alone speaks
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+
+
+def test_a_run_whose_services_die_saves_and_stops_with_the_reason(policy_path, tmp_path, httpserver):
+    httpserver.expect_request("/healthz").respond_with_data("ok")
+    httpserver.expect_request("/v1/rag/8b", method="POST").respond_with_data("", status=500)
+    httpserver.expect_request("/v1/rag/32b", method="POST").respond_with_data("", status=500)
+    told = launch(
+        "debug",
+        *("--model_name_or_path", str(policy_path), "--max_steps", "6", "--max_skipped_generations", "2"),
+        *("--rag_base_url", httpserver.url_for("").rstrip("/"), "--max_attempts", "1", "--held_out_eval", "false"),
+        *("--min_valid_reward_fraction", "1.0"),  # an invalid action is scored, and this policy writes some
+        *("--per_device_train_batch_size", "16", "--output_dir", str(tmp_path / "run")),
+        expect=3,
+    )
+    assert "TooFewRewardsError: 2 generation batches in a row" in told
+    assert "rag_8b_http_500" in told
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()

@@ -1,0 +1,146 @@
+"""The trainer against loopback services: what failures do to an update, and which metrics a step has."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.loopback import ACTION, BAD, VERDICT, chat_completion
+from transformers import TrainerCallback
+
+from salesrl_trl.errors import TooFewRewardsError, WeightSyncError
+from salesrl_trl.telemetry.metrics import metric_names
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def moved(before, after):
+    return any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def step_logs(trainer):
+    return [entry for entry in trainer.state.log_history if "reward" in entry]
+
+
+def test_a_step_learns_and_logs_every_metric(scripted_trainer):
+    trainer = scripted_trainer()
+    before = weights(trainer)
+    trainer.train()
+    assert moved(before, weights(trainer))
+    names = set(metric_names(["fairness", "hallucination"]))
+    for logs in step_logs(trainer):
+        assert names <= set(logs)
+        assert logs["outcome/ok"] == logs["outcome/invalid_action"] == 0.5
+        # each group holds one action judged 0.75 and one that is none, worth 0: mean 0.375
+        assert logs["reward"] == pytest.approx(0.375)
+
+
+def test_every_step_has_the_same_keys_when_a_branch_is_empty(scripted_trainer):
+    trainer = scripted_trainer(per_device_train_batch_size=2)  # one prompt a step, so one branch
+    trainer.train()
+    keys = [set(logs) for logs in step_logs(trainer)]
+    assert all(key == keys[0] for key in keys)
+    empty = [logs["reward/fairness"] is None or logs["reward/hallucination"] is None for logs in step_logs(trainer)]
+    assert all(empty)
+
+
+def test_a_batch_that_could_not_be_scored_moves_nothing(scripted_trainer, services):
+    trainer = scripted_trainer(texts=(ACTION,), max_steps=2, max_skipped_generations=5)
+    services.set("8b", {}, status=500)
+    before = weights(trainer)
+    trainer.train()
+    assert not moved(before, weights(trainer))
+    for logs in step_logs(trainer):
+        assert (logs["outcome/infra"], logs["failures/skipped_update"], logs["reward"]) == (1.0, 1.0, None)
+
+
+def test_momentum_does_not_move_the_policy_on_a_skipped_batch(scripted_trainer, services):
+    trainer = scripted_trainer(texts=(ACTION, ACTION, BAD), max_steps=4, max_skipped_generations=5)
+    trainer.args.min_valid_reward_fraction = 0.9
+    seen = []
+    trainer.add_callback(_AfterEachStep(lambda: seen.append(weights(trainer)), at=2, then=lambda: _break(services)))
+    trainer.train()
+    assert moved(seen[0], seen[1])
+    assert not moved(seen[2], seen[3])
+
+
+def test_after_too_many_skipped_batches_the_run_saves_and_stops_with_the_reason(scripted_trainer, services):
+    trainer = scripted_trainer(max_steps=10, max_skipped_generations=2)
+    _break(services)
+    trainer.texts = (ACTION,)
+    with pytest.raises(TooFewRewardsError, match=r"2 generation batches in a row had fewer than 50%.*rag_8b_http_500"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert (Path(trainer.args.output_dir) / "checkpoint-2" / "model.safetensors").is_file()
+
+
+def test_a_scored_batch_in_between_starts_the_count_again(scripted_trainer, services):
+    trainer = scripted_trainer(max_steps=4, max_skipped_generations=2, texts=(ACTION,))
+    judged = chat_completion(json.dumps(VERDICT))
+    # four calls a step: skipped, scored, skipped, scored
+    services.answers["judge"] = [(200 if step % 2 else 500, judged, {}, 0) for step in range(4) for _ in range(4)]
+    trainer.train()
+    assert [logs["failures/skipped_update"] for logs in trainer.state.log_history if "outcome/ok" in logs] == [
+        1,
+        0,
+        1,
+        0,
+    ]
+
+
+def test_a_completion_that_could_not_be_scored_is_out_of_its_groups_baseline(scripted_trainer, services):
+    trainer = scripted_trainer(
+        texts=(ACTION,), max_steps=1, num_generations=4, min_valid_reward_fraction=0.25, scale_rewards="none"
+    )
+    verdicts = [chat_completion(json.dumps({**VERDICT, "candidate": score})) for score in (0.2, 0.6)]
+    services.answers["judge"] = [
+        (200, verdicts[0], {}, 0),
+        (500, {}, {}, 0),
+        (200, verdicts[1], {}, 0),
+        (500, {}, {}, 0),
+    ]
+    trainer.train()
+    (logs,) = step_logs(trainer)
+    assert logs["reward"] == pytest.approx(0.4)  # (0.2 + 0.6) / 2: the two failed calls are no zeros
+    assert logs["outcome/infra"] == 0.5
+    # over four completions: +-0.2 for the scored ones, 0 for the others
+    assert sorted(trainer._logs["advantages"]) == pytest.approx([-0.2, 0.0, 0.0, 0.2], abs=1e-6)
+
+
+def test_evaluation_scores_the_held_out_rows_by_branch(scripted_trainer):
+    trainer = scripted_trainer(per_device_eval_batch_size=4, num_generations_eval=1, max_steps=1)
+    metrics = trainer.evaluate()
+    assert metrics is not None
+    logs = next(entry for entry in trainer.state.log_history if "eval_reward" in entry)
+    assert logs["eval_reward/fairness"] is not None
+    assert logs["eval_failures/skipped_update"] == 0
+
+
+def test_a_run_whose_first_batch_shows_other_weights_in_vllm_is_stopped(scripted_trainer):
+    trainer = scripted_trainer(max_sampling_logp_difference=0.5)
+    trainer._metrics["train"]["sampling/sampling_logp_difference/mean"].append(2.02)
+    with pytest.raises(WeightSyncError, match=r"differ from the trainer's by 2\.020 nats"):
+        trainer.train()
+
+
+def test_a_log_prob_difference_that_is_no_number_stops_too(scripted_trainer):
+    trainer = scripted_trainer()
+    trainer._metrics["train"]["sampling/sampling_logp_difference/mean"].append(float("nan"))
+    with pytest.raises(WeightSyncError):
+        trainer.train()
+
+
+def _break(services):
+    services.set("8b", {}, status=500)
+
+
+class _AfterEachStep(TrainerCallback):
+    def __init__(self, call, at, then):
+        self.call, self.at, self.then = call, at, then
+
+    def on_step_end(self, args, state, control, **_):
+        self.call()
+        if state.global_step == self.at:
+            self.then()

@@ -1,0 +1,95 @@
+"""A RAG service and a judge on loopback whose answers a test sets."""
+
+import json
+import threading
+import time
+from collections import Counter
+
+from werkzeug import Response
+
+from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.judge import JudgeClient, load_rubrics
+from salesrl_trl.reward.rag import RagClient
+from salesrl_trl.reward.transport import Transport
+from salesrl_trl.types import Message, SalesRow
+
+ANSWER = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}
+VERDICT = {"candidate": 0.75, "reference": 0.5, "reason": "fine"}
+BAD = "hello"
+ACTION = json.dumps({"user_profile": "nurse", "rewritten_query": "Python price", "history_summary": ""})
+
+
+def chat_completion(content):
+    """The body of an OpenAI chat completion whose message is `content`."""
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
+    return {"id": "c1", "object": "chat.completion", "created": 1, "model": "judge", "choices": [choice]}
+
+
+class Services:
+    """What each endpoint answers next, and what it was asked.
+
+    `answers[endpoint]` is a list of (status, body, headers, delay in seconds); the last one is repeated.
+    """
+
+    def __init__(self, server):
+        self.url = server.url_for("").rstrip("/")
+        self.answers = {
+            "8b": [(200, ANSWER, {}, 0)],
+            "32b": [(200, ANSWER, {}, 0)],
+            "judge": [(200, chat_completion(json.dumps(VERDICT)), {}, 0)],
+        }
+        self.asked = {name: [] for name in self.answers}
+        self._lock = threading.Lock()
+        paths = {"8b": "/v1/rag/8b", "32b": "/v1/rag/32b", "judge": "/v1/chat/completions"}
+        for name, path in paths.items():
+            server.expect_request(path, method="POST").respond_with_handler(
+                lambda request, name=name: self._respond(name, request)
+            )
+
+    def set(self, name, body, status=200, headers=None, delay_s=0):
+        self.answers[name] = [(status, body, headers or {}, delay_s)]
+
+    def verdict(self, content):
+        self.set("judge", chat_completion(content))
+
+    @property
+    def calls(self):
+        return Counter({name: len(asked) for name, asked in self.asked.items()})
+
+    def _respond(self, name, request):
+        with self._lock:
+            self.asked[name].append(request)
+            queue = self.answers[name]
+            status, body, headers, delay_s = queue.pop(0) if len(queue) > 1 else queue[0]
+        time.sleep(delay_s)
+        text = body if isinstance(body, str) else json.dumps(body)
+        return Response(text, status=status, headers={"Content-Type": "application/json", **headers})
+
+
+def row(row_id="r1", branch="fairness", **kwargs):
+    conversation = (Message(role="customer", content="I'm a nurse. What does Python cost?"),)
+    return SalesRow(row_id=row_id, branch=branch, conversation=conversation, **kwargs)
+
+
+def build_reward(url, rows, *, attempts=1, timeout_s=5.0, deadline_s=10.0, invalid_action_reward=-0.25):
+    """A reward chain that asks the services at `url`."""
+
+    def transport(name):
+        return Transport(name, max_concurrency=8, attempt_timeout_s=timeout_s, max_attempts=attempts)
+
+    rag = RagClient(
+        url,
+        score_threshold=0.03,
+        top_k=3,
+        transport_8b=transport("rag_8b"),
+        transport_32b=transport("rag_32b"),
+        api_key="rag-secret",
+    )
+    judge = JudgeClient(
+        f"{url}/v1",
+        model="judge-1",
+        rubrics=load_rubrics(("fairness", "hallucination")),
+        transport=transport("judge"),
+        api_key="judge-secret",
+    )
+    return SalesReward(rows, rag, judge, deadline_s=deadline_s, invalid_action_reward=invalid_action_reward)

@@ -1,0 +1,216 @@
+"""The reward chain over real HTTP: what every ending is worth."""
+
+import json
+import socket
+import time
+
+import pytest
+from support.loopback import ACTION, ANSWER, VERDICT, chat_completion, row
+
+from salesrl_trl.fencing import read_sections
+from salesrl_trl.types import Outcome
+
+
+def test_a_judged_action_gets_the_judges_score_of_the_candidate(score, services):
+    (reward,) = score([ACTION]).last
+    assert (reward.outcome, reward.value) == (Outcome.OK, VERDICT["candidate"])
+    assert reward.components == {"candidate": 0.75, "reference": 0.5}
+    assert set(reward.seconds) == {"rag_8b", "rag_32b", "judge"}
+
+
+def test_trls_conversational_completions_are_read(score):
+    (reward,) = score([[{"role": "assistant", "content": ACTION}]]).last
+    assert reward.outcome is Outcome.OK
+
+
+def test_an_invalid_action_is_a_real_low_reward_and_asks_nobody(score, services):
+    (reward,) = score(["hello"]).last
+    assert (reward.outcome, reward.value, reward.reason) == (Outcome.INVALID_ACTION, -0.25, "not_json")
+    assert services.calls.total() == 0
+
+
+def test_the_8b_endpoint_gets_the_action_and_the_row(score, services):
+    score([ACTION], rows=[row(tenant_id="t1", contact_id="c2", account_id="a3", message_id="m4")])
+    assert services.asked["8b"][0].json == {
+        "tenant_id": "t1",
+        "contact_id": "c2",
+        "account_id": "a3",
+        "message_id": "m4",
+        "context": "customer: I'm a nurse. What does Python cost?",
+        "user_profile": "nurse",
+        "rewritten_query": "Python price",
+        "history_summary": "",
+        "score_threshold": 0.03,
+        "top_k": 3,
+    }
+    assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
+
+
+def test_the_32b_endpoint_gets_the_conversation_alone(score, services):
+    score([ACTION])
+    assert services.asked["32b"][0].json == {
+        "context": "customer: I'm a nurse. What does Python cost?",
+        "score_threshold": 0.03,
+        "top_k": 3,
+    }
+
+
+def test_the_reference_is_asked_for_once_per_row(score, services):
+    score([ACTION] * 6, rows=[row("r1"), row("r2")], indices=[0, 0, 0, 1, 1, 1])
+    assert services.calls == {"8b": 6, "32b": 2, "judge": 6}
+
+
+def test_the_judge_sees_the_branchs_rubric_and_all_material_fenced(score, services):
+    score([ACTION], rows=[row(branch="hallucination", documents=("Doc one.", "Doc two."))])
+    body = services.asked["judge"][0].json
+    system, user = body["messages"]
+    assert "grounding" in system["content"]
+    assert read_sections(user["content"]) == {
+        "branch": "hallucination",
+        "conversation": "customer: I'm a nurse. What does Python cost?",
+        "documents": "Doc one.\n\nDoc two.",
+        "action": ACTION,
+        "candidate_answer": ANSWER["answer"],
+        "reference_answer": ANSWER["answer"],
+    }
+    assert body["response_format"]["json_schema"]["schema"]["required"] == ["candidate", "reference", "reason"]
+    assert (body["model"], body["temperature"]) == ("judge-1", 0.0)
+
+
+def test_without_a_reference_the_candidate_is_judged_alone(score, services):
+    services.set("32b", {}, status=500)
+    services.verdict(json.dumps({**VERDICT, "reference": None}))
+    (reward,) = score([ACTION]).last
+    assert (reward.outcome, reward.value, reward.components["reference"]) == (Outcome.OK, 0.75, None)
+    assert "reference_answer" not in read_sections(services.asked["judge"][0].json["messages"][1]["content"])
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (500, {}, "rag_8b_http_500"),
+        (429, {}, "rag_8b_http_429"),
+        (401, {"error": "bad key rag-secret"}, "rag_8b_http_401"),
+        (302, {}, "rag_8b_http_302"),
+        (200, "<html>hello</html>", "rag_8b_bad_response"),
+        (200, "", "rag_8b_bad_response"),
+        (200, '"a string"', "rag_8b_bad_response"),
+        (200, {**ANSWER, "passages": None}, "rag_8b_bad_response"),
+        (200, {**ANSWER, "took_ms": -1}, "rag_8b_bad_response"),
+    ],
+)
+def test_a_failed_8b_call_is_never_a_number(score, services, status, body, reason):
+    services.set("8b", body, status=status, headers={"Location": "http://127.0.0.1:9/"} if status == 302 else {})
+    (reward,) = score([ACTION]).last
+    assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, reason)
+    assert services.calls["judge"] == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "I can't judge this.",
+        "",
+        "{}",
+        json.dumps({**VERDICT, "candidate": 1.5}),
+        json.dumps({**VERDICT, "candidate": "0.5"}),
+        json.dumps({**VERDICT, "candidate": None}),
+        json.dumps({**VERDICT, "extra": 1}),
+        json.dumps({**VERDICT, "reference": None}),
+        '{"candidate": NaN, "reference": 0.5, "reason": ""}',
+    ],
+    ids=["words", "empty", "no fields", "out of range", "text", "null", "extra", "no reference", "nan"],
+)
+def test_a_verdict_outside_the_schema_is_never_a_number(score, services, content):
+    services.verdict(content)
+    (reward,) = score([ACTION]).last
+    assert (reward.outcome, reward.value) == (Outcome.JUDGE_INVALID, None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{**chat_completion("x"), "choices": []}, {**chat_completion("x"), "choices": None}, '"a string"', "[]", "{}"],
+    ids=["no choices", "null choices", "string", "list", "object"],
+)
+def test_a_judge_that_answers_200_without_a_verdict_is_judge_invalid(score, services, body):
+    services.set("judge", body)
+    (reward,) = score([ACTION]).last
+    assert (reward.outcome, reward.value, reward.reason) == (Outcome.JUDGE_INVALID, None, "judge_empty")
+
+
+@pytest.mark.parametrize(("status", "reason"), [(500, "judge_http_500"), (401, "judge_http_401")])
+def test_a_judge_that_fails_is_infra(score, services, status, reason):
+    services.set("judge", {"error": {"message": "key judge-secret"}}, status=status)
+    (reward,) = score([ACTION]).last
+    assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, reason)
+
+
+def test_html_from_the_judge_is_infra_and_typed(score, services):
+    services.set("judge", "<html>gateway</html>")
+    (reward,) = score([ACTION]).last
+    assert reward.value is None
+    assert reward.reason in ("judge_bad_response", "judge_empty")
+
+
+def test_a_dead_address_is_infra(score):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    (reward,) = score([ACTION], url=url).last
+    assert (reward.outcome, reward.reason) == (Outcome.INFRA, "rag_8b_unavailable")
+
+
+def test_an_attempt_that_takes_too_long_is_cut_off(score, services):
+    services.set("8b", ANSWER, delay_s=2)
+    started = time.perf_counter()
+    (reward,) = score([ACTION], timeout_s=0.2).last
+    assert (reward.outcome, reward.reason) == (Outcome.INFRA, "rag_8b_timeout")
+    assert time.perf_counter() - started < 1.5
+
+
+def test_what_is_not_scored_by_the_deadline_is_missing_and_the_rest_is_kept(score, services):
+    services.answers["judge"] = [
+        (200, chat_completion(json.dumps(VERDICT)), {}, 0),
+        (200, chat_completion(json.dumps(VERDICT)), {}, 3),
+    ]
+    rewards = score([ACTION, ACTION, "hello"], deadline_s=0.8).last
+    outcomes = sorted((reward.outcome.value, reward.reason) for reward in rewards)
+    assert outcomes == [("infra", "deadline"), ("invalid_action", "not_json"), ("ok", "")]
+
+
+def test_a_passing_failure_is_tried_again(score, services):
+    services.answers["8b"] = [(503, {}, {}, 0), (200, ANSWER, {}, 0)]
+    (reward,) = score([ACTION], attempts=3).last
+    assert reward.outcome is Outcome.OK
+    assert services.calls["8b"] == 2
+
+
+def test_retry_after_is_honoured(score, services):
+    services.answers["8b"] = [(429, {}, {"Retry-After": "1"}, 0), (200, ANSWER, {}, 0)]
+    started = time.perf_counter()
+    (reward,) = score([ACTION], attempts=2).last
+    assert reward.outcome is Outcome.OK
+    assert time.perf_counter() - started >= 1.0
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+def test_a_request_that_no_retry_will_mend_is_sent_once(score, services, status):
+    services.set("8b", {}, status=status)
+    score([ACTION], attempts=5)
+    assert services.calls["8b"] == 1
+
+
+def test_attempts_are_bounded_and_the_client_adds_none_of_its_own(score, services):
+    services.set("judge", {}, status=500)
+    score([ACTION], attempts=3)
+    assert services.calls["judge"] == 3
+
+
+def test_nothing_secret_and_nothing_a_customer_said_is_logged(score, services, caplog):
+    services.set("8b", {"error": "rag-secret I'm a nurse"}, status=401)
+    with caplog.at_level("DEBUG", logger="salesrl_trl"), caplog.at_level("INFO"):
+        reward = score([ACTION], attempts=2)
+    told = caplog.text + repr(reward.last)
+    assert "rag-secret" not in told
+    assert "judge-secret" not in told
+    assert "nurse" not in told

@@ -1,0 +1,75 @@
+"""What a person reads."""
+
+import json
+import logging
+from collections import Counter
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from salesrl_trl.callbacks import HeldOut, StepLine, figure, step_line
+
+BRANCHES = ("fairness", "hallucination")
+LOGS = {
+    "reward": 0.4,
+    "reward/fairness": 0.5,
+    "reward/hallucination": None,
+    "outcome/invalid_action": 0.125,
+    "time/reward_s": 0.26,
+}
+
+
+def test_a_step_line_says_rewards_valid_actions_failures_and_seconds():
+    line = step_line(3, 60, LOGS, BRANCHES, Counter(not_json=8, judge_timeout=1), 1.25)
+    assert line == (
+        "[Step 3/60] reward fairness=0.50 hallucination=n/a | valid actions 88% | "
+        "failures judge_timeout=1 not_json=8 | 1.2 s, rewards 0.26 s"
+    )
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.126, "0.13"), (1, "1.00"), (None, "n/a"), ("x", "n/a")])
+def test_a_figure_that_is_missing_is_no_number(value, text):
+    assert figure(value) == text
+
+
+def test_a_line_comes_with_each_step_and_not_with_summaries(caplog):
+    callback = StepLine(BRANCHES, Counter())
+    state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=True)
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        callback.on_train_begin(None, state, TrainerControl())
+        callback.on_log(None, state, TrainerControl(), logs=LOGS)
+        callback.on_log(None, state, TrainerControl(), logs={"train_runtime": 3.0})
+    assert len(caplog.records) == 1
+
+
+def test_only_the_main_process_speaks(caplog):
+    state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=False)
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        StepLine(BRANCHES, Counter()).on_log(None, state, TrainerControl(), logs=LOGS)
+    assert caplog.records == []
+
+
+def evaluated(callback, step, reward):
+    state = TrainerState(global_step=step, is_world_process_zero=True)
+    state.log_history = [{"eval_reward": reward, "eval_reward/fairness": reward, "eval_outcome/invalid_action": 0.25}]
+    callback.on_evaluate(None, state, TrainerControl())
+
+
+def test_the_first_evaluation_is_set_beside_the_last(caplog, tmp_path):
+    callback = HeldOut(("fairness",))
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        for step, reward in ((0, 0.25), (10, 0.5), (20, 0.75)):
+            evaluated(callback, step, reward)
+        callback.conclude(tmp_path)
+    assert "held-out mean reward changed by +0.500" in caplog.text  # 0.75 - 0.25
+    written = json.loads((tmp_path / "held_out.json").read_text())
+    assert written[2] == {"step": 20, "reward": 0.75, "fairness": 0.75, "valid_actions": 0.75}
+
+
+def test_an_evaluation_without_a_score_claims_no_change(caplog, tmp_path):
+    callback = HeldOut(("fairness",))
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        evaluated(callback, 0, 0.25)
+        evaluated(callback, 20, None)
+        callback.conclude(tmp_path)
+    assert "changed" not in caplog.text

@@ -1,0 +1,69 @@
+"""Checks of the outside world, before any model is loaded."""
+
+import socket
+
+import pytest
+
+from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
+from salesrl_trl.preflight import check_judge, check_model, check_rag, read_key
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10"])
+def test_a_local_path_that_leads_nowhere_is_refused(path):
+    with pytest.raises(ModelNotFoundError, match=r"where there is nothing. Expected a folder that `save_pretrained`"):
+        check_model(path, None, False)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"a folder without config\.json"):
+        check_model(str(tmp_path), None, False)
+
+
+def test_a_hub_name_that_cannot_be_reached_is_refused():
+    with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
+        check_model("nobody/no-such-model", None, False)
+
+
+def test_a_key_is_read_from_the_variable_that_is_named(monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "secret")
+    assert read_key("SOME_KEY", "judge_api_key_env") == "secret"
+    assert read_key(None, "judge_api_key_env") is None
+
+
+def test_a_key_variable_that_is_not_set_is_refused(monkeypatch):
+    monkeypatch.delenv("SOME_KEY", raising=False)
+    with pytest.raises(ConfigError, match="names the environment variable SOME_KEY, which is not set"):
+        read_key("SOME_KEY", "judge_api_key_env")
+
+
+@pytest.mark.parametrize("check", [check_rag, check_judge])
+def test_a_dead_address_is_refused(check):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ServiceUnavailable, match=r"does not answer at `.*_base_url`.*ConnectError.*Start the service"):
+        check(url, None)
+
+
+@pytest.mark.parametrize(
+    ("check", "path", "setting"),
+    [(check_rag, "/healthz", "rag_base_url"), (check_judge, "/v1/models", "judge_base_url")],
+)
+@pytest.mark.parametrize("status", [200, 404])
+def test_an_address_that_answers_is_taken(httpserver, check, path, setting, status):
+    httpserver.expect_request(path).respond_with_data("", status=status)
+    check(httpserver.url_for("/v1" if setting == "judge_base_url" else "").rstrip("/"), "key")
+
+
+def test_a_refused_key_is_told_without_the_key(httpserver):
+    httpserver.expect_request("/healthz").respond_with_data("bad key secret", status=401)
+    with pytest.raises(ServiceRejected, match="refused the key") as caught:
+        check_rag(httpserver.url_for("").rstrip("/"), "secret")
+    assert "secret" not in str(caught.value)
+    assert "rag_api_key_env" in str(caught.value)
+
+
+def test_a_service_that_is_not_healthy_is_refused(httpserver):
+    httpserver.expect_request("/healthz").respond_with_data("", status=503)
+    with pytest.raises(ServiceUnavailable, match=r"is not healthy.*503"):
+        check_rag(httpserver.url_for("").rstrip("/"), None)

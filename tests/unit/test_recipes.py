@@ -1,0 +1,131 @@
+"""Every recipe parses, every knob is set or turned somewhere, and what cannot work stops before a model is loaded."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, WarmStartConfig
+from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.train import parse, prepare
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
+
+
+@pytest.fixture(autouse=True)
+def _keep_environment(monkeypatch):
+    """A recipe's `env:` writes to the process's environment."""
+    for recipe in RECIPES:
+        for name in yaml.safe_load(recipe.read_text()).get("env", {}):
+            monkeypatch.setenv(name, "1")
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_parses(recipe, tmp_path):
+    config = parse([*ON_CPU, "--output_dir", str(tmp_path)], recipe)
+    assert config.training.use_vllm
+    assert config.data.dataset == "demo"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_has_its_script_its_launch_command_and_its_accelerate_configuration(recipe):
+    head = recipe.read_text().split("\n\n")[0]
+    assert recipe.with_suffix(".py").is_file()
+    assert f"--config_file accelerate_configs/{recipe.stem}.yaml recipes/{recipe.stem}.py" in head.replace(
+        " \\\n#", ""
+    )
+    assert (ROOT / "accelerate_configs" / recipe.name).is_file()
+
+
+def test_every_knob_is_set_by_a_recipe_or_turned_by_a_test():
+    own = {
+        field.name
+        for config in (DataConfig, RewardConfig, WarmStartConfig, SalesGRPOConfig)
+        for field in dataclasses.fields(config)
+        if field.name in config.__annotations__ and field.metadata.get("help")
+    }
+    own -= {field.name for field in dataclasses.fields(SalesGRPOConfig.__mro__[1])}
+    in_recipes = {key for recipe in RECIPES for key in yaml.safe_load(recipe.read_text())}
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    idle = {name for name in own - in_recipes if not re.search(rf"\b{name}\b", tests)}
+    assert idle == set()
+
+
+def test_the_command_line_wins_over_the_recipe():
+    config = parse([*ON_CPU, "--max_steps", "7", "--branches", "fairness"], ROOT / "recipes/debug.yaml")
+    assert config.training.max_steps == 7
+    assert config.training.branches == ["fairness"]
+
+
+def test_another_recipe_can_be_named(tmp_path):
+    other = tmp_path / "mine.yaml"
+    other.write_text("output_dir: x\nmax_steps: 3\nuse_cpu: true\nbf16: false\n", encoding="utf-8")
+    assert parse(["--config", str(other)], ROOT / "recipes/debug.yaml").training.max_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1.0\n", r"unknown keys: learning_rat \(did you mean learning_rate\?\)"),
+        ("- 1\n", "holds a list. Expected a mapping"),
+        ("a: [\n", "is not YAML"),
+        ("num_generations: 5\noutput_dir: x\n", "does not divide"),
+        ("loss_type: dapo\nmax_steps: many\n", "the settings do not work"),
+    ],
+    ids=["unknown key", "list", "not yaml", "groups", "type"],
+)
+def test_a_recipe_that_cannot_work_is_refused(tmp_path, text, message):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        parse(ON_CPU, recipe)
+
+
+def test_a_recipe_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="there is no recipe"):
+        parse(ON_CPU, tmp_path / "absent.yaml")
+
+
+def test_an_unknown_argument_is_refused():
+    with pytest.raises(ConfigError, match="--learning_rat"):
+        parse([*ON_CPU, "--learning_rat", "1"], ROOT / "recipes/debug.yaml")
+
+
+def test_the_small_policy_wants_the_prompts_it_was_taught_with():
+    config = parse([*ON_CPU, "--prompt_style", "instruct"], ROOT / "recipes/debug.yaml")
+    with pytest.raises(ConfigError, match="taught with 'compact'"):
+        prepare(config)
+
+
+def test_a_branch_of_the_data_that_is_not_configured_is_refused():
+    config = parse([*ON_CPU, "--branches", "fairness"], ROOT / "recipes/debug.yaml")
+    with pytest.raises(DataError, match="branch 'hallucination' is not configured"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dataset", "absent.jsonl"], "DataError: there is no dataset file"),
+        (["--model_name_or_path", "./absent"], "ModelNotFoundError: `model_name_or_path` is './absent'"),
+        (["--rag_base_url", "http://127.0.0.1:9"], "ServiceUnavailable: the RAG service does not answer"),
+        (["--judge_base_url", "http://127.0.0.1:9/v1"], "ServiceUnavailable: the judge does not answer"),
+        (["--num_generations", "7"], "ConfigError: a generation batch holds 64 completions"),
+        (["--judge_api_key_env", "NO_SUCH_KEY"], "ConfigError: `judge_api_key_env` names"),
+    ],
+    ids=["dataset", "model", "rag", "judge", "groups", "key"],
+)
+def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message):
+    command = [sys.executable, "recipes/debug.py", *ON_CPU, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "warm start" not in done.stderr
