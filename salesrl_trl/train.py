@@ -8,12 +8,14 @@ import contextlib
 import difflib
 import logging
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import stamina
+import transformers
 import yaml
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -33,8 +35,10 @@ from salesrl_trl.reward.judge import JudgeClient, load_rubrics
 from salesrl_trl.reward.rag import RagClient
 from salesrl_trl.reward.transport import Transport
 from salesrl_trl.services.launcher import EmbeddedServices
-from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import SalesRow
+
+if TYPE_CHECKING:
+    from salesrl_trl.trainer import SalesGRPOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +89,7 @@ def parse(argv: Sequence[str], default_config: Path) -> RunConfig:
     argv = list(argv)
     if "--config" not in argv:
         argv = ["--config", str(default_config), *argv]
-    parser = TrlParser((DataConfig, RewardConfig, WarmStartConfig, SalesGRPOConfig, ModelConfig))
+    parser = _Parser((DataConfig, RewardConfig, WarmStartConfig, SalesGRPOConfig, ModelConfig), allow_abbrev=False)
     _check_keys(Path(argv[argv.index("--config") + 1]), {action.dest for action in parser._actions})
     try:
         return RunConfig(*parser.parse_args_and_config(argv))
@@ -93,6 +97,13 @@ def parse(argv: Sequence[str], default_config: Path) -> RunConfig:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the settings do not work: {error}") from error
+
+
+class _Parser(TrlParser):
+    """TRL's parser with one change: what argparse cannot read is a `ConfigError`, not a page of usage and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
 
 
 @dataclass
@@ -210,7 +221,11 @@ def _build_reward(config: RunConfig, prepared: Prepared, rag_base_url: str, judg
     )
 
 
-def _build_trainer(config: RunConfig, prepared: Prepared, reward: SalesReward, held_out: HeldOut) -> SalesGRPOTrainer:
+def _build_trainer(
+    config: RunConfig, prepared: Prepared, reward: SalesReward, held_out: HeldOut
+) -> "SalesGRPOTrainer":
+    from salesrl_trl.trainer import SalesGRPOTrainer  # brings vLLM: bad input is told without waiting for it
+
     path = config.model.model_name_or_path
     if path is None:
         path = str(cached_policy(config.warm_start.warm_start_steps, config.warm_start.warm_start_seed))
@@ -277,14 +292,29 @@ _LEFT_OUT = {
     "trl.trainer.grpo_trainer": "All reward functions returned None",
     # at every weight push on a CPU, about the one module that has no weights
     "vllm.model_executor.model_loader.reload.layerwise": "RotaryEmbedding: Failed to load weights",
+    # a branch without rows in a step has no mean, which TensorBoard rightly does not draw
+    "transformers.integrations.integration_utils": 'Trainer is attempting to log a value of "None"',
 }
 """Logger to a phrase of the records it is not to emit."""
+
+
+class _LeaveOut(logging.Filter):
+    """Drops the records that hold a phrase."""
+
+    def __init__(self, phrase: str) -> None:
+        super().__init__()
+        self._phrase = phrase
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._phrase not in record.getMessage()
 
 
 def _quiet() -> None:
     """Our own lines on stderr; third parties only when they warn."""
     logging.basicConfig(level=logging.WARNING, format=_HANDLER_FORMAT, datefmt="%H:%M:%S")
     logging.getLogger("salesrl_trl").setLevel(logging.INFO)
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM looks at every attribute
+    transformers.utils.logging.disable_progress_bar()
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not told call by call
     for name, phrase in _LEFT_OUT.items():
-        logging.getLogger(name).addFilter(lambda record, phrase=phrase: phrase not in record.getMessage())
+        logging.getLogger(name).addFilter(_LeaveOut(phrase))

@@ -1,6 +1,7 @@
 """The trainer against loopback services: what failures do to an update, and which metrics a step has."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import TrainerCallback
 
 from salesrl_trl.errors import TooFewRewardsError, WeightSyncError
 from salesrl_trl.telemetry.metrics import metric_names
+from salesrl_trl.train import _quiet
 
 
 def weights(trainer):
@@ -107,6 +109,24 @@ def test_a_completion_that_could_not_be_scored_is_out_of_its_groups_baseline(scr
     assert logs["outcome/infra"] == 0.5
     # over four completions: +-0.2 for the scored ones, 0 for the others
     assert sorted(trainer._logs["advantages"]) == pytest.approx([-0.2, 0.0, 0.0, 0.2], abs=1e-6)
+
+
+def test_what_a_customer_said_does_not_reach_the_log_by_way_of_trls_warning(scripted_trainer, services, caplog):
+    upstream = logging.getLogger("trl.trainer.grpo_trainer")
+    trainer = scripted_trainer(texts=(ACTION,), max_steps=1)
+    _break(services)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+        assert "What does Python cost?" in caplog.text  # TRL's own behaviour; if it goes, so can our filter
+        caplog.clear()
+        before = list(upstream.filters)
+        _quiet()
+        try:
+            trainer.train()
+        finally:
+            upstream.filters[:] = before
+        assert "skipping an update" in caplog.text
+    assert "What does Python cost?" not in caplog.text
 
 
 def test_evaluation_scores_the_held_out_rows_by_branch(scripted_trainer):

@@ -104,6 +104,12 @@ def test_the_small_policy_wants_the_prompts_it_was_taught_with():
         prepare(config)
 
 
+def test_a_users_rubrics_are_read_from_their_folder(tmp_path):
+    (tmp_path / "fairness.txt").write_text("mine", encoding="utf-8")
+    config = parse([*ON_CPU, "--rubric_dir", str(tmp_path)], ROOT / "recipes/debug.yaml")
+    assert prepare(config).rubrics["fairness"] == "mine"
+
+
 def test_a_branch_of_the_data_that_is_not_configured_is_refused():
     config = parse([*ON_CPU, "--branches", "fairness"], ROOT / "recipes/debug.yaml")
     with pytest.raises(DataError, match="branch 'hallucination' is not configured"):
@@ -117,7 +123,7 @@ def test_a_branch_of_the_data_that_is_not_configured_is_refused():
         (["--model_name_or_path", "./absent"], "ModelNotFoundError: `model_name_or_path` is './absent'"),
         (["--rag_base_url", "http://127.0.0.1:9"], "ServiceUnavailable: the RAG service does not answer"),
         (["--judge_base_url", "http://127.0.0.1:9/v1"], "ServiceUnavailable: the judge does not answer"),
-        (["--num_generations", "7"], "ConfigError: a generation batch holds 64 completions"),
+        (["--num_generations", "7"], "ConfigError: a generation batch holds 48 completions"),
         (["--judge_api_key_env", "NO_SUCH_KEY"], "ConfigError: `judge_api_key_env` names"),
     ],
     ids=["dataset", "model", "rag", "judge", "groups", "key"],
