@@ -120,6 +120,13 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Look at everything that can be looked at without a model. Raises `SalesRLError`."""
     data, branches = config.data, config.training.branches
+    if config.training.n_gpu > 1:
+        raise ConfigError(
+            f"one process sees {config.training.n_gpu} GPUs. Expected one GPU for each process: transformers would "
+            "split batches over them by DataParallel, which GRPO cannot use. Launch a process for each GPU "
+            "(`accelerate launch --multi_gpu ...` or accelerate_configs/full.yaml), or show it one "
+            "(CUDA_VISIBLE_DEVICES=0)."
+        )
     prepared = Prepared(
         train_rows=load_rows(data.dataset, data.train_split, branches, data.max_train_rows),
         eval_rows=load_rows(data.eval_dataset or data.dataset, data.eval_split, branches, data.max_eval_rows),

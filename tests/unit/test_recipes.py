@@ -104,6 +104,13 @@ def test_the_small_policy_wants_the_prompts_it_was_taught_with():
         prepare(config)
 
 
+def test_one_process_that_sees_several_gpus_is_refused():
+    config = parse(ON_CPU, ROOT / "recipes/debug.yaml")
+    config.training._n_gpu = 2
+    with pytest.raises(ConfigError, match="one process sees 2 GPUs"):
+        prepare(config)
+
+
 def test_a_users_rubrics_are_read_from_their_folder(tmp_path):
     (tmp_path / "fairness.txt").write_text("mine", encoding="utf-8")
     config = parse([*ON_CPU, "--rubric_dir", str(tmp_path)], ROOT / "recipes/debug.yaml")
