@@ -38,7 +38,7 @@ class DataConfig:
 
     Args:
         dataset (`str`, *optional*, defaults to `"demo"`):
-            `demo`, a `.jsonl`, `.json`, `.parquet` or `.csv` file, or a dataset on the hub.
+            `demo`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
         train_split (`str`, *optional*, defaults to `"train"`):
             Split to train on.
         eval_dataset (`str`, *optional*):

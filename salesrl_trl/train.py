@@ -25,7 +25,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from salesrl_trl.callbacks import HeldOut, StepLine
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, WarmStartConfig
-from salesrl_trl.data.sources import build_dataset, load_rows
+from salesrl_trl.data.sources import build_dataset, is_file, load_rows
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.hostmem import keep_freed_memory
 from salesrl_trl.policy import PROMPT_STYLE, cached_policy
@@ -112,6 +112,7 @@ class Prepared:
 
     train_rows: list[SalesRow]
     eval_rows: list[SalesRow]
+    """Empty where nothing is to be evaluated."""
     rubrics: dict[str, str]
     rag_key: str | None
     judge_key: str | None
@@ -129,7 +130,7 @@ def prepare(config: RunConfig) -> Prepared:
         )
     prepared = Prepared(
         train_rows=load_rows(data.dataset, data.train_split, branches, data.max_train_rows),
-        eval_rows=load_rows(data.eval_dataset or data.dataset, data.eval_split, branches, data.max_eval_rows),
+        eval_rows=_eval_rows(config),
         rubrics=load_rubrics(tuple(branches), config.reward.rubric_dir),
         rag_key=read_key(config.reward.rag_api_key_env, "rag_api_key_env"),
         judge_key=read_key(config.reward.judge_api_key_env, "judge_api_key_env"),
@@ -146,6 +147,19 @@ def prepare(config: RunConfig) -> Prepared:
             "Give `model_name_or_path`, or set `prompt_style` so."
         )
     return prepared
+
+
+def _eval_rows(config: RunConfig) -> list[SalesRow]:
+    data, training = config.data, config.training
+    if not training.held_out_eval and training.eval_strategy == "no":
+        return []
+    if data.eval_dataset is None and is_file(data.dataset):
+        raise ConfigError(
+            f"`dataset` is the file {data.dataset} and `eval_dataset` is not given: evaluated on its training rows, a "
+            "policy's figures say nothing. Expected a file of held-out rows in `eval_dataset`. Give one, or set "
+            "`held_out_eval: false`."
+        )
+    return load_rows(data.eval_dataset or data.dataset, data.eval_split, training.branches, data.max_eval_rows)
 
 
 @contextlib.contextmanager
@@ -253,7 +267,9 @@ def _build_trainer(
     return trainer
 
 
-def _eval_dataset(prepared: Prepared, prompt_style: str) -> Dataset:
+def _eval_dataset(prepared: Prepared, prompt_style: str) -> Dataset | None:
+    if not prepared.eval_rows:
+        return None
     return build_dataset(prepared.eval_rows, prompt_style, first_index=len(prepared.train_rows))
 
 

@@ -136,7 +136,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._stop_reason = (
                 f"{self._skipped_in_a_row} generation batches in a row had fewer than {wanted:.0%} of their "
                 f"completions scored. Failures in the last one: {reasons}. A checkpoint was saved; mend the service "
-                "and go on with --resume_from_checkpoint."
+                "and go on with --resume_from_checkpoint DIR."
             )
 
     def _check_weights(self) -> None:

@@ -20,7 +20,7 @@ from salesrl_trl.types import SalesRow
 DEMO = "demo"
 """Name of the packaged dataset."""
 _DEMO_FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
-_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def load_rows(source: str, split: str, branches: Sequence[str], limit: int | None = None) -> list[SalesRow]:
@@ -28,7 +28,7 @@ def load_rows(source: str, split: str, branches: Sequence[str], limit: int | Non
 
     Args:
         source (`str`):
-            `"demo"`, a path to a `.jsonl`, `.json`, `.parquet` or `.csv` file, or the name of a dataset on the hub.
+            `"demo"`, a path to a `.jsonl`, `.json` or `.parquet` file, or the name of a dataset on the hub.
         split (`str`):
             Split to take; `"train"` and `"heldout"` for the demo. A local file is one split, whatever this says.
         branches (`Sequence[str]`):
@@ -74,6 +74,11 @@ def build_dataset(rows: Sequence[SalesRow], prompt_style: str, first_index: int 
     return Dataset.from_dict({"prompt": prompts, "row": list(range(first_index, first_index + len(rows)))})
 
 
+def is_file(source: str) -> bool:
+    """Whether a source names a local file, by its ending; such a file is one split."""
+    return Path(source).suffix in _LOADERS
+
+
 def demo_path(name: str) -> Path:
     """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl` or `protected_terms.json`."""
     return Path(str(resources.files("salesrl_trl.data.demo") / name))
@@ -84,8 +89,8 @@ def _records(source: str, split: str) -> tuple[list[dict[str, Any]], str]:
         if split not in _DEMO_FILES:
             raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(_DEMO_FILES)}.")
         return _with_documents(_read_jsonl(demo_path(_DEMO_FILES[split]))), f"the demo's {split} split"
-    path = Path(source).expanduser()
-    if path.suffix in _LOADERS:
+    if is_file(source):
+        path = Path(source).expanduser()
         return _local_records(path), str(path)
     return _hub_records(source, split), f"{source} [{split}]"
 

@@ -104,6 +104,18 @@ def test_the_small_policy_wants_the_prompts_it_was_taught_with():
         prepare(config)
 
 
+def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"branch": "fairness", "conversation": [{"role": "customer", "content": "Hi"}]}\n')
+    asked = [*ON_CPU, "--dataset", str(rows)]
+    with pytest.raises(ConfigError, match="`eval_dataset` is not given"):
+        prepare(parse(asked, ROOT / "recipes/debug.yaml"))
+    given = prepare(parse([*asked, "--eval_dataset", str(rows)], ROOT / "recipes/debug.yaml"))
+    assert len(given.eval_rows) == 1
+    without = prepare(parse([*asked, "--held_out_eval", "false"], ROOT / "recipes/debug.yaml"))
+    assert without.eval_rows == []
+
+
 def test_one_process_that_sees_several_gpus_is_refused():
     config = parse(ON_CPU, ROOT / "recipes/debug.yaml")
     config.training._n_gpu = 2
