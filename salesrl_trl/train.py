@@ -35,6 +35,7 @@ from salesrl_trl.reward.judge import JudgeClient, load_rubrics
 from salesrl_trl.reward.rag import RagClient
 from salesrl_trl.reward.transport import Transport
 from salesrl_trl.services.launcher import EmbeddedServices
+from salesrl_trl.telemetry.logs import LeaveOut
 from salesrl_trl.types import SalesRow
 
 if TYPE_CHECKING:
@@ -311,25 +312,12 @@ def _say_and_exit(error: SalesRLError, code: int) -> None:
 
 _HANDLER_FORMAT = "%(asctime)s %(message)s"
 _LEFT_OUT = {
-    # holds the prompt and the completion of a row that could not be scored: customers' text
-    "trl.trainer.grpo_trainer": "All reward functions returned None",
     # at every weight push on a CPU, about the one module that has no weights
     "vllm.model_executor.model_loader.reload.layerwise": "RotaryEmbedding: Failed to load weights",
     # a branch without rows in a step has no mean, which TensorBoard rightly does not draw
     "transformers.integrations.integration_utils": 'Trainer is attempting to log a value of "None"',
 }
 """Logger to a phrase of the records it is not to emit."""
-
-
-class _LeaveOut(logging.Filter):
-    """Drops the records that hold a phrase."""
-
-    def __init__(self, phrase: str) -> None:
-        super().__init__()
-        self._phrase = phrase
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self._phrase not in record.getMessage()
 
 
 def _quiet() -> None:
@@ -340,4 +328,4 @@ def _quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not told call by call
     for name, phrase in _LEFT_OUT.items():
-        logging.getLogger(name).addFilter(_LeaveOut(phrase))
+        logging.getLogger(name).addFilter(LeaveOut(phrase))

@@ -4,6 +4,7 @@ Owns the wiring between TRL and this package and no arithmetic of its own.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from typing import Any
 
@@ -17,6 +18,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, TooFewRewardsError, WeightSyncError
 from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.telemetry.logs import LeaveOut
 from salesrl_trl.telemetry.metrics import (
     REWARD_SECONDS,
     SKIPPED_UPDATE,
@@ -29,6 +31,10 @@ from salesrl_trl.types import Outcome
 
 logger = get_logger(__name__)
 
+# Upstream warns of a row that could not be scored with its prompt and completion: customers' text.
+_UNSCORABLE_WARNING = LeaveOut("All reward functions returned None")
+_UPSTREAM_LOGGER = logging.getLogger("trl.trainer.grpo_trainer")
+
 _LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
 
@@ -36,7 +42,8 @@ class SalesGRPOTrainer(GRPOTrainer):
     """GRPO against RAG services and a judge.
 
     Changes these things only:
-    - `__init__`: vLLM gets the engine options TRL does not pass through;
+    - `__init__`: vLLM gets the engine options TRL does not pass through, and TRL's warning of a row that could not be
+      scored, which prints prompt and completion, is left out;
     - `_calculate_rewards`: counts outcomes by branch over all ranks, and decides whether enough was scored;
     - `_generate_and_score_completions`: checks the first weight push, and takes a skipped batch out of the loss;
     - `log`: adds the package's metrics, under the same keys at every step;
@@ -64,6 +71,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._weights_checked = False
         self.failures: Counter[str] = Counter()
         """Reason code to count over the current logging interval, on all ranks."""
+        _UPSTREAM_LOGGER.addFilter(_UNSCORABLE_WARNING)  # once: a logger takes the same filter no second time
         with vllm_engine_options(_engine_options(model, args)):
             super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
         self.add_callback(_SkipAndStop(self))

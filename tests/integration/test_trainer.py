@@ -11,7 +11,6 @@ from transformers import TrainerCallback
 
 from salesrl_trl.errors import TooFewRewardsError, WeightSyncError
 from salesrl_trl.telemetry.metrics import metric_names
-from salesrl_trl.train import _quiet
 
 
 def weights(trainer):
@@ -117,16 +116,15 @@ def test_what_a_customer_said_does_not_reach_the_log_by_way_of_trls_warning(scri
     _break(services)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-        assert "What does Python cost?" in caplog.text  # TRL's own behaviour; if it goes, so can our filter
-        caplog.clear()
-        before = list(upstream.filters)
-        _quiet()
+        assert "skipping an update" in caplog.text
+        assert "What does Python cost?" not in caplog.text
+        ours = list(upstream.filters)
+        upstream.filters.clear()
         try:
             trainer.train()
         finally:
-            upstream.filters[:] = before
-        assert "skipping an update" in caplog.text
-    assert "What does Python cost?" not in caplog.text
+            upstream.filters[:] = ours
+    assert "What does Python cost?" in caplog.text  # TRL's own behaviour; if it goes, so can our filter
 
 
 def test_evaluation_scores_the_held_out_rows_by_branch(scripted_trainer):
