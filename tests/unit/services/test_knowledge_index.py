@@ -5,6 +5,8 @@ import threading
 import time
 from pathlib import Path
 
+import bm25s
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,17 @@ from hypothesis import strategies as st
 import salesrl_trl.data.demo
 from salesrl_trl.errors import DataError
 from salesrl_trl.services import index as index_module
-from salesrl_trl.services.index import Document, KnowledgeIndex, is_chinese, load_documents, sentences, words
+from salesrl_trl.services.index import (
+    BM25_B,
+    BM25_K1,
+    GROUPS,
+    Document,
+    KnowledgeIndex,
+    is_chinese,
+    load_documents,
+    sentences,
+    words,
+)
 
 FRUIT = KnowledgeIndex([Document(id="a", text="apple"), Document(id="p", text="pear")])
 COURSES = KnowledgeIndex(
@@ -23,6 +35,18 @@ COURSES = KnowledgeIndex(
         Document(id="en-hours", title="Watercolour hours", text="Watercolour classes are on Saturdays at 10:00."),
     ]
 )
+# Several documents to a group, words in all, half, a third and few of them, and thousands of equal scores.
+MANY = [
+    Document(
+        id=str(number),
+        text=f"课程 row{number % 2} col{number % 3} 班级{number % 700}"
+        + " 价格" * (number % 4)
+        + " pad" * (number % 5),
+    )
+    for number in range(4 * GROUPS + 100)
+]
+MANY_INDEX = KnowledgeIndex(MANY)
+MANY_QUERIES = ["课程", "row1 col2", "col0 col0 班级17", "价格 课程 kiwi", "699", "班级3 pad row0", "kiwi", ""]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +137,35 @@ def test_score_lies_between_0_and_1_for_any_query(query: str) -> None:
     scores = [passage.score for passage in COURSES.search(query + " 价格 price", 10, 0.0)]
     assert scores == sorted(scores, reverse=True)
     assert all(0.0 < score < 1.0 for score in scores)
+
+
+def ranked_one_by_one(query: str) -> list[tuple[str, float]]:
+    """All of `MANY` that share a word with the query, scored by bm25s and sorted without leaving any out."""
+    bm25 = bm25s.BM25(method="lucene", k1=BM25_K1, b=BM25_B)
+    bm25.index([words(document.text, overlapping=True) for document in MANY], show_progress=False)
+    tokens = words(query, overlapping=True)
+    holders = [sum(token in words(document.text, overlapping=True) for document in MANY) for token in tokens]
+    bound = sum(math.log(1 + (len(MANY) - count + 0.5) / (count + 0.5)) for count in holders)
+    known = bm25.get_tokens_ids(tokens)
+    scores = bm25.get_scores_from_ids(known) / np.float32(bound) if known else np.zeros(len(MANY))
+    ranked = sorted(range(len(MANY)), key=lambda at: -scores[at])  # sorted() keeps the order of equals
+    return [(MANY[at].id, float(scores[at])) for at in ranked if scores[at] > 0]
+
+
+@pytest.mark.parametrize("query", MANY_QUERIES)
+def test_search_gives_the_best_of_a_full_ranking(query: str) -> None:
+    ranked = ranked_one_by_one(query)
+    for top_k in (1, 5, GROUPS - 1, GROUPS, len(MANY) + 1):
+        found = [(passage.id, passage.score) for passage in MANY_INDEX.search(query, top_k, 0.0)]
+        assert found == ranked[:top_k]
+    assert MANY_INDEX.search(query, 0, 0.0) == ()
+
+
+@pytest.mark.parametrize(("top_k", "score_threshold"), [(5, 0.0), (700, 0.2), (0, 0.0)])
+def test_batch_gives_what_single_searches_give(top_k: int, score_threshold: float) -> None:
+    single = [MANY_INDEX.search(query, top_k, score_threshold) for query in MANY_QUERIES]
+    assert list(MANY_INDEX.search_many(iter(MANY_QUERIES), top_k, score_threshold)) == single
+    assert MANY_INDEX.search_many([], top_k, score_threshold) == ()
 
 
 def test_threads_may_share_an_index() -> None:
