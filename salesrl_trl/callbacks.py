@@ -14,24 +14,27 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from salesrl_trl.telemetry.metrics import REWARD_SECONDS, fraction_of, reward_of
+from salesrl_trl.telemetry.metrics import JUDGE_SECONDS, REWARD_SECONDS, fraction_of, reward_of, usage_of
 from salesrl_trl.types import Outcome
 
 logger = logging.getLogger(__name__)
 
 
 class StepLine(TrainerCallback):
-    """One line per logged step: reward by branch, valid actions, failures by reason, seconds.
+    """Two lines per logged step: reward by branch, valid actions, failures by reason, seconds; and the judges' work.
 
     Args:
         branches (`Sequence[str]`):
             Branch names.
+        providers (`Sequence[str]`):
+            Judge providers.
         failures (`Counter[str]`):
             Reason to count since the last line; the trainer's own, which it clears.
     """
 
-    def __init__(self, branches: Sequence[str], failures: Counter[str]) -> None:
+    def __init__(self, branches: Sequence[str], providers: Sequence[str], failures: Counter[str]) -> None:
         self._branches = branches
+        self._providers = providers
         self._failures = failures
         self._started = self._last = time.perf_counter()
 
@@ -51,6 +54,7 @@ class StepLine(TrainerCallback):
         now = time.perf_counter()
         line = step_line(state.global_step, state.max_steps, logs, self._branches, self._failures, now - self._last)
         logger.info(f"{line} | elapsed {now - self._started:.0f} s")
+        logger.info(judge_line(state.global_step, logs, self._providers))
         self._last = now
 
 
@@ -71,6 +75,14 @@ def step_line(
         f"[Step {step}/{max_steps}] reward {rewards} | valid actions {valid} | failures {failed} | "
         f"{seconds:.1f} s, rewards {figure(logs.get(REWARD_SECONDS))} s"
     )
+
+
+def judge_line(step: int, logs: Mapping[str, Any], providers: Sequence[str]) -> str:
+    """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first verdict asked for to the last that
+    came, and verdicts by provider, per generation batch."""
+    verdicts = {provider: logs.get(usage_of(provider, "verdicts")) or 0 for provider in providers}
+    counts = {provider: int(count) if count == int(count) else round(count, 1) for provider, count in verdicts.items()}
+    return f"[Judge@step{step}] time={logs.get(JUDGE_SECONDS) or 0:.1f}s providers={counts}"
 
 
 def figure(value: Any) -> str:

@@ -4,8 +4,10 @@ Owns validation and nothing else. Behaviour classes receive plain arguments, nev
 transformers already has are theirs (`GRPOConfig`, `ModelConfig`).
 """
 
+import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,8 @@ from trl import GRPOConfig
 
 from salesrl_trl.data.prompts import PROMPT_STYLES
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.reward.judge import AGGREGATIONS, RESPONSE_FORMATS
+from salesrl_trl.reward.scoring import MISSING_RULES
 
 DEFAULT_BRANCHES = ("fairness", "hallucination")
 
@@ -24,6 +28,11 @@ def _help(text: str, **metadata: Any) -> dict[str, Any]:
 def _check(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def _check_choice(config: Any, name: str, choices: Any) -> None:
+    value = getattr(config, name)
+    _check(value in choices, f"`{name}` is {value!r}. Expected one of: {', '.join(choices)}.")
 
 
 def _check_positive(config: Any, *names: str) -> None:
@@ -64,13 +73,93 @@ class DataConfig:
     prompt_style: str = field(default="instruct", metadata=_help("instruct or compact"))
 
     def __post_init__(self) -> None:
-        _check(
-            self.prompt_style in PROMPT_STYLES,
-            f"`prompt_style` is {self.prompt_style!r}. Expected one of: {', '.join(PROMPT_STYLES)}.",
-        )
+        _check_choice(self, "prompt_style", PROMPT_STYLES)
         for name in ("max_train_rows", "max_eval_rows"):
             value = getattr(self, name)
             _check(value is None or value > 0, f"`{name}` is {value}. Expected at least 1, or nothing for all rows.")
+
+
+def _check_url(setting: str, url: str | None) -> None:
+    _check(
+        url is None or url.startswith(("http://", "https://")),
+        f"`{setting}` is {url!r}. Expected an address that starts with http:// or https://.",
+    )
+
+
+def _json(setting: str, value: Any, kind: type) -> Any:
+    """A setting that is a structure in YAML and its JSON on the command line."""
+    expected = "a mapping" if kind is dict else "a list"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"`{setting}` is not JSON (column {error.colno}). Expected {expected}, in YAML or as JSON."
+            ) from None
+    _check(isinstance(value, kind), f"`{setting}` is a {type(value).__name__}. Expected {expected}.")
+    return value
+
+
+@dataclass(kw_only=True)
+class JudgeProviderConfig:
+    """One entry of `judge_providers`.
+
+    Args:
+        name (`str`):
+            In metrics, logs and reason codes.
+        base_url (`str`):
+            OpenAI-style address, `/v1` included.
+        model (`str`):
+            Model name to ask for.
+        api_key_env (`str`, *optional*):
+            Name of the environment variable that holds the key.
+        weight (`float`, *optional*, defaults to `1.0`):
+            Share of the verdicts beside the others' weights; 0 for a provider that only steps in.
+        max_concurrency (`int`, *optional*):
+            Calls in flight in all; `judge_max_concurrency` when not given.
+        timeout_s (`float`, *optional*):
+            Seconds one attempt may take; `judge_timeout_s` when not given.
+        response_format (`str`, *optional*, defaults to `"auto"`):
+            `json_schema` holds the model to the verdict's schema, `text` asks for it in words, `auto` tries the first
+            and falls back to the second.
+        temperature (`float`, *optional*, defaults to `0.0`):
+            `null` for models that take none.
+        max_completion_tokens (`int`, *optional*, defaults to `512`):
+            Room for the verdict, and for a reasoning model's thoughts.
+        usd_per_million_prompt_tokens (`float`, *optional*, defaults to `0.0`):
+            Price, for the cost metrics.
+        usd_per_million_completion_tokens (`float`, *optional*, defaults to `0.0`):
+            Price, for the cost metrics.
+    """
+
+    name: str
+    base_url: str
+    model: str
+    api_key_env: str | None = None
+    weight: float = 1.0
+    max_concurrency: int | None = None
+    timeout_s: float | None = None
+    response_format: str = "auto"
+    temperature: float | None = 0.0
+    max_completion_tokens: int = 512
+    usd_per_million_prompt_tokens: float = 0.0
+    usd_per_million_completion_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        where = f"judge_providers[{self.name}]"
+        _check(
+            bool(re.fullmatch(r"[A-Za-z0-9_-]+", str(self.name))),
+            f"a provider of `judge_providers` is named {self.name!r}. Expected letters, digits, - and _.",
+        )
+        _check_url(f"{where}.base_url", self.base_url)
+        _check(self.weight >= 0, f"`{where}.weight` is {self.weight}. Expected 0 or more.")
+        _check(
+            self.response_format in RESPONSE_FORMATS,
+            f"`{where}.response_format` is {self.response_format!r}. Expected one of: {', '.join(RESPONSE_FORMATS)}.",
+        )
+        for name in ("max_concurrency", "timeout_s", "max_completion_tokens"):
+            value = getattr(self, name)
+            _check(value is None or value > 0, f"`{where}.{name}` is {value}. Expected more than 0.")
 
 
 @dataclass
@@ -88,8 +177,21 @@ class RewardConfig:
             Model name to ask the judge for.
         judge_api_key_env (`str`, *optional*):
             Name of the environment variable that holds the judge's key.
+        judge_providers (`list`, *optional*):
+            Several judges instead of the one above, in fallback order: a list of mappings as in
+            `JudgeProviderConfig`, on the command line as JSON.
+        judge_repeats (`int`, *optional*, defaults to `1`):
+            Verdicts for each answer.
+        judge_aggregation (`str`, *optional*, defaults to `"mean"`):
+            How several verdicts become one: mean, median or min.
         rubric_dir (`str`, *optional*):
             Folder with a `<branch>.txt` for each branch whose packaged rubric is not wanted, or that has none.
+        branch_reward_weights (`dict`, *optional*):
+            Branch to component to weight, for example `{"fairness": {"judge": 0.8, "margin": 0.2}}`. Components are
+            `judge`, `margin`, `retrieval`, `format` and `judge_<rubric>`. A branch that is not named weighs `judge`
+            alone.
+        missing_component (`str`, *optional*, defaults to `"none"`):
+            A completion that lacks a component has no reward (`none`), or the others stand in for it (`reweight`).
         rag_score_threshold (`float`, *optional*, defaults to `0.03`):
             Passages below this normalised score in [0, 1] are left out. Raw conversations score near 0.09 in the
             embedded service, good queries 0.2 to 0.6.
@@ -100,11 +202,27 @@ class RewardConfig:
         judge_timeout_s (`float`, *optional*, defaults to `60.0`):
             Seconds one attempt at the judge may take.
         max_attempts (`int`, *optional*, defaults to `3`):
-            Attempts for a call, the first included.
-        rag_max_concurrency (`int`, *optional*, defaults to `32`):
-            Calls in flight to each RAG endpoint, per process.
-        judge_max_concurrency (`int`, *optional*, defaults to `32`):
-            Calls in flight to the judge, per process.
+            Attempts of a call that may fail, the first included. Being told to come back later is no failure.
+        rag_max_concurrency (`int`, *optional*, defaults to `64`):
+            Most calls in flight to each RAG endpoint, of all processes together.
+        judge_max_concurrency (`int`, *optional*, defaults to `64`):
+            Most calls in flight to a judge, of all processes together.
+        initial_concurrency (`int`, *optional*, defaults to `8`):
+            Calls in flight to each service at first, of each process. The limit grows by half with each round of
+            answers until the service says 429.
+        hedge_fraction (`float`, *optional*, defaults to `0.05`):
+            Most extra requests for calls that are late, as a share of all; 0 for none.
+        outage_patience_s (`float`, *optional*, defaults to `30.0`):
+            Seconds a call waits for a service that is down to come back. With 0 it fails at once.
+        warm_up_services (`bool`, *optional*, defaults to `True`):
+            Ask both RAG endpoints and every judge once before the first step, and stop if a needed one can't answer.
+        cache_answers (`bool`, *optional*, defaults to `True`):
+            Keep the 8B answers of a configured RAG service, and the verdicts on them, in `output_dir`, so that a
+            resumed run does not ask again. They hold what customers and services said, in plain text.
+        reference_cache (`str`, *optional*):
+            File that keeps the 32B endpoint's answers for later runs; `references.sqlite` in `$SALESRL_CACHE_DIR`, or
+            else in `~/.cache/salesrl_trl`, when not given. Delete it when the endpoint's knowledge changes; an empty
+            string keeps none.
         reward_deadline_s (`float`, *optional*, defaults to `300.0`):
             Seconds for all rewards of a batch. Keep it well under the process group's timeout (600 s for NCCL).
         invalid_action_reward (`float`, *optional*, defaults to `0.0`):
@@ -116,14 +234,27 @@ class RewardConfig:
     judge_base_url: str | None = field(default=None, metadata=_help("judge, with /v1; embedded if not given"))
     judge_model: str = field(default="salesrl-judge", metadata=_help("the judge's model name"))
     judge_api_key_env: str | None = field(default=None, metadata=_help("environment variable with the judge's key"))
+    judge_providers: list[Any] | str | None = field(default=None, metadata=_help("several judges, in fallback order"))
+    judge_repeats: int = field(default=1, metadata=_help("verdicts for each answer"))
+    judge_aggregation: str = field(default="mean", metadata=_help("mean, median or min of several verdicts"))
     rubric_dir: str | None = field(default=None, metadata=_help("folder of <branch>.txt rubrics"))
+    branch_reward_weights: dict[str, Any] | str | None = field(
+        default=None, metadata=_help("branch to component to weight; the judge alone if not given")
+    )
+    missing_component: str = field(default="none", metadata=_help("none or reweight"))
     rag_score_threshold: float = field(default=0.03, metadata=_help("least normalised passage score"))
     rag_top_k: int = field(default=3, metadata=_help("most passages to retrieve"))
     rag_timeout_s: float = field(default=30.0, metadata=_help("seconds per attempt at a RAG endpoint"))
     judge_timeout_s: float = field(default=60.0, metadata=_help("seconds per attempt at the judge"))
     max_attempts: int = field(default=3, metadata=_help("attempts for a call, the first included"))
-    rag_max_concurrency: int = field(default=32, metadata=_help("calls in flight to each RAG endpoint, per process"))
-    judge_max_concurrency: int = field(default=32, metadata=_help("calls in flight to the judge, per process"))
+    rag_max_concurrency: int = field(default=64, metadata=_help("most calls in flight to each RAG endpoint, in all"))
+    judge_max_concurrency: int = field(default=64, metadata=_help("most calls in flight to a judge, in all"))
+    initial_concurrency: int = field(default=8, metadata=_help("calls in flight at first, per process and service"))
+    hedge_fraction: float = field(default=0.05, metadata=_help("most extra requests for late calls"))
+    outage_patience_s: float = field(default=30.0, metadata=_help("seconds a call waits for a dead service"))
+    warm_up_services: bool = field(default=True, metadata=_help("ask every service once before the first step"))
+    cache_answers: bool = field(default=True, metadata=_help("keep answers and verdicts in output_dir"))
+    reference_cache: str | None = field(default=None, metadata=_help("file that keeps 32B answers; empty for none"))
     reward_deadline_s: float = field(default=300.0, metadata=_help("seconds for all rewards of a batch"))
     invalid_action_reward: float = field(default=0.0, metadata=_help("reward of a completion that is no action"))
 
@@ -145,15 +276,57 @@ class RewardConfig:
             "max_attempts",
             "rag_max_concurrency",
             "judge_max_concurrency",
+            "initial_concurrency",
+            "judge_repeats",
             "reward_deadline_s",
         )
-        for name in ("rag_base_url", "judge_base_url"):
-            url = getattr(self, name)
+        _check(0 <= self.hedge_fraction <= 1, f"`hedge_fraction` is {self.hedge_fraction}. Expected 0 to 1.")
+        _check(self.outage_patience_s >= 0, f"`outage_patience_s` is {self.outage_patience_s}. Expected 0 or more.")
+        _check_choice(self, "judge_aggregation", AGGREGATIONS)
+        _check_choice(self, "missing_component", MISSING_RULES)
+        _check_url("rag_base_url", self.rag_base_url)
+        _check_url("judge_base_url", self.judge_base_url)
+        _check(
+            self.judge_providers is None or self.judge_base_url is None,
+            "both `judge_providers` and `judge_base_url` are given. Expected one of them: list that address among the "
+            "providers.",
+        )
+        self.parsed_judge_providers()
+        self.parsed_branch_weights()
+
+    def parsed_judge_providers(self) -> list[JudgeProviderConfig]:
+        """`judge_providers`, checked; empty where none are given."""
+        if self.judge_providers is None:
+            return []
+        known = {each.name for each in dataclasses.fields(JudgeProviderConfig)}
+        providers = []
+        for entry in _json("judge_providers", self.judge_providers, list):
+            _check(isinstance(entry, dict), f"`judge_providers` holds a {type(entry).__name__}. Expected mappings.")
+            lacking, unknown = {"name", "base_url", "model"} - entry.keys(), entry.keys() - known
             _check(
-                url is None or url.startswith(("http://", "https://")),
-                f"`{name}` is {url!r}. Expected an address that starts with http:// or https://, or nothing for the "
-                "embedded service.",
+                not lacking and not unknown,
+                f"a provider of `judge_providers` lacks {sorted(lacking)} and has unknown {sorted(unknown)}. Expected "
+                f"name, base_url and model, and perhaps {', '.join(sorted(known - {'name', 'base_url', 'model'}))}.",
             )
+            providers.append(JudgeProviderConfig(**entry))
+        names = [provider.name for provider in providers]
+        _check(
+            bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
+            f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
+        )
+        return providers
+
+    def parsed_branch_weights(self) -> dict[str, dict[str, float]]:
+        """`branch_reward_weights`, as far as can be checked without the branches; empty where none are given."""
+        if self.branch_reward_weights is None:
+            return {}
+        weights = _json("branch_reward_weights", self.branch_reward_weights, dict)
+        for branch, components in weights.items():
+            _check(
+                isinstance(components, dict) and all(isinstance(w, int | float) for w in components.values()),
+                f"`branch_reward_weights` of {branch!r} is {components!r}. Expected a mapping of component to number.",
+            )
+        return weights  # type: ignore[no-any-return]
 
 
 @dataclass

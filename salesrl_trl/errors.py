@@ -5,9 +5,12 @@
     ├── DataError              a dataset that is empty, lacks a column or holds a bad row
     ├── ModelNotFoundError     the policy's path or hub name leads nowhere
     ├── ServiceError           a RAG service or judge did not do its part
-    │   ├── ServiceUnavailable     refused, unreachable, 5xx, overloaded
+    │   ├── ServiceUnavailable     refused, unreachable, 5xx
+    │   │   └── ServiceOverloaded      429, or an error that says when to come back
     │   ├── ServiceTimeout         no complete answer in time
+    │   │   └── DeadlineExceeded       the reward phase's own deadline came first
     │   ├── ServiceRejected        4xx that no retry will mend
+    │   │   └── AccessDenied           key refused or quota used up: every call will meet the same answer
     │   └── BadServiceResponse     an answer outside its contract
     │       └── JudgeInvalid           a verdict outside its schema
     ├── WeightSyncError        vLLM samples from other weights than the ones in training
@@ -51,9 +54,15 @@ class ServiceError(SalesRLError):
 
 
 class ServiceUnavailable(ServiceError):
-    """Refused, unreachable, 5xx or overloaded. `retry_after_s` is the service's own wish in seconds, if it had one."""
+    """Refused, unreachable or 5xx."""
 
     default_code = "unavailable"
+
+
+class ServiceOverloaded(ServiceUnavailable):
+    """Alive, but wants fewer or later calls. `retry_after_s` is its own wish in seconds, if it had one."""
+
+    default_code = "overloaded"
     retry_after_s: float | None = None
 
 
@@ -63,10 +72,22 @@ class ServiceTimeout(ServiceError):
     default_code = "timeout"
 
 
+class DeadlineExceeded(ServiceTimeout):
+    """The reward phase's own deadline came first: says nothing about the service."""
+
+    default_code = "deadline"
+
+
 class ServiceRejected(ServiceError):
     """A 4xx that no retry will mend: the request, the key or the address is wrong."""
 
     default_code = "rejected"
+
+
+class AccessDenied(ServiceRejected):
+    """The key is refused or the quota is used up: every other call will meet the same answer."""
+
+    default_code = "access_denied"
 
 
 class BadServiceResponse(ServiceError):

@@ -60,9 +60,9 @@ def check_rag(base_url: str, key: str | None) -> None:
     _probe(f"{base_url.rstrip('/')}/healthz", key, "RAG service", "rag_base_url")
 
 
-def check_judge(base_url: str, key: str | None) -> None:
+def check_judge(base_url: str, key: str | None, setting: str = "judge_base_url") -> None:
     """Raise unless something answers at the judge's address. Its `/models` may be missing."""
-    _probe(f"{base_url.rstrip('/')}/models", key, "judge", "judge_base_url")
+    _probe(f"{base_url.rstrip('/')}/models", key, "judge", setting)
 
 
 def _probe(url: str, key: str | None, service: str, setting: str) -> None:
@@ -78,7 +78,7 @@ def _probe(url: str, key: str | None, service: str, setting: str) -> None:
     if response.status_code in (401, 403):
         raise ServiceRejected(
             f"the {service} at `{setting}` refused the key: GET {url} answered {response.status_code}. Expected the "
-            f"key in the variable named by `{setting.replace('_base_url', '_api_key_env')}`. Check that variable."
+            f"key in the variable named by `{setting.removesuffix('_base_url')}_api_key_env`. Check that variable."
         )
     if response.status_code >= 500:
         raise ServiceUnavailable(

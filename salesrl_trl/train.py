@@ -23,17 +23,15 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PrinterCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
+from salesrl_trl.assembly import RewardParts, build_reward, prepare_reward
 from salesrl_trl.callbacks import HeldOut, StepLine
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, WarmStartConfig
 from salesrl_trl.data.sources import build_dataset, is_file, load_rows
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.hostmem import keep_freed_memory
 from salesrl_trl.policy import PROMPT_STYLE, cached_policy
-from salesrl_trl.preflight import check_judge, check_model, check_rag, read_key
+from salesrl_trl.preflight import check_model
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.judge import JudgeClient, load_rubrics
-from salesrl_trl.reward.rag import RagClient
-from salesrl_trl.reward.transport import Transport
 from salesrl_trl.services.launcher import EmbeddedServices
 from salesrl_trl.telemetry.logs import LeaveOut
 from salesrl_trl.types import SalesRow
@@ -114,9 +112,7 @@ class Prepared:
     train_rows: list[SalesRow]
     eval_rows: list[SalesRow]
     """Empty where nothing is to be evaluated."""
-    rubrics: dict[str, str]
-    rag_key: str | None
-    judge_key: str | None
+    reward: RewardParts
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -132,14 +128,8 @@ def prepare(config: RunConfig) -> Prepared:
     prepared = Prepared(
         train_rows=load_rows(data.dataset, data.train_split, branches, data.max_train_rows),
         eval_rows=_eval_rows(config),
-        rubrics=load_rubrics(tuple(branches), config.reward.rubric_dir),
-        rag_key=read_key(config.reward.rag_api_key_env, "rag_api_key_env"),
-        judge_key=read_key(config.reward.judge_api_key_env, "judge_api_key_env"),
+        reward=prepare_reward(config.reward, branches),
     )
-    if config.reward.rag_base_url is not None:
-        check_rag(config.reward.rag_base_url, prepared.rag_key)
-    if config.reward.judge_base_url is not None:
-        check_judge(config.reward.judge_base_url, prepared.judge_key)
     if config.model.model_name_or_path is not None:
         check_model(config.model.model_name_or_path, config.model.model_revision, config.training.trust_remote_code)
     elif data.prompt_style != PROMPT_STYLE:
@@ -169,8 +159,9 @@ def addresses(config: RewardConfig) -> Iterator[tuple[str, str]]:
 
     One process of each node starts them and stops them again; all ranks learn the addresses of their own node.
     """
-    if config.rag_base_url is not None and config.judge_base_url is not None:
-        yield config.rag_base_url, config.judge_base_url
+    has_judge = config.judge_base_url is not None or config.judge_providers is not None
+    if config.rag_base_url is not None and has_judge:
+        yield config.rag_base_url, config.judge_base_url or ""
         return
     state = PartialState()
     services = EmbeddedServices()
@@ -197,50 +188,26 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
     """Load, train, evaluate before and after, save."""
     if config.training.device.type == "cpu":
         keep_freed_memory()
-    reward = _build_reward(config, prepared, rag_base_url, judge_base_url)
+    reward = build_reward(
+        config.reward,
+        prepared.reward,
+        [*prepared.train_rows, *prepared.eval_rows],
+        rag_base_url,
+        judge_base_url,
+        output_dir=Path(config.training.output_dir),
+        processes=config.training.world_size,
+        process_index=config.training.process_index,
+    )
     held_out = HeldOut(config.training.branches)
     trainer = _build_trainer(config, prepared, reward, held_out)
+    if config.reward.warm_up_services:
+        trainer.warm_up()
     trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
     trainer.save_model(config.training.output_dir)
     if config.training.held_out_eval:
         trainer.evaluate()
         held_out.conclude(Path(config.training.output_dir))
     trainer.finish()
-
-
-def _build_reward(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url: str) -> SalesReward:
-    settings = config.reward
-
-    def transport(service: str, max_concurrency: int, timeout_s: float) -> Transport:
-        return Transport(
-            service,
-            max_concurrency=max_concurrency,
-            attempt_timeout_s=timeout_s,
-            max_attempts=settings.max_attempts,
-        )
-
-    rag = RagClient(
-        rag_base_url,
-        score_threshold=settings.rag_score_threshold,
-        top_k=settings.rag_top_k,
-        transport_8b=transport("rag_8b", settings.rag_max_concurrency, settings.rag_timeout_s),
-        transport_32b=transport("rag_32b", settings.rag_max_concurrency, settings.rag_timeout_s),
-        api_key=prepared.rag_key,
-    )
-    judge = JudgeClient(
-        judge_base_url,
-        model=settings.judge_model,
-        rubrics=prepared.rubrics,
-        transport=transport("judge", settings.judge_max_concurrency, settings.judge_timeout_s),
-        api_key=prepared.judge_key,
-    )
-    return SalesReward(
-        [*prepared.train_rows, *prepared.eval_rows],
-        rag,
-        judge,
-        deadline_s=settings.reward_deadline_s,
-        invalid_action_reward=settings.invalid_action_reward,
-    )
 
 
 def _build_trainer(
@@ -264,7 +231,7 @@ def _build_trainer(
         callbacks=[held_out],
     )
     trainer.remove_callback(PrinterCallback)  # a page of figures a step; StepLine says what matters, TensorBoard all
-    trainer.add_callback(StepLine(config.training.branches, trainer.failures))
+    trainer.add_callback(StepLine(config.training.branches, reward.provider_names, trainer.failures))
     return trainer
 
 

@@ -15,17 +15,20 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from trl import GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.errors import ConfigError, TooFewRewardsError, WeightSyncError
+from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable, TooFewRewardsError, WeightSyncError
 from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.telemetry.logs import LeaveOut
 from salesrl_trl.telemetry.metrics import (
-    REWARD_SECONDS,
     SKIPPED_UPDATE,
+    JudgeBias,
     Means,
+    add_report,
     add_rewards,
     encode,
+    encode_report,
     metric_names,
+    report_names,
 )
 from salesrl_trl.types import Outcome
 
@@ -47,6 +50,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     - `_calculate_rewards`: counts outcomes by branch over all ranks, and decides whether enough was scored;
     - `_generate_and_score_completions`: checks the first weight push, and takes a skipped batch out of the loss;
     - `log`: adds the package's metrics, under the same keys at every step;
+    - `warm_up` and `finish`, which TRL does not have, ask every service once and close the connections;
     - `train`: raises `TooFewRewardsError` when that is why training stopped.
 
     Args:
@@ -64,7 +68,10 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def __init__(self, model: PreTrainedModel, reward: SalesReward, args: SalesGRPOConfig, **kwargs: Any) -> None:
         self._reward = reward
-        self._means = {mode: Means(metric_names(args.branches)) for mode in ("train", "eval")}
+        self._report_names = report_names(reward.provider_names, reward.service_names)
+        names = (*metric_names(args.branches), *self._report_names)
+        self._means = {mode: Means(names) for mode in ("train", "eval")}
+        self._bias = {mode: JudgeBias() for mode in ("train", "eval")}
         self._skipping = False
         self._skipped_in_a_row = 0
         self._stop_reason: str | None = None
@@ -88,6 +95,25 @@ class SalesGRPOTrainer(GRPOTrainer):
             raise TooFewRewardsError(self._stop_reason)
         return output
 
+    def warm_up(self) -> None:
+        """Ask every service once, on every rank, before anything waits for them.
+
+        Raises:
+            `ServiceUnavailable`: the 8B endpoint, or every judge, did not answer; on all ranks alike.
+        """
+        told = asyncio.run_coroutine_threadsafe(self._reward.warm_up(), self.async_loop).result()
+        unusable = [str(error) for error in self._reward.unusable(told)]
+        figures = [result.code if isinstance(result, ServiceError) else result for result in told.values()]
+        everywhere, failures = gather_object([figures]), gather_object(unusable)
+        for name, *results in zip(told, *everywhere, strict=True):
+            codes = sorted({result for result in results if isinstance(result, str)})
+            logger.info(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
+        if failures:
+            raise ServiceUnavailable(
+                f"the services did not pass their warm-up, so nothing could be scored: {failures[0]} Mend the "
+                "service and launch again (`warm_up_services: false` leaves the check out)."
+            )
+
     def finish(self) -> None:
         """Close the reward's connections, on the event loop they belong to. The trainer can't score after this."""
         asyncio.run_coroutine_threadsafe(self._reward.aclose(), self.async_loop).result()
@@ -102,13 +128,23 @@ class SalesGRPOTrainer(GRPOTrainer):
         add_rewards(means, gather(table), branches)
         reasons = [reward.reason for reward in self._reward.last if reward.outcome is not Outcome.OK]
         self.failures.update(gather_object(reasons))
-        seconds = torch.tensor([self._reward.last_seconds], device=self.accelerator.device)
-        means.add(REWARD_SECONDS, gather(seconds).max().item(), 1)
+        report = encode_report(self._reward.take_report()).to(self.accelerator.device)  # (1, columns)
+        add_report(means, self._bias[mode], gather(report), self._report_names)
         if mode == "train":
             scored = ~torch.isnan(rewards_per_func).all(dim=1)  # (world size x B,), the same on every rank
             self._decide(scored.float().mean().item())
         means.add(SKIPPED_UPDATE, float(self._skipping and mode == "train"), 1)
+        if self.args.log_completions:
+            self._log_components()
         return rewards_per_func
+
+    def _log_components(self) -> None:
+        """What each reward was made of, beside TRL's table of completions."""
+        rewards = self._reward.last
+        self._log_completion_extra("outcome", [reward.outcome.value for reward in rewards])
+        self._log_completion_extra("reason", [reward.reason for reward in rewards])
+        for name in self._reward.component_names:
+            self._log_completion_extra(name, [reward.components.get(name) for reward in rewards])
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -122,7 +158,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
         if self._metrics[mode]:  # transformers also logs summaries, at which nothing was measured
-            for name, value in self._means[mode].flush().items():
+            for name, value in {**self._means[mode].flush(), **self._bias[mode].flush()}.items():
                 self._metrics[mode][name] = [value]
         super().log(logs, start_time)
         self.failures.clear()

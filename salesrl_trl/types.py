@@ -15,7 +15,7 @@ class Outcome(StrEnum):
     OK = "ok"
     """The services answered and the judge's verdict was valid."""
     INVALID_ACTION = "invalid_action"
-    """The policy wrote no valid action: its own fault, so a real, low reward."""
+    """The policy wrote no valid action, or one that led to a hollow answer: its own fault, so a real, low reward."""
     JUDGE_INVALID = "judge_invalid"
     """The judge answered, but not with a verdict inside the schema. No number."""
     INFRA = "infra"
@@ -30,6 +30,20 @@ class Message:
     """`"customer"` or `"seller"`."""
     content: str
     """What was said."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestIds:
+    """Whose conversation it is, for a RAG service that keeps tenants and customers apart."""
+
+    tenant_id: str = ""
+    """The seller's organisation: `"t-01"`."""
+    contact_id: str = ""
+    """The customer."""
+    account_id: str = ""
+    """The customer's account."""
+    message_id: str = ""
+    """The conversation's last message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +66,16 @@ class SalesRow:
     """The last message, passed to the RAG service."""
     documents: tuple[str, ...] = ()
     """Texts of the documents known to answer the row, shown to the judge. Empty where nobody marked them."""
+
+    @property
+    def ids(self) -> RequestIds:
+        """The four identifiers that travel with every request."""
+        return RequestIds(
+            tenant_id=self.tenant_id,
+            contact_id=self.contact_id,
+            account_id=self.account_id,
+            message_id=self.message_id,
+        )
 
     @property
     def context(self) -> str:

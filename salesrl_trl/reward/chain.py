@@ -1,22 +1,52 @@
 """The reward of a batch: parse -> RAG 8B and 32B -> judge -> score, all completions at once.
 
 Owns the order of the stages, the deadline of a reward phase and what every failure means. How a single call is made
-is the transport's; what a verdict is worth is `scoring`'s.
+is the transport's; what a verdict is worth is `scoring`'s; what is asked once only is the cache's.
 """
 
 import asyncio
+import dataclasses
+import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from salesrl_trl.errors import JudgeInvalid, ServiceError
-from salesrl_trl.reward.judge import JudgeClient
+from salesrl_trl.errors import BadServiceResponse, JudgeInvalid, ServiceError
+from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
+from salesrl_trl.reward.deadline import deadline
+from salesrl_trl.reward.hollow import is_hollow
+from salesrl_trl.reward.judge import JudgeClient, JudgeRecord, ProviderUsage
 from salesrl_trl.reward.parsing import parse_action
-from salesrl_trl.reward.rag import RagClient
-from salesrl_trl.reward.scoring import missing, score, score_invalid
-from salesrl_trl.types import Answer, InvalidAction, Outcome, Reward, SalesRow
+from salesrl_trl.reward.rag import RagBackend, answer_from_json, answer_to_json
+from salesrl_trl.reward.scoring import Scoring, missing
+from salesrl_trl.reward.transport import Transport
+from salesrl_trl.types import Action, Answer, InvalidAction, Outcome, Reward, SalesRow, Verdict
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 1.0
+"""What a cancelled call is given to end. One that does not is left behind: the step goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchReport:
+    """What happened beside the rewards while a batch was scored."""
+
+    seconds: float
+    """From the first call to the last answer."""
+    judge_seconds: float
+    """From the first verdict asked for to the last that came."""
+    usage: Mapping[str, ProviderUsage]
+    """By judge provider."""
+    traffic: Mapping[str, Mapping[str, int]]
+    """By service, then by the names of `transport.TRAFFIC` and `"slots"`."""
+    records: Sequence[JudgeRecord]
+    """Every verdict."""
+    cache_hits: Mapping[str, int]
+    """Calls saved, for `"answers"` and `"references"`."""
 
 
 class SalesReward:
@@ -28,14 +58,22 @@ class SalesReward:
     Args:
         rows (`Sequence[SalesRow]`):
             All rows, addressed by the dataset's `row` column.
-        rag (`RagClient`):
+        rag (`RagBackend`):
             Both RAG endpoints.
         judge (`JudgeClient`):
             The judge.
+        scoring (`Scoring`):
+            The law of the reward.
+        score_threshold (`float`):
+            Passages below this normalised score in [0, 1] are left out.
+        top_k (`int`):
+            Most passages to retrieve.
         deadline_s (`float`):
             Seconds a batch may take. What is not scored by then is cancelled and missing, reason `"deadline"`.
-        invalid_action_reward (`float`):
-            Reward of a completion that is no action.
+        answers (`AnswerStore`, *optional*):
+            Keeps 8B answers and verdicts. In memory when not given.
+        references (`AnswerStore`, *optional*):
+            Keeps 32B answers, which do not depend on the policy. In memory when not given.
     """
 
     __name__ = "sales"  # TRL names the reward's metrics after it
@@ -43,20 +81,45 @@ class SalesReward:
     def __init__(
         self,
         rows: Sequence[SalesRow],
-        rag: RagClient,
+        rag: RagBackend,
         judge: JudgeClient,
+        scoring: Scoring,
         *,
+        score_threshold: float,
+        top_k: int,
         deadline_s: float,
-        invalid_action_reward: float,
+        answers: AnswerStore | None = None,
+        references: AnswerStore | None = None,
     ) -> None:
         self._rows = rows
         self._rag = rag
         self._judge = judge
+        self._scoring = scoring
+        self._retrieval = (score_threshold, top_k)
         self._deadline_s = deadline_s
-        self._invalid_action_reward = invalid_action_reward
-        self._references: dict[int, asyncio.Task[Answer]] = {}
+        self._stores = (answers or AnswerStore(), references or AnswerStore())
+        self._answers = Memo(self._stores[0], answer_to_json, answer_from_json)
+        self._verdicts = Memo(self._stores[0], dataclasses.asdict, lambda value: Verdict(**value))
+        self._references = Memo(self._stores[1], answer_to_json, answer_from_json)
+        self._judge_span: tuple[float, float] | None = None
+        self._told: set[str] = set()
         self.last: list[Reward] = []
         self.last_seconds = 0.0
+
+    @property
+    def provider_names(self) -> tuple[str, ...]:
+        """Judge providers, in fallback order."""
+        return self._judge.provider_names
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """Everything a reward may be made of, in a fixed order."""
+        return self._scoring.component_names
+
+    @property
+    def service_names(self) -> tuple[str, ...]:
+        """Everything that has traffic of its own, in a fixed order."""
+        return tuple(self._transports())
 
     async def __call__(
         self, *, prompts: list[Any], completions: list[Any], row: list[int], **_: Any
@@ -75,11 +138,14 @@ class SalesReward:
             `list[float | None]`: in the order of `completions`.
         """
         started = time.perf_counter()
-        chains = [
-            asyncio.create_task(self._score(index, _text(completion)))
-            for index, completion in zip(row, completions, strict=True)
-        ]
+        with deadline(self._deadline_s):
+            chains = [
+                asyncio.create_task(self._score(index, _text(completion)))
+                for index, completion in zip(row, completions, strict=True)
+            ]
         self.last = await self._collect(chains)
+        for store in self._stores:
+            store.flush()
         self.last_seconds = time.perf_counter() - started
         return [reward.value for reward in self.last]
 
@@ -87,14 +153,61 @@ class SalesReward:
         """The branch of the row at `index`."""
         return self._rows[index].branch
 
+    def take_report(self) -> BatchReport:
+        """What happened since the last time. Every provider and service is in it, also those that were not asked."""
+        span, self._judge_span = self._judge_span, None
+        report = BatchReport(
+            seconds=self.last_seconds,
+            judge_seconds=0.0 if span is None else span[1] - span[0],
+            usage=self._judge.take_usage(),
+            traffic={
+                name: {**transport.take_traffic(), "slots": transport.slots}
+                for name, transport in self._transports().items()
+            },
+            records=self._judge.take_records(),
+            cache_hits={"answers": self._answers.hits + self._verdicts.hits, "references": self._references.hits},
+        )
+        self._answers.hits = self._verdicts.hits = self._references.hits = 0
+        return report
+
+    async def warm_up(self) -> dict[str, float | ServiceError]:
+        """Ask both endpoints and every judge provider once, before anything depends on them.
+
+        Returns:
+            `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong.
+        """
+        row = self._rows[0]
+        action = Action(user_profile="", rewritten_query=row.conversation[-1].content, history_summary="")
+        answers = await asyncio.gather(_clocked(self._chat_8b(row, action)), _clocked(self._chat_32b(row)))
+        told: dict[str, float | ServiceError] = {
+            name: result if isinstance(result, ServiceError) else result[1]
+            for name, result in zip(self._rag.transports, answers, strict=True)
+        }
+        judged = next((result[0] for result in answers if not isinstance(result, ServiceError)), _NO_ANSWER)
+        told.update(await self._judge.warm_up(row, action, judged))
+        self.take_report()
+        return told
+
+    def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
+        """The errors of a `warm_up` after which nothing could be scored: the 8B endpoint's, or all judges'. A run can
+        go on without the 32B endpoint."""
+        needed = [warm_up[name] for name in list(self._rag.transports)[:1]]
+        judges = [warm_up[name] for name in self._judge.transports]
+        if all(isinstance(result, ServiceError) for result in judges):
+            needed += judges
+        return [result for result in needed if isinstance(result, ServiceError)]
+
     async def aclose(self) -> None:
-        """Cancel what is still in flight and close the connections."""
-        references = list(self._references.values())
-        for task in references:
-            task.cancel()
-        await asyncio.gather(*references, return_exceptions=True)
+        """Cancel what is still in flight, close the connections and the caches."""
+        for memo in (self._answers, self._verdicts, self._references):
+            await memo.aclose()
         await self._rag.aclose()
         await self._judge.aclose()
+        for store in self._stores:
+            store.close()
+
+    def _transports(self) -> dict[str, Transport]:
+        return {**self._rag.transports, **self._judge.transports}
 
     async def _collect(self, chains: list[asyncio.Task[Reward]]) -> list[Reward]:
         """Every chain's reward; those that outlast the deadline are cancelled and missing."""
@@ -106,49 +219,141 @@ class SalesReward:
             raise
         for chain in late:
             chain.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
-        out_of_time = missing(Outcome.INFRA, "deadline", {})
-        return [out_of_time if chain.cancelled() else chain.result() for chain in chains]
+        if late:
+            await asyncio.wait(late, timeout=CANCEL_GRACE_S)
+        return [missing(Outcome.INFRA, "deadline", {}) if chain in late else self._result(chain) for chain in chains]
+
+    def _result(self, chain: asyncio.Task[Reward]) -> Reward:
+        """The chain's reward. An error that is none of a service's is a fault in code: told once by its place, without
+        its message, which may hold a customer's text. The completion is missing, and the run goes on."""
+        if chain.cancelled():
+            return missing(Outcome.INFRA, "cancelled", {})
+        error = chain.exception()
+        if error is None:
+            return chain.result()
+        name = type(error).__name__
+        if name not in self._told:
+            self._told.add(name)
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
+            logger.error(f"the reward raised {name} at {place}; completions it happens to are missing")
+        return missing(Outcome.INFRA, f"raised_{name}", {})
 
     async def _score(self, index: int, completion: str) -> Reward:
         action = parse_action(completion)
         if isinstance(action, InvalidAction):
-            return score_invalid(action, self._invalid_action_reward)
+            return self._scoring.score_invalid(action)
         row = self._rows[index]
         seconds: dict[str, float] = {}
-        reference_asked = asyncio.ensure_future(_or_none(_timed(self._reference(index), "rag_32b", seconds)))
+        reference_asked = asyncio.ensure_future(self._reference_or_none(row, seconds))
         try:
-            candidate = await _timed(self._rag.chat_8b(row, action), "rag_8b", seconds)
-            reference = await reference_asked
-            verdict = await _timed(self._judge.judge(row, action, candidate, reference), "judge", seconds)
-        except JudgeInvalid as error:
-            return missing(Outcome.JUDGE_INVALID, error.code, seconds)
+            candidate = await _timed(self._candidate(row, action), "rag_8b", seconds)
+            if is_hollow(candidate.text):
+                return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), seconds)
+            return await self._judged(row, action, candidate, await reference_asked, seconds)
         except ServiceError as error:
             return missing(Outcome.INFRA, error.code, seconds)
         finally:
             reference_asked.cancel()
-        return score(verdict, seconds)
 
-    async def _reference(self, index: int) -> Answer:
-        """The row's 32B answer, asked for once: it does not depend on the policy. A failure is not kept."""
-        task = self._references.get(index)
-        if task is None:
-            task = self._references[index] = asyncio.ensure_future(self._rag.chat_32b(self._rows[index]))
-            task.add_done_callback(lambda done: self._forget_failed(index, done))
-        # Shielded: the completions of a group share the task, and one that is cut off must not cancel it.
-        return await asyncio.shield(task)
+    async def _reference_or_none(self, row: SalesRow, seconds: dict[str, float]) -> Answer | None:
+        """The reference answer, or `None`: without it the judge scores the candidate alone."""
+        if not self._scoring.rubrics(row.branch):
+            return None
+        try:
+            return await _timed(self._reference(row), "rag_32b", seconds)
+        except ServiceError:
+            return None
 
-    def _forget_failed(self, index: int, task: asyncio.Task[Answer]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            self._references.pop(index, None)
+    async def _judged(
+        self, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, seconds: dict[str, float]
+    ) -> Reward:
+        """Every judgement the branch weighs, at once."""
+        wanted = self._scoring.rubrics(row.branch)
+        asked = (self._verdict(rubric, row, action, candidate, reference) for rubric in wanted.values())
+        results = await _timed(asyncio.gather(*(_or_error(each) for each in asked)), "judge", seconds)
+        verdicts = {
+            name: None if isinstance(result, ServiceError) else result
+            for name, result in zip(wanted, results, strict=True)
+        }
+        failed = next((result for result in results if isinstance(result, ServiceError)), None)
+        if failed is None:
+            return self._scoring.score(row.branch, candidate, verdicts, seconds, (Outcome.INFRA, "no_reference"))
+        outcome = Outcome.JUDGE_INVALID if isinstance(failed, JudgeInvalid) else Outcome.INFRA
+        return self._scoring.score(row.branch, candidate, verdicts, seconds, (outcome, failed.code))
+
+    async def _candidate(self, row: SalesRow, action: Action) -> Answer:
+        """The 8B answer. One that is empty although passages were found is the service's fault, not the policy's."""
+        key = cache_key("8b", self._rag.identity, self._asked(row), dataclasses.astuple(action))
+        answer = await self._answers.get(key, lambda: self._chat_8b(row, action))
+        if answer.passages and not answer.text.strip():
+            raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
+        return answer
+
+    async def _reference(self, row: SalesRow) -> Answer:
+        """The row's 32B answer, asked for once: it does not depend on the policy."""
+        key = cache_key("32b", self._rag.identity, self._asked(row))
+        return await self._references.get(key, lambda: self._chat_32b(row))
+
+    async def _verdict(
+        self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
+    ) -> Verdict:
+        texts = (candidate.text, None if reference is None else reference.text)
+        material = (row.branch, row.context, row.documents, dataclasses.astuple(action), texts)
+        key = cache_key(self._judge.identity(rubric), material)
+
+        async def ask() -> Verdict:
+            started = time.perf_counter()
+            try:
+                return await self._judge.judge(rubric, row, action, candidate, reference)
+            finally:
+                self._extend_judge_span(started)
+
+        return await self._verdicts.get(key, ask)
+
+    def _extend_judge_span(self, started: float) -> None:
+        first, last = self._judge_span or (started, started)
+        self._judge_span = (min(first, started), max(last, time.perf_counter()))
+
+    def _asked(self, row: SalesRow) -> tuple[Any, ...]:
+        """What both endpoints are asked with, for the cache's keys."""
+        return (row.context, dataclasses.astuple(row.ids), self._retrieval)
+
+    async def _chat_8b(self, row: SalesRow, action: Action) -> Answer:
+        return await self._rag.chat_8b(
+            row.context,
+            action.user_profile,
+            action.rewritten_query,
+            action.history_summary,
+            *self._retrieval,
+            ids=row.ids,
+        )
+
+    async def _chat_32b(self, row: SalesRow) -> Answer:
+        answer = await self._rag.chat(row.context, *self._retrieval, ids=row.ids)
+        if is_hollow(answer.text):
+            raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
+        return answer
 
 
-async def _or_none(reference: Awaitable[Answer]) -> Answer | None:
-    """The reference answer, or `None`: without it the judge scores the candidate alone."""
+_NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
+
+
+async def _clocked(call: Awaitable[T]) -> tuple[T, float] | ServiceError:
+    started = time.perf_counter()
     try:
-        return await reference
-    except ServiceError:
-        return None
+        return await call, time.perf_counter() - started
+    except ServiceError as error:
+        return error
+
+
+async def _or_error(call: Awaitable[T]) -> T | ServiceError:
+    try:
+        return await call
+    except ServiceError as error:
+        return error
 
 
 async def _timed(call: Awaitable[T], stage: str, seconds: dict[str, float]) -> T:

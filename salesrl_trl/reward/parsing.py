@@ -8,11 +8,13 @@ import re
 from typing import Any
 
 from salesrl_trl.data.prompts import ACTION_FIELDS
+from salesrl_trl.reward.hollow import is_hollow
 from salesrl_trl.types import Action, InvalidAction
 
-INVALID_REASONS = ("empty", "not_json", "not_an_object", "missing_field", "extra_field", "wrong_type", "empty_query",
-                   "too_long")  # fmt: skip
-"""Every `InvalidAction.reason`; each becomes a metric, so the set is closed."""
+INVALID_REASONS = ("empty", "not_json", "not_an_object", "missing_field", "extra_field", "wrong_type", "not_unicode",
+                   "empty_query", "too_long", "hollow_answer")  # fmt: skip
+"""Every `InvalidAction.reason`; each becomes a metric, so the set is closed. `hollow_answer` is the chain's: the
+action led to an answer that says nothing."""
 
 MAX_FIELD_CHARS = 4000
 """Longest field that is sent to a RAG service; the embedded one refuses more with a 422."""
@@ -37,7 +39,7 @@ def parse_action(completion: str) -> Action | InvalidAction:
     fenced = _CODE_FENCE.match(text)
     try:
         value = json.loads(fenced.group(1) if fenced else text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError also for a number of more than 4,300 digits
         return InvalidAction(reason="not_json")
     reason = _fault(value)
     return InvalidAction(reason=reason) if reason else Action(**value)
@@ -52,8 +54,19 @@ def _fault(value: Any) -> str | None:
         return "extra_field"
     if not all(isinstance(field, str) for field in value.values()):
         return "wrong_type"
-    if not value["rewritten_query"].strip():
+    if not all(_is_unicode(field) for field in value.values()):
+        return "not_unicode"
+    if is_hollow(value["rewritten_query"]):
         return "empty_query"
     if any(len(field) > MAX_FIELD_CHARS for field in value.values()):
         return "too_long"
     return None
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text can be sent: half a surrogate pair, which JSON can spell, can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

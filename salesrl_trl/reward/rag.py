@@ -1,16 +1,70 @@
 """The RAG service's client.
 
-Owns the wire format of both endpoints. Retries, timeouts and limits are the transport's.
+Owns the interface that every retrieval backend has, and the wire format of both HTTP endpoints. Retries, time-outs and
+limits are the transport's.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, Protocol
 
-import httpx2
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import BadServiceResponse
+from salesrl_trl.reward.http import HttpClient
 from salesrl_trl.reward.transport import Transport
-from salesrl_trl.types import Action, Answer, Passage, SalesRow
+from salesrl_trl.types import Answer, Passage, RequestIds
+
+
+class RagBackend(Protocol):
+    """What the reward chain asks for answers: the HTTP service below, or a local vector store."""
+
+    @property
+    def transports(self) -> dict[str, Transport]:
+        """By the name of what they call, for the traffic figures: `{"rag_8b": ..., "rag_32b": ...}`."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Says which service answers, for cache keys. No credential."""
+        ...
+
+    async def chat_8b(
+        self,
+        context: str,
+        user_profile: str,
+        rewritten_query: str,
+        history_summary: str,
+        score_threshold: float,
+        top_k: int,
+        *,
+        ids: RequestIds,
+    ) -> Answer:
+        """Answer from the policy's action.
+
+        Args:
+            context (`str`):
+                The conversation, a line per turn.
+            user_profile, rewritten_query, history_summary (`str`):
+                The action.
+            score_threshold (`float`):
+                Passages below this normalised score in [0, 1] are left out.
+            top_k (`int`):
+                Most passages to retrieve.
+            ids (`RequestIds`):
+                Whose conversation it is.
+
+        Raises:
+            `ServiceError`: no answer.
+        """
+        ...
+
+    async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
+        """The frozen 32B reference's answer, from the raw conversation. Arguments and errors as in `chat_8b`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the running loop's connections. The next call opens new ones."""
+        ...
 
 
 class _PassageBody(BaseModel):
@@ -28,17 +82,11 @@ class _AnswerBody(BaseModel):
 
 
 class RagClient:
-    """Asks the policy-driven "8B" endpoint and the frozen "32B" reference endpoint.
-
-    The HTTP client is made at the first call, on the event loop that makes it.
+    """Asks the policy-driven "8B" endpoint and the frozen "32B" reference endpoint over HTTP. A `RagBackend`.
 
     Args:
         base_url (`str`):
             Address before `/v1/rag/...`, for example `"http://127.0.0.1:8801"`.
-        score_threshold (`float`):
-            Passages below this normalised score in [0, 1] are left out.
-        top_k (`int`):
-            Most passages to retrieve.
         transport_8b (`Transport`):
             Limits for the 8B endpoint.
         transport_32b (`Transport`):
@@ -48,67 +96,61 @@ class RagClient:
     """
 
     def __init__(
+        self, base_url: str, *, transport_8b: Transport, transport_32b: Transport, api_key: str | None = None
+    ) -> None:
+        self.identity = base_url.rstrip("/")
+        self._8b = _Endpoint("8b", base_url, transport_8b, api_key)
+        self._32b = _Endpoint("32b", base_url, transport_32b, api_key)
+        self.transports = {"rag_8b": transport_8b, "rag_32b": transport_32b}
+
+    async def chat_8b(
         self,
-        base_url: str,
-        *,
+        context: str,
+        user_profile: str,
+        rewritten_query: str,
+        history_summary: str,
         score_threshold: float,
         top_k: int,
-        transport_8b: Transport,
-        transport_32b: Transport,
-        api_key: str | None = None,
-    ) -> None:
-        self._base_url = base_url.rstrip("/")
-        self._limits = {"score_threshold": score_threshold, "top_k": top_k}
-        self._transports = {"8b": transport_8b, "32b": transport_32b}
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client: httpx2.AsyncClient | None = None
+        *,
+        ids: RequestIds,
+    ) -> Answer:
+        """`POST /v1/rag/8b`; see `RagBackend`."""
+        return await self._8b.ask(
+            {
+                **dataclasses.asdict(ids),
+                "context": context,
+                "user_profile": user_profile,
+                "rewritten_query": rewritten_query,
+                "history_summary": history_summary,
+                "score_threshold": score_threshold,
+                "top_k": top_k,
+            }
+        )
 
-    async def chat_8b(self, row: SalesRow, action: Action) -> Answer:
-        """Answer from the policy's action. Raises `ServiceError`."""
-        body = {
-            "tenant_id": row.tenant_id,
-            "contact_id": row.contact_id,
-            "account_id": row.account_id,
-            "message_id": row.message_id,
-            "context": row.context,
-            "user_profile": action.user_profile,
-            "rewritten_query": action.rewritten_query,
-            "history_summary": action.history_summary,
-        }
-        return await self._ask("8b", body)
-
-    async def chat_32b(self, row: SalesRow) -> Answer:
-        """The frozen reference's answer from the raw conversation. Raises `ServiceError`."""
-        return await self._ask("32b", {"context": row.context})
+    async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
+        """`POST /v1/rag/32b`, with the identifiers that the row has; see `RagBackend`."""
+        given = {name: value for name, value in dataclasses.asdict(ids).items() if value}
+        return await self._32b.ask({**given, "context": context, "score_threshold": score_threshold, "top_k": top_k})
 
     async def aclose(self) -> None:
-        """Close the connections. The next call opens new ones."""
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        """Close the running loop's connections. The next call opens new ones."""
+        await self._8b.http.aclose()
+        await self._32b.http.aclose()
 
-    async def _ask(self, endpoint: str, body: dict[str, Any]) -> Answer:
-        transport = self._transports[endpoint]
 
+class _Endpoint:
+    """One of the two paths."""
+
+    def __init__(self, name: str, base_url: str, transport: Transport, api_key: str | None) -> None:
+        self._path = f"/v1/rag/{name}"
+        self._transport = transport
+        self.http = HttpClient(transport.service, base_url, api_key=api_key)
+
+    async def ask(self, body: dict[str, Any]) -> Answer:
         async def attempt() -> Answer:
-            response = await self._http().post(f"/v1/rag/{endpoint}", json={**body, **self._limits})
-            response.raise_for_status()
-            return _read_answer(response.content, transport.service)
+            return _read_answer(await self.http.post(self._path, body), self._transport.service)
 
-        return await transport.call(attempt)
-
-    def _http(self) -> httpx2.AsyncClient:
-        if self._client is None:
-            # Timeouts are the transport's; redirects are not followed, so that no customer text leaves the host.
-            self._client = httpx2.AsyncClient(
-                base_url=self._base_url,
-                headers=self._headers,
-                timeout=None,
-                follow_redirects=False,
-                trust_env=False,
-                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            )
-        return self._client
+        return await self._transport.call(attempt)
 
 
 def _read_answer(content: bytes, service: str) -> Answer:
@@ -122,3 +164,13 @@ def _read_answer(content: bytes, service: str) -> Answer:
         ) from None
     passages = tuple(Passage(id=item.id, text=item.text, score=item.score) for item in body.passages)
     return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
+
+
+def answer_to_json(answer: Answer) -> Any:
+    """For the cache."""
+    return dataclasses.asdict(answer)
+
+
+def answer_from_json(value: Any) -> Answer:
+    """From the cache. Raises `TypeError` or `KeyError` for another form."""
+    return Answer(**{**value, "passages": tuple(Passage(**passage) for passage in value["passages"])})

@@ -1,25 +1,145 @@
-"""From a verdict to the number GRPO trains on.
+"""From components to the number GRPO trains on.
 
-Pure: no services, no clock. One combined value per completion, because TRL counts a missing one of several as 0.
+Pure: no services, no clock. One combined value for each completion, because TRL counts a missing one of several reward
+functions as 0: a completion without a judge's score would be the worst of its group.
 """
 
-from salesrl_trl.types import InvalidAction, Outcome, Reward, Verdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.types import Answer, InvalidAction, Outcome, Reward, Verdict
+
+COMPONENTS = {
+    "judge": "score of the answer by the branch's own rubric, in [0, 1]",
+    "margin": "that score less the reference's, in [-1, 1]; missing without a reference",
+    "retrieval": "score of the best passage the action found, in [0, 1]; 0 where it found none",
+    "format": "1: the completion is a valid action",
+}
+"""What a branch may weigh, beside `judge_<rubric>`: the score by another rubric."""
+OTHER_RUBRIC = "judge_"
+MISSING_RULES = ("none", "reweight")
+"""What becomes of a completion that lacks a weighed component."""
 
 
-def score(verdict: Verdict, seconds: dict[str, float]) -> Reward:
-    """The reward of a judged action: the judge's score of the candidate.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """The law of the reward.
 
-    The reference's score is kept as a component; it does not enter the value.
+        value = sum over components c of w_c * c
+
+    Where a component is missing (a judge failed, there was no reference), the value is missing too (`"none"`), or the
+    others stand in for it (`"reweight"`), so that a value keeps its scale:
+
+        value = (sum of all w) / (sum of w that are there) * sum over those of w_c * c
     """
-    components = {"candidate": verdict.candidate, "reference": verdict.reference}
-    return Reward(outcome=Outcome.OK, value=verdict.candidate, components=components, seconds=seconds)
+
+    weights: Mapping[str, Mapping[str, float]]
+    """Branch to component to weight: `{"fairness": {"judge": 0.8, "margin": 0.2}}`."""
+    missing: str = "none"
+    """One of `MISSING_RULES`."""
+    invalid_action: float = 0.0
+    """Reward of a completion that is no action, or whose answer is hollow."""
+
+    def __post_init__(self) -> None:
+        for branch, weights in self.weights.items():
+            if not weights or any(not weight > 0 for weight in weights.values()):
+                raise ConfigError(
+                    f"`branch_reward_weights` of branch {branch!r} is {dict(weights)}. Expected at least one "
+                    "component, each with a weight above 0."
+                )
+            for component in weights:
+                _check_component(branch, component)
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """Every component a reward may have, in a fixed order."""
+        others = [name for weights in self.weights.values() for name in weights if name.startswith(OTHER_RUBRIC)]
+        return tuple(dict.fromkeys((*COMPONENTS, "reference", *others)))
+
+    def rubrics(self, branch: str) -> dict[str, str]:
+        """The judgements a branch needs: component to rubric."""
+        weights = self.weights[branch]
+        own = {"judge": branch} if {"judge", "margin"} & weights.keys() else {}
+        others = {name: name.removeprefix(OTHER_RUBRIC) for name in weights if name.startswith(OTHER_RUBRIC)}
+        return {**own, **others}
+
+    def score(
+        self,
+        branch: str,
+        answer: Answer,
+        verdicts: Mapping[str, Verdict | None],
+        seconds: Mapping[str, float],
+        failure: tuple[Outcome, str] = (Outcome.INFRA, "component_missing"),
+    ) -> Reward:
+        """The reward of an answered action.
+
+        Args:
+            branch (`str`):
+                Whose weights to use.
+            answer (`Answer`):
+                The 8B endpoint's.
+            verdicts (`Mapping[str, Verdict | None]`):
+                By component, as `rubrics` names them; `None` for one that could not be had.
+            seconds (`Mapping[str, float]`):
+                Time of each stage.
+            failure (`tuple[Outcome, str]`, *optional*):
+                What to say where the value is missing: outcome and reason of what failed.
+        """
+        components = _components(answer, verdicts)
+        value = self._combine(self.weights[branch], components)
+        if value is None:
+            outcome, reason = failure
+            return Reward(outcome=outcome, value=None, reason=reason, components=components, seconds=seconds)
+        return Reward(outcome=Outcome.OK, value=value, components=components, seconds=seconds)
+
+    def score_invalid(self, action: InvalidAction, seconds: Mapping[str, float] | None = None) -> Reward:
+        """The reward of a completion that is no action: the policy's own fault, so a real, low number."""
+        return Reward(
+            outcome=Outcome.INVALID_ACTION,
+            value=self.invalid_action,
+            reason=action.reason,
+            components={"format": 0.0},
+            seconds=seconds or {},
+        )
+
+    def _combine(self, weights: Mapping[str, float], components: Mapping[str, float | None]) -> float | None:
+        there = {name: weight for name, weight in weights.items() if components[name] is not None}
+        if not there or (self.missing == "none" and len(there) < len(weights)):
+            return None
+        scale = sum(weights.values()) / sum(there.values())
+        return scale * sum(weight * (components[name] or 0.0) for name, weight in there.items())
 
 
-def score_invalid(action: InvalidAction, invalid_action_reward: float) -> Reward:
-    """The reward of a completion that is no action: the policy's own fault, so a real, low number."""
-    return Reward(outcome=Outcome.INVALID_ACTION, value=invalid_action_reward, reason=action.reason)
-
-
-def missing(outcome: Outcome, reason: str, seconds: dict[str, float]) -> Reward:
+def missing(outcome: Outcome, reason: str, seconds: Mapping[str, float]) -> Reward:
     """No number: a service or the judge failed. Out of the group's baseline, the loss and the reward metrics."""
     return Reward(outcome=outcome, value=None, reason=reason, seconds=seconds)
+
+
+def default_weights(branches: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The judge's score and nothing else."""
+    return {branch: {"judge": 1.0} for branch in branches}
+
+
+def _components(answer: Answer, verdicts: Mapping[str, Verdict | None]) -> dict[str, float | None]:
+    own = verdicts.get("judge")
+    others = {
+        name: None if verdict is None else verdict.candidate for name, verdict in verdicts.items() if name != "judge"
+    }
+    reference = None if own is None else own.reference
+    return {
+        "judge": None if own is None else own.candidate,
+        "reference": reference,
+        "margin": None if own is None or reference is None else own.candidate - reference,
+        "retrieval": max((passage.score for passage in answer.passages), default=0.0),
+        "format": 1.0,
+        **others,
+    }
+
+
+def _check_component(branch: str, component: str) -> None:
+    if component not in COMPONENTS and not (component.startswith(OTHER_RUBRIC) and component != OTHER_RUBRIC):
+        raise ConfigError(
+            f"`branch_reward_weights` of branch {branch!r} names {component!r}. Expected one of: "
+            f"{', '.join(COMPONENTS)}, or {OTHER_RUBRIC}<rubric>."
+        )

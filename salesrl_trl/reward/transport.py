@@ -1,127 +1,288 @@
-"""One call to one service: how often, how long, how many at once.
+"""One call to one service: how often, how long, how many at once, and when to leave it alone.
 
-The only owner of retries, attempt timeouts and concurrency for RAG services and judges: the client libraries' own
-retries are off. The deadline of a whole reward phase is the chain's, which cancels what is still in flight here.
+The only owner of retries, attempt time-outs, hedges, concurrency and breakers for RAG services and judges. How a
+request is sent is `http`'s; the moment when all has to be over is `deadline`'s, and every wait here ends with it.
+
+A call takes a slot and keeps it to its end, waits between attempts included: a service that says "come back in a
+second" gets that much less to do meanwhile. The laws of limit, breaker and hedge are pure and live in modules of their
+own; this one applies them to real time.
 """
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-import anyio
-import httpx2
-import openai
 import stamina
 
-from salesrl_trl.errors import BadServiceResponse, ServiceError, ServiceRejected, ServiceTimeout, ServiceUnavailable
+from salesrl_trl.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    ServiceError,
+    ServiceOverloaded,
+    ServiceTimeout,
+    ServiceUnavailable,
+)
+from salesrl_trl.reward.breaker import Breaker, Permit
+from salesrl_trl.reward.deadline import remaining_s
+from salesrl_trl.reward.flights import Flights
+from salesrl_trl.reward.hedging import HedgePolicy
+from salesrl_trl.reward.limits import AdaptiveLimit
+from salesrl_trl.reward.perloop import PerLoop
 
 T = TypeVar("T")
 
-RETRYABLE_STATUS = frozenset({408, 409, 429})
-"""The 4xx that another attempt can mend; every 5xx can be tried again too."""
 RETRY_WAIT_INITIAL_S = 0.2
 RETRY_WAIT_MAX_S = 5.0
 """Longest wait between attempts, unless the service asks for more by Retry-After."""
+RETRY_JITTER_S = 0.3
+"""Spreads the second attempts of calls that failed together."""
+OVERLOAD_WAIT_S = 1.0
+"""Wait after a 429 that does not say how long."""
+MAX_OVERLOADS = 64
+"""Times that one call is turned away before it gives up. Being turned away costs no attempt, for the service is well;
+the deadline usually ends it before."""
+TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
+"""What is counted: calls asked for; requests sent, hedges included; of them second and later attempts, turned away,
+timed out, failed otherwise; calls not sent because the breaker was open; extra requests for late calls, and those that
+were faster."""
 
 
 class Transport:
-    """Runs attempts against one service until one succeeds or the attempts are used up.
-
-    Not tied to an event loop until the first call, and to one loop from then on.
+    """Runs attempts against one service until one succeeds or there is no use in going on.
 
     Args:
         service (`str`):
             Name in errors and reason codes, for example `"rag_8b"`.
         max_concurrency (`int`):
-            Attempts in flight at once.
+            Most calls in flight at once.
         attempt_timeout_s (`float`):
             Seconds one attempt may take, body included. Waiting for a free slot does not count.
         max_attempts (`int`):
-            Attempts in all, the first included.
+            Attempts that may fail, the first included. Being told to come back later is no failure.
+        initial_concurrency (`int`, *optional*, defaults to `8`):
+            Calls in flight at first; the limit grows while the service keeps up.
+        outage_patience_s (`float`, *optional*, defaults to `0.0`):
+            Seconds a call waits for a service that is down to come back. With 0 it fails at once.
+        hedge_fraction (`float`, *optional*, defaults to `0.05`):
+            Most extra requests for late calls, as a share of all; 0 for none.
     """
 
-    def __init__(self, service: str, *, max_concurrency: int, attempt_timeout_s: float, max_attempts: int) -> None:
+    def __init__(
+        self,
+        service: str,
+        *,
+        max_concurrency: int,
+        attempt_timeout_s: float,
+        max_attempts: int,
+        initial_concurrency: int = 8,
+        outage_patience_s: float = 0.0,
+        hedge_fraction: float = 0.05,
+    ) -> None:
         self.service = service
-        self.max_concurrency = max_concurrency
-        self.attempt_timeout_s = attempt_timeout_s
-        self.max_attempts = max_attempts
-        self._slots: anyio.CapacityLimiter | None = None
+        self._attempt_timeout_s = attempt_timeout_s
+        self._max_attempts = max_attempts
+        self._outage_patience_s = outage_patience_s
+        self._limit = AdaptiveLimit(initial_concurrency, max_concurrency)
+        self._breaker = Breaker()
+        self._hedging = HedgePolicy(hedge_fraction)
+        self._traffic: Counter[str] = Counter()
+        self._flights: PerLoop[Flights] = PerLoop(
+            lambda: Flights(self._limit, self._hedging, self._breaker, self._traffic)
+        )
+        self._changes: PerLoop[_Changes] = PerLoop(_Changes)
 
-    async def call(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    @property
+    def slots(self) -> int:
+        """Calls in flight that the service is given at the moment."""
+        return self._limit.slots
+
+    def take_traffic(self) -> dict[str, int]:
+        """What happened since the last time, by the names in `TRAFFIC`."""
+        taken = {name: self._traffic[name] for name in TRAFFIC}
+        self._traffic.clear()
+        return taken
+
+    async def call(self, attempt: Callable[[], Awaitable[T]], *, patient: bool = True) -> T:
         """Run `attempt` until it succeeds.
 
         Args:
             attempt (`Callable[[], Awaitable[T]]`):
-                Sends one request and reads the whole answer. May raise what `httpx2` and `openai` raise.
+                Sends one request and reads the whole answer. Raises `ServiceError`. May run twice at the same time.
+            patient (`bool`, *optional*, defaults to `True`):
+                Whether to wait out an outage. Not, where another service can be asked instead.
 
         Raises:
             `ServiceError`: of the last attempt; its `code` starts with the service's name.
         """
+        self._traffic["calls"] += 1
+        patience_s = self._outage_patience_s if patient else 0.0
+        self._refuse_if_hopeless(patience_s)  # before queueing: a service that is down is told of at once
+        async with self._flights.get().slot():
+            return await self._with_retries(attempt, patience_s)
+
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
+        try:
+            return await self._once(attempt, patience_s)  # the usual case, without the machinery of retries
+        except ServiceError as error:
+            failed: ServiceError | None = error
         retries = stamina.retry_context(
-            on=_backoff,
-            attempts=self.max_attempts,
+            on=_Retries(self._max_attempts, lambda: patience_s <= 0 and self._breaker.is_open).backoff,
+            attempts=None,
             timeout=None,
             wait_initial=RETRY_WAIT_INITIAL_S,
             wait_max=RETRY_WAIT_MAX_S,
+            wait_jitter=RETRY_JITTER_S,
         )
         async for retry in retries:
             with retry:
-                return await self._once(attempt)
+                if failed is not None:
+                    first, failed = failed, None
+                    raise first
+                self._traffic["retries"] += 1
+                return await self._once(attempt, patience_s)
         raise AssertionError("stamina ends by returning or raising")
 
-    async def _once(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        if self._slots is None:
-            self._slots = anyio.CapacityLimiter(self.max_concurrency)
-        async with self._slots:
+    async def _once(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
+        probe = await self._permitted(patience_s)
+        with self._observed(self._limit.sent(), probe):
+            left_s = remaining_s()
             try:
-                async with asyncio.timeout(self.attempt_timeout_s):
-                    return await attempt()
-            except (TimeoutError, httpx2.TimeoutException, openai.APITimeoutError) as error:
-                raise ServiceTimeout(
-                    f"{self.service} gave no complete answer within {self.attempt_timeout_s:g} s",
-                    code=f"{self.service}_timeout",
-                ) from error
-            except httpx2.HTTPStatusError as error:
-                raise self._status_error(error.response.status_code, error.response.headers) from None
-            except openai.APIStatusError as error:
-                raise self._status_error(error.status_code, error.response.headers) from None
-            except (httpx2.TransportError, openai.APIConnectionError) as error:
-                raise ServiceUnavailable(
-                    f"{self.service} could not be reached ({type(error).__name__}): is it running at the configured "
-                    f"address?",
-                    code=f"{self.service}_unavailable",
-                ) from error
-            except (httpx2.HTTPError, openai.OpenAIError, json.JSONDecodeError) as error:
-                # `from None`: the decoding errors hold the body
-                raise BadServiceResponse(
-                    f"{self.service} answered with a body that is not the expected JSON ({type(error).__name__})",
-                    code=f"{self.service}_bad_response",
-                ) from None
+                async with asyncio.timeout(min(self._attempt_timeout_s, left_s)):
+                    self._traffic["sent"] += 1
+                    return await (attempt() if probe else self._flights.get().send(attempt))
+            except TimeoutError:
+                raise self._timed_out(left_s) from None
 
-    def _status_error(self, status: int, headers: httpx2.Headers) -> ServiceError:
-        """The error for an HTTP status. Bodies stay out of it: providers echo keys and customers' text in them."""
-        if status in RETRYABLE_STATUS or status >= 500:
-            error = ServiceUnavailable(f"{self.service} answered {status}", code=f"{self.service}_http_{status}")
-            error.retry_after_s = _retry_after_s(headers)
-            return error
-        return ServiceRejected(
-            f"{self.service} answered {status}: no retry will mend it. Check the address, the key and the request.",
-            code=f"{self.service}_http_{status}",
+    def _timed_out(self, left_s: float) -> ServiceTimeout:
+        if left_s < self._attempt_timeout_s:
+            return DeadlineExceeded(f"the deadline came before {self.service}'s answer")
+        return ServiceTimeout(
+            f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
+            code=f"{self.service}_timeout",
         )
 
+    @contextmanager
+    def _observed(self, number: int, probe: bool) -> Iterator[None]:
+        """Tell limit and breaker how the attempt ended."""
+        try:
+            yield
+        except ServiceOverloaded:
+            self._traffic["overloads"] += 1
+            self._breaker.answered()
+            self._limit.overloaded(number)
+            self._flights.get().resize()
+            raise
+        except AccessDenied as error:
+            self._traffic["failures"] += 1
+            self._breaker.denied(time.monotonic(), error.code)
+            self._wake()
+            raise
+        except DeadlineExceeded:
+            self._abandon(probe)
+            raise
+        except (ServiceUnavailable, ServiceTimeout) as error:
+            self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
+            self._breaker.failed(time.monotonic(), probe=probe)
+            self._wake()
+            raise
+        except ServiceError:  # about this call alone: the service is alive
+            self._traffic["failures"] += 1
+            self._breaker.answered()
+            self._wake()
+            raise
+        except BaseException:
+            self._abandon(probe)
+            raise
+        self._breaker.answered()
+        self._limit.answered(saturated=self._flights.get().saturated)
+        self._flights.get().resize()
+        if probe:
+            self._wake()
 
-def _backoff(error: Exception) -> bool | float:
-    """Whether to try again, and after how many seconds when the service said so."""
-    if isinstance(error, ServiceUnavailable):
-        return True if error.retry_after_s is None else error.retry_after_s
-    return isinstance(error, ServiceTimeout)
+    # The breaker: who may send, and who waits for whom
+
+    def _refuse_if_hopeless(self, patience_s: float) -> None:
+        """Raise where waiting is of no use, or not wanted."""
+        if not self._breaker.is_open:
+            return
+        paused = self._breaker.pause_left_s(time.monotonic()) > 0
+        if paused and self._breaker.denial is not None:
+            raise self._held_back(self._breaker.denial)
+        if patience_s <= 0 and (paused or self._breaker.is_probing):
+            raise self._held_back(f"{self.service}_breaker_open")
+
+    def _held_back(self, code: str) -> "_HeldBack":
+        self._traffic["held_back"] += 1
+        return _HeldBack(f"{self.service} was not asked, because its latest calls failed", code)
+
+    async def _permitted(self, patience_s: float) -> bool:
+        """Wait until a request may be sent; returns whether it is the probe."""
+        give_up_at: float | None = None
+        while True:
+            self._refuse_if_hopeless(patience_s)
+            now = time.monotonic()
+            permit = self._breaker.permit(now)
+            if permit is not Permit.WAIT:
+                return permit is Permit.PROBE
+            give_up_at = now + min(patience_s, remaining_s()) if give_up_at is None else give_up_at
+            if now >= give_up_at:
+                raise self._held_back(f"{self.service}_breaker_open")
+            pause_s = self._breaker.pause_left_s(now) or float("inf")
+            await self._changes.get().wait(min(pause_s, give_up_at - now))
+
+    def _abandon(self, probe: bool) -> None:
+        if probe:
+            self._breaker.abandoned()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changes.get().announce()
 
 
-def _retry_after_s(headers: httpx2.Headers) -> float | None:
-    """Retry-After in seconds, where it is a number of seconds."""
-    try:
-        seconds = float(headers.get("retry-after", ""))
-    except ValueError:
-        return None
-    return seconds if 0 <= seconds < float("inf") else None
+class _HeldBack(ServiceUnavailable):
+    """The breaker is open and the call does not wait."""
+
+
+class _Retries:
+    """Decides for one call whether to try again, and after how many seconds."""
+
+    def __init__(self, max_attempts: int, outage: Callable[[], bool]) -> None:
+        self._attempts_left = max_attempts
+        self._overloads_left = MAX_OVERLOADS
+        self._outage = outage
+
+    def backoff(self, error: Exception) -> bool | float:
+        """`False` to give up, `True` to wait as usual, or the seconds to wait."""
+        if isinstance(error, ServiceOverloaded):
+            self._overloads_left -= 1
+            wait_s = OVERLOAD_WAIT_S if error.retry_after_s is None else error.retry_after_s
+            return wait_s if self._overloads_left > 0 and wait_s < remaining_s() else False
+        if isinstance(error, _HeldBack | DeadlineExceeded) or not isinstance(
+            error, ServiceUnavailable | ServiceTimeout
+        ):
+            return False
+        self._attempts_left -= 1
+        return self._attempts_left > 0 and not self._outage() and remaining_s() > 0
+
+
+class _Changes:
+    """Wakes those who wait for the breaker."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def announce(self) -> None:
+        """Something changed: wake everybody."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, seconds: float) -> None:
+        """Wait for the next change, at most so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            pass

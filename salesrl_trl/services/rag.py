@@ -80,6 +80,10 @@ class ContextRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    tenant_id: Identifier = ""
+    contact_id: Identifier = ""
+    account_id: Identifier = ""
+    message_id: Identifier = ""
     context: Context
     score_threshold: Score
     top_k: TopK

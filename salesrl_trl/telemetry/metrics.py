@@ -9,12 +9,23 @@ from collections.abc import Sequence
 
 import torch
 
+from salesrl_trl.reward.chain import BatchReport
+from salesrl_trl.reward.judge import JudgeRecord
+from salesrl_trl.reward.transport import TRAFFIC
 from salesrl_trl.types import Outcome, Reward
 
 OUTCOMES = (Outcome.OK, Outcome.INVALID_ACTION, Outcome.JUDGE_INVALID, Outcome.INFRA)
 REWARD_SECONDS = "time/reward_s"
+JUDGE_SECONDS = "time/judge_s"
 SKIPPED_UPDATE = "failures/skipped_update"
 REFERENCE_MISSING = "failures/reference_missing"
+LENGTH_CORRELATION = "judge/length_correlation"
+"""Pearson's correlation of a verdict's score with the length of the answer: what a judge that likes length shows."""
+POSITION_GAP = "judge/position_gap"
+"""Mean score of candidates that stood before the reference less that of those behind it."""
+USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")
+"""What is told of each judge provider, per generation batch."""
+CACHES = ("answers", "references")
 
 
 def reward_of(branch: str) -> str:
@@ -32,11 +43,33 @@ def fraction_of(outcome: Outcome) -> str:
     return f"outcome/{outcome.value}"
 
 
+def usage_of(provider: str, what: str) -> str:
+    """One of `USAGE` of a judge provider."""
+    return f"judge/{provider}/{what}"
+
+
+def traffic_of(service: str, what: str) -> str:
+    """One of `transport.TRAFFIC` of a service, or its `slots`."""
+    return f"services/{service}/{what}"
+
+
+def saved_by(cache: str) -> str:
+    """Calls that a cache saved."""
+    return f"cache/{cache}_saved"
+
+
+def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str, ...]:
+    """Every name that comes from a batch's report and is summed over ranks, in a fixed order."""
+    usage = [usage_of(provider, what) for provider in providers for what in USAGE]
+    traffic = [traffic_of(service, what) for service in services for what in (*TRAFFIC, "slots")]
+    return (*usage, *traffic, *(saved_by(cache) for cache in CACHES))
+
+
 def metric_names(branches: Sequence[str]) -> tuple[str, ...]:
-    """Every name `Means` logs, in a fixed order: the same keys on every rank at every step."""
+    """Every name that comes from rewards, in a fixed order: the same keys on every rank at every step."""
     per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
     return (*per_branch, *(fraction_of(outcome) for outcome in OUTCOMES), REFERENCE_MISSING, SKIPPED_UPDATE,
-            REWARD_SECONDS)  # fmt: skip
+            REWARD_SECONDS, JUDGE_SECONDS)  # fmt: skip
 
 
 class Means:
@@ -106,6 +139,89 @@ def add_rewards(means: Means, table: torch.Tensor, branches: Sequence[str]) -> N
         means.add(fraction_of(outcome), (outcomes == index).sum().item(), len(table))
     judged = outcomes == OUTCOMES.index(Outcome.OK)
     means.add(REFERENCE_MISSING, (judged & torch.isnan(references)).sum().item(), max(judged.sum().item(), 1))
+
+
+class JudgeBias:
+    """What else than quality a judge's scores go along with, over all verdicts since the last `flush`.
+
+    From sums over verdicts of score y and length x: n, sum x, sum y, sum xx, sum yy, sum xy; and the number and the
+    sum of scores of candidates that stood first, and of those that stood second.
+    """
+
+    SUMS = 10
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(self.SUMS, dtype=torch.float64)
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Add the sums of `bias_sums`, over all ranks. Shape (SUMS,)."""
+        self._sums += sums.cpu()
+
+    def flush(self) -> dict[str, float]:
+        """The figures, NaN where they are undefined; and start over."""
+        n, x, y, xx, yy, xy, first, y_first, second, y_second = self._sums.tolist()
+        self._sums.zero_()
+        spread = (n * xx - x * x) * (n * yy - y * y)
+        # A spread that is rounding alone is none: equal scores must not look like a correlation.
+        varies = n > 1 and spread > 1e-9 * max(n * xx * n * yy, 1e-12)
+        return {
+            LENGTH_CORRELATION: (n * xy - x * y) / math.sqrt(spread) if varies else math.nan,
+            POSITION_GAP: y_first / first - y_second / second if first and second else math.nan,
+        }
+
+
+def bias_sums(records: Sequence[JudgeRecord]) -> list[float]:
+    """The sums of `JudgeBias` over some verdicts."""
+    pairs = [(float(record.chars), record.score) for record in records]
+    first = [record.score for record in records if record.candidate_first is True]
+    second = [record.score for record in records if record.candidate_first is False]
+    return [
+        len(pairs),
+        sum(x for x, _ in pairs),
+        sum(y for _, y in pairs),
+        sum(x * x for x, _ in pairs),
+        sum(y * y for _, y in pairs),
+        sum(x * y for x, y in pairs),
+        len(first),
+        sum(first),
+        len(second),
+        sum(second),
+    ]
+
+
+def encode_report(report: BatchReport) -> torch.Tensor:
+    """A batch's report as it travels between ranks.
+
+    Returns:
+        `torch.Tensor` of shape (1, 2 + `JudgeBias.SUMS` + len(`report_names`)), float64: seconds, judge's seconds, the
+        sums for `JudgeBias`, then the figures in the order of `report_names`.
+    """
+    usage = [float(getattr(each, what)) for each in report.usage.values() for what in USAGE]
+    traffic = [float(each[what]) for each in report.traffic.values() for what in (*TRAFFIC, "slots")]
+    saved = [float(report.cache_hits[cache]) for cache in CACHES]
+    figures = [report.seconds, report.judge_seconds, *bias_sums(report.records), *usage, *traffic, *saved]
+    return torch.tensor([figures], dtype=torch.float64)
+
+
+def add_report(means: Means, bias: JudgeBias, table: torch.Tensor, names: Sequence[str]) -> None:
+    """Add gathered reports: times as the slowest rank's, all else summed over ranks, per generation batch.
+
+    Args:
+        means (`Means`):
+            Made with `metric_names` and `report_names`.
+        bias (`JudgeBias`):
+            Gets the sums.
+        table (`torch.Tensor`):
+            Shape (world size, columns of `encode_report`).
+        names (`Sequence[str]`):
+            From `report_names`.
+    """
+    times, sums = table[:, :2].max(dim=0).values.tolist(), table[:, 2:].sum(dim=0)
+    for name, seconds in zip((REWARD_SECONDS, JUDGE_SECONDS), times, strict=True):
+        means.add(name, seconds, 1)
+    bias.add(sums[: JudgeBias.SUMS])
+    for name, figure in zip(names, sums[JudgeBias.SUMS :].tolist(), strict=True):
+        means.add(name, figure, 1)
 
 
 def _number(value: float | None) -> float:

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.loopback import ACTION, BAD, VERDICT, chat_completion
+from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 from transformers import TrainerCallback
 
 from salesrl_trl.errors import TooFewRewardsError, WeightSyncError
-from salesrl_trl.telemetry.metrics import metric_names
+from salesrl_trl.telemetry.metrics import metric_names, report_names
+
+DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
+"""Actions that no cache answers, as many as a test may need."""
 
 
 def weights(trainer):
@@ -30,12 +33,22 @@ def test_a_step_learns_and_logs_every_metric(scripted_trainer):
     before = weights(trainer)
     trainer.train()
     assert moved(before, weights(trainer))
-    names = set(metric_names(["fairness", "hallucination"]))
+    names = {*metric_names(["fairness", "hallucination"]), *report_names(["judge"], ["rag_8b", "rag_32b", "judge"])}
+    names |= {"judge/length_correlation", "judge/position_gap"}
     for logs in step_logs(trainer):
         assert names <= set(logs)
         assert logs["outcome/ok"] == logs["outcome/invalid_action"] == 0.5
         # each group holds one action judged 0.75 and one that is none, worth 0: mean 0.375
         assert logs["reward"] == pytest.approx(0.375)
+
+
+def test_equal_completions_are_asked_about_once(scripted_trainer, services):
+    trainer = scripted_trainer(texts=(ACTION,), max_steps=3)
+    trainer.train()
+    # three updates of four equal completions for rows that differ in their branch alone: the same conversation for
+    # both endpoints, one judgement by each rubric
+    assert services.calls == {"8b": 1, "32b": 1, "judge": 2}
+    assert sum(logs["cache/answers_saved"] for logs in step_logs(trainer)) == 3 * 4 * 2 - 1 - 2
 
 
 def test_every_step_has_the_same_keys_when_a_branch_is_empty(scripted_trainer):
@@ -58,7 +71,10 @@ def test_a_batch_that_could_not_be_scored_moves_nothing(scripted_trainer, servic
 
 
 def test_momentum_does_not_move_the_policy_on_a_skipped_batch(scripted_trainer, services):
-    trainer = scripted_trainer(texts=(ACTION, ACTION, BAD), max_steps=4, max_skipped_generations=5)
+    texts = [
+        text for first, second in zip(DIFFERENT[::2], DIFFERENT[1::2], strict=True) for text in (first, second, BAD)
+    ]
+    trainer = scripted_trainer(texts=texts, max_steps=4, max_skipped_generations=5)
     trainer.args.min_valid_reward_fraction = 0.9
     seen = []
     trainer.add_callback(_AfterEachStep(lambda: seen.append(weights(trainer)), at=2, then=lambda: _break(services)))
@@ -78,7 +94,7 @@ def test_after_too_many_skipped_batches_the_run_saves_and_stops_with_the_reason(
 
 
 def test_a_scored_batch_in_between_starts_the_count_again(scripted_trainer, services):
-    trainer = scripted_trainer(max_steps=4, max_skipped_generations=2, texts=(ACTION,))
+    trainer = scripted_trainer(max_steps=4, max_skipped_generations=2, texts=DIFFERENT)
     judged = chat_completion(json.dumps(VERDICT))
     # four calls a step: skipped, scored, skipped, scored
     services.answers["judge"] = [(200 if step % 2 else 500, judged, {}, 0) for step in range(4) for _ in range(4)]
@@ -93,7 +109,7 @@ def test_a_scored_batch_in_between_starts_the_count_again(scripted_trainer, serv
 
 def test_a_completion_that_could_not_be_scored_is_out_of_its_groups_baseline(scripted_trainer, services):
     trainer = scripted_trainer(
-        texts=(ACTION,), max_steps=1, num_generations=4, min_valid_reward_fraction=0.25, scale_rewards="none"
+        texts=DIFFERENT, max_steps=1, num_generations=4, min_valid_reward_fraction=0.25, scale_rewards="none"
     )
     verdicts = [chat_completion(json.dumps({**VERDICT, "candidate": score})) for score in (0.2, 0.6)]
     services.answers["judge"] = [

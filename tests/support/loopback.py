@@ -8,15 +8,23 @@ from collections import Counter
 from werkzeug import Response
 
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.judge import JudgeClient, load_rubrics
+from salesrl_trl.reward.judge import JudgeClient, JudgeProvider, load_rubrics
 from salesrl_trl.reward.rag import RagClient
+from salesrl_trl.reward.scoring import Scoring, default_weights
 from salesrl_trl.reward.transport import Transport
 from salesrl_trl.types import Message, SalesRow
 
 ANSWER = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}
 VERDICT = {"candidate": 0.75, "reference": 0.5, "reason": "fine"}
 BAD = "hello"
-ACTION = json.dumps({"user_profile": "nurse", "rewritten_query": "Python price", "history_summary": ""})
+
+
+def action(query="Python price", profile="nurse", summary=""):
+    """A completion that is a valid action."""
+    return json.dumps({"user_profile": profile, "rewritten_query": query, "history_summary": summary})
+
+
+ACTION = action()
 
 
 def chat_completion(content):
@@ -71,25 +79,54 @@ def row(row_id="r1", branch="fairness", **kwargs):
     return SalesRow(row_id=row_id, branch=branch, conversation=conversation, **kwargs)
 
 
-def build_reward(url, rows, *, attempts=1, timeout_s=5.0, deadline_s=10.0, invalid_action_reward=-0.25):
-    """A reward chain that asks the services at `url`."""
+def build_reward(
+    url,
+    rows,
+    *,
+    attempts=1,
+    timeout_s=5.0,
+    deadline_s=10.0,
+    invalid_action_reward=-0.25,
+    weights=None,
+    missing="none",
+    providers=None,
+    limits=None,
+    judging=None,
+    **chain,
+):
+    """A reward chain that asks the services at `url`.
+
+    `limits` go to every transport, `providers` are settings of judge providers, `judging` of the judge client.
+    """
 
     def transport(name):
-        return Transport(name, max_concurrency=8, attempt_timeout_s=timeout_s, max_attempts=attempts)
+        given = {"max_concurrency": 8, "attempt_timeout_s": timeout_s, "max_attempts": attempts, **(limits or {})}
+        return Transport(name, **given)
 
-    rag = RagClient(
-        url,
+    rag = RagClient(url, transport_8b=transport("rag_8b"), transport_32b=transport("rag_32b"), api_key="rag-secret")
+    judges = [
+        JudgeProvider(
+            **{
+                "base_url": f"{url}/v1",
+                "model": "judge-1",
+                "api_key": "judge-secret",
+                "transport": transport("judge" if provider["name"] == "judge" else f"judge_{provider['name']}"),
+                **provider,
+            }
+        )
+        for provider in providers or [{"name": "judge"}]
+    ]
+    return SalesReward(
+        rows,
+        rag,
+        JudgeClient(judges, load_rubrics(("fairness", "hallucination")), **(judging or {})),
+        Scoring(
+            weights={**default_weights(("fairness", "hallucination")), **(weights or {})},
+            missing=missing,
+            invalid_action=invalid_action_reward,
+        ),
         score_threshold=0.03,
         top_k=3,
-        transport_8b=transport("rag_8b"),
-        transport_32b=transport("rag_32b"),
-        api_key="rag-secret",
+        deadline_s=deadline_s,
+        **chain,
     )
-    judge = JudgeClient(
-        f"{url}/v1",
-        model="judge-1",
-        rubrics=load_rubrics(("fairness", "hallucination")),
-        transport=transport("judge"),
-        api_key="judge-secret",
-    )
-    return SalesReward(rows, rag, judge, deadline_s=deadline_s, invalid_action_reward=invalid_action_reward)

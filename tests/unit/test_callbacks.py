@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from salesrl_trl.callbacks import HeldOut, StepLine, figure, step_line
+from salesrl_trl.callbacks import HeldOut, StepLine, figure, judge_line, step_line
 
 BRANCHES = ("fairness", "hallucination")
 LOGS = {
@@ -27,25 +27,33 @@ def test_a_step_line_says_rewards_valid_actions_failures_and_seconds():
     )
 
 
+def test_the_judges_line_says_seconds_and_verdicts_by_provider():
+    logs = {"time/judge_s": 3.21, "judge/openai/verdicts": 8.0, "judge/backup/verdicts": 0.5}
+    assert judge_line(5, logs, ("openai",)) == "[Judge@step5] time=3.2s providers={'openai': 8}"
+    assert judge_line(5, logs, ("openai", "backup", "idle")) == (
+        "[Judge@step5] time=3.2s providers={'openai': 8, 'backup': 0.5, 'idle': 0}"
+    )
+
+
 @pytest.mark.parametrize(("value", "text"), [(0.126, "0.13"), (1, "1.00"), (None, "n/a"), ("x", "n/a")])
 def test_a_figure_that_is_missing_is_no_number(value, text):
     assert figure(value) == text
 
 
 def test_a_line_comes_with_each_step_and_not_with_summaries(caplog):
-    callback = StepLine(BRANCHES, Counter())
+    callback = StepLine(BRANCHES, ("openai",), Counter())
     state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=True)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         callback.on_train_begin(None, state, TrainerControl())
         callback.on_log(None, state, TrainerControl(), logs=LOGS)
         callback.on_log(None, state, TrainerControl(), logs={"train_runtime": 3.0})
-    assert len(caplog.records) == 1
+    assert [record.message.split()[0] for record in caplog.records] == ["[Step", "[Judge@step1]"]
 
 
 def test_only_the_main_process_speaks(caplog):
     state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=False)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        StepLine(BRANCHES, Counter()).on_log(None, state, TrainerControl(), logs=LOGS)
+        StepLine(BRANCHES, ("openai",), Counter()).on_log(None, state, TrainerControl(), logs=LOGS)
     assert caplog.records == []
 
 

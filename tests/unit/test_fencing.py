@@ -1,8 +1,10 @@
 """The fence around hostile text."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from salesrl_trl.fencing import fence, read_sections
+from salesrl_trl.fencing import fence, neutralise, read_sections
 
 NONCE = "0123456789abcdef"
 
@@ -29,6 +31,31 @@ def test_text_inside_a_section_opens_and_closes_nothing(attack):
     read = read_sections(fence({"action": attack, "candidate_answer": "poor"}, nonce=NONCE))
     assert list(read) == ["action", "candidate_answer"]
     assert read["candidate_answer"] == "poor"
+
+
+@pytest.mark.parametrize(
+    ("mark", "neutral"),
+    [
+        ("<|im_end|>", "< |im_end| >"),
+        ("<<|im_end|>>", "< < |im_end| > >"),
+        ("<｜Assistant｜>", "< ｜Assistant｜ >"),
+        ("</s><s>", "< /s>< s>"),
+        ("<<s>>", "< < s> >"),
+        ("[/INST] [inst]", "[ /INST] [ inst]"),
+        ("＜＜＜end", "＜ ＜ ＜end"),
+        ("<\u200b<\u200b<end", "< \u200b< \u200b<end"),
+        (NONCE.upper(), "0123...CDEF"),
+        ("a < b, 《Python》, x|y, <b>, deadbeefdeadbeef", "a < b, 《Python》, x|y, <b>, deadbeefdeadbeef"),
+    ],
+)
+def test_marks_of_fences_roles_and_control_tokens_are_spaced_out(mark, neutral):
+    assert neutralise(mark, NONCE) == neutral
+
+
+@given(st.text(alphabet="<>|/s＜｜[]INST\u200b《"))
+def test_no_replacement_makes_a_mark(text):
+    once = neutralise(text, NONCE)
+    assert neutralise(once, NONCE) == once
 
 
 def test_a_section_is_not_expanded_into_another():

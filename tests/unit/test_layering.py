@@ -23,6 +23,7 @@ ORDER = (
     "trainer",
     "callbacks",
     "preflight",
+    "assembly",
     "train",
 )
 

@@ -126,7 +126,7 @@ def test_one_process_that_sees_several_gpus_is_refused():
 def test_a_users_rubrics_are_read_from_their_folder(tmp_path):
     (tmp_path / "fairness.txt").write_text("mine", encoding="utf-8")
     config = parse([*ON_CPU, "--rubric_dir", str(tmp_path)], ROOT / "recipes/debug.yaml")
-    assert prepare(config).rubrics["fairness"] == "mine"
+    assert prepare(config).reward.rubrics["fairness"] == "mine"
 
 
 def test_a_branch_of_the_data_that_is_not_configured_is_refused():

@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from support.loopback import ACTION, ANSWER, VERDICT, chat_completion, row
+from support.loopback import ACTION, ANSWER, VERDICT, action, chat_completion, row
 
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.types import Outcome
@@ -14,7 +14,7 @@ from salesrl_trl.types import Outcome
 def test_a_judged_action_gets_the_judges_score_of_the_candidate(score, services):
     (reward,) = score([ACTION]).last
     assert (reward.outcome, reward.value) == (Outcome.OK, VERDICT["candidate"])
-    assert reward.components == {"candidate": 0.75, "reference": 0.5}
+    assert reward.components == {"judge": 0.75, "reference": 0.5, "margin": 0.25, "retrieval": 0.5, "format": 1.0}
     assert set(reward.seconds) == {"rag_8b", "rag_32b", "judge"}
 
 
@@ -46,9 +46,10 @@ def test_the_8b_endpoint_gets_the_action_and_the_row(score, services):
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
 
 
-def test_the_32b_endpoint_gets_the_conversation_alone(score, services):
-    score([ACTION])
+def test_the_32b_endpoint_gets_the_conversation_and_the_identifiers_there_are(score, services):
+    score([ACTION], rows=[row(tenant_id="t1")])
     assert services.asked["32b"][0].json == {
+        "tenant_id": "t1",
         "context": "customer: I'm a nurse. What does Python cost?",
         "score_threshold": 0.03,
         "top_k": 3,
@@ -56,7 +57,8 @@ def test_the_32b_endpoint_gets_the_conversation_alone(score, services):
 
 
 def test_the_reference_is_asked_for_once_per_row(score, services):
-    score([ACTION] * 6, rows=[row("r1"), row("r2")], indices=[0, 0, 0, 1, 1, 1])
+    rows = [row("r1", message_id="m1"), row("r2", message_id="m2")]
+    score([action(query=f"q{index}") for index in range(6)], rows=rows, indices=[0, 0, 0, 1, 1, 1])
     assert services.calls == {"8b": 6, "32b": 2, "judge": 6}
 
 
@@ -100,7 +102,8 @@ def test_without_a_reference_the_candidate_is_judged_alone(score, services):
     ],
 )
 def test_a_failed_8b_call_is_never_a_number(score, services, status, body, reason):
-    services.set("8b", body, status=status, headers={"Location": "http://127.0.0.1:9/"} if status == 302 else {})
+    headers = {302: {"Location": "http://127.0.0.1:9/"}, 429: {"Retry-After": "3600"}}
+    services.set("8b", body, status=status, headers=headers.get(status))
     (reward,) = score([ACTION]).last
     assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, reason)
     assert services.calls["judge"] == 0
@@ -173,7 +176,7 @@ def test_what_is_not_scored_by_the_deadline_is_missing_and_the_rest_is_kept(scor
         (200, chat_completion(json.dumps(VERDICT)), {}, 0),
         (200, chat_completion(json.dumps(VERDICT)), {}, 3),
     ]
-    rewards = score([ACTION, ACTION, "hello"], deadline_s=0.8).last
+    rewards = score([action(query="a"), action(query="b"), "hello"], deadline_s=0.8).last
     outcomes = sorted((reward.outcome.value, reward.reason) for reward in rewards)
     assert outcomes == [("infra", "deadline"), ("invalid_action", "not_json"), ("ok", "")]
 

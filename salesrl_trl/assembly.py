@@ -1,0 +1,202 @@
+"""From settings to the reward chain: which clients, with which limits, caches and keys.
+
+Owns the wiring and the checks that need branches and environment. The clients themselves take plain arguments.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from salesrl_trl.config import JudgeProviderConfig, RewardConfig
+from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.policy import cache_dir
+from salesrl_trl.preflight import check_judge, check_rag, read_key
+from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.judge import JudgeClient, JudgeProvider, load_rubrics
+from salesrl_trl.reward.rag import RagClient
+from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
+from salesrl_trl.reward.transport import Transport
+from salesrl_trl.types import SalesRow
+
+logger = logging.getLogger(__name__)
+
+JUDGE = "judge"
+"""Service name of the one judge of `judge_base_url`; several have their provider's name behind it."""
+
+
+@dataclass
+class RewardParts:
+    """What the checks have brought to light."""
+
+    scoring: Scoring
+    rubrics: dict[str, str]
+    rag_key: str | None
+    judge_keys: dict[str, str | None]
+    """By provider name."""
+
+
+def prepare_reward(config: RewardConfig, branches: Sequence[str]) -> RewardParts:
+    """Check what can be checked without a model: rubrics, weights, keys, and that configured addresses answer.
+
+    Raises:
+        `SalesRLError`: what is wrong, and what to do.
+    """
+    weights = config.parsed_branch_weights()
+    unknown = sorted(weights.keys() - set(branches))
+    if unknown:
+        raise ConfigError(
+            f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
+            "`branches`."
+        )
+    scoring = Scoring(
+        weights={**default_weights(branches), **weights},
+        missing=config.missing_component,
+        invalid_action=config.invalid_action_reward,
+    )
+    rubrics = load_rubrics(_rubric_names(scoring, branches), config.rubric_dir)
+    parts = RewardParts(
+        scoring=scoring,
+        rubrics=rubrics,
+        rag_key=read_key(config.rag_api_key_env, "rag_api_key_env"),
+        judge_keys=_judge_keys(config),
+    )
+    if config.rag_base_url is not None:
+        check_rag(config.rag_base_url, parts.rag_key)
+    if config.judge_base_url is not None:
+        check_judge(config.judge_base_url, parts.judge_keys[JUDGE])
+    _check_providers(config, parts)
+    return parts
+
+
+def build_reward(
+    config: RewardConfig,
+    parts: RewardParts,
+    rows: Sequence[SalesRow],
+    rag_base_url: str,
+    judge_base_url: str,
+    *,
+    output_dir: Path,
+    processes: int = 1,
+    process_index: int = 0,
+) -> SalesReward:
+    """The reward chain.
+
+    Args:
+        config (`RewardConfig`):
+            Settings.
+        parts (`RewardParts`):
+            From `prepare_reward`.
+        rows (`Sequence[SalesRow]`):
+            Training rows and held-out rows.
+        rag_base_url (`str`):
+            The configured RAG service, or the embedded one.
+        judge_base_url (`str`):
+            The configured judge, or the embedded one. Not used where `judge_providers` are configured.
+        output_dir (`Path`):
+            Where the run's own cache lies.
+        processes (`int`, *optional*, defaults to `1`):
+            Processes that share the limits.
+        process_index (`int`, *optional*, defaults to `0`):
+            Which of them this is.
+    """
+
+    def transport(service: str, max_concurrency: int, timeout_s: float) -> Transport:
+        return Transport(
+            service,
+            max_concurrency=max(max_concurrency // processes, 1),
+            attempt_timeout_s=timeout_s,
+            max_attempts=config.max_attempts,
+            initial_concurrency=config.initial_concurrency,
+            outage_patience_s=config.outage_patience_s,
+            hedge_fraction=config.hedge_fraction,
+        )
+
+    rag = RagClient(
+        rag_base_url,
+        transport_8b=transport("rag_8b", config.rag_max_concurrency, config.rag_timeout_s),
+        transport_32b=transport("rag_32b", config.rag_max_concurrency, config.rag_timeout_s),
+        api_key=parts.rag_key,
+    )
+    configured = config.parsed_judge_providers()
+    providers = [
+        _provider(
+            each,
+            parts.judge_keys[each.name],
+            transport(
+                f"{JUDGE}_{each.name}" if configured else JUDGE,
+                each.max_concurrency or config.judge_max_concurrency,
+                each.timeout_s or config.judge_timeout_s,
+            ),
+        )
+        for each in configured or [_only_provider(config, judge_base_url)]
+    ]
+    judge = JudgeClient(providers, parts.rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
+    lasting = config.rag_base_url is not None  # the embedded service has another address in every run
+    return SalesReward(
+        rows,
+        rag,
+        judge,
+        parts.scoring,
+        score_threshold=config.rag_score_threshold,
+        top_k=config.rag_top_k,
+        deadline_s=config.reward_deadline_s,
+        answers=AnswerStore(
+            output_dir / f"answers.rank{process_index}.sqlite" if lasting and config.cache_answers else None
+        ),
+        references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
+    )
+
+
+def _check_providers(config: RewardConfig, parts: RewardParts) -> None:
+    """Raise when none of several judges answers; tell of those that do not."""
+    providers, failures = config.parsed_judge_providers(), []
+    for each in providers:
+        try:
+            check_judge(each.base_url, parts.judge_keys[each.name], f"judge_providers[{each.name}]")
+        except SalesRLError as error:
+            failures.append(error)
+            logger.warning(str(error))
+    if providers and len(failures) == len(providers):
+        raise failures[0]
+
+
+def _rubric_names(scoring: Scoring, branches: Sequence[str]) -> tuple[str, ...]:
+    """Every branch's own, and those that weights name."""
+    named = [component for weights in scoring.weights.values() for component in weights]
+    others = [name.removeprefix(OTHER_RUBRIC) for name in named if name.startswith(OTHER_RUBRIC)]
+    return tuple(dict.fromkeys((*branches, *others)))
+
+
+def _judge_keys(config: RewardConfig) -> dict[str, str | None]:
+    providers = config.parsed_judge_providers()
+    if not providers:
+        return {JUDGE: read_key(config.judge_api_key_env, "judge_api_key_env")}
+    return {each.name: read_key(each.api_key_env, f"judge_providers[{each.name}].api_key_env") for each in providers}
+
+
+def _only_provider(config: RewardConfig, base_url: str) -> JudgeProviderConfig:
+    return JudgeProviderConfig(name=JUDGE, base_url=base_url, model=config.judge_model)
+
+
+def _provider(config: JudgeProviderConfig, api_key: str | None, transport: Transport) -> JudgeProvider:
+    return JudgeProvider(
+        name=config.name,
+        base_url=config.base_url,
+        model=config.model,
+        transport=transport,
+        api_key=api_key,
+        weight=config.weight,
+        response_format=config.response_format,
+        temperature=config.temperature,
+        max_completion_tokens=config.max_completion_tokens,
+        usd_per_million_prompt_tokens=config.usd_per_million_prompt_tokens,
+        usd_per_million_completion_tokens=config.usd_per_million_completion_tokens,
+    )
+
+
+def _reference_file(setting: str | None) -> Path | None:
+    if setting is not None:
+        return Path(setting).expanduser() if setting else None
+    return cache_dir() / "references.sqlite"

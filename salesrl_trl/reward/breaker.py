@@ -1,0 +1,106 @@
+"""A breaker: after some failures in a row an endpoint is left alone, and single probes find out whether it is back.
+
+Owns the states and their law. Pure: the caller says what time it is and what happened, and does the waiting.
+"""
+
+from enum import Enum, auto
+
+FAILURES_TO_OPEN = 5
+"""In a row, without an answer between them: one or two are everyday, and a service that answers every second call is
+better retried than left alone."""
+COOLDOWN_S = 0.25
+"""First pause. Short, because a connection reset by a load balancer that moved is over at once."""
+MAX_COOLDOWN_S = 15.0
+"""Longest pause between two probes: what a service that comes back is kept waiting at most."""
+DENIED_COOLDOWN_S = 60.0
+"""Pause after a refused key or a used-up quota, which nobody mends in seconds."""
+
+
+class Permit(Enum):
+    """What a caller may do now."""
+
+    SEND = auto()
+    """The endpoint is well."""
+    PROBE = auto()
+    """The caller is the one that finds out. It has to report back by `answered`, `failed` or `abandoned`."""
+    WAIT = auto()
+    """Another one is finding out, or the pause is not over."""
+
+
+class Breaker:
+    """State of one endpoint.
+
+        closed --- FAILURES_TO_OPEN failures in a row, or a denial ---> open for a pause
+        open   --- pause over, next caller ---> probing (that one caller)
+        probing --- answered ---> closed;  failed ---> open for twice the pause
+
+    An answer to a call that was sent before closes it too: it is proof of life.
+    """
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._cooldown_s = COOLDOWN_S
+        self._open_until: float | None = None
+        self._probing = False
+        self._denial: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callers are held back."""
+        return self._open_until is not None
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether a probe is out."""
+        return self._probing
+
+    @property
+    def denial(self) -> str | None:
+        """Code of the refusal that opened it, where it was one: no use in waiting."""
+        return self._denial
+
+    def permit(self, now: float) -> Permit:
+        """What a caller may do at the moment `now`, in seconds of any steady clock."""
+        if self._open_until is None:
+            return Permit.SEND
+        if self._probing or now < self._open_until:
+            return Permit.WAIT
+        self._probing = True
+        return Permit.PROBE
+
+    def pause_left_s(self, now: float) -> float:
+        """Seconds until a probe may go; 0 while one is out."""
+        return 0.0 if self._open_until is None or self._probing else max(self._open_until - now, 0.0)
+
+    def answered(self) -> None:
+        """A call was answered, be it by an error that is about the call alone."""
+        self._close()
+
+    def failed(self, now: float, *, probe: bool) -> None:
+        """A call failed in a way that says something about the endpoint."""
+        self._failures += 1
+        if probe:
+            self._cooldown_s = min(2 * self._cooldown_s, MAX_COOLDOWN_S)
+        elif self.is_open or self._failures < FAILURES_TO_OPEN:
+            return
+        self._open(now + self._cooldown_s)
+
+    def denied(self, now: float, code: str) -> None:
+        """A call was refused for a reason that holds for every call."""
+        self._denial = code
+        self._open(now + DENIED_COOLDOWN_S)
+
+    def abandoned(self) -> None:
+        """The probe was cancelled before it learnt anything: the next caller is the probe."""
+        self._probing = False
+
+    def _close(self) -> None:
+        self._failures = 0
+        self._cooldown_s = COOLDOWN_S
+        self._open_until = None
+        self._probing = False
+        self._denial = None
+
+    def _open(self, until: float) -> None:
+        self._open_until = until
+        self._probing = False

@@ -1,0 +1,66 @@
+"""When a call that takes unusually long is asked a second time.
+
+Owns the measured percentile and the budget of extra calls. Pure: no clock, no event loop.
+"""
+
+from collections import deque
+
+PERCENTILE = 0.95
+"""A call is late when 95 % of the recent ones were faster."""
+MARGIN = 1.3
+"""Times the percentile: of calls that are merely slow, few are asked twice, so the budget is left for stragglers."""
+WINDOW = 256
+"""Latest calls the percentile is taken over."""
+MIN_SAMPLES = 20
+"""A percentile of fewer says nothing."""
+REFRESH_EVERY = 16
+"""Calls between two computations of the percentile."""
+
+
+class HedgePolicy:
+    """Says after how many seconds a call is late, and whether another extra call may be made.
+
+        late after = MARGIN x 95th percentile of the latest WINDOW latencies
+        extra calls <= fraction x calls sent
+
+    Args:
+        fraction (`float`):
+            Most extra calls, as a share of all calls; 0 for none.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+        self._latencies: deque[float] = deque(maxlen=WINDOW)
+        self._since_refresh = 0
+        self._sent = 0
+        self._hedges = 0
+        self._late_after_s: float | None = None
+
+    @property
+    def late_after_s(self) -> float | None:
+        """Seconds after which a call is late; `None` until enough is known."""
+        return self._late_after_s
+
+    @property
+    def affordable(self) -> bool:
+        """Whether one more extra call stays within the budget."""
+        return self._hedges + 1 <= self._fraction * self._sent
+
+    def sent(self) -> None:
+        """A first call was sent."""
+        self._sent += 1
+
+    def hedged(self) -> None:
+        """An extra call was sent."""
+        self._hedges += 1
+
+    def answered(self, seconds: float) -> None:
+        """A call was answered after so many seconds, queueing not counted."""
+        self._latencies.append(seconds)
+        self._since_refresh += 1
+        if len(self._latencies) >= MIN_SAMPLES and (
+            self._late_after_s is None or self._since_refresh >= REFRESH_EVERY
+        ):
+            self._since_refresh = 0
+            ranked = sorted(self._latencies)
+            self._late_after_s = MARGIN * ranked[int(PERCENTILE * (len(ranked) - 1))]

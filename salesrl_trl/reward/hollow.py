@@ -1,0 +1,27 @@
+"""Texts that say nothing, yet make judges generous.
+
+A lone colon or "Thought process:" is scored as a good answer by many a judge, in up to 80-90 % of cases
+(arXiv:2507.08794, table 1). Owns the list. Such a text is turned away before a judge sees it.
+"""
+
+import re
+import unicodedata
+
+_OPENERS = """
+    thought process|thinking process|let's solve this problem step by step|let us solve this problem step by step|
+    let's think step by step|step 1|step by step|solution|the solution|answer|the answer|final answer|
+    the final answer is|answer is|the answer is|response|explanation|reasoning|analysis|conclusion|verdict|result|
+    output|okay|ok|sure|here is the answer|here is my answer|as an ai language model|n/a|none|null|
+    解|答|答案|解答|回答|思考过程|分析|结论|最终答案|让我们一步一步解决这个问题|让我们一步步思考|好的|かいせつ|解説|respuesta|
+    solución|lösung|antwort|réponse
+"""
+_HOLLOW = frozenset(opener.strip() for opener in _OPENERS.replace("\n", "").split("|"))
+
+
+def is_hollow(text: str) -> bool:
+    """Whether a text is empty, holds no letter and no digit, or is one of the known openers alone. Width, case,
+    markup around it and invisible characters make no difference."""
+    plain = unicodedata.normalize("NFKC", text).casefold().replace("’", "'")
+    seen = "".join(character for character in plain if unicodedata.category(character) != "Cf")
+    core = re.sub(r"^[\W_]+|[\W_]+$", "", seen)
+    return re.sub(r"\s+", " ", core) in _HOLLOW or not core

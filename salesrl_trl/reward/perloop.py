@@ -1,0 +1,32 @@
+"""What belongs to one event loop: connections, events and running tasks break when a second loop uses them."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
+
+
+class PerLoop(Generic[T]):
+    """One object for each event loop, made when that loop first asks.
+
+    Args:
+        make (`Callable[[], T]`):
+            Makes it; called on the loop.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
+
+    def get(self) -> T:
+        """The running loop's own."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._made:
+            self._made[loop] = self._make()
+        return self._made[loop]
+
+    def pop(self) -> T | None:
+        """Take the running loop's own away, if it has one."""
+        return self._made.pop(asyncio.get_running_loop(), None)

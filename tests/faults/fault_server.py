@@ -1,0 +1,185 @@
+"""A loopback HTTP server that misbehaves on demand. Run as a process of its own, so that a test can measure the
+client's CPU and memory alone:
+
+    python tests/faults/fault_server.py '{"kind": "slots", "slots": 16, "seconds": 0.3}'
+
+It prints its port as one line and serves until its stdin closes. Each scenario is a function from a request to what is
+to be sent; `GET /_stats` answers how many requests came and what became of them.
+"""
+
+import asyncio
+import email.utils
+import json
+import random
+import sys
+import time
+
+ANSWER = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}
+VERDICT = {"candidate": 0.75, "reference": 0.5, "reason": "fine"}
+
+
+def chat(content):
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
+    usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
+    return {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+
+
+def good(path):
+    return chat(json.dumps(VERDICT)) if path.endswith("/chat/completions") else ANSWER
+
+
+def response(status, body, **headers):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"HTTP/1.1 {status} Fault", "Content-Type: application/json", f"Content-Length: {len(content)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + content
+
+
+class Scenarios:
+    """What to do with a request. A scenario writes to the transport itself, so that it may be slow about it."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+        self.stats = {"requests": 0, "connections": 0, "ok": 0, "refused": 0, "most_at_once": 0}
+        self.busy = 0
+        self.random = random.Random(0)
+
+    async def serve(self, path, transport):
+        self.stats["requests"] += 1
+        self.busy += 1
+        self.stats["most_at_once"] = max(self.stats["most_at_once"], self.busy)
+        try:
+            await getattr(self, self.settings["kind"])(path, transport)
+        finally:
+            self.busy -= 1
+
+    def ok(self, path, transport):
+        self.stats["ok"] += 1
+        transport.write(response(200, good(path)))
+
+    def refuse(self, transport, status, body=None, **headers):
+        self.stats["refused"] += 1
+        transport.write(response(status, body or {"error": {"message": "no"}}, **headers))
+
+    async def slots(self, path, transport):
+        """So many at once, each taking its time; one more is a 429."""
+        if self.busy > self.settings["slots"]:
+            self.refuse(transport, 429, Retry_After=self.settings.get("retry_after", "1"))
+            return
+        await asyncio.sleep(self.settings["seconds"])
+        self.ok(path, transport)
+
+    async def hang_up(self, path, transport):
+        """Dead behind an open port."""
+        self.stats["refused"] += 1
+        transport.abort()
+
+    async def status(self, path, transport):
+        self.refuse(transport, self.settings["status"], self.settings.get("body"), **self.settings.get("headers", {}))
+
+    async def body(self, path, transport):
+        """A 200 with any body."""
+        transport.write(response(200, self.settings["body"].encode(), **self.settings.get("headers", {})))
+
+    async def stragglers(self, path, transport):
+        """Every n-th request takes very long."""
+        late = self.stats["requests"] % self.settings["every"] == 0
+        low, high = self.settings["seconds"]
+        await asyncio.sleep(self.settings["late_seconds"] if late else self.random.uniform(low, high))
+        self.ok(path, transport)
+
+    async def drip(self, path, transport):
+        """A byte at a time."""
+        content = json.dumps(good(path)).encode()
+        transport.write(response(200, content)[: -len(content)])
+        for byte in content:
+            transport.write(bytes([byte]))
+            await asyncio.sleep(self.settings["seconds"])
+
+    async def huge(self, path, transport):
+        """As many bytes as asked for; with a length, or in chunks."""
+        head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+        chunked = self.settings.get("chunked", False)
+        head += "Transfer-Encoding: chunked" if chunked else f"Content-Length: {self.settings['bytes']}"
+        transport.write(head.encode() + b"\r\n\r\n")
+        part = b" " * 65536
+        for _ in range(self.settings["bytes"] // len(part)):
+            if transport.is_closing():
+                return
+            transport.write(b"10000\r\n" + part + b"\r\n" if chunked else part)
+            self.stats["ok"] += len(part)
+            while transport.get_write_buffer_size() > 1_000_000 and not transport.is_closing():
+                await asyncio.sleep(0.001)
+
+    async def redirect(self, path, transport):
+        self.refuse(transport, self.settings["status"], Location=self.settings["location"])
+
+    async def overloaded_once(self, path, transport):
+        """The first request is turned away; `headers` may hold {"date": seconds from now}."""
+        if self.stats["requests"] > 1:
+            self.ok(path, transport)
+            return
+        headers = dict(self.settings["headers"])
+        if "date" in headers:
+            headers = {"Retry_After": email.utils.formatdate(time.time() + headers["date"], usegmt=True)}
+        self.refuse(transport, self.settings.get("status", 429), **headers)
+
+    async def down(self, path, transport):
+        """500 for the first `failures` requests, each after its time; then well."""
+        await asyncio.sleep(self.settings.get("seconds", 0))
+        if self.stats["requests"] <= self.settings["failures"]:
+            self.refuse(transport, 500)
+        else:
+            self.ok(path, transport)
+
+    async def latency(self, path, transport):
+        """Seconds by the end of the path."""
+        seconds = next(value for end, value in self.settings["seconds"].items() if path.endswith(end))
+        await asyncio.sleep(seconds)
+        self.ok(path, transport)
+
+
+class Connection(asyncio.Protocol):
+    """Just enough of HTTP/1.1: keep-alive, a body with a length, one request at a time."""
+
+    def __init__(self, scenarios):
+        self.scenarios = scenarios
+        self.buffer = b""
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.scenarios.stats["connections"] += 1
+
+    def data_received(self, data):
+        self.buffer += data
+        head, blank, rest = self.buffer.partition(b"\r\n\r\n")
+        lowered = head.lower()
+        _, _, length = lowered.partition(b"content-length:")
+        size = int(length.split(b"\r\n", 1)[0]) if length else 0
+        if not blank or len(rest) < size:
+            return
+        self.buffer = rest[size:]
+        path = head.split(b" ", 2)[1].decode()
+        if path == "/_stats":
+            self.transport.write(response(200, self.scenarios.stats))
+        else:
+            self.task = asyncio.ensure_future(self.scenarios.serve(path, self.transport))
+
+    def connection_lost(self, error):
+        task = getattr(self, "task", None)
+        if task is not None:
+            task.cancel()
+
+
+async def main(settings):
+    scenarios = Scenarios(**settings)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(
+        lambda: Connection(scenarios), "127.0.0.1", settings.get("port", 0), backlog=4096
+    )
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await loop.run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))

@@ -1,0 +1,125 @@
+"""The transport against services that are limited, dead or slow: figures of docs/EXPERIMENTS.md."""
+
+import asyncio
+import time
+
+import pytest
+
+from salesrl_trl.errors import AccessDenied, ServiceError, ServiceUnavailable
+from salesrl_trl.reward.http import HttpClient
+
+
+def succeeded(results):
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+def codes(results):
+    return {result.code for result in results if isinstance(result, ServiceError)}
+
+
+def test_a_service_of_16_slots_serves_400_calls_at_nearly_its_own_pace(fault, transport, call_all):
+    server = fault("slots", slots=16, seconds=0.3, retry_after="1")
+    started = time.perf_counter()
+    results = call_all(server.url, transport(), 400)
+    seconds = time.perf_counter() - started
+    print(f"16 slots, 400 calls: {seconds:.2f} s, {server.stats['refused']} times 429 (ideal: 400 / 16 x 0.3 = 7.5 s)")
+    assert len(succeeded(results)) == 400
+    assert seconds <= 9.5
+    assert server.stats["refused"] <= 30
+
+
+@pytest.mark.parametrize("slots", [4, 10, 24, 50])
+def test_a_service_of_any_size_is_found_out(fault, transport, call_all, slots):
+    server = fault("slots", slots=slots, seconds=0.1, retry_after="0.3")
+    started = time.perf_counter()
+    results = call_all(server.url, transport(max_concurrency=128), 30 * slots)
+    seconds = time.perf_counter() - started
+    print(f"{slots} slots: {seconds:.2f} s against 3.0 s, {server.stats['refused']} times 429")
+    assert len(succeeded(results)) == 30 * slots
+    assert seconds <= 4.5
+    assert server.stats["refused"] <= 40
+
+
+def test_a_dead_endpoint_costs_few_calls_and_little_time(fault, transport, call_all):
+    server = fault("hang_up")
+    started = time.perf_counter()
+    results = call_all(server.url, transport(), 200)
+    seconds = time.perf_counter() - started
+    print(f"dead endpoint, 200 calls: {seconds:.2f} s, {server.stats['requests']} upstream calls")
+    assert len(codes(results)) > 0 and not succeeded(results)
+    assert codes(results) <= {"rag_8b_unavailable", "rag_8b_breaker_open"}
+    assert server.stats["requests"] <= 20
+    assert seconds <= 1.0
+
+
+def test_a_used_up_quota_is_asked_about_a_few_times_only(fault, transport, call_all):
+    server = fault("status", status=429, body={"error": {"code": "insufficient_quota", "message": "pay"}})
+    results = call_all(server.url, transport(outage_patience_s=30), 200)
+    print(f"quota used up, 200 calls: {server.stats['requests']} upstream calls")
+    assert codes(results) == {"rag_8b_quota"}
+    assert all(isinstance(result, AccessDenied | ServiceUnavailable) for result in results)
+    assert server.stats["requests"] <= 10
+
+
+def test_of_100_callers_that_wait_for_a_breaker_one_probes(fault, transport):
+    server = fault("down", failures=5, seconds=0.05)
+    limits = transport(outage_patience_s=10, max_concurrency=128, initial_concurrency=128, max_attempts=1)
+
+    async def open_then_wait():
+        http = HttpClient("rag_8b", server.url)
+
+        def call():
+            return limits.call(lambda: http.post("/v1/rag/8b", {}))
+
+        failed = await asyncio.gather(*(call() for _ in range(5)), return_exceptions=True)
+        waiting = [asyncio.create_task(call()) for _ in range(100)]
+        most_before_the_probe_is_back = 0
+        while not any(task.done() for task in waiting):
+            most_before_the_probe_is_back = limits.take_traffic()["sent"] + most_before_the_probe_is_back
+            await asyncio.sleep(0)
+        results = await asyncio.gather(*waiting)
+        await http.aclose()
+        return failed, results, most_before_the_probe_is_back
+
+    failed, results, sent = asyncio.run(open_then_wait())
+    assert codes(failed) == {"rag_8b_http_500"}
+    assert len(succeeded(results)) == 100
+    assert sent == 5 + 1  # those that opened it, and the probe; the other 99 follow once it is back
+
+
+def test_an_outage_is_waited_out_where_that_is_wanted(fault, transport, call_all):
+    server = fault("down", failures=12)
+    results = call_all(server.url, transport(outage_patience_s=30), 50)
+    assert len(succeeded(results)) >= 42  # all but those of the first eight that used up their attempts
+    assert server.stats["requests"] <= 12 + 50
+
+
+def test_stragglers_are_asked_a_second_time(fault, transport):
+    server = fault("stragglers", every=50, seconds=[0.3, 1.0], late_seconds=20.0)
+    limits = transport(max_concurrency=128, initial_concurrency=128)
+    latencies = []
+
+    async def worker(http, calls):
+        for _ in range(calls):
+            started = time.perf_counter()
+            await limits.call(lambda: http.post("/v1/rag/8b", {}))
+            latencies.append(time.perf_counter() - started)
+
+    async def everybody():
+        http = HttpClient("rag_8b", server.url)
+        await asyncio.gather(*(worker(http, 10) for _ in range(100)))
+        await http.aclose()
+
+    asyncio.run(everybody())
+    p99 = sorted(latencies)[989]
+    extra = server.stats["requests"] - 1000
+    print(f"2 % stragglers of 20 s: p99 {p99:.2f} s, slowest {max(latencies):.2f} s, {extra / 10:.1f} % extra calls")
+    assert len(latencies) == 1000
+    assert p99 <= 2.5
+    assert extra <= 50
+
+
+def test_without_a_budget_no_call_is_asked_twice(fault, transport, call_all):
+    server = fault("stragglers", every=25, seconds=[0.01, 0.02], late_seconds=0.5)
+    call_all(server.url, transport(hedge_fraction=0.0), 200)
+    assert server.stats["requests"] == 200
