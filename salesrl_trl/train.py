@@ -28,7 +28,7 @@ from salesrl_trl.callbacks import HeldOut, StepLine
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, WarmStartConfig
 from salesrl_trl.data.sources import build_dataset, is_file, load_rows
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.hostmem import keep_freed_memory
+from salesrl_trl.hostmem import collect_seldom, keep_freed_memory
 from salesrl_trl.policy import PROMPT_STYLE, cached_policy
 from salesrl_trl.preflight import check_model
 from salesrl_trl.reward.chain import SalesReward
@@ -200,6 +200,7 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
     )
     held_out = HeldOut(config.training.branches)
     trainer = _build_trainer(config, prepared, reward, held_out)
+    collect_seldom()
     if config.reward.warm_up_services:
         trainer.warm_up()
     trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)

@@ -45,6 +45,15 @@ class RequestIds:
     message_id: str = ""
     """The conversation's last message."""
 
+    def as_dict(self) -> dict[str, str]:
+        """By field name."""
+        return {
+            "tenant_id": self.tenant_id,
+            "contact_id": self.contact_id,
+            "account_id": self.account_id,
+            "message_id": self.message_id,
+        }
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SalesRow:
@@ -93,6 +102,14 @@ class Action:
     """The customer's question, able to stand alone: `"Python data analysis price"`. Never empty."""
     history_summary: str
     """What was said before: `"asked about Python data analysis"`."""
+
+    def as_dict(self) -> dict[str, str]:
+        """By field name, as the policy writes it."""
+        return {
+            "user_profile": self.user_profile,
+            "rewritten_query": self.rewritten_query,
+            "history_summary": self.history_summary,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

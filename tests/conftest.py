@@ -4,6 +4,9 @@ import pytest
 import torch
 from pytest_httpserver import HTTPServer
 
+WARM_START_STEPS = 40
+"""Enough for some valid actions."""
+
 
 @pytest.fixture(scope="session")
 def make_httpserver(httpserver_listen_address):
@@ -11,6 +14,16 @@ def make_httpserver(httpserver_listen_address):
     host, port = httpserver_listen_address
     with HTTPServer(host=host or "127.0.0.1", port=port or 0, threaded=True) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def policy_path(tmp_path_factory):
+    """A warm-started small policy, made once."""
+    from salesrl_trl.policy import make_policy
+
+    path = tmp_path_factory.mktemp("policy") / "policy"
+    make_policy(path, WARM_START_STEPS, seed=0)
+    return path
 
 
 def pytest_collection_modifyitems(items):

@@ -50,14 +50,14 @@ class AnswerStore:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._unwritten: dict[str, Any] = {}
+        self._unwritten: dict[str, Any] = {}  # without a file, everything
         self._file: sqlite3.Connection | None = None
         self._broken = False
 
     def get(self, key: str) -> Any:
         """The value, or `None`."""
-        if key in self._unwritten:
-            return self._unwritten[key]
+        if key in self._unwritten or self._path is None:
+            return self._unwritten.get(key)
         rows = self._try(lambda file: file.execute("SELECT value FROM answers WHERE key = ?", (key,)).fetchall())
         try:
             return json.loads(rows[0][0]) if rows else None
@@ -70,7 +70,7 @@ class AnswerStore:
 
     def flush(self) -> None:
         """Write what is new."""
-        if self._unwritten:
+        if self._unwritten and self._path is not None:
             new = [(key, json.dumps(value)) for key, value in self._unwritten.items()]
             if self._try(lambda file: _write(file, new)) is not None:
                 self._unwritten.clear()
@@ -87,6 +87,7 @@ class AnswerStore:
             return None
         try:
             if self._file is None:
+                assert self._path is not None
                 self._file = _open(self._path)
             return use(self._file)
         except (sqlite3.Error, OSError) as error:
@@ -95,11 +96,10 @@ class AnswerStore:
             return None
 
 
-def _open(path: Path | None) -> sqlite3.Connection:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    file = sqlite3.connect(path or ":memory:", timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+def _open(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    file = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     file.execute(_SCHEMA)
     return file
 

@@ -5,7 +5,6 @@ is the transport's; what a verdict is worth is `scoring`'s; what is asked once o
 """
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
@@ -21,6 +20,7 @@ from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.reward.rag import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.transport import Transport
+from salesrl_trl.reward.verdict import verdict_from_json, verdict_to_json
 from salesrl_trl.types import Action, Answer, InvalidAction, Outcome, Reward, SalesRow, Verdict
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class SalesReward:
         self._deadline_s = deadline_s
         self._stores = (answers or AnswerStore(), references or AnswerStore())
         self._answers = Memo(self._stores[0], answer_to_json, answer_from_json)
-        self._verdicts = Memo(self._stores[0], dataclasses.asdict, lambda value: Verdict(**value))
+        self._verdicts = Memo(self._stores[0], verdict_to_json, verdict_from_json)
         self._references = Memo(self._stores[1], answer_to_json, answer_from_json)
         self._judge_span: tuple[float, float] | None = None
         self._told: set[str] = set()
@@ -286,7 +286,7 @@ class SalesReward:
 
     async def _candidate(self, row: SalesRow, action: Action) -> Answer:
         """The 8B answer. One that is empty although passages were found is the service's fault, not the policy's."""
-        key = cache_key("8b", self._rag.identity, self._asked(row), dataclasses.astuple(action))
+        key = cache_key("8b", self._rag.identity, self._asked(row), action.as_dict())
         answer = await self._answers.get(key, lambda: self._chat_8b(row, action))
         if answer.passages and not answer.text.strip():
             raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
@@ -301,7 +301,7 @@ class SalesReward:
         self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
     ) -> Verdict:
         texts = (candidate.text, None if reference is None else reference.text)
-        material = (row.branch, row.context, row.documents, dataclasses.astuple(action), texts)
+        material = (row.branch, row.context, row.documents, action.as_dict(), texts)
         key = cache_key(self._judge.identity(rubric), material)
 
         async def ask() -> Verdict:
@@ -319,7 +319,7 @@ class SalesReward:
 
     def _asked(self, row: SalesRow) -> tuple[Any, ...]:
         """What both endpoints are asked with, for the cache's keys."""
-        return (row.context, dataclasses.astuple(row.ids), self._retrieval)
+        return (row.context, row.ids.as_dict(), self._retrieval)
 
     async def _chat_8b(self, row: SalesRow, action: Action) -> Answer:
         return await self._rag.chat_8b(

@@ -79,7 +79,7 @@ class Flights:
         self._hedging.sent()
         flight = _Flight(attempt)
         self._flying[flight] = None
-        if self._lookout is None or self._lookout.done():
+        if self._hedging.enabled and (self._lookout is None or self._lookout.done()):
             self._lookout = asyncio.create_task(self._look_out())
         try:
             result = await flight.landed

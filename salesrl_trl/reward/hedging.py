@@ -42,6 +42,11 @@ class HedgePolicy:
         return self._late_after_s
 
     @property
+    def enabled(self) -> bool:
+        """Whether there may be extra calls at all."""
+        return self._fraction > 0
+
+    @property
     def affordable(self) -> bool:
         """Whether one more extra call stays within the budget."""
         return self._hedges + 1 <= self._fraction * self._sent

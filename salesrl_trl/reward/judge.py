@@ -175,6 +175,7 @@ class JudgeClient:
         self._rubrics = rubrics
         self._repeats = repeats
         self._aggregation = aggregation
+        self._identities = {name: self._identity(rubric) for name, rubric in rubrics.items()}
         self._records: list[JudgeRecord] = []
 
     @property
@@ -189,11 +190,7 @@ class JudgeClient:
 
     def identity(self, rubric: str) -> str:
         """Says what decides a verdict beside the material, for cache keys. No credential."""
-        asked = [
-            (each.settings.base_url, each.settings.model, each.settings.temperature, each.settings.response_format)
-            for each in self._providers.values()
-        ]
-        return cache_key("judge", asked, self._rubrics[rubric], self._repeats, self._aggregation)
+        return self._identities[rubric]
 
     async def judge(
         self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
@@ -251,6 +248,13 @@ class JudgeClient:
         """Close the running loop's connections. The next call opens new ones."""
         for provider in self._providers.values():
             await provider.http.aclose()
+
+    def _identity(self, rubric: str) -> str:
+        asked = [
+            (each.settings.base_url, each.settings.model, each.settings.temperature, each.settings.response_format)
+            for each in self._providers.values()
+        ]
+        return cache_key("judge", asked, rubric, self._repeats, self._aggregation)
 
     async def _one_verdict(self, material: "_Material", repeat: int) -> Verdict:
         lot = hashlib.sha256(f"{material.key} {repeat}".encode()).digest()
@@ -314,8 +318,8 @@ class _Material:
     def key(self) -> str:
         """Of everything a judge reads."""
         reference = None if self.reference is None else self.reference.text
-        action = (self.action.user_profile, self.action.rewritten_query, self.action.history_summary)
-        return cache_key(self.name, self.row.context, self.row.documents, action, self.candidate.text, reference)
+        material = (self.row.context, self.row.documents, self.action.as_dict(), self.candidate.text, reference)
+        return cache_key(self.name, material)
 
     @property
     def lot(self) -> int:
@@ -338,19 +342,17 @@ class _Provider:
 
     async def ask(self, material: _Material, *, candidate_first: bool, patient: bool) -> Verdict:
         """A verdict, by schema or by text. Raises `ServiceError`."""
+        return await self.settings.transport.call(lambda: self._attempt(material, candidate_first), patient=patient)
 
-        def call(by_text: bool) -> Any:
-            return self.settings.transport.call(
-                lambda: self._attempt(material, candidate_first, by_text), patient=patient
-            )
-
+    async def _attempt(self, material: _Material, candidate_first: bool) -> Verdict:
+        """One verdict. The step from schema to text happens within an attempt, so that it is taken once for all."""
         if not self._by_text:
             try:
-                return await call(by_text=False)  # type: ignore[no-any-return]
+                return await self._one_way(material, candidate_first, by_text=False)
             except (JudgeInvalid, ServiceRejected) as error:
                 if not self._may_not_take_formats(error):
                     raise
-        verdict: Verdict = await call(by_text=True)
+        verdict = await self._one_way(material, candidate_first, by_text=True)
         if not self._by_text:
             self._by_text = True
             logger.info(f"judge {self.settings.name}: no verdict by response_format; from here on by text")
@@ -363,7 +365,7 @@ class _Provider:
             return not isinstance(error, AccessDenied) and error.code.endswith(("_http_400", "_http_422"))
         return error.code in _UNHELD
 
-    async def _attempt(self, material: _Material, candidate_first: bool, by_text: bool) -> Verdict:
+    async def _one_way(self, material: _Material, candidate_first: bool, *, by_text: bool) -> Verdict:
         nonce = make_nonce()
         message = judge_message(
             material.row,

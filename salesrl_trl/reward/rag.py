@@ -4,7 +4,6 @@ Owns the interface that every retrieval backend has, and the wire format of both
 limits are the transport's.
 """
 
-import dataclasses
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -117,7 +116,7 @@ class RagClient:
         """`POST /v1/rag/8b`; see `RagBackend`."""
         return await self._8b.ask(
             {
-                **dataclasses.asdict(ids),
+                **ids.as_dict(),
                 "context": context,
                 "user_profile": user_profile,
                 "rewritten_query": rewritten_query,
@@ -129,7 +128,7 @@ class RagClient:
 
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
         """`POST /v1/rag/32b`, with the identifiers that the row has; see `RagBackend`."""
-        given = {name: value for name, value in dataclasses.asdict(ids).items() if value}
+        given = {name: value for name, value in ids.as_dict().items() if value}
         return await self._32b.ask({**given, "context": context, "score_threshold": score_threshold, "top_k": top_k})
 
     async def aclose(self) -> None:
@@ -168,7 +167,8 @@ def _read_answer(content: bytes, service: str) -> Answer:
 
 def answer_to_json(answer: Answer) -> Any:
     """For the cache."""
-    return dataclasses.asdict(answer)
+    passages = [{"id": each.id, "text": each.text, "score": each.score} for each in answer.passages]
+    return {"text": answer.text, "passages": passages, "took_ms": answer.took_ms}
 
 
 def answer_from_json(value: Any) -> Answer:

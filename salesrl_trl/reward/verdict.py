@@ -5,9 +5,9 @@ the last thing in its text. Completions are hostile text here: they travel in fe
 and anything outside the schema is `JudgeInvalid`, never a number. Pure: no network.
 """
 
-import dataclasses
 import json
 import re
+from typing import Any
 
 from openai.types.shared_params import ResponseFormatJSONSchema
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -63,7 +63,7 @@ def judge_message(
         "branch": row.branch,
         "conversation": row.context,
         "documents": "\n\n".join(row.documents),
-        "action": json.dumps(dataclasses.asdict(action), ensure_ascii=False),
+        "action": json.dumps(action.as_dict(), ensure_ascii=False),
     }
     ordered = answers.items() if candidate_first else reversed(answers.items())
     return fence({**material, **dict(ordered)}, nonce)
@@ -115,6 +115,16 @@ def read_text_verdict(content: str, *, nonce: str, expect_reference: bool) -> Ve
     if body.nonce != nonce:
         raise _invalid(content, "judge_unsigned")
     return _verdict(body, expect_reference)
+
+
+def verdict_to_json(verdict: Verdict) -> Any:
+    """For the cache."""
+    return {"candidate": verdict.candidate, "reference": verdict.reference, "reason": verdict.reason}
+
+
+def verdict_from_json(value: Any) -> Verdict:
+    """From the cache. Raises `TypeError` for another form."""
+    return Verdict(**value)
 
 
 def _last_object(text: str) -> str | None:

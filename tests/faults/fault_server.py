@@ -10,7 +10,9 @@ to be sent; `GET /_stats` answers how many requests came and what became of them
 import asyncio
 import email.utils
 import json
+import math
 import random
+import re
 import sys
 import time
 
@@ -35,6 +37,14 @@ def response(status, body, **headers):
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + content
 
 
+def seconds_of(end, median, sigma, body):
+    """How long an item takes at the endpoint whose path ends so."""
+    if not sigma:
+        return median
+    item = re.search(rb"item-\d+", body)[0].decode()
+    return median * math.exp(random.Random(f"{end} {item}").gauss(0.0, sigma))
+
+
 class Scenarios:
     """What to do with a request. A scenario writes to the transport itself, so that it may be slow about it."""
 
@@ -44,12 +54,13 @@ class Scenarios:
         self.busy = 0
         self.random = random.Random(0)
 
-    async def serve(self, path, transport):
+    async def serve(self, path, transport, body):
         self.stats["requests"] += 1
         self.busy += 1
         self.stats["most_at_once"] = max(self.stats["most_at_once"], self.busy)
         try:
-            await getattr(self, self.settings["kind"])(path, transport)
+            scenario = getattr(self, self.settings["kind"])
+            await (scenario(path, transport, body) if scenario == self.latency else scenario(path, transport))
         finally:
             self.busy -= 1
 
@@ -132,10 +143,14 @@ class Scenarios:
         else:
             self.ok(path, transport)
 
-    async def latency(self, path, transport):
-        """Seconds by the end of the path."""
-        seconds = next(value for end, value in self.settings["seconds"].items() if path.endswith(end))
-        await asyncio.sleep(seconds)
+    async def latency(self, path, transport, body):
+        """Seconds by the end of the path, log-normal around them where `sigma` is given: then the same for the same
+        item, which `item-123` in the body names. The first `quick` requests take half a second."""
+        end, median = next(each for each in self.settings["seconds"].items() if path.endswith(each[0]))
+        if self.stats["requests"] <= self.settings.get("quick", 0):
+            await asyncio.sleep(0.5)
+        else:
+            await asyncio.sleep(seconds_of(end, median, self.settings.get("sigma", 0.0), body))
         self.ok(path, transport)
 
 
@@ -158,12 +173,12 @@ class Connection(asyncio.Protocol):
         size = int(length.split(b"\r\n", 1)[0]) if length else 0
         if not blank or len(rest) < size:
             return
-        self.buffer = rest[size:]
+        self.buffer, body = rest[size:], rest[:size]
         path = head.split(b" ", 2)[1].decode()
         if path == "/_stats":
             self.transport.write(response(200, self.scenarios.stats))
         else:
-            self.task = asyncio.ensure_future(self.scenarios.serve(path, self.transport))
+            self.task = asyncio.ensure_future(self.scenarios.serve(path, self.transport, body))
 
     def connection_lost(self, error):
         task = getattr(self, "task", None)

@@ -47,6 +47,7 @@ class Services:
             "judge": [(200, chat_completion(json.dumps(VERDICT)), {}, 0)],
         }
         self.asked = {name: [] for name in self.answers}
+        self.functions = {}
         self._lock = threading.Lock()
         paths = {"8b": "/v1/rag/8b", "32b": "/v1/rag/32b", "judge": "/v1/chat/completions"}
         for name, path in paths.items():
@@ -60,6 +61,16 @@ class Services:
     def verdict(self, content):
         self.set("judge", chat_completion(content))
 
+    def judge_by(self, judge):
+        """Verdicts by a function from (system message, user message) to a verdict, or to a status for a failure."""
+
+        def respond(request):
+            system, user = (message["content"] for message in request.json["messages"])
+            verdict = judge(system, user)
+            return (verdict, {}) if isinstance(verdict, int) else (200, chat_completion(json.dumps(verdict)))
+
+        self.functions["judge"] = respond
+
     @property
     def calls(self):
         return Counter({name: len(asked) for name, asked in self.asked.items()})
@@ -67,8 +78,11 @@ class Services:
     def _respond(self, name, request):
         with self._lock:
             self.asked[name].append(request)
-            queue = self.answers[name]
-            status, body, headers, delay_s = queue.pop(0) if len(queue) > 1 else queue[0]
+            if name in self.functions:
+                status, body, headers, delay_s = *self.functions[name](request), {}, 0
+            else:
+                queue = self.answers[name]
+                status, body, headers, delay_s = queue.pop(0) if len(queue) > 1 else queue[0]
         time.sleep(delay_s)
         text = body if isinstance(body, str) else json.dumps(body)
         return Response(text, status=status, headers={"Content-Type": "application/json", **headers})

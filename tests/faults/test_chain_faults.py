@@ -1,0 +1,147 @@
+"""The whole chain under load and under faults: figures of docs/EXPERIMENTS.md."""
+
+import asyncio
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from faults.fault_server import seconds_of
+from support.loopback import action, build_reward, row
+
+from salesrl_trl.hostmem import collect_as_usual, collect_seldom
+from salesrl_trl.types import Outcome
+
+
+def score(reward, completions, indices=None):
+    async def once():
+        try:
+            return await reward(
+                prompts=[None] * len(completions), completions=completions, row=indices or [0] * len(completions)
+            )
+        finally:
+            await reward.aclose()
+
+    asyncio.run(once())
+    return reward.last
+
+
+@pytest.fixture
+def dead_url():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_dead_judge_costs_little_while_its_fallback_lives(fault):
+    dead, alive = fault("hang_up"), fault("latency", seconds={"8b": 0.0, "32b": 0.0, "completions": 0.02})
+    providers = [
+        {"name": "first", "base_url": f"{dead.url}/v1", "weight": 1.0},
+        {"name": "second", "base_url": f"{alive.url}/v1", "weight": 0.0},
+    ]
+    reward = build_reward(alive.url, [row()], attempts=3, providers=providers, limits={"max_concurrency": 64})
+    started = time.perf_counter()
+    rewards = score(reward, [action(query=f"q{index}") for index in range(200)])
+    seconds = time.perf_counter() - started
+    print(f"first judge dead, second alive, 200 verdicts: {seconds:.2f} s, {dead.stats['requests']} wasted calls")
+    assert {each.outcome for each in rewards} == {Outcome.OK}
+    assert dead.stats["requests"] <= 20
+    assert seconds <= 1.4
+    assert reward.take_report().usage["second"].verdicts == 200
+
+
+def test_everything_dead_is_missing_with_a_reason_and_soon(dead_url):
+    reward = build_reward(dead_url, [row()], attempts=3)
+    started = time.perf_counter()
+    rewards = score(reward, [action(query=f"q{index}") for index in range(200)])
+    assert time.perf_counter() - started <= 1.0
+    assert {each.reason for each in rewards} <= {"rag_8b_unavailable", "rag_8b_breaker_open"}
+    assert all(each.value is None for each in rewards)
+    assert reward.take_report().traffic["rag_8b"]["sent"] <= 20
+
+
+def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault):
+    medians, sigma = {"8b": 5.6, "32b": 2.0, "completions": 3.2}, 0.3
+    server = fault("latency", seconds=medians, sigma=sigma, quick=2125)
+    limits = {"max_concurrency": 1000, "initial_concurrency": 1000, "hedge_fraction": 0.0}
+    rows = [row(f"r{index}", message_id=f"m{index}") for index in range(125)]
+    reward = build_reward(server.url, rows, timeout_s=60.0, deadline_s=60.0, limits=limits)
+    latencies = [
+        sum(seconds_of(end, medians[end], sigma, f"item-{index} ".encode()) for end in ("8b", "completions"))
+        for index in range(1000)
+    ]
+
+    def batch(kind):
+        profile = "上班族，晚上有空" * 4
+        return {
+            "prompts": [None] * 1000,
+            "completions": [action(query=f"item-{index} {kind}", profile=profile) for index in range(1000)],
+            "row": [index // 8 for index in range(1000)],
+        }
+
+    def measured(kind):
+        async def run():
+            started, cpu = time.perf_counter(), time.process_time()
+            await reward(**batch(kind))
+            return time.perf_counter() - started, time.process_time() - cpu
+
+        return run()
+
+    async def both():
+        first = await measured("first")
+        calls = sum(each["sent"] for each in reward.take_report().traffic.values())
+        second = await measured("second")
+        await reward.aclose()
+        return first, calls, second
+
+    collect_seldom()
+    try:
+        (_, first_cpu), first_calls, (seconds, cpu) = asyncio.run(both())
+    finally:
+        collect_as_usual()
+    traffic = reward.take_report().traffic
+    calls = sum(each["sent"] for each in traffic.values())
+    print(
+        f"1,000 chains of 5.6 s + 3.2 s: {seconds:.2f} s, {seconds / max(latencies):.3f} of the slowest one's "
+        f"{max(latencies):.2f} s; {1000 * cpu / calls:.3f} ms of CPU a call ({calls} calls), "
+        f"{1000 * first_cpu / first_calls:.3f} ms in a first batch that opens {first_calls} connections"
+    )
+    assert {each.outcome for each in reward.last} == {Outcome.OK}
+    assert (traffic["rag_8b"]["sent"], traffic["rag_32b"]["sent"], traffic["judge"]["sent"]) == (1000, 0, 1000)
+    assert seconds <= 1.05 * max(latencies)
+    assert cpu / calls < 0.5e-3
+
+
+def test_equal_calls_at_the_same_time_are_one_upstream_call(fault):
+    server = fault("latency", seconds={"8b": 0.2, "32b": 0.2, "completions": 0.2})
+    reward = build_reward(server.url, [row()])
+    rewards = score(reward, [action()] * 100)
+    traffic = reward.take_report().traffic
+    print(f"100 equal completions: {traffic['rag_8b']['sent']} 8B call, {traffic['judge']['sent']} verdict")
+    assert [traffic[name]["sent"] for name in ("rag_8b", "rag_32b", "judge")] == [1, 1, 1]
+    assert {each.outcome for each in rewards} == {Outcome.OK}
+
+
+def test_a_batch_that_is_cut_off_leaves_the_next_one_unharmed(fault):
+    server = fault("down", failures=0, seconds=0.0)
+    slow = fault("latency", seconds={"8b": 0.4, "32b": 0.0, "completions": 0.4})
+    reward = build_reward(slow.url, [row()], deadline_s=0.6)
+
+    async def twice():
+        arguments = {"prompts": [None], "completions": [action()], "row": [0]}
+        first = await reward(**arguments)
+        second = await reward(**arguments)  # the 8B answer is kept, so there is time for the verdict
+        await reward.aclose()
+        return first, second
+
+    assert asyncio.run(twice()) == ([None], [0.75])
+    assert server.stats["requests"] == 0
+
+
+def test_one_chain_in_two_threads_uses_connections_of_its_own_in_each(fault):
+    server = fault("latency", seconds={"8b": 0.0, "32b": 0.0, "completions": 0.0})
+    reward = build_reward(server.url, [row()])
+    with ThreadPoolExecutor(1) as other:
+        there = other.submit(lambda: [each.value for each in score(reward, [action(query="there")])])
+        assert there.result() == [0.75]
+    assert [each.value for each in score(reward, [action(query="here")])] == [0.75]

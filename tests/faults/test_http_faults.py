@@ -1,0 +1,237 @@
+"""Answers that are slow, huge, elsewhere or no answers at all."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from salesrl_trl.errors import BadServiceResponse, ServiceError, ServiceOverloaded, ServiceTimeout
+from salesrl_trl.reward.deadline import deadline
+from salesrl_trl.reward.http import HttpClient, retry_after_s
+from salesrl_trl.reward.rag import RagClient
+from salesrl_trl.types import RequestIds
+
+
+@pytest.fixture
+def ask(transport):
+    """One 8B call; returns the answer or the error, and the seconds it took."""
+
+    def run(url, within_s=60.0, **limits):
+        async def once():
+            rag = RagClient(url, transport_8b=transport(**limits), transport_32b=transport(**limits), api_key="key-1")
+            started = time.perf_counter()
+            try:
+                with deadline(within_s):
+                    result = await rag.chat_8b("hi", "", "price", "", 0.0, 3, ids=RequestIds())
+            except ServiceError as error:
+                result = error
+            seconds = time.perf_counter() - started
+            await rag.aclose()
+            return result, seconds
+
+        return asyncio.run(once())
+
+    return run
+
+
+def test_a_dripping_body_is_cut_off_at_the_attempts_time(fault, ask):
+    server = fault("drip", seconds=0.2)
+    error, seconds = ask(server.url, attempt_timeout_s=1.0, max_attempts=1)
+    print(f"body dripped, limit 1 s: {type(error).__name__} after {seconds:.3f} s")
+    assert isinstance(error, ServiceTimeout)
+    assert error.code == "rag_8b_timeout"
+    assert 1.0 <= seconds <= 1.1
+
+
+def test_a_dripping_body_is_cut_off_at_the_deadline(fault, ask):
+    server = fault("drip", seconds=0.2)
+    error, seconds = ask(server.url, within_s=0.5, attempt_timeout_s=60.0)
+    assert (error.code, seconds < 0.6) == ("deadline", True)
+
+
+MEMORY_PROBE = """
+import asyncio, sys
+from pathlib import Path
+from salesrl_trl.errors import BadServiceResponse
+from salesrl_trl.reward.http import HttpClient
+
+def peak_mb():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+async def main():
+    small, huge = (HttpClient("rag_8b", url) for url in sys.argv[1:])
+    await small.post("/v1/rag/8b", {})
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is in use now
+    before = peak_mb()
+    try:
+        await huge.post("/v1/rag/8b", {})
+    except BadServiceResponse as error:
+        print(error.code, peak_mb() - before)
+    await small.aclose()
+    await huge.aclose()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["with a length", "in chunks"])
+def test_a_body_of_256_mb_costs_little_memory(fault, chunked):
+    small, huge = fault("body", body="{}"), fault("huge", bytes=256 * 1024 * 1024, chunked=chunked)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROBE, small.url, huge.url],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    code, megabytes = done.stdout.split()
+    print(f"256 MB body {'in chunks' if chunked else 'with a length'}: {float(megabytes):.1f} MB more at the peak")
+    assert code == "rag_8b_bad_response"
+    assert float(megabytes) <= 8.0
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_to_another_host_is_sent_nothing(fault, ask, status):
+    with socket.create_server(("127.0.0.2", 0)) as elsewhere:
+        elsewhere.settimeout(0.2)
+        target = f"http://127.0.0.2:{elsewhere.getsockname()[1]}/v1/rag/8b"
+        server = fault("redirect", status=status, location=target)
+        error, _ = ask(server.url)
+        with pytest.raises(TimeoutError):
+            elsewhere.accept()  # nobody so much as connected
+    assert error.code == f"rag_8b_http_{status}"
+    assert server.stats["requests"] == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "least_s", "most_s"),
+    [
+        ({"Retry_After": "1"}, 1.0, 1.4),
+        ({"Retry_After": "0.6"}, 0.6, 1.0),
+        ({"Retry_After": "700ms"}, 0.7, 1.1),
+        ({"Retry_After_Ms": "500"}, 0.5, 0.9),
+        ({"date": 2}, 0.9, 2.4),  # an HTTP date has no fractions of a second
+    ],
+    ids=["integer", "float", "unit", "milliseconds", "date"],
+)
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_is_honoured_in_every_form(fault, ask, status, headers, least_s, most_s):
+    server = fault("overloaded_once", status=status, headers=headers)
+    answer, seconds = ask(server.url, within_s=10.0)
+    assert answer.text == "It costs 5980 yuan."
+    assert least_s <= seconds <= most_s
+    assert server.stats["requests"] == 2
+
+
+def test_a_retry_after_beyond_the_deadline_is_not_waited_for(fault, ask):
+    server = fault("overloaded_once", headers={"Retry_After": "30"})
+    error, seconds = ask(server.url, within_s=2.0)
+    assert isinstance(error, ServiceOverloaded)
+    assert (error.code, seconds < 0.5) == ("rag_8b_http_429", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("120", 120.0),
+        ("1.5", 1.5),
+        ("1500ms", 1.5),
+        ("2s", 2.0),
+        ("Wed, 21 Oct 2015 07:28:10 GMT", 10.0),
+        ("Wed, 21 Oct 2015 07:28:10 -0000", 10.0),
+        ("Wed, 21 Oct 2015 07:27:00 GMT", 0.0),
+        ("-3", None),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+        ("", None),
+    ],
+)
+def test_retry_after_is_read(text, seconds):
+    headers = {"retry-after": text, "date": "Wed, 21 Oct 2015 07:28:00 GMT"}
+    assert retry_after_s(headers) == seconds
+
+
+def test_milliseconds_win_over_seconds():
+    assert retry_after_s({"retry-after-ms": "250", "retry-after": "1"}) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        ('"a string"', {}),
+        ("[]", {}),
+        ("{}", {}),
+        ("<html>gateway</html>", {"Content-Type": "text/html"}),
+        ("", {}),
+        ('{"answer": "x", "passages": [], "took_ms": 1e999}', {}),
+        ("\x1f\x8b", {"Content-Encoding": "gzip"}),
+    ],
+    ids=["string", "list", "object", "html", "empty", "infinite", "compressed"],
+)
+def test_a_200_that_is_no_answer_is_typed(fault, ask, body, headers):
+    server = fault("body", body=body, headers={name.replace("-", "_"): value for name, value in headers.items()})
+    error, _ = ask(server.url)
+    assert isinstance(error, BadServiceResponse)
+    assert error.code == "rag_8b_bad_response"
+    assert server.stats["requests"] == 1  # the same request would get the same answer
+
+
+@pytest.mark.parametrize("noise", [b"", b"\x00\x01\x02\r\n\r\n", b"HTTP/1.1 OK\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n"])
+def test_a_port_that_speaks_no_http_is_typed(ask, noise):
+    async def serve(reader, writer):
+        await reader.read(100)
+        writer.write(noise)
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        http = HttpClient("rag_8b", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            await http.post("/", {})
+        except ServiceError as error:
+            return error.code
+        finally:
+            await http.aclose()
+            server.close()
+
+    assert asyncio.run(run()) in ("rag_8b_unavailable", "rag_8b_bad_response")
+
+
+def test_text_beyond_ascii_and_control_characters_arrive(fault, ask, httpserver):
+    httpserver.expect_request("/v1/rag/8b").respond_with_handler(
+        lambda request: json.dumps({"got": request.json["x"]})
+    )
+
+    async def run():
+        http = HttpClient("rag_8b", httpserver.url_for("").rstrip("/"))
+        try:
+            return json.loads(await http.post("/v1/rag/8b", {"x": "价格 \u0000 \U0001f600 \u202e"}))["got"]
+        finally:
+            await http.aclose()
+
+    assert asyncio.run(run()) == "价格 \u0000 \U0001f600 \u202e"
+
+
+def test_a_client_used_in_a_second_event_loop_opens_connections_of_its_own(fault, transport):
+    server = fault("latency", seconds={"8b": 0.0})
+    limits, http = transport(), HttpClient("rag_8b", server.url)
+
+    async def call():
+        try:
+            return await limits.call(lambda: http.post("/v1/rag/8b", {}))
+        finally:
+            await http.aclose()
+
+    assert asyncio.run(call()) == asyncio.run(call())
+
+
+def test_a_hundred_calls_share_their_connections(fault, transport, call_all):
+    server = fault("latency", seconds={"8b": 0.0})
+    call_all(server.url, transport(initial_concurrency=4, max_concurrency=4), 100)
+    assert server.stats["connections"] <= 4 + 1  # the last one asks for these figures

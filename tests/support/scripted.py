@@ -1,0 +1,91 @@
+"""Trainers whose completions a test writes."""
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.trainer import SalesGRPOTrainer
+from support.loopback import ACTION, BAD, build_reward, row
+
+
+class Scripted:
+    """Generation replaced: every completion is the next of `texts`, which starts over."""
+
+    texts = (ACTION, BAD)
+    generated = 0
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        completions = []
+        for _ in prompt_ids:
+            text = self.texts[self.generated % len(self.texts)]
+            completions.append([*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id])
+            self.generated += 1
+        return completions, None
+
+
+class ScriptedTrainer(Scripted, SalesGRPOTrainer):
+    """Ours."""
+
+
+class ScriptedUpstream(Scripted, GRPOTrainer):
+    """TRL's own, for what it does without us."""
+
+
+def settings(output_dir, **given):
+    """For a trainer of a few short steps on the CPU."""
+    return {
+        "output_dir": str(output_dir),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "num_generations": 2,
+        "per_device_train_batch_size": 4,
+        "max_completion_length": 64,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "beta": 0.1,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "weight_decay": 0.1,
+        **given,
+    }
+
+
+def build_trainer(policy_path, reward, texts, rows, output_dir, **given):
+    """Our trainer with scripted completions."""
+    trainer = ScriptedTrainer(
+        AutoModelForCausalLM.from_pretrained(policy_path),
+        reward,
+        SalesGRPOConfig(**settings(output_dir, **{"held_out_eval": False, **given})),
+        train_dataset=build_dataset(rows, "compact"),
+        eval_dataset=build_dataset(rows, "compact"),
+        processing_class=AutoTokenizer.from_pretrained(policy_path),
+    )
+    trainer.texts = texts
+    return trainer
+
+
+def build_upstream_trainer(policy_path, reward_funcs, texts, output_dir, **given):
+    """TRL's trainer with scripted completions."""
+    trainer = ScriptedUpstream(
+        AutoModelForCausalLM.from_pretrained(policy_path),
+        reward_funcs,
+        GRPOConfig(**settings(output_dir, **given)),
+        train_dataset=build_dataset([row()], "compact"),
+        processing_class=AutoTokenizer.from_pretrained(policy_path),
+    )
+    trainer.texts = texts
+    return trainer
+
+
+def default_rows():
+    """Four prompts of each branch."""
+    return [row(f"r{i}", branch) for i, branch in enumerate(("fairness", "hallucination") * 4)]
+
+
+def loopback_reward(services, rows, **chain):
+    """The chain that trainers of tests get."""
+    return build_reward(services.url, rows, **{"invalid_action_reward": 0.0, **chain})

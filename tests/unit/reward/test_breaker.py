@@ -1,0 +1,92 @@
+"""The breaker's states, at moments that the test names."""
+
+import pytest
+
+from salesrl_trl.reward.breaker import (
+    COOLDOWN_S,
+    DENIED_COOLDOWN_S,
+    FAILURES_TO_OPEN,
+    MAX_COOLDOWN_S,
+    Breaker,
+    Permit,
+)
+
+
+def opened(at=0.0):
+    breaker = Breaker()
+    for _ in range(FAILURES_TO_OPEN):
+        breaker.failed(at, probe=False)
+    return breaker
+
+
+def test_failures_in_a_row_open_it():
+    breaker = Breaker()
+    for _ in range(FAILURES_TO_OPEN - 1):
+        breaker.failed(0.0, probe=False)
+    assert breaker.permit(0.0) is Permit.SEND
+    breaker.failed(0.0, probe=False)
+    assert breaker.is_open
+    assert breaker.permit(0.0) is Permit.WAIT
+
+
+def test_an_answer_between_failures_starts_the_count_again():
+    breaker = Breaker()
+    for _ in range(3):
+        for _ in range(FAILURES_TO_OPEN - 1):
+            breaker.failed(0.0, probe=False)
+        breaker.answered()
+    assert not breaker.is_open
+
+
+def test_after_the_pause_one_caller_probes_and_the_others_wait():
+    breaker = opened()
+    assert breaker.permit(COOLDOWN_S - 0.01) is Permit.WAIT
+    permits = [breaker.permit(COOLDOWN_S) for _ in range(100)]
+    assert permits == [Permit.PROBE] + [Permit.WAIT] * 99
+
+
+def test_a_probe_that_is_answered_closes_it():
+    breaker = opened()
+    breaker.permit(COOLDOWN_S)
+    breaker.answered()
+    assert breaker.permit(COOLDOWN_S) is Permit.SEND
+
+
+def test_every_failed_probe_doubles_the_pause_up_to_a_limit():
+    breaker, now, pauses = opened(), 0.0, []
+    for _ in range(10):
+        pauses.append(breaker.pause_left_s(now))
+        now += pauses[-1]
+        assert breaker.permit(now) is Permit.PROBE
+        breaker.failed(now, probe=True)
+    assert pauses[:4] == pytest.approx([COOLDOWN_S, 2 * COOLDOWN_S, 4 * COOLDOWN_S, 8 * COOLDOWN_S])
+    assert pauses[-1] == MAX_COOLDOWN_S
+
+
+def test_failures_of_calls_sent_before_do_not_prolong_the_pause():
+    breaker = opened(at=0.0)
+    breaker.failed(0.2, probe=False)
+    assert breaker.pause_left_s(0.2) == pytest.approx(COOLDOWN_S - 0.2)
+
+
+def test_an_abandoned_probe_leaves_the_next_caller_to_probe():
+    breaker = opened()
+    assert breaker.permit(COOLDOWN_S) is Permit.PROBE
+    breaker.abandoned()
+    assert breaker.permit(COOLDOWN_S) is Permit.PROBE
+
+
+def test_a_late_answer_to_an_earlier_call_is_proof_of_life():
+    breaker = opened()
+    breaker.answered()
+    assert not breaker.is_open
+
+
+def test_a_denial_opens_it_at_once_and_for_long():
+    breaker = Breaker()
+    breaker.denied(0.0, "judge_quota")
+    assert (breaker.is_open, breaker.denial) == (True, "judge_quota")
+    assert breaker.pause_left_s(0.0) == DENIED_COOLDOWN_S
+    breaker.permit(DENIED_COOLDOWN_S)
+    breaker.answered()
+    assert breaker.denial is None

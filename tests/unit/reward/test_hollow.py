@@ -1,0 +1,57 @@
+"""Texts that say nothing."""
+
+import pytest
+
+from salesrl_trl.reward.hollow import is_hollow
+
+# The master keys of arXiv:2507.08794, table 1, and their variants in width, case, markup and invisible characters.
+MASTER_KEYS = (
+    "",
+    " ",
+    "\n\t",
+    ".",
+    ",",
+    ":",
+    "。",
+    "……",
+    "—",
+    "()",
+    "{}",
+    "Thought process:",
+    "thought process",
+    "**Thought process:**",
+    "Ｔｈｏｕｇｈｔ　ｐｒｏｃｅｓｓ：",
+    "Thought\u200b process:",
+    "Let's solve this problem step by step.",
+    "Let’s solve this problem step by step.",
+    "Solution",
+    "## Solution:",
+    "解",
+    "解：",
+    "かいせつ",
+    "Respuesta",
+    "The answer is:",
+    "OK!",
+    "思考过程：",
+    "\u200b\u200d\ufeff",
+)
+
+
+@pytest.mark.parametrize("text", MASTER_KEYS, ids=repr)
+def test_a_master_key_is_hollow(text):
+    assert is_hollow(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "5980",
+        "The course costs 5980 yuan.",
+        "解：五千九百八十元",
+        "Solution: call us on Monday",
+        "好的，周六上课",
+        "A",
+    ],
+)
+def test_an_answer_is_not(text):
+    assert not is_hollow(text)

@@ -1,0 +1,200 @@
+"""Providers, their order, repeats and cost, over real HTTP."""
+
+import asyncio
+import json
+
+import pytest
+from pytest_httpserver import HTTPServer
+from support.loopback import VERDICT, Services, action, build_reward, chat_completion, row
+
+from salesrl_trl.fencing import read_sections
+from salesrl_trl.reward.judge import load_rubrics
+from salesrl_trl.types import Outcome
+
+
+@pytest.fixture
+def backup():
+    """A second judge, on a port of its own."""
+    with HTTPServer(host="127.0.0.1", threaded=True) as server:
+        yield Services(server)
+
+
+@pytest.fixture
+def score_many(services):
+    """Score different actions; returns the reward with its `report`."""
+
+    def run(count=1, rows=None, **settings):
+        reward = build_reward(services.url, rows or [row()], **settings)
+
+        async def once():
+            try:
+                await reward(
+                    prompts=[None] * count,
+                    completions=[action(query=f"q{index}") for index in range(count)],
+                    row=[0] * count,
+                )
+            finally:
+                await reward.aclose()
+
+        asyncio.run(once())
+        reward.report = reward.take_report()
+        return reward
+
+    return run
+
+
+def two(services, backup, **second):
+    return [
+        {"name": "first", "base_url": f"{services.url}/v1"},
+        {"name": "second", "base_url": f"{backup.url}/v1", **second},
+    ]
+
+
+def signed(system, user, **verdict):
+    """What an honest judge without response formats says."""
+    nonce = user.split("nonce ")[1][:16]
+    assert nonce in system
+    return {"nonce": nonce, **VERDICT, **verdict}
+
+
+def test_verdicts_are_shared_by_weight(score_many, services, backup):
+    usage = score_many(200, providers=two(services, backup, weight=3.0)).report.usage
+    assert usage["first"].verdicts + usage["second"].verdicts == 200
+    # three quarters of 200 are 150; the standard deviation of such a draw is sqrt(200 x 3/4 x 1/4) = 6
+    assert abs(usage["second"].verdicts - 150) < 25
+
+
+def test_the_same_material_falls_to_the_same_provider(score_many, services, backup):
+    first, again = (score_many(40, providers=two(services, backup)).report.usage for _ in range(2))
+    assert first["second"].verdicts == again["second"].verdicts > 0
+
+
+def test_a_provider_without_weight_steps_in_only(score_many, services, backup):
+    assert score_many(20, providers=two(services, backup, weight=0.0)).report.usage["second"].verdicts == 0
+    services.set("judge", {}, status=400)
+    assert score_many(20, providers=two(services, backup, weight=0.0)).report.usage["second"].verdicts == 20
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(500, {}), (401, {}), (429, {"error": {"code": "insufficient_quota"}}), (200, chat_completion("I refuse."))],
+    ids=["dead", "key refused", "quota", "no verdict"],
+)
+def test_a_provider_that_fails_or_gives_no_verdict_is_stepped_in_for(score_many, services, backup, status, body):
+    services.set("judge", body, status=status)
+    (reward,) = score_many(1, providers=two(services, backup, weight=0.0)).last
+    assert (reward.outcome, reward.value) == (Outcome.OK, 0.75)
+
+
+def test_when_none_gives_a_verdict_an_invalid_one_says_more_than_a_dead_provider(score_many, services, backup):
+    services.set("judge", chat_completion("I refuse."))
+    backup.set("judge", {}, status=500)
+    (reward,) = score_many(1, providers=two(services, backup, weight=0.0)).last
+    assert (reward.outcome, reward.reason) == (Outcome.JUDGE_INVALID, "judge_not_json")
+
+
+def test_a_provider_that_leaves_response_formats_empty_is_asked_by_text_from_then_on(score_many, services):
+    def judge(system, user):
+        return signed(system, user, candidate=0.5)
+
+    services.judge_by(judge)
+    by_text = services.functions["judge"]
+    services.functions["judge"] = lambda request: (
+        (200, chat_completion("")) if "response_format" in request.json else by_text(request)
+    )
+    reward = score_many(5, limits={"max_concurrency": 1})
+    assert [each.value for each in reward.last] == [0.5] * 5
+    assert services.calls["judge"] == 1 + 5
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_provider_that_refuses_response_formats_is_asked_by_text(score_many, services, status):
+    services.judge_by(signed)
+    by_text = services.functions["judge"]
+    services.functions["judge"] = lambda request: (
+        (status, {}) if "response_format" in request.json else by_text(request)
+    )
+    assert score_many(1).last[0].value == 0.75
+
+
+def test_a_provider_held_to_the_schema_is_not_asked_by_text(score_many, services):
+    services.set("judge", chat_completion(""))
+    reward = score_many(1, providers=[{"name": "judge", "response_format": "json_schema"}])
+    assert (reward.last[0].reason, services.calls["judge"]) == ("judge_empty", 1)
+
+
+def test_a_provider_asked_by_text_gets_no_response_format(score_many, services):
+    services.judge_by(signed)
+    reward = score_many(1, providers=[{"name": "judge", "response_format": "text"}])
+    assert reward.last[0].value == 0.75
+    assert "response_format" not in services.asked["judge"][0].json
+
+
+@pytest.mark.parametrize("content", ["", '{"candidate": 0.5, "ref'], ids=["thoughts", "half"])
+def test_a_verdict_that_ran_out_of_tokens_is_named_so(score_many, services, content):
+    body = chat_completion(content)
+    body["choices"][0]["finish_reason"] = "length"
+    services.set("judge", body)
+    assert score_many(1).last[0].reason == "judge_cut_off"
+
+
+def test_a_models_own_limits_are_sent(score_many, services):
+    score_many(1, providers=[{"name": "judge", "temperature": None, "max_completion_tokens": 4000}])
+    body = services.asked["judge"][0].json
+    assert "temperature" not in body
+    assert body["max_completion_tokens"] == 4000
+
+
+@pytest.mark.parametrize(("aggregation", "value"), [("mean", 0.5), ("median", 0.6), ("min", 0.2)])
+def test_repeats_become_one_verdict(score_many, services, aggregation, value):
+    scores = iter((0.2, 0.6, 0.7))
+    services.judge_by(lambda system, user: {**VERDICT, "candidate": next(scores)})
+    reward = score_many(1, judging={"repeats": 3, "aggregation": aggregation}, limits={"max_concurrency": 1})
+    assert reward.last[0].value == pytest.approx(value)  # mean: 1.5 / 3
+
+
+def test_repeats_see_the_answers_in_either_order(score_many, services):
+    score_many(1, judging={"repeats": 2})
+    orders = [list(read_sections(asked.json["messages"][1]["content"]))[-2] for asked in services.asked["judge"]]
+    assert sorted(orders) == ["candidate_answer", "reference_answer"]
+
+
+@pytest.mark.parametrize(("valid", "scored"), [(2, True), (1, False)])
+def test_more_than_half_of_the_repeats_have_to_be_valid(score_many, services, valid, scored):
+    answers = iter([VERDICT] * valid + [500] * (3 - valid))
+    services.judge_by(lambda system, user: next(answers))
+    reward = score_many(1, judging={"repeats": 3}, limits={"max_concurrency": 1})
+    assert (reward.last[0].value is not None) is scored
+
+
+def test_tokens_and_cost_are_counted_by_provider(score_many, services):
+    body = chat_completion(json.dumps(VERDICT))
+    services.set("judge", {**body, "usage": {"prompt_tokens": 1000, "completion_tokens": 50, "total_tokens": 1050}})
+    price = {"usd_per_million_prompt_tokens": 2.0, "usd_per_million_completion_tokens": 10.0}
+    usage = score_many(3, providers=[{"name": "judge", **price}]).report.usage["judge"]
+    assert (usage.verdicts, usage.prompt_tokens, usage.completion_tokens) == (3, 3000, 150)
+    assert usage.usd == pytest.approx(0.0075)  # 3,000 x 2 / 1e6 + 150 x 10 / 1e6
+
+
+def test_a_provider_that_counts_no_tokens_costs_nothing_known(score_many):
+    usage = score_many(1).report.usage["judge"]
+    assert (usage.verdicts, usage.prompt_tokens, usage.usd) == (1, 0, 0.0)
+
+
+def test_both_rubrics_of_a_branch_are_asked(score_many, services):
+    services.judge_by(lambda system, user: {**VERDICT, "candidate": 0.2 if "grounding" in system else 0.6})
+    weights = {"fairness": {"judge": 0.75, "judge_hallucination": 0.25}}
+    (reward,) = score_many(1, weights=weights).last
+    assert reward.value == pytest.approx(0.5)  # 0.75 x 0.6 + 0.25 x 0.2
+    assert reward.components["judge_hallucination"] == 0.2
+
+
+def test_a_key_is_in_no_representation():
+    reward = build_reward("http://127.0.0.1:9", [row()])
+    (provider,) = reward._judge._providers.values()
+    assert "judge-secret" not in repr(provider.settings)
+
+
+def test_rubrics_of_weights_are_loaded_too(tmp_path):
+    (tmp_path / "tone.txt").write_text("Be kind.", encoding="utf-8")
+    assert load_rubrics(("fairness", "tone"), str(tmp_path))["tone"] == "Be kind."

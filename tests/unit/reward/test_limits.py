@@ -1,0 +1,66 @@
+"""The law of the adaptive limit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from salesrl_trl.reward.limits import AdaptiveLimit
+
+
+def answer(limit, times, saturated=True):
+    for _ in range(times):
+        limit.answered(saturated=saturated)
+
+
+def test_a_round_of_answers_grows_the_slow_start_by_half():
+    limit = AdaptiveLimit(8, 100)
+    answer(limit, 8)
+    assert limit.slots == 12  # 8 + 8 x 1/2
+
+
+def test_after_an_overload_a_round_of_answers_adds_one_slot():
+    limit = AdaptiveLimit(20, 100)
+    limit.overloaded(limit.sent())
+    assert limit.slots == 16  # 0.8 x 20
+    answer(limit, 17)
+    assert limit.slots == 17  # 17 answers of 1/16 or a little less
+
+
+def test_one_burst_of_overloads_lowers_the_limit_once():
+    limit = AdaptiveLimit(20, 100)
+    burst = [limit.sent() for _ in range(20)]
+    for number in burst:
+        limit.overloaded(number)
+    assert limit.slots == 16
+    limit.overloaded(limit.sent())  # sent afterwards: news
+    assert limit.slots == 12  # 0.8 x 16 = 12.8
+
+
+def test_nothing_is_learnt_from_answers_that_left_slots_free():
+    limit = AdaptiveLimit(8, 100)
+    answer(limit, 50, saturated=False)
+    assert limit.slots == 8
+
+
+def test_the_cap_holds_from_the_start():
+    limit = AdaptiveLimit(8, 5)
+    assert limit.slots == 5
+    answer(limit, 50)
+    assert limit.slots == 5
+
+
+@given(st.lists(st.sampled_from(["answered", "overloaded"]), max_size=200), st.integers(1, 40), st.integers(1, 40))
+def test_the_limit_stays_between_1_and_the_cap(events, start, cap):
+    limit = AdaptiveLimit(start, cap)
+    for event in events:
+        number = limit.sent()
+        limit.answered(saturated=True) if event == "answered" else limit.overloaded(number)
+        assert 1 <= limit.slots <= cap
+
+
+@pytest.mark.parametrize("start", [1, 8])
+def test_a_service_that_always_overloads_is_left_one_slot(start):
+    limit = AdaptiveLimit(start, 64)
+    for _ in range(100):
+        limit.overloaded(limit.sent())
+    assert limit.slots == 1

@@ -1,0 +1,696 @@
+"""The two tools that users run against their own RAG service, as they run them: alone, without any package.
+
+The services are real ones on loopback: the embedded one where all is well, and servers with one fault each.
+"""
+
+import ast
+import json
+import runpy
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from salesrl_trl.services.launcher import EmbeddedServices
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+ENDPOINTS, QUICK = SCRIPTS / "test_rag_endpoints.py", SCRIPTS / "quick_test_rag_8b.py"
+KEY = "sk-test-7d2f81c0"
+GOOD = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}
+TRUSTING = (
+    "import runpy, ssl, sys; paths = ssl.get_default_verify_paths()._replace(openssl_cafile=sys.argv.pop(1), "
+    "openssl_capath=''); ssl.get_default_verify_paths = lambda: paths; sys.argv.pop(0); "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+"""Runs a script with another system store: `-c TRUSTING CERTIFICATE SCRIPT ARGUMENTS`."""
+
+Reply = tuple[int, dict[str, str], Any]
+"""(status, headers, body); a body that is neither bytes nor a function that writes it is sent as JSON."""
+
+
+def run(
+    script: Path, *arguments: str, trusting: Path | None = None, timeout_s: float = 30, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """A tool in an interpreter that sees the standard library alone (-I -S), with only these variables set."""
+    program = [str(script)] if trusting is None else ["-c", TRUSTING, str(trusting), str(script)]
+    return subprocess.run(
+        [sys.executable, "-I", "-S", *program, *arguments],
+        env={"KEY_VARIABLE": KEY, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+
+
+def examine(url: str, *arguments: str, endpoint: str = "8b", **options: Any) -> tuple[int, dict[str, Any]]:
+    """Exit code and report of a short look at one endpoint."""
+    short = ("--requests", "6", "--concurrency", "2")
+    result = run(ENDPOINTS, "--base-url", url, "--json", "--only", endpoint, *short, *arguments, **options)
+    assert result.stderr == ""
+    return result.returncode, json.loads(result.stdout)
+
+
+def stages_of(report: dict[str, Any]) -> dict[str, str]:
+    return {stage["name"]: stage["state"] for stage in report["stages"]}
+
+
+class _Server(ThreadingHTTPServer):
+    """Answers POST as `reply` says, and anything else with 404."""
+
+    def __init__(self, reply: Callable[[int], Reply], protocol: str) -> None:
+        self.reply = reply
+        self.asked: list[tuple[str, dict[str, str], bytes]] = []
+        self.lock = threading.Lock()
+        handler = type("_Handler", (_Handler,), {"protocol_version": protocol})
+        super().__init__(("127.0.0.1", 0), handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that has seen enough hangs up
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        self._answer(404, {}, b"")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        with self.server.lock:
+            number = len(self.server.asked)
+            self.server.asked.append((self.path, dict(self.headers), body))
+        self._answer(*self.server.reply(number))
+
+    def _answer(self, status: int, headers: dict[str, str], body: Any) -> None:
+        if callable(body):
+            body(self.wfile)
+            return
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+Serve = Callable[..., _Server]
+
+
+@pytest.fixture(name="serve")
+def fixture_serve() -> Iterator[Serve]:
+    """Starts a server: `serve(status, headers, body)`, or `serve(function of the request's number)`."""
+    with ExitStack() as stack:
+
+        def serve(
+            reply: int | Callable[[int], Reply] = 200,
+            headers: dict[str, str] | None = None,
+            body: Any = b"",
+            *,
+            tls: ssl.SSLContext | None = None,
+            protocol: str = "HTTP/1.1",
+        ) -> _Server:
+            function = reply if callable(reply) else lambda number: (reply, headers or {}, body)
+            server = stack.enter_context(_Server(function, protocol))
+            if tls is not None:
+                server.socket = tls.wrap_socket(server.socket, server_side=True)
+            threading.Thread(target=server.serve_forever, args=(0.02,)).start()
+            stack.callback(server.shutdown)
+            return server
+
+        yield serve
+
+
+@pytest.fixture(name="service_url", scope="module")
+def fixture_service_url() -> Iterator[str]:
+    with EmbeddedServices() as addresses:
+        yield addresses.rag_base_url
+
+
+# They stand alone.
+
+
+@pytest.mark.parametrize("script", [ENDPOINTS, QUICK], ids=lambda script: script.name)
+def test_a_tool_needs_nothing_but_the_standard_library_of_python_39(script: Path) -> None:
+    tree = ast.parse(script.read_text(encoding="utf-8"), feature_version=(3, 9))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("script", [ENDPOINTS, QUICK], ids=lambda script: script.name)
+def test_a_copy_of_a_tool_runs_from_another_folder(script: Path, service_url: str, tmp_path: Path) -> None:
+    copied = Path(shutil.copy(script, tmp_path))
+    assert run(copied, "--base-url", service_url).returncode == 0
+
+
+# A good service.
+
+
+def test_a_good_service_is_ready_with_figures_and_settings(service_url: str) -> None:
+    result = run(ENDPOINTS, "--base-url", service_url, "--json", "--requests", "12", "--concurrency", "4")
+    report = json.loads(result.stdout)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert stages_of(report) == {"DNS": "ok", "TCP": "ok", "TLS": "ok", "HTTP": "ok"}
+    assert set(report["endpoints"]) == {"8b", "32b"}
+    for each in report["endpoints"].values():
+        assert (each["contract"]["state"], each["contract"]["faults"]) == ("ok", [])
+        assert each["contract"]["answer"] is None  # nothing of an answer without --show-answers
+        latency = each["latency"]
+        assert latency["outcomes"] == {"200": 12}
+        assert 1 <= latency["connections"] <= 4  # kept alive: at most one for each of 4 at once
+        assert 0 < latency["took_ms"]["p50"] <= latency["wall_ms"]["p50"] <= latency["wall_ms"]["max"]
+    # All of 4 at once were answered; three times a p99 of milliseconds is below the least timeout of 5 s.
+    verdict = report["verdict"]
+    assert (verdict["ready"], verdict["rag_max_concurrency"], verdict["rag_timeout_s"]) == (True, 4, 5)
+
+
+def test_a_person_reads_stages_figures_and_a_verdict(service_url: str) -> None:
+    result = run(ENDPOINTS, "--base-url", service_url, "--only", "32b", "--requests", "4", "--key-env", "KEY_VARIABLE")
+    assert result.returncode == 0
+    for text in ("key from KEY_VARIABLE", "GET /healthz answered 200", "POST /v1/rag/32b", "outcomes: 200 x 4", "p99"):
+        assert text in result.stdout
+    assert "/v1/rag/8b" not in result.stdout
+    assert "Verdict: ready.\n  suggested: rag_max_concurrency: 4, rag_timeout_s: 5\n" in result.stdout
+
+
+def test_questions_alternate_between_english_and_chinese_in_the_contracts_fields(serve: Serve) -> None:
+    server = serve(200, {}, GOOD)
+    examine(server.url, "--concurrency", "1", "--top-k", "5", "--score-threshold", "0.2")
+    path, headers, body = server.asked[0]
+    assert (path, headers["Content-Type"]) == ("/v1/rag/8b", "application/json")
+    fields = "tenant_id contact_id account_id message_id context user_profile rewritten_query history_summary"
+    asked = json.loads(body)
+    assert set(asked) == {*fields.split(), "score_threshold", "top_k"}
+    assert (asked["score_threshold"], asked["top_k"]) == (0.2, 5)
+    latency_run = [json.loads(body)["rewritten_query"].isascii() for _, _, body in server.asked[1:]]
+    assert latency_run == [True, False, True, False, True, False]
+    server.asked.clear()
+    examine(server.url, endpoint="32b")
+    assert {frozenset(json.loads(body)) for _, _, body in server.asked} == {
+        frozenset({"context", "score_threshold", "top_k"})
+    }
+
+
+def test_percentiles_are_by_nearest_rank() -> None:
+    percentiles = runpy.run_path(str(ENDPOINTS))["percentiles"]
+    # Of 1 to 100, p % do not exceed p. Of three values, the second covers 67 %, and only the third 90 % and more.
+    assert percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
+    assert percentiles([3, 1, 2]) == {"p50": 2, "p90": 3, "p95": 3, "p99": 3, "max": 3}
+    assert percentiles([]) == {}
+
+
+def test_a_service_that_closes_after_each_answer_gets_a_connection_for_each(serve: Serve) -> None:
+    server = serve(200, {}, GOOD, protocol="HTTP/1.0")
+    code, report = examine(server.url)
+    assert (code, report["endpoints"]["8b"]["latency"]["connections"]) == (0, 6)
+
+
+def test_a_prefix_before_the_paths_is_kept(serve: Serve) -> None:
+    server = serve(200, {}, GOOD)
+    assert examine(server.url + "/team/")[0] == 0
+    assert {path for path, _, _ in server.asked} == {"/team/v1/rag/8b"}
+
+
+# Connections that fail.
+
+
+def test_an_unknown_host_fails_at_dns_and_nothing_after_it_is_tried() -> None:
+    code, report = examine("http://no-such-host.invalid", "--timeout", "3")
+    assert code == 1
+    assert stages_of(report) == {"DNS": "failed", "TCP": "not tried", "TLS": "not tried", "HTTP": "not tried"}
+    assert "no-such-host.invalid" in report["stages"][0]["got"]
+    assert "getent hosts" in report["stages"][0]["advice"]
+    endpoint = report["endpoints"]["8b"]
+    assert (endpoint["contract"]["state"], endpoint["latency"]["state"]) == ("not tried", "not tried")
+    assert report["verdict"]["rag_timeout_s"] is None
+
+
+def test_a_port_where_nothing_listens_fails_at_tcp() -> None:
+    with socket.socket() as reserved:  # bound but not listening: nobody else gets the port
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        code, report = examine(f"http://127.0.0.1:{port}", HTTPS_PROXY=f"http://user:{KEY}@proxy.invalid")
+    assert (code, stages_of(report)["TCP"], stages_of(report)["TLS"]) == (1, "failed", "not tried")
+    tcp = report["stages"][1]
+    assert tcp["got"] == f"127.0.0.1 port {port}: refused"
+    assert tcp["advice"].startswith("Refused: nothing listens on that port")
+    assert tcp["advice"].endswith("HTTPS_PROXY set here: training needs a way without a proxy.")
+
+
+def test_tls_to_a_plain_port_says_to_try_http(service_url: str) -> None:
+    code, report = examine(service_url.replace("http:", "https:"))
+    assert (code, stages_of(report)["TLS"], stages_of(report)["HTTP"]) == (1, "failed", "not tried")
+    assert "try http:// in the URL" in report["stages"][2]["advice"]
+
+
+def test_plain_http_to_a_tls_port_says_to_try_https(serve: Serve, certify: "Certify") -> None:
+    server = serve(200, {}, GOOD, tls=certify("plain").context)
+    code, report = examine(server.url)
+    assert (code, stages_of(report)["HTTP"]) == (1, "failed")
+    assert "try https:// in the URL" in report["stages"][3]["advice"]
+
+
+def test_a_silent_port_is_given_up_after_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code, report = examine(f"http://127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.3")
+    assert (code, report["stages"][3]["got"]) == (1, "GET /healthz: timeout after 0.3 s")
+
+
+# Certificates.
+
+
+class Certified:
+    """A certificate, and a server's TLS with it."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self.path = certificate
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.load_cert_chain(certificate, key)
+
+
+Certify = Callable[..., Certified]
+CA_CONFIG = """
+[ca]
+default_ca = own
+[own]
+database = index.txt
+new_certs_dir = .
+rand_serial = yes
+default_md = sha256
+policy = names
+x509_extensions = extensions
+unique_subject = no
+[names]
+commonName = supplied
+[extensions]
+subjectAltName = {names}
+basicConstraints = CA:TRUE
+"""
+
+
+@pytest.fixture(name="certify")
+def fixture_certify(tmp_path: Path) -> Certify:
+    """Makes a self-signed certificate: `certify("name", names="DNS:localhost", ends="20200201000000Z")`."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command to make certificates")
+
+    def call(*arguments: str) -> None:
+        subprocess.run([openssl, *arguments], cwd=tmp_path, capture_output=True, check=True)
+
+    def certify(name: str, names: str = "IP:127.0.0.1", ends: str = "20990101000000Z") -> Certified:
+        (tmp_path / "index.txt").touch()
+        (tmp_path / "ca.cnf").write_text(CA_CONFIG.format(names=names), encoding="utf-8")
+        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+        call("req", "-new", *curve, "-keyout", "key.pem", "-out", "request.pem", "-subj", f"/CN={name}")
+        dates = ("-startdate", "20200101000000Z", "-enddate", ends)
+        files = ("-in", "request.pem", "-keyfile", "key.pem", "-out", f"{name}.pem")
+        call("ca", "-selfsign", "-batch", "-notext", "-config", "ca.cnf", *dates, *files)
+        return Certified(tmp_path / f"{name}.pem", tmp_path / "key.pem")
+
+    return certify
+
+
+def https(server: _Server) -> str:
+    return server.url.replace("http:", "https:")
+
+
+def test_a_certificate_of_the_systems_store_is_accepted_and_shown(serve: Serve, certify: Certify) -> None:
+    made = certify("rag-test")
+    code, report = examine(https(serve(200, {}, GOOD, tls=made.context)), trusting=made.path)
+    assert code == 0
+    got = report["stages"][2]["got"]
+    assert got.startswith("TLSv1.3, certificate of commonName=rag-test, for 127.0.0.1, issued by commonName=rag-test")
+    assert "expires 2099-01-01 (" in got
+
+
+def test_a_self_signed_certificate_is_refused_and_gets_no_request(serve: Serve, certify: Certify) -> None:
+    made = certify("self-made")
+    server = serve(200, {}, GOOD, tls=made.context)
+    # As in training, whose client does not look at SSL_CERT_FILE.
+    code, report = examine(https(server), SSL_CERT_FILE=str(made.path))
+    assert (code, stages_of(report)["TLS"], stages_of(report)["HTTP"]) == (1, "failed", "not tried")
+    tls = report["stages"][2]
+    assert tls["got"].startswith(
+        "a certificate that is refused: it is self-signed. certificate of commonName=self-made"
+    )
+    assert "SSL_CERT_FILE has no effect" in tls["advice"]
+    assert report["variables_not_used"] == ["SSL_CERT_FILE"]
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault", "shown"),
+    [
+        ({"ends": "20200201000000Z"}, "it has expired", "expires 2020-02-01 (-"),
+        ({"names": "DNS:other.example"}, "it is for another address", "for other.example"),
+    ],
+    ids=["expired", "other-host"],
+)
+def test_a_certificate_that_does_not_fit_is_named_with_what_it_is(
+    serve: Serve, certify: Certify, changes: dict[str, str], fault: str, shown: str
+) -> None:
+    made = certify("misfit", **changes)
+    server = serve(200, {}, GOOD, tls=made.context)
+    code, report = examine(https(server), trusting=made.path)
+    assert (code, server.asked) == (1, [])
+    assert fault in report["stages"][2]["got"]
+    assert shown in report["stages"][2]["got"]
+
+
+# Answers that are none.
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (400, "it must take the fields"),
+        (401, "no key was sent: name its --key-env"),
+        (404, "--base-url must be the address before /v1/rag"),
+    ],
+)
+def test_a_refusal_is_explained_and_not_repeated(serve: Serve, status: int, said: str) -> None:
+    server = serve(status, {}, {"detail": "no"})
+    code, report = examine(server.url)
+    endpoint = report["endpoints"]["8b"]
+    assert (code, endpoint["contract"]["outcome"], len(server.asked)) == (1, str(status), 1)
+    assert said in endpoint["contract"]["faults"][0]
+    assert endpoint["latency"]["state"] == "not tried"
+
+
+@pytest.mark.parametrize(
+    ("headers", "shown"),
+    [
+        ({"Retry-After": "7"}, "7 (seconds)"),
+        ({"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, "Wed, 21 Oct 2026 07:28:00 GMT (date)"),
+        ({"Retry-After": "soon\x1b[31m"}, "soon [31m (neither seconds nor a date)"),  # nothing a terminal would obey
+        ({"Retry-After": "2", "Retry-After-Ms": "1500"}, "2 (seconds), 1500 (Retry-After-Ms)"),
+    ],
+    ids=["seconds", "date", "other", "milliseconds"],
+)
+def test_a_limit_on_requests_is_shown_with_its_retry_after(serve: Serve, headers: dict[str, str], shown: str) -> None:
+    code, report = examine(serve(429, headers, b"").url)
+    endpoint = report["endpoints"]["8b"]
+    assert (code, endpoint["contract"]["retry_after"]) == (1, shown)
+    assert (endpoint["latency"]["outcomes"], endpoint["latency"]["retry_after"]) == ({"429": 6}, {"429": [shown]})
+    assert report["verdict"]["rag_max_concurrency"] is None
+
+
+def test_failures_among_good_answers_halve_the_suggested_concurrency(serve: Serve) -> None:
+    # Number 0 is the contract check. Of 1 to 6, the odd ones are refused.
+    server = serve(lambda number: (503, {}, b"") if number % 2 else (200, {}, GOOD))
+    code, report = examine(server.url, "--concurrency", "4")
+    assert (code, report["endpoints"]["8b"]["latency"]["outcomes"]) == (1, {"503": 3, "200": 3})
+    assert (report["verdict"]["ready"], report["verdict"]["rag_max_concurrency"]) == (False, 2)
+
+
+def test_the_timeout_is_three_times_the_slower_p99_in_whole_seconds() -> None:
+    tool = runpy.run_path(str(ENDPOINTS))
+    fast, slow = (
+        tool["Latency"](requests=6, concurrency=6, outcomes={"200": 6}, wall_ms={"p99": p99}) for p99 in (900, 2400)
+    )
+    verdict = tool["judge"]([], {"8b": (tool["Contract"](), fast), "32b": (tool["Contract"](), slow)}, 30)
+    assert verdict.rag_timeout_s == 8  # 3 x 2.4 s is 7.2 s
+    assert "rag_timeout_s: 3 x the slower endpoint's p99 of 2.4 s in whole seconds, at least 5 s" in verdict.rules
+
+
+def test_a_redirect_is_reported_and_not_followed(serve: Serve) -> None:
+    other = serve(200, {}, GOOD)
+    location = f"{other.url}/login?token={KEY}"
+    for status in (302, 307):
+        server = serve(status, {"Location": location}, b"")
+        result = run(ENDPOINTS, "--base-url", server.url, "--only", "8b", "--key-env", "KEY_VARIABLE")
+        assert result.returncode == 1
+        assert f"answered {status}, a redirect to {other.url}/login, expected 200" in result.stdout
+        assert run(QUICK, "--base-url", server.url).returncode == 1
+    assert other.asked == []
+
+
+# Answers that break the contract.
+
+WRONG_TYPES = {
+    "answer": None,
+    "passages": [
+        {"id": 7, "text": "...", "score": "0.5"},
+        {"id": "d2", "score": True},
+        "d3",
+        {"id": "d4", "text": ["..."], "score": 1.5},
+    ],
+    "took_ms": -1,
+}
+WRONG_TYPES_FAULTS = [
+    "answer is null, expected a string",
+    "took_ms is -1, expected a number of at least 0",
+    "passages[0].id is 7, expected a string",
+    "passages[0].score is a string, expected a number in [0, 1]",
+    "passages[1].text is missing, expected a string",
+    "passages[1].score is true, expected a number in [0, 1]",
+    "passages[2] is a string, expected an object with id, text and score",
+    "passages[3].text is a list, expected a string",
+    "passages[3].score is 1.5, expected a number in [0, 1]",
+    "passages has 4 entries, expected at most top_k, which was 3",
+]
+
+
+def with_scores(*scores: float) -> dict[str, Any]:
+    return {**GOOD, "passages": [{"id": "d", "text": "...", "score": score} for score in scores]}
+
+
+@pytest.mark.parametrize(
+    ("body", "faults"),
+    [
+        (WRONG_TYPES, WRONG_TYPES_FAULTS),
+        (
+            {},
+            [
+                "answer is missing, expected a string",
+                "took_ms is missing, expected a number of at least 0",
+                "passages is missing, expected a list",
+            ],
+        ),
+        ([GOOD], ["the body is a list, expected an object with answer, passages and took_ms"]),
+        (
+            with_scores(0.5, 0.2, 0.4),
+            ["passages[2].score is 0.4 after 0.2, expected the best passage first; sort them"],
+        ),
+        (
+            json.dumps({**GOOD, "took_ms": 0}).replace(": 0}", ": 1e999}").encode(),
+            ["took_ms is a number that is not finite, expected a number of at least 0"],
+        ),
+        ({**GOOD, "took_ms": 10**400}, ["took_ms is a number that is not finite, expected a number of at least 0"]),
+        (b'{"took_ms": NaN}', ["the body of 16 bytes holds NaN or Infinity, expected a JSON object"]),
+        ({**GOOD, "answer": "\ud83d"}, ["answer is a string with half a surrogate pair, expected a string"]),
+        (
+            b"<html>Sign in</html>",
+            [
+                "the body of 20 bytes is not JSON, expected a JSON object; it looks like HTML: a login or error page, "
+                "or another address"
+            ],
+        ),
+        (b"\xff{}", ["the body of 3 bytes is not UTF-8, expected JSON in UTF-8"]),
+        (
+            b"\x1f\x8b{}",
+            ["the body of 4 bytes is not UTF-8, expected JSON in UTF-8; it is compressed, which was not asked for"],
+        ),
+        (b"[" * 100_000, ["the body of 100000 bytes is not JSON, expected a JSON object"]),
+        (
+            b" " * (4 * 1024 * 1024 + 1),
+            ["more than 4 MiB, expected an answer with its passages; look at top_k"],
+        ),
+    ],
+    ids=[
+        "wrong-types",
+        "missing-fields",
+        "list",
+        "unsorted",
+        "infinite",
+        "huge",
+        "nan",
+        "surrogate",
+        "html",
+        "not-utf8",
+        "compressed",
+        "nested",
+        "too-large",
+    ],
+)
+def test_every_fault_of_a_body_is_named(serve: Serve, body: Any, faults: list[str]) -> None:
+    code, report = examine(serve(200, {}, body).url, "--requests", "1")
+    endpoint = report["endpoints"]["8b"]
+    assert (code, endpoint["contract"]["outcome"], endpoint["contract"]["faults"]) == (1, "bad body", faults)
+    assert endpoint["latency"]["outcomes"] == {"bad body": 1}
+
+
+def test_equal_scores_extra_fields_and_no_passages_hold_to_the_contract(serve: Serve) -> None:
+    for body in (with_scores(1, 0.5, 0.5), {**GOOD, "model": "m"}, {**GOOD, "passages": []}):
+        assert examine(serve(200, {}, body).url, "--requests", "1")[0] == 0
+
+
+def test_a_person_is_shown_twenty_faults_and_how_many_more_there_are(serve: Serve) -> None:
+    server = serve(200, {}, {**GOOD, "passages": [{}] * 10})  # 3 missing fields each, and too many: 31
+    result = run(ENDPOINTS, "--base-url", server.url, "--only", "8b", "--requests", "1")
+    assert result.stdout.count("is missing, expected") == 20
+    assert "- and 11 more; --json shows them" in result.stdout
+
+
+# Time.
+
+
+def drip(first: bytes) -> Callable[[Any], None]:
+    """A body that begins at once and then sends a byte every 0.2 s, for 8 s."""
+
+    def write(stream: Any) -> None:
+        stream.write(first)
+        for _ in range(40):
+            time.sleep(0.2)
+            stream.write(b" ")
+
+    return write
+
+
+HEADERS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n"
+
+
+@pytest.mark.parametrize("first", [HEADERS + b"\r\n{", HEADERS + b"X-Slow: "], ids=["body", "headers"])
+def test_a_drip_past_the_timeout_is_a_timeout(serve: Serve, first: bytes) -> None:
+    code, report = examine(serve(200, {}, drip(first)).url, "--timeout", "1")
+    endpoint = report["endpoints"]["8b"]
+    assert (code, endpoint["contract"]["outcome"], endpoint["latency"]["state"]) == (1, "timeout", "not tried")
+    assert 1 <= endpoint["contract"]["seconds"] < 1.5
+
+
+def test_answers_that_are_cut_off_leave_no_timeout_to_suggest(serve: Serve) -> None:
+    slow = drip(HEADERS + b"\r\n{")
+    server = serve(lambda number: (200, {}, slow if number == 1 else GOOD))
+    code, report = examine(server.url, "--timeout", "0.5")
+    assert (code, report["endpoints"]["8b"]["latency"]["outcomes"]) == (1, {"200": 5, "timeout": 1})
+    verdict = report["verdict"]
+    assert (verdict["rag_timeout_s"], verdict["rag_max_concurrency"]) == (None, 1)
+
+
+def test_a_body_that_breaks_off_is_a_lost_connection(serve: Serve) -> None:
+    server = serve(200, {"Connection": "close"}, lambda stream: stream.write(HEADERS + b"\r\n{"), protocol="HTTP/1.0")
+    assert examine(server.url)[1]["endpoints"]["8b"]["contract"]["outcome"] == "connection lost"
+
+
+# What is not told.
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",), ("--show-answers",), ("--show-answers", "--json")], ids=str)
+def test_a_key_that_the_service_echoes_everywhere_is_not_printed(serve: Serve, arguments: tuple[str, ...]) -> None:
+    echo = {**GOOD, "answer": f"Bearer {KEY}", "passages": [{"id": KEY, "text": KEY, "score": 0.5}]}
+    replies = [(200, {}, echo), (429, {"Retry-After": KEY}, echo), (302, {"Location": f"http://{KEY}/{KEY}"}, b"")]
+    server = serve(lambda number: replies[number % 3])
+    result = run(ENDPOINTS, "--base-url", server.url, "--key-env", "KEY_VARIABLE", "--requests", "6", *arguments)
+    assert server.asked[0][1]["Authorization"] == f"Bearer {KEY}"
+    assert KEY not in result.stdout + result.stderr
+    assert ("Bearer <KEY_VARIABLE>" in result.stdout) == ("--show-answers" in arguments)
+    quick = run(QUICK, "--base-url", serve(200, {}, echo).url, "--key-env", "KEY_VARIABLE")
+    assert (quick.returncode, KEY in quick.stdout + quick.stderr) == (0, False)
+
+
+def test_a_proxy_is_named_and_gets_no_request(serve: Serve) -> None:
+    proxy, server = serve(200, {}, GOOD), serve(200, {}, GOOD)
+    url = proxy.url.replace("//", f"//user:{KEY}@")
+    result = run(ENDPOINTS, "--base-url", server.url, "--requests", "1", HTTP_PROXY=url, all_proxy=url)
+    assert result.returncode == 0
+    assert "used neither by training nor by this tool: HTTP_PROXY, all_proxy\n" in result.stdout
+    assert KEY not in result.stdout
+    assert run(QUICK, "--base-url", server.url, http_proxy=url).returncode == 0
+    assert proxy.asked == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--base-url", "rag.example.com"),
+        ("--base-url", f"http://user:{KEY}@127.0.0.1"),
+        ("--base-url", f"http://user:{KEY}@127.0.0.1:port"),
+        ("--base-url", f"http://127.0.0.1?key={KEY}"),
+        ("--base-url", "http://127.0.0.1", "--key-env", KEY),
+        ("--base-url", "http://127.0.0.1", "--timeout", "0"),
+    ],
+    ids=["no-url", "no-scheme", "password", "password-and-port", "query", "key-for-its-name", "timeout"],
+)
+@pytest.mark.parametrize("script", [ENDPOINTS, QUICK], ids=lambda script: script.name)
+def test_wrong_usage_ends_with_2_and_shows_no_secret(script: Path, arguments: tuple[str, ...]) -> None:
+    result = run(script, *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "error:" in result.stderr
+    assert KEY not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--base-url", "http://127.0.0.1/v1/rag/8b"), "expected an address such as"),
+        (("--base-url", "http://127.0.0.1", "--top-k", "51"), "got '51', expected a whole number from 1 to 50"),
+        (("--base-url", "http://127.0.0.1", "--concurrency", "0"), "got '0', expected a whole number from 1 to 256"),
+        (("--base-url", "http://127.0.0.1", "--score-threshold", "nan"), "got 'nan', expected a number from 0 to 1"),
+        (("--base-url", "http://127.0.0.1", "--key-env", "BROKEN"), "a character that no header can carry"),
+    ],
+    ids=["endpoint", "top-k", "concurrency", "threshold", "key-with-newline"],
+)
+def test_wrong_usage_says_what_was_got_and_what_is_expected(arguments: tuple[str, ...], said: str) -> None:
+    result = run(ENDPOINTS, *arguments, BROKEN=f"{KEY}\n")
+    assert (result.returncode, said in result.stderr, KEY in result.stderr) == (2, True, False)
+
+
+# The quick one.
+
+
+def test_the_quick_tool_prints_status_passages_and_answer(serve: Serve) -> None:
+    answer = "It costs 5980 yuan.\x1b[2J\n周三晚上七点半。"
+    passages = [{"id": "d1", "text": "...", "score": 0.5}, {"id": "d2", "text": "...", "score": 0.25}]
+    server = serve(200, {}, {"answer": answer, "passages": passages, "took_ms": 1.5})
+    given = ("--query", "Python price", "--profile", "nurse", "--summary", "asked", "--context", "customer: hi")
+    result = run(QUICK, "--base-url", server.url, *given, "--top-k", "2", "--score-threshold", "0.1")
+    assert (result.returncode, result.stderr) == (0, "")
+    first, *rest = result.stdout.splitlines()
+    assert first.startswith(f"POST {server.url}/v1/rag/8b: 200 in 0.")
+    assert rest == [
+        "2 passages, took_ms 1.5",
+        "  0.500  d1",
+        "  0.250  d2",
+        "It costs 5980 yuan. [2J",
+        "周三晚上七点半。",
+    ]
+    asked = json.loads(server.asked[0][2])
+    assert (asked["rewritten_query"], asked["user_profile"]) == ("Python price", "nurse")
+    assert (asked["history_summary"], asked["context"]) == ("asked", "customer: hi")
+    assert (asked["top_k"], asked["score_threshold"]) == (2, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ((401, {}, b""), ": 401 in "),
+        ((200, {}, b"<html>"), "got another body than"),
+        ((200, {}, {"answer": 1, "passages": [], "took_ms": 1}), "got another body than"),
+        ((200, {}, drip(HEADERS + b"\r\n{")), ": no complete answer in 1."),
+    ],
+    ids=["status", "html", "types", "drip"],
+)
+def test_the_quick_tool_ends_with_1_where_there_is_no_answer(serve: Serve, reply: Reply, said: str) -> None:
+    result = run(QUICK, "--base-url", serve(*reply).url, "--timeout", "1")
+    assert (result.returncode, said in result.stdout, result.stderr) == (1, True, "")
