@@ -4,7 +4,7 @@ Owns the wiring and the checks that need branches and environment. The clients t
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from salesrl_trl.policy import cache_dir
 from salesrl_trl.preflight import check_judge, check_rag, read_key
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.embedding import SERVICE as EMBEDDING
 from salesrl_trl.reward.judge import JudgeClient, JudgeProvider, load_rubrics
-from salesrl_trl.reward.rag import RagClient
+from salesrl_trl.reward.rag import RagBackend, RagClient
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.transport import Transport
+from salesrl_trl.reward.vector_store import VectorStoreRag, has_table
 from salesrl_trl.types import SalesRow
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class RewardParts:
     scoring: Scoring
     rubrics: dict[str, str]
     rag_key: str | None
+    embedding_key: str | None
     judge_keys: dict[str, str | None]
     """By provider name."""
 
@@ -50,6 +53,11 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str]) -> RewardParts
             f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
             "`branches`."
         )
+    if config.vector_store_path is not None and not has_table(config.vector_store_path):
+        raise ConfigError(
+            f"`vector_store_path` is {config.vector_store_path}, where there is no store. Expected a folder that "
+            "scripts/build_vector_store.py wrote. Build it, or correct the path."
+        )
     scoring = Scoring(
         weights={**default_weights(branches), **weights},
         missing=config.missing_component,
@@ -60,6 +68,7 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str]) -> RewardParts
         scoring=scoring,
         rubrics=rubrics,
         rag_key=read_key(config.rag_api_key_env, "rag_api_key_env"),
+        embedding_key=read_key(config.embedding_api_key_env, "embedding_api_key_env"),
         judge_keys=_judge_keys(config),
     )
     if config.rag_base_url is not None:
@@ -113,10 +122,13 @@ def build_reward(
             hedge_fraction=config.hedge_fraction,
         )
 
-    rag = RagClient(
+    def retrieval(service: str) -> Transport:
+        return transport(service, config.rag_max_concurrency, config.rag_timeout_s)
+
+    rag = _vector_store(config, parts, retrieval) or RagClient(
         rag_base_url,
-        transport_8b=transport("rag_8b", config.rag_max_concurrency, config.rag_timeout_s),
-        transport_32b=transport("rag_32b", config.rag_max_concurrency, config.rag_timeout_s),
+        transport_8b=retrieval("rag_8b"),
+        transport_32b=retrieval("rag_32b"),
         api_key=parts.rag_key,
     )
     configured = config.parsed_judge_providers()
@@ -133,7 +145,8 @@ def build_reward(
         for each in configured or [_only_provider(config, judge_base_url)]
     ]
     judge = JudgeClient(providers, parts.rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
-    lasting = config.rag_base_url is not None  # the embedded service has another address in every run
+    # the embedded service has another address in every run
+    lasting = config.rag_base_url is not None or config.vector_store_path is not None
     return SalesReward(
         rows,
         rag,
@@ -146,6 +159,22 @@ def build_reward(
             output_dir / f"answers.rank{process_index}.sqlite" if lasting and config.cache_answers else None
         ),
         references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
+    )
+
+
+def _vector_store(
+    config: RewardConfig, parts: RewardParts, transport: Callable[[str], Transport]
+) -> RagBackend | None:
+    if config.vector_store_path is None or config.embedding_base_url is None or config.embedding_model is None:
+        return None
+    return VectorStoreRag(
+        config.vector_store_path,
+        embedding_base_url=config.embedding_base_url,
+        embedding_model=config.embedding_model,
+        api_key=parts.embedding_key,
+        transport_8b=transport(EMBEDDING),
+        transport_32b=transport(EMBEDDING),
+        max_text_chars=config.embedding_max_chars,
     )
 
 
@@ -191,6 +220,7 @@ def _provider(config: JudgeProviderConfig, api_key: str | None, transport: Trans
         response_format=config.response_format,
         temperature=config.temperature,
         max_completion_tokens=config.max_completion_tokens,
+        extra_body=config.extra_body,
         usd_per_million_prompt_tokens=config.usd_per_million_prompt_tokens,
         usd_per_million_completion_tokens=config.usd_per_million_completion_tokens,
     )

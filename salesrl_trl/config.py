@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+import urllib.parse
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,8 +81,15 @@ class DataConfig:
 
 
 def _check_url(setting: str, url: str | None) -> None:
+    if url is None:
+        return
     _check(
-        url is None or url.startswith(("http://", "https://")),
+        "@" not in urllib.parse.urlsplit(url).netloc,
+        f"`{setting}` holds credentials. Expected an address without them: logs and errors name it. Keys go into an "
+        "environment variable.",
+    )
+    _check(
+        url.startswith(("http://", "https://")),
         f"`{setting}` is {url!r}. Expected an address that starts with http:// or https://.",
     )
 
@@ -126,6 +134,8 @@ class JudgeProviderConfig:
             `null` for models that take none.
         max_completion_tokens (`int`, *optional*, defaults to `512`):
             Room for the verdict, and for a reasoning model's thoughts.
+        extra_body (`dict`, *optional*):
+            Further fields of every request, for example `{"chat_template_kwargs": {"enable_thinking": false}}`.
         usd_per_million_prompt_tokens (`float`, *optional*, defaults to `0.0`):
             Price, for the cost metrics.
         usd_per_million_completion_tokens (`float`, *optional*, defaults to `0.0`):
@@ -142,6 +152,7 @@ class JudgeProviderConfig:
     response_format: str = "auto"
     temperature: float | None = 0.0
     max_completion_tokens: int = 512
+    extra_body: dict[str, Any] = field(default_factory=dict)
     usd_per_million_prompt_tokens: float = 0.0
     usd_per_million_completion_tokens: float = 0.0
 
@@ -157,6 +168,7 @@ class JudgeProviderConfig:
             self.response_format in RESPONSE_FORMATS,
             f"`{where}.response_format` is {self.response_format!r}. Expected one of: {', '.join(RESPONSE_FORMATS)}.",
         )
+        _check(isinstance(self.extra_body, dict), f"`{where}.extra_body` is no mapping. Expected fields of a request.")
         for name in ("max_concurrency", "timeout_s", "max_completion_tokens"):
             value = getattr(self, name)
             _check(value is None or value > 0, f"`{where}.{name}` is {value}. Expected more than 0.")
@@ -171,6 +183,16 @@ class RewardConfig:
             Address of the RAG service before `/v1/rag/...`. Without one the recipe starts the embedded service.
         rag_api_key_env (`str`, *optional*):
             Name of the environment variable that holds the RAG service's key.
+        vector_store_path (`str`, *optional*):
+            Folder that `scripts/build_vector_store.py` wrote, searched in place of a RAG service.
+        embedding_base_url (`str`, *optional*):
+            OpenAI-style address of the embeddings that the store was built with, `/v1` included.
+        embedding_model (`str`, *optional*):
+            The embedding model's name there.
+        embedding_api_key_env (`str`, *optional*):
+            Name of the environment variable that holds the embedding service's key.
+        embedding_max_chars (`int`, *optional*, defaults to `6000`):
+            Length to which a question is cut before it is embedded.
         judge_base_url (`str`, *optional*):
             OpenAI-style address of the judge, `/v1` included. Without one the recipe starts the embedded judge.
         judge_model (`str`, *optional*, defaults to `"salesrl-judge"`):
@@ -194,7 +216,7 @@ class RewardConfig:
             A completion that lacks a component has no reward (`none`), or the others stand in for it (`reweight`).
         rag_score_threshold (`float`, *optional*, defaults to `0.03`):
             Passages below this normalised score in [0, 1] are left out. Raw conversations score near 0.09 in the
-            embedded service, good queries 0.2 to 0.6.
+            embedded service, good queries 0.2 to 0.6. By most embedding models unrelated texts score 0.2 to 0.6.
         rag_top_k (`int`, *optional*, defaults to `3`):
             Most passages to retrieve.
         rag_timeout_s (`float`, *optional*, defaults to `30.0`):
@@ -231,6 +253,11 @@ class RewardConfig:
 
     rag_base_url: str | None = field(default=None, metadata=_help("RAG service; embedded if not given"))
     rag_api_key_env: str | None = field(default=None, metadata=_help("environment variable with the RAG key"))
+    vector_store_path: str | None = field(default=None, metadata=_help("local vector store in place of a RAG service"))
+    embedding_base_url: str | None = field(default=None, metadata=_help("embeddings of the store, with /v1"))
+    embedding_model: str | None = field(default=None, metadata=_help("the embedding model's name"))
+    embedding_api_key_env: str | None = field(default=None, metadata=_help("environment variable with that key"))
+    embedding_max_chars: int = field(default=6000, metadata=_help("characters of a question that are embedded"))
     judge_base_url: str | None = field(default=None, metadata=_help("judge, with /v1; embedded if not given"))
     judge_model: str = field(default="salesrl-judge", metadata=_help("the judge's model name"))
     judge_api_key_env: str | None = field(default=None, metadata=_help("environment variable with the judge's key"))
@@ -278,6 +305,7 @@ class RewardConfig:
             "judge_max_concurrency",
             "initial_concurrency",
             "judge_repeats",
+            "embedding_max_chars",
             "reward_deadline_s",
         )
         _check(0 <= self.hedge_fraction <= 1, f"`hedge_fraction` is {self.hedge_fraction}. Expected 0 to 1.")
@@ -286,6 +314,7 @@ class RewardConfig:
         _check_choice(self, "missing_component", MISSING_RULES)
         _check_url("rag_base_url", self.rag_base_url)
         _check_url("judge_base_url", self.judge_base_url)
+        self._check_vector_store()
         _check(
             self.judge_providers is None or self.judge_base_url is None,
             "both `judge_providers` and `judge_base_url` are given. Expected one of them: list that address among the "
@@ -293,6 +322,25 @@ class RewardConfig:
         )
         self.parsed_judge_providers()
         self.parsed_branch_weights()
+
+    def _check_vector_store(self) -> None:
+        _check_url("embedding_base_url", self.embedding_base_url)
+        embedding = (self.embedding_base_url, self.embedding_model)
+        if self.vector_store_path is None:
+            _check(
+                embedding == (None, None),
+                "`embedding_base_url` or `embedding_model` is given without `vector_store_path`. Expected all three.",
+            )
+            return
+        _check(
+            self.rag_base_url is None,
+            "both `rag_base_url` and `vector_store_path` are given. Expected one of them to retrieve from.",
+        )
+        _check(
+            None not in embedding,
+            "`vector_store_path` is given without `embedding_base_url` and `embedding_model`. Expected those that the "
+            "store was built with.",
+        )
 
     def parsed_judge_providers(self) -> list[JudgeProviderConfig]:
         """`judge_providers`, checked; empty where none are given."""

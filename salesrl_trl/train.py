@@ -89,6 +89,8 @@ def parse(argv: Sequence[str], default_config: Path) -> RunConfig:
     if "--config" not in argv:
         argv = ["--config", str(default_config), *argv]
     parser = _Parser((DataConfig, RewardConfig, WarmStartConfig, SalesGRPOConfig, ModelConfig), allow_abbrev=False)
+    if argv[-1] == "--config":
+        raise ConfigError("`--config` has no file behind it. Expected a recipe's YAML.")
     _check_keys(Path(argv[argv.index("--config") + 1]), {action.dest for action in parser._actions})
     try:
         return RunConfig(*parser.parse_args_and_config(argv))
@@ -159,9 +161,10 @@ def addresses(config: RewardConfig) -> Iterator[tuple[str, str]]:
 
     One process of each node starts them and stops them again; all ranks learn the addresses of their own node.
     """
+    has_rag = config.rag_base_url is not None or config.vector_store_path is not None
     has_judge = config.judge_base_url is not None or config.judge_providers is not None
-    if config.rag_base_url is not None and has_judge:
-        yield config.rag_base_url, config.judge_base_url or ""
+    if has_rag and has_judge:
+        yield config.rag_base_url or "", config.judge_base_url or ""
         return
     state = PartialState()
     services = EmbeddedServices()

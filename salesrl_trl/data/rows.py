@@ -59,8 +59,24 @@ def parse_row(record: Mapping[str, Any], position: int, branches: Sequence[str],
         contact_id=str(record.get("contact_id") or ""),
         account_id=str(record.get("account_id") or ""),
         message_id=str(record.get("message_id") or ""),
-        documents=tuple(record.get("documents") or ()),
+        documents=_documents(record.get("documents"), where),
     )
+
+
+def _documents(value: Any, where: str) -> tuple[str, ...]:
+    documents = () if value is None else value
+    if isinstance(documents, str) or not all(isinstance(each, str) and is_unicode(each) for each in documents):
+        raise DataError(f"{where}: `documents` is {_shape(value)}. Expected a list of texts, or nothing.")
+    return tuple(documents)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be sent and written: half a surrogate pair, which JSON can spell, can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _conversation(value: Any, where: str) -> tuple[Message, ...]:
@@ -71,7 +87,7 @@ def _conversation(value: Any, where: str) -> tuple[Message, ...]:
     for turn, message in enumerate(value):
         role = message.get("role") if isinstance(message, Mapping) else None
         content = message.get("content") if isinstance(message, Mapping) else None
-        if role not in ROLES or not isinstance(content, str) or not content.strip():
+        if role not in ROLES or not isinstance(content, str) or not content.strip() or not is_unicode(content):
             raise DataError(
                 f"{where}: turn {turn} of `conversation` has role {role!r} and content {_shape(content)}. "
                 f"Expected {expected}."

@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from salesrl_trl.errors import DeadlineExceeded
+from salesrl_trl.reward.deadline import remaining_s
 from salesrl_trl.reward.perloop import PerLoop
 
 T = TypeVar("T")
@@ -139,13 +141,18 @@ class Memo:
             self.hits += 1
             return kept  # type: ignore[no-any-return]
         under_way = self._under_way.get()
-        task = under_way.get(key)
-        if task is None:
-            task = under_way[key] = asyncio.ensure_future(self._ask(key, ask))
-            task.add_done_callback(lambda done: _forget(under_way, key, done))
-        else:
+        while (task := under_way.get(key)) is not None:
+            try:
+                answer: T = await asyncio.shield(task)
+            except DeadlineExceeded:
+                if remaining_s() <= 0:
+                    raise
+                continue  # it was under way for somebody with less time
             self.hits += 1
-        # Shielded: others wait for the same task, and one that is cut off must not cancel it.
+            return answer
+        task = under_way[key] = asyncio.ensure_future(self._ask(key, ask))
+        task.add_done_callback(lambda done: _forget(under_way, key, done))
+        # Shielded, here and above: others wait for the same task, and one that is cut off must not cancel it.
         return await asyncio.shield(task)
 
     async def aclose(self) -> None:

@@ -31,6 +31,23 @@ CANCEL_GRACE_S = 1.0
 """What a cancelled call is given to end. One that does not is left behind: the step goes on."""
 
 
+@dataclass(slots=True)
+class _Span:
+    """From the first start to the last end of something that many do at once."""
+
+    first: float | None = None
+    last: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.first is None else self.last - self.first
+
+    def extend(self, started: float) -> None:
+        """Something that began at `started` is over now."""
+        self.first = started if self.first is None else min(self.first, started)
+        self.last = time.perf_counter()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchReport:
     """What happened beside the rewards while a batch was scored."""
@@ -101,7 +118,7 @@ class SalesReward:
         self._answers = Memo(self._stores[0], answer_to_json, answer_from_json)
         self._verdicts = Memo(self._stores[0], verdict_to_json, verdict_from_json)
         self._references = Memo(self._stores[1], answer_to_json, answer_from_json)
-        self._judge_span: tuple[float, float] | None = None
+        self._judging = _Span()
         self._told: set[str] = set()
         self.last: list[Reward] = []
         self.last_seconds = 0.0
@@ -138,12 +155,14 @@ class SalesReward:
             `list[float | None]`: in the order of `completions`.
         """
         started = time.perf_counter()
+        judging = self._judging = _Span()
+        seconds: list[dict[str, float]] = [{} for _ in completions]
         with deadline(self._deadline_s):
             chains = [
-                asyncio.create_task(self._score(index, _text(completion)))
-                for index, completion in zip(row, completions, strict=True)
+                asyncio.create_task(self._score(index, _text(completion), stages, judging))
+                for index, completion, stages in zip(row, completions, seconds, strict=True)
             ]
-        self.last = await self._collect(chains)
+        self.last = await self._collect(chains, seconds)
         for store in self._stores:
             store.flush()
         self.last_seconds = time.perf_counter() - started
@@ -155,10 +174,9 @@ class SalesReward:
 
     def take_report(self) -> BatchReport:
         """What happened since the last time. Every provider and service is in it, also those that were not asked."""
-        span, self._judge_span = self._judge_span, None
         report = BatchReport(
             seconds=self.last_seconds,
-            judge_seconds=0.0 if span is None else span[1] - span[0],
+            judge_seconds=self._judging.seconds,
             usage=self._judge.take_usage(),
             traffic={
                 name: {**transport.take_traffic(), "slots": transport.slots}
@@ -184,7 +202,8 @@ class SalesReward:
             for name, result in zip(self._rag.transports, answers, strict=True)
         }
         judged = next((result[0] for result in answers if not isinstance(result, ServiceError)), _NO_ANSWER)
-        told.update(await self._judge.warm_up(row, action, judged))
+        if self._needs_judge:
+            told.update(await self._judge.warm_up(row, action, judged))
         self.take_report()
         return told
 
@@ -192,8 +211,8 @@ class SalesReward:
         """The errors of a `warm_up` after which nothing could be scored: the 8B endpoint's, or all judges'. A run can
         go on without the 32B endpoint."""
         needed = [warm_up[name] for name in list(self._rag.transports)[:1]]
-        judges = [warm_up[name] for name in self._judge.transports]
-        if all(isinstance(result, ServiceError) for result in judges):
+        judges = [warm_up[name] for name in self._judge.transports if name in warm_up]
+        if judges and all(isinstance(result, ServiceError) for result in judges):
             needed += judges
         return [result for result in needed if isinstance(result, ServiceError)]
 
@@ -206,10 +225,16 @@ class SalesReward:
         for store in self._stores:
             store.close()
 
+    @property
+    def _needs_judge(self) -> bool:
+        return any(self._scoring.rubrics(branch) for branch in self._scoring.weights)
+
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **self._judge.transports}
 
-    async def _collect(self, chains: list[asyncio.Task[Reward]]) -> list[Reward]:
+    async def _collect(
+        self, chains: list[asyncio.Task[Reward]], seconds: Sequence[Mapping[str, float]]
+    ) -> list[Reward]:
         """Every chain's reward; those that outlast the deadline are cancelled and missing."""
         try:
             _, late = await asyncio.wait(chains, timeout=self._deadline_s)
@@ -221,7 +246,10 @@ class SalesReward:
             chain.cancel()
         if late:
             await asyncio.wait(late, timeout=CANCEL_GRACE_S)
-        return [missing(Outcome.INFRA, "deadline", {}) if chain in late else self._result(chain) for chain in chains]
+        return [
+            missing(Outcome.INFRA, "deadline", stages) if chain in late else self._result(chain)
+            for chain, stages in zip(chains, seconds, strict=True)
+        ]
 
     def _result(self, chain: asyncio.Task[Reward]) -> Reward:
         """The chain's reward. An error that is none of a service's is a fault in code: told once by its place, without
@@ -241,18 +269,21 @@ class SalesReward:
             logger.error(f"the reward raised {name} at {place}; completions it happens to are missing")
         return missing(Outcome.INFRA, f"raised_{name}", {})
 
-    async def _score(self, index: int, completion: str) -> Reward:
+    async def _score(self, index: int, completion: str, seconds: dict[str, float], judging: _Span) -> Reward:
         action = parse_action(completion)
         if isinstance(action, InvalidAction):
             return self._scoring.score_invalid(action)
         row = self._rows[index]
-        seconds: dict[str, float] = {}
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, seconds))
         try:
             candidate = await _timed(self._candidate(row, action), "rag_8b", seconds)
             if is_hollow(candidate.text):
                 return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), seconds)
-            return await self._judged(row, action, candidate, await reference_asked, seconds)
+            started, reference = time.perf_counter(), await reference_asked
+            try:
+                return await self._judged(row, action, candidate, reference, seconds)
+            finally:
+                judging.extend(started)
         except ServiceError as error:
             return missing(Outcome.INFRA, error.code, seconds)
         finally:
@@ -304,18 +335,7 @@ class SalesReward:
         material = (row.branch, row.context, row.documents, action.as_dict(), texts)
         key = cache_key(self._judge.identity(rubric), material)
 
-        async def ask() -> Verdict:
-            started = time.perf_counter()
-            try:
-                return await self._judge.judge(rubric, row, action, candidate, reference)
-            finally:
-                self._extend_judge_span(started)
-
-        return await self._verdicts.get(key, ask)
-
-    def _extend_judge_span(self, started: float) -> None:
-        first, last = self._judge_span or (started, started)
-        self._judge_span = (min(first, started), max(last, time.perf_counter()))
+        return await self._verdicts.get(key, lambda: self._judge.judge(rubric, row, action, candidate, reference))
 
     def _asked(self, row: SalesRow) -> tuple[Any, ...]:
         """What both endpoints are asked with, for the cache's keys."""

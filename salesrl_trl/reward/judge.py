@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from openai.types.shared_params import ResponseFormatJSONSchema
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from salesrl_trl.errors import (
@@ -31,7 +32,7 @@ from salesrl_trl.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.http import HttpClient
 from salesrl_trl.reward.transport import Transport
-from salesrl_trl.reward.verdict import RESPONSE_FORMAT, judge_message, read_text_verdict, read_verdict, text_rubric
+from salesrl_trl.reward.verdict import judge_message, read_text_verdict, read_verdict, response_format, text_rubric
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class JudgeProvider:
     """`None` for models that take none."""
     max_completion_tokens: int = 512
     """Room for the verdict, and for a reasoning model's thoughts."""
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of every request: `{"chat_template_kwargs": {"enable_thinking": False}}`."""
     usd_per_million_prompt_tokens: float = 0.0
     """Price, for the cost metrics."""
     usd_per_million_completion_tokens: float = 0.0
@@ -250,9 +253,10 @@ class JudgeClient:
             await provider.http.aclose()
 
     def _identity(self, rubric: str) -> str:
+        providers = [each.settings for each in self._providers.values()]
         asked = [
-            (each.settings.base_url, each.settings.model, each.settings.temperature, each.settings.response_format)
-            for each in self._providers.values()
+            (each.base_url, each.model, each.temperature, each.response_format, dict(each.extra_body))
+            for each in providers
         ]
         return cache_key("judge", asked, rubric, self._repeats, self._aggregation)
 
@@ -375,9 +379,10 @@ class _Provider:
             candidate_first=candidate_first,
             nonce=nonce,
         )
-        system = text_rubric(material.rubric, nonce) if by_text else material.rubric
-        content = self._content(await self.http.post("/chat/completions", self._body(system, message, by_text)))
         expect_reference = material.reference is not None
+        system = text_rubric(material.rubric, nonce) if by_text else material.rubric
+        held_to = None if by_text else response_format(expect_reference=expect_reference)
+        content = self._content(await self.http.post("/chat/completions", self._body(system, message, held_to)))
         if by_text:
             verdict = read_text_verdict(content, nonce=nonce, expect_reference=expect_reference)
         else:
@@ -385,7 +390,7 @@ class _Provider:
         self._usage.verdicts += 1
         return verdict
 
-    def _body(self, system: str, message: str, by_text: bool) -> dict[str, Any]:
+    def _body(self, system: str, message: str, held_to: ResponseFormatJSONSchema | None) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.settings.model,
             "messages": [{"role": "system", "content": system}, {"role": "user", "content": message}],
@@ -393,9 +398,9 @@ class _Provider:
         }
         if self.settings.temperature is not None:
             body["temperature"] = self.settings.temperature
-        if not by_text:
-            body["response_format"] = RESPONSE_FORMAT
-        return body
+        if held_to is not None:
+            body["response_format"] = held_to
+        return {**body, **self.settings.extra_body}
 
     def _content(self, answer: bytes) -> str:
         """The text of a chat completion, which a broken endpoint may not have."""

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from salesrl_trl.data.prompts import ACTION_FIELDS
+from salesrl_trl.data.rows import is_unicode
 from salesrl_trl.reward.hollow import is_hollow
 from salesrl_trl.types import Action, InvalidAction
 
@@ -54,19 +55,10 @@ def _fault(value: Any) -> str | None:
         return "extra_field"
     if not all(isinstance(field, str) for field in value.values()):
         return "wrong_type"
-    if not all(_is_unicode(field) for field in value.values()):
+    if not all(is_unicode(field) for field in value.values()):
         return "not_unicode"
     if is_hollow(value["rewritten_query"]):
         return "empty_query"
     if any(len(field) > MAX_FIELD_CHARS for field in value.values()):
         return "too_long"
     return None
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether the text can be sent: half a surrogate pair, which JSON can spell, can't."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -120,8 +120,12 @@ class Transport:
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
         self._refuse_if_hopeless(patience_s)  # before queueing: a service that is down is told of at once
-        async with self._flights.get().slot():
-            return await self._with_retries(attempt, patience_s)
+        try:
+            async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
+                waiting.reschedule(None)  # from here on, attempts and waits look at the deadline themselves
+                return await self._with_retries(attempt, patience_s)
+        except TimeoutError:
+            raise self._deadline_exceeded() from None
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
         try:
@@ -146,6 +150,8 @@ class Transport:
         raise AssertionError("stamina ends by returning or raising")
 
     async def _once(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
+        if remaining_s() <= 0:
+            raise self._deadline_exceeded()
         probe = await self._permitted(patience_s)
         with self._observed(self._limit.sent(), probe):
             left_s = remaining_s()
@@ -156,9 +162,12 @@ class Transport:
             except TimeoutError:
                 raise self._timed_out(left_s) from None
 
+    def _deadline_exceeded(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the deadline came before {self.service}'s answer")
+
     def _timed_out(self, left_s: float) -> ServiceTimeout:
         if left_s < self._attempt_timeout_s:
-            return DeadlineExceeded(f"the deadline came before {self.service}'s answer")
+            return self._deadline_exceeded()
         return ServiceTimeout(
             f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
             code=f"{self.service}_timeout",

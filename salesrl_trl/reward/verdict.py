@@ -5,6 +5,7 @@ the last thing in its text. Completions are hostile text here: they travel in fe
 and anything outside the schema is `JudgeInvalid`, never a number. Pure: no network.
 """
 
+import functools
 import json
 import re
 from typing import Any
@@ -31,10 +32,13 @@ class _SignedVerdictBody(_VerdictBody):
     nonce: str
 
 
-RESPONSE_FORMAT: ResponseFormatJSONSchema = {
-    "type": "json_schema",
-    "json_schema": {"name": "verdict", "strict": True, "schema": _VerdictBody.model_json_schema()},
-}
+class _PairVerdictBody(_VerdictBody):
+    reference: float = Field(ge=0, le=1, allow_inf_nan=False)
+
+
+class _LoneVerdictBody(_VerdictBody):
+    reference: None
+
 
 _TEXT_INSTRUCTION = """
 
@@ -67,6 +71,18 @@ def judge_message(
     }
     ordered = answers.items() if candidate_first else reversed(answers.items())
     return fence({**material, **dict(ordered)}, nonce)
+
+
+@functools.cache
+def response_format(*, expect_reference: bool) -> ResponseFormatJSONSchema:
+    """Holds a judge to the schema. The reference's score is a number where a reference is shown, and null elsewhere: a
+    model that may choose will at times choose null."""
+    body = _PairVerdictBody if expect_reference else _LoneVerdictBody
+    name = "pair_verdict" if expect_reference else "lone_verdict"
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": name, "strict": True, "schema": body.model_json_schema()},
+    }
 
 
 def text_rubric(rubric: str, nonce: str) -> str:

@@ -84,14 +84,21 @@ def test_a_line_that_is_not_json_is_refused_by_number_and_without_its_text(tmp_p
         "customer: hi",
         [{"role": "user", "content": "hi"}],
         [{"role": "customer", "content": " "}],
+        [{"role": "customer", "content": "half a surrogate pair \ud83d"}],
         [{"role": "customer", "content": "my number is 13800000000"}, {"role": "seller", "content": "13800000000?"}],
     ],
-    ids=["missing", "empty", "text", "role", "blank", "seller last"],
+    ids=["missing", "empty", "text", "role", "blank", "surrogate", "seller last"],
 )
 def test_a_malformed_conversation_is_refused_without_quoting_it(dataset, conversation):
     with pytest.raises(DataError, match="row 0") as caught:
         load(dataset({**GOOD, "conversation": conversation}))
     assert "13800000000" not in str(caught.value)
+
+
+@pytest.mark.parametrize("documents", ["a text", [1], ["half \ud83d"]], ids=["text", "number", "surrogate"])
+def test_documents_that_are_no_list_of_texts_are_refused(dataset, documents):
+    with pytest.raises(DataError, match="`documents` is"):
+        load(dataset({**GOOD, "documents": documents}))
 
 
 def test_a_limit_takes_the_first_rows(dataset):

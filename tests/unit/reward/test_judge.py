@@ -139,8 +139,13 @@ def test_a_verdict_that_ran_out_of_tokens_is_named_so(score_many, services, cont
 
 
 def test_a_models_own_limits_are_sent(score_many, services):
-    score_many(1, providers=[{"name": "judge", "temperature": None, "max_completion_tokens": 4000}])
+    extra = {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
+    score_many(
+        1, providers=[{"name": "judge", "temperature": None, "max_completion_tokens": 4000, "extra_body": extra}]
+    )
     body = services.asked["judge"][0].json
+    assert body["reasoning_effort"] == "low"
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert "temperature" not in body
     assert body["max_completion_tokens"] == 4000
 

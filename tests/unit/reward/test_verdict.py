@@ -7,7 +7,7 @@ from support.loopback import VERDICT, row
 
 from salesrl_trl.errors import JudgeInvalid
 from salesrl_trl.fencing import read_sections
-from salesrl_trl.reward.verdict import judge_message, read_text_verdict, read_verdict, text_rubric
+from salesrl_trl.reward.verdict import judge_message, read_text_verdict, read_verdict, response_format, text_rubric
 from salesrl_trl.types import Action, Answer, Verdict
 
 NONCE = "0123456789abcdef"
@@ -101,6 +101,15 @@ def test_either_answer_can_stand_first(candidate_first):
     message = judge_message(row(), action, *answers, candidate_first=candidate_first, nonce=NONCE)
     assert list(read_sections(message))[-2:] == order
     assert read_sections(message)["candidate_answer"] == "ours"
+
+
+def test_the_schema_asks_for_the_references_score_where_there_is_a_reference():
+    pair, lone = (
+        response_format(expect_reference=there)["json_schema"]["schema"]["properties"]["reference"]
+        for there in (True, False)
+    )
+    assert (pair["type"], pair["minimum"], pair["maximum"]) == ("number", 0, 1)
+    assert lone["type"] == "null"
 
 
 def test_a_rubric_with_braces_is_not_taken_for_a_template():

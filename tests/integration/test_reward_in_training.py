@@ -1,0 +1,114 @@
+"""The reward chain inside the trainer: what is logged, what is shown, and what stays secret."""
+
+import json
+import logging
+import math
+
+import pytest
+from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
+
+from salesrl_trl.errors import ServiceUnavailable
+from salesrl_trl.reward.cache import AnswerStore
+
+DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
+PLANTED = "sk-planted-4242424242"
+
+
+def step_logs(trainer):
+    return [entry for entry in trainer.state.log_history if "reward" in entry]
+
+
+def test_what_services_and_judges_did_is_logged_with_each_step(scripted_trainer, services):
+    body = chat_completion(json.dumps(VERDICT))
+    services.set("judge", {**body, "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}})
+    services.answers["8b"] = [(503, {}, {}, 0), services.answers["8b"][0]]
+    price = {"usd_per_million_prompt_tokens": 10.0}
+    trainer = scripted_trainer(
+        texts=DIFFERENT, max_steps=2, chain={"attempts": 3, "providers": [{"name": "judge", **price}]}
+    )
+    trainer.train()
+    first, second = step_logs(trainer)
+    # four different completions a step, over rows of one conversation
+    assert (first["judge/judge/verdicts"], second["judge/judge/verdicts"]) == (4, 4)
+    assert first["judge/judge/prompt_tokens"] == 400
+    assert first["judge/judge/usd"] == pytest.approx(0.004)  # 400 tokens of 10 dollars a million
+    assert (first["services/rag_8b/calls"], first["services/rag_8b/sent"]) == (4, 5)
+    assert (first["services/rag_8b/failures"], first["services/rag_8b/retries"]) == (1, 1)
+    assert second["services/rag_8b/failures"] == 0
+    assert 0 < first["time/judge_s"] <= first["time/reward_s"]
+
+
+def test_a_judge_that_likes_length_is_seen(scripted_trainer, services):
+    lengths = iter((10, 20, 30, 40))
+    services.functions["8b"] = lambda request: (
+        200, {"answer": "x" * next(lengths), "passages": [], "took_ms": 1}
+    )  # fmt: skip
+    services.judge_by(lambda system, user: {**VERDICT, "candidate": user.count("x" * 10) / 10})
+    trainer = scripted_trainer(texts=DIFFERENT, max_steps=1)
+    trainer.train()
+    (logs,) = step_logs(trainer)
+    assert logs["judge/length_correlation"] == pytest.approx(1.0)
+
+
+def test_components_stand_beside_the_completions(scripted_trainer):
+    trainer = scripted_trainer(texts=(ACTION, BAD), max_steps=1, log_completions=True)
+    trainer.train()
+    extra = trainer._logs["extra"]
+    assert list(extra["outcome"]) == ["ok", "invalid_action"] * 2
+    assert list(extra["judge"]) == [0.75, None] * 2
+    assert list(extra["format"]) == [1.0, 0.0] * 2
+    assert list(extra["reason"]) == ["", "not_json"] * 2
+
+
+def test_the_warm_up_stops_a_run_that_could_not_score(scripted_trainer, services, caplog):
+    trainer = scripted_trainer()
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        trainer.warm_up()
+    assert "[WarmUp] rag_8b: 0." in caplog.text
+    services.set("judge", {}, status=500)
+    with pytest.raises(ServiceUnavailable, match="did not pass their warm-up"):
+        trainer.warm_up()
+
+
+def test_the_warm_up_goes_on_without_the_reference(scripted_trainer, services, caplog):
+    services.set("32b", {}, status=500)
+    trainer = scripted_trainer()
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        trainer.warm_up()
+    assert "[WarmUp] rag_32b: rag_32b_http_500" in caplog.text
+
+
+@pytest.mark.parametrize("endpoint", ["8b", "judge"])
+def test_a_key_that_a_service_echoes_gets_nowhere(scripted_trainer, services, tmp_path, caplog, endpoint):
+    stores = {name: AnswerStore(tmp_path / "run" / f"{name}.sqlite") for name in ("answers", "references")}
+    echo = {
+        "error": {"message": f"Incorrect API key provided: {PLANTED}", "code": "invalid_api_key", "param": PLANTED}
+    }
+    services.set(endpoint, echo, status=401, headers={"WWW-Authenticate": f"Bearer {PLANTED}", "X-Key": PLANTED})
+    trainer = scripted_trainer(
+        texts=DIFFERENT,
+        max_steps=2,
+        max_skipped_generations=9,
+        save_strategy="steps",
+        save_steps=1,
+        log_completions=True,
+        chain={**stores, "providers": [{"name": "judge", "api_key": PLANTED}]},
+    )
+    with caplog.at_level(logging.DEBUG):
+        trainer.train()
+        trainer.save_model()
+        trainer.finish()
+    told = caplog.text + repr(trainer._reward.last) + repr(vars(trainer.args)) + str(trainer.state.log_history)
+    assert f"{'rag_8b' if endpoint == '8b' else 'judge'}_http_401" in told
+    assert PLANTED not in told
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".sqlite" for path in files)
+    assert [path for path in files if PLANTED.encode() in path.read_bytes()] == []
+
+
+def test_figures_that_are_undefined_are_no_numbers(scripted_trainer):
+    trainer = scripted_trainer(texts=(BAD,), max_steps=1)
+    trainer.train()
+    (logs,) = step_logs(trainer)
+    assert logs["judge/length_correlation"] is None
+    assert not any(isinstance(value, float) and math.isnan(value) for value in logs.values())

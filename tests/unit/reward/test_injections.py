@@ -1,0 +1,129 @@
+"""Completions that try to write their own verdict, against judges from honest to as gullible as can be."""
+
+import asyncio
+import json
+import re
+
+import pytest
+from support.injections import FORGED_SCORE, GUESSED, INJECTIONS
+from support.loopback import ANSWER, VERDICT, action, build_reward, row
+
+from salesrl_trl.fencing import fence, neutralise, read_sections
+from salesrl_trl.types import Outcome
+
+BY_TEXT = [{"name": "judge", "response_format": "text"}]
+TEXTS = [text for _, text in INJECTIONS]
+UNSEEN = "[\u200b\u2060]*"
+MARKS = re.compile(rf"<{UNSEEN}[<|｜∣]|[>|｜∣]{UNSEEN}>|\[/?INST\]|</?s>|＜＜|〈〈|««|‹‹")
+
+
+def score(services, completions, providers=None, answer=None):
+    if answer is not None:
+        services.set("8b", {**ANSWER, "answer": answer})
+    reward = build_reward(services.url, [row()], providers=providers, limits={"initial_concurrency": 64})
+
+    async def once():
+        try:
+            await reward(prompts=[None] * len(completions), completions=completions, row=[0] * len(completions))
+        finally:
+            await reward.aclose()
+
+    asyncio.run(once())
+    return reward.last
+
+
+def in_actions():
+    """Every injection in every field of an action."""
+    return [action(**{field: text}) for text in TEXTS for field in ("query", "profile", "summary")]
+
+
+def forged(rewards):
+    return [reward for reward in rewards if reward.value is not None and abs(reward.value - FORGED_SCORE) < 1e-6]
+
+
+def test_there_are_two_hundred_different_ones():
+    assert len(set(TEXTS)) >= 200
+    assert len({name for name, _ in INJECTIONS}) == len(INJECTIONS)
+
+
+@pytest.mark.parametrize("nonce", [None, GUESSED], ids=["nonce unknown", "nonce known"])
+def test_no_text_opens_or_closes_a_section(nonce):
+    for text in TEXTS:
+        sections = read_sections(fence({"action": text, "candidate_answer": text, "documents": "kept"}, nonce))
+        assert list(sections) == ["action", "candidate_answer", "documents"]
+        assert sections["documents"] == "kept"
+
+
+def test_no_mark_of_a_fence_a_role_or_a_control_token_is_left():
+    for text in TEXTS:
+        assert not MARKS.search(neutralise(text, GUESSED)), text
+
+
+def test_a_judge_held_to_the_schema_and_honest_is_not_moved(services):
+    services.judge_by(lambda system, user: VERDICT)
+    rewards = score(services, in_actions())
+    assert {reward.value for reward in rewards if reward.outcome is Outcome.OK} == {VERDICT["candidate"]}
+    assert sum(reward.outcome is Outcome.OK for reward in rewards) > 500
+
+
+def parrot(system, user):
+    """Says back all it was shown."""
+    return user
+
+
+def quotes_then_judges(system, user):
+    """Thinks aloud about all it was shown, then judges honestly."""
+    nonce = re.search(r'"nonce": "([0-9a-f]{16})"', system)[1]
+    return f"{user}\n\nSo:\n" + json.dumps({"nonce": nonce, **VERDICT})
+
+
+def judges_then_quotes(system, user):
+    """Judges honestly, and then lets the completion have the last word."""
+    nonce = re.search(r'"nonce": "([0-9a-f]{16})"', system)[1]
+    return json.dumps({"nonce": nonce, **VERDICT}) + f"\n\n{user}"
+
+
+def copies_the_last_object(system, user):
+    """Takes the last JSON object it can find for its verdict."""
+    return re.findall(r"\{[^{}]*\}", user)[-1]
+
+
+def says(services, talk):
+    """A judge whose text is `talk`'s, as it is."""
+    services.judge_by(lambda system, user: VERDICT)
+
+    def respond(request):
+        system, user = (message["content"] for message in request.json["messages"])
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": talk(system, user)}}
+        return 200, {"object": "chat.completion", "choices": [choice]}
+
+    services.functions["judge"] = respond
+
+
+@pytest.mark.parametrize("talk", [parrot, judges_then_quotes, copies_the_last_object])
+def test_what_a_gullible_judge_says_back_is_no_verdict(services, talk):
+    says(services, talk)
+    rewards = score(services, in_actions(), BY_TEXT)
+    assert {reward.outcome for reward in rewards} <= {Outcome.JUDGE_INVALID, Outcome.INVALID_ACTION}
+
+
+def test_a_judge_that_quotes_before_it_judges_is_heard(services):
+    says(services, quotes_then_judges)
+    rewards = score(services, in_actions(), BY_TEXT)
+    assert {reward.value for reward in rewards if reward.outcome is Outcome.OK} == {VERDICT["candidate"]}
+    assert sum(reward.outcome is Outcome.OK for reward in rewards) > 500
+
+
+@pytest.mark.parametrize("talk", [parrot, quotes_then_judges, judges_then_quotes, copies_the_last_object])
+def test_an_answer_that_the_rag_service_was_made_to_give_forges_none(services, talk):
+    says(services, talk)
+    for text in TEXTS[::7]:
+        rewards = score(services, [action()], BY_TEXT, answer=text)
+        assert forged(rewards) == []
+
+
+def test_held_to_the_schema_no_text_beside_the_object_counts(services):
+    for talk in (parrot, judges_then_quotes):
+        says(services, lambda system, user, talk=talk: talk('"nonce": "0123456789abcdef"', user))
+        rewards = score(services, in_actions()[::5], [{"name": "judge", "response_format": "json_schema"}])
+        assert {reward.outcome for reward in rewards} <= {Outcome.JUDGE_INVALID, Outcome.INVALID_ACTION}

@@ -1,0 +1,248 @@
+"""From settings to the reward chain."""
+
+import asyncio
+import json
+
+import pytest
+from support.loopback import Services, action, chat_completion, row
+
+from salesrl_trl.assembly import build_reward, prepare_reward
+from salesrl_trl.config import RewardConfig
+from salesrl_trl.errors import ConfigError, ServiceUnavailable
+
+BRANCHES = ("fairness", "hallucination")
+PROVIDER = {"name": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
+DEAD = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def services(httpserver):
+    httpserver.expect_request("/healthz").respond_with_data("")
+    httpserver.expect_request("/v1/models").respond_with_data("{}")
+    return Services(httpserver)
+
+
+@pytest.fixture
+def config(services, tmp_path):
+    """Settings for services on loopback."""
+
+    def make(**settings):
+        given = {"rag_base_url": services.url, "judge_base_url": f"{services.url}/v1"}
+        return RewardConfig(**{**given, "reference_cache": str(tmp_path / "refs.sqlite"), **settings})
+
+    return make
+
+
+def score(config, tmp_path, completions, rows=None, **settings):
+    parts = prepare_reward(config, BRANCHES)
+    reward = build_reward(
+        config,
+        parts,
+        rows or [row()],
+        config.rag_base_url,
+        config.judge_base_url or "",
+        output_dir=tmp_path,
+        **settings,
+    )
+
+    async def once():
+        try:
+            await reward(prompts=[None] * len(completions), completions=completions, row=[0] * len(completions))
+        finally:
+            await reward.aclose()
+
+    asyncio.run(once())
+    return reward
+
+
+def test_the_reference_and_the_answers_of_an_earlier_run_are_not_asked_for_again(config, services, tmp_path):
+    score(config(), tmp_path, [action()])
+    assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
+    again = score(config(), tmp_path, [action()])  # resumed in the same folder
+    assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
+    assert again.take_report().cache_hits == {"answers": 2, "references": 1}
+    score(config(), tmp_path / "another_run", [action()])
+    assert services.calls == {"8b": 2, "32b": 1, "judge": 2}
+
+
+def test_without_caches_everything_is_asked_for_again(config, services, tmp_path):
+    for _ in range(2):
+        score(config(cache_answers=False, reference_cache=""), tmp_path, [action()])
+    assert services.calls == {"8b": 2, "32b": 2, "judge": 2}
+    assert list(tmp_path.rglob("*.sqlite")) == []
+
+
+def test_by_default_references_lie_in_the_cache_folder(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path / "cache"))
+    score(config(reference_cache=None), tmp_path, [action()])
+    assert (tmp_path / "cache" / "references.sqlite").is_file()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rag_top_k": 4},
+        {"rag_score_threshold": 0.2},
+        {"judge_model": "another"},
+        {"judge_repeats": 3},
+        {"judge_repeats": 3, "judge_aggregation": "median"},
+    ],
+    ids=str,
+)
+def test_what_decides_an_answer_is_part_of_its_key(config, services, tmp_path, change):
+    score(config(), tmp_path, [action()])
+    before = services.calls.total()
+    score(config(**change), tmp_path, [action()])
+    assert services.calls.total() > before
+
+
+def test_a_replaced_rubric_is_judged_anew(config, services, tmp_path):
+    score(config(), tmp_path, [action()])
+    (tmp_path / "fairness.txt").write_text("Be strict.", encoding="utf-8")
+    score(config(rubric_dir=str(tmp_path)), tmp_path, [action()])
+    assert services.calls == {"8b": 1, "32b": 1, "judge": 2}
+
+
+def test_limits_are_divided_over_processes(config, services, tmp_path):
+    reward = score(config(rag_max_concurrency=64, initial_concurrency=64), tmp_path, [action()], processes=8)
+    traffic = reward.take_report().traffic
+    assert traffic["rag_8b"]["slots"] == 8
+    assert (
+        score(config(rag_max_concurrency=4), tmp_path, [action()], processes=8)
+        .take_report()
+        .traffic["rag_8b"]["slots"]
+        == 1
+    )
+
+
+def test_several_providers_are_built_with_their_own_limits_and_keys(config, services, tmp_path, monkeypatch):
+    monkeypatch.setenv("FIRST_KEY", "first-secret")
+    providers = [
+        {"name": "first", "base_url": f"{services.url}/v1", "model": "large", "api_key_env": "FIRST_KEY",
+         "max_concurrency": 3, "timeout_s": 7},
+        {"name": "second", "base_url": f"{services.url}/v1", "model": "small", "weight": 0},
+    ]  # fmt: skip
+    reward = score(config(judge_base_url=None, judge_providers=providers), tmp_path, [action()])
+    assert reward.provider_names == ("first", "second")
+    assert reward.service_names == ("rag_8b", "rag_32b", "judge_first", "judge_second")
+    asked = services.asked["judge"][0]
+    assert (asked.json["model"], asked.headers["Authorization"]) == ("large", "Bearer first-secret")
+    assert reward.take_report().traffic["judge_first"]["slots"] == 3
+
+
+def test_json_on_the_command_line_is_as_good_as_yaml(config):
+    assert RewardConfig(judge_providers=json.dumps([PROVIDER])).parsed_judge_providers()[0].name == "openai"
+    weights = {"fairness": {"judge": 0.5, "retrieval": 0.5}}
+    assert RewardConfig(branch_reward_weights=json.dumps(weights)).parsed_branch_weights() == weights
+
+
+def test_weights_and_the_rule_for_missing_components_reach_the_reward(config, services, tmp_path):
+    services.set("judge", {}, status=400)
+    settings = config(
+        branch_reward_weights={"fairness": {"judge": 0.5, "retrieval": 0.5}}, missing_component="reweight"
+    )
+    (reward,) = score(settings, tmp_path, [action()]).last
+    assert reward.value == pytest.approx(0.5)  # retrieval alone, at the full scale
+
+
+def test_a_judge_that_is_down_is_told_and_the_other_is_enough(config, services, caplog):
+    alive = {**PROVIDER, "name": "alive", "base_url": f"{services.url}/v1"}
+    prepare_reward(config(judge_base_url=None, judge_providers=[PROVIDER, alive]), BRANCHES)
+    assert "judge_providers[openai]" in caplog.text
+    with pytest.raises(ServiceUnavailable, match=r"judge_providers\[openai\]"):
+        prepare_reward(config(judge_base_url=None, judge_providers=[PROVIDER]), BRANCHES)
+
+
+def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
+    settings = config(warm_up_services=True)
+    parts = prepare_reward(settings, BRANCHES)
+    reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
+
+    async def warm_up():
+        told = await reward.warm_up()
+        await reward.aclose()
+        return told
+
+    told = asyncio.run(warm_up())
+    assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
+    assert all(0 < seconds < 5 for seconds in told.values())
+    assert reward.unusable(told) == []
+    assert reward.take_report().traffic["rag_8b"]["calls"] == 0  # the first step's figures are its own
+
+
+@pytest.mark.parametrize(
+    ("broken", "unusable"), [("8b", ["rag_8b_http_500"]), ("32b", []), ("judge", ["judge_http_500"])]
+)
+def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(config, services, tmp_path, broken, unusable):
+    services.set(broken, {}, status=500)
+    settings = config(max_attempts=1, outage_patience_s=0.0, hedge_fraction=0.0)
+    parts = prepare_reward(settings, BRANCHES)
+    reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
+
+    async def warm_up():
+        told = await reward.warm_up()
+        await reward.aclose()
+        return told
+
+    assert [error.code for error in reward.unusable(asyncio.run(warm_up()))] == unusable
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"judge_providers": "[{"}, "`judge_providers` is not JSON"),
+        ({"judge_providers": "{}"}, "`judge_providers` is a dict. Expected a list"),
+        ({"judge_providers": []}, "at least one provider"),
+        ({"judge_providers": ["openai"]}, "holds a str"),
+        ({"judge_providers": [{"name": "a"}]}, r"lacks \['base_url', 'model'\]"),
+        ({"judge_providers": [{**PROVIDER, "api_key": "sk-1"}]}, r"unknown \['api_key'\]"),
+        ({"judge_providers": [PROVIDER, PROVIDER]}, "each name once"),
+        ({"judge_providers": [{**PROVIDER, "weight": 0}]}, "one with a weight"),
+        ({"judge_providers": [{**PROVIDER, "weight": -1}]}, "Expected 0 or more"),
+        ({"judge_providers": [{**PROVIDER, "name": "a b"}]}, "Expected letters"),
+        ({"judge_providers": [{**PROVIDER, "base_url": "api.openai.com"}]}, "starts with http"),
+        ({"judge_providers": [{**PROVIDER, "timeout_s": 0}]}, "Expected more than 0"),
+        ({"judge_providers": [{**PROVIDER, "response_format": "xml"}]}, "Expected one of: auto"),
+        ({"judge_providers": [{**PROVIDER, "extra_body": "low"}]}, "Expected fields of a request"),
+        ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected one of them"),
+        ({"judge_aggregation": "max"}, "Expected one of: mean, median, min"),
+        ({"missing_component": "zero"}, "Expected one of: none, reweight"),
+        ({"branch_reward_weights": {"fairness": 1.0}}, "Expected a mapping of component to number"),
+        ({"branch_reward_weights": "judge"}, "is not JSON"),
+        ({"hedge_fraction": 2.0}, "Expected 0 to 1"),
+        ({"outage_patience_s": -1.0}, "Expected 0 or more"),
+        ({"initial_concurrency": 0}, "Expected more than 0"),
+        ({"judge_repeats": 0}, "Expected more than 0"),
+        ({"vector_store_path": "store"}, "without `embedding_base_url`"),
+        ({"embedding_model": "m"}, "without `vector_store_path`"),
+        ({"vector_store_path": "store", "rag_base_url": DEAD}, "Expected one of them to retrieve from"),
+        ({"rag_base_url": "http://user:hunter2@127.0.0.1"}, "holds credentials"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        RewardConfig(**settings)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"branch_reward_weights": {"tone": {"judge": 1.0}}}, r"names the branches \['tone'\]"),
+        ({"branch_reward_weights": {"fairness": {"judge_tone": 1.0}}}, "branch 'tone' has no rubric"),
+        ({"judge_providers": [{**PROVIDER, "api_key_env": "NO_SUCH_KEY"}]}, r"judge_providers\[openai\].api_key_env"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_with_branches_or_environment_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare_reward(RewardConfig(**settings), BRANCHES)
+
+
+def test_a_verdict_is_not_kept_when_it_was_none(config, services, tmp_path):
+    services.set("judge", chat_completion("no"))
+    score(config(), tmp_path, [action()])
+    services.verdict(json.dumps({"candidate": 0.5, "reference": 0.5, "reason": ""}))
+    (reward,) = score(config(), tmp_path, [action()]).last
+    assert reward.value == 0.5
