@@ -111,24 +111,27 @@ def build_reward(
             Which of them this is.
     """
 
-    def transport(service: str, max_concurrency: int, timeout_s: float) -> Transport:
+    def transport(service: str, max_concurrency: int, timeout_s: float, patience_s: float | None = None) -> Transport:
         return Transport(
             service,
             max_concurrency=max(max_concurrency // processes, 1),
             attempt_timeout_s=timeout_s,
             max_attempts=config.max_attempts,
             initial_concurrency=config.initial_concurrency,
-            outage_patience_s=config.outage_patience_s,
+            outage_patience_s=config.outage_patience_s if patience_s is None else patience_s,
             hedge_fraction=config.hedge_fraction,
         )
 
-    def retrieval(service: str) -> Transport:
-        return transport(service, config.rag_max_concurrency, config.rag_timeout_s)
+    def retrieval(service: str, patience_s: float | None = None) -> Transport:
+        return transport(service, config.rag_max_concurrency, config.rag_timeout_s, patience_s)
 
-    rag = _vector_store(config, parts, retrieval) or RagClient(
+    # Without the reference a row can still be judged: its outage is waited out only where its score is weighed.
+    weighed = any("margin" in weights for weights in parts.scoring.weights.values())
+    patience_32b_s = None if weighed else 0.0
+    rag = _vector_store(config, parts, retrieval, patience_32b_s) or RagClient(
         rag_base_url,
         transport_8b=retrieval("rag_8b"),
-        transport_32b=retrieval("rag_32b"),
+        transport_32b=retrieval("rag_32b", patience_32b_s),
         api_key=parts.rag_key,
     )
     configured = config.parsed_judge_providers()
@@ -163,7 +166,10 @@ def build_reward(
 
 
 def _vector_store(
-    config: RewardConfig, parts: RewardParts, transport: Callable[[str], Transport]
+    config: RewardConfig,
+    parts: RewardParts,
+    transport: Callable[[str, float | None], Transport],
+    patience_32b_s: float | None,
 ) -> RagBackend | None:
     if config.vector_store_path is None or config.embedding_base_url is None or config.embedding_model is None:
         return None
@@ -172,8 +178,8 @@ def _vector_store(
         embedding_base_url=config.embedding_base_url,
         embedding_model=config.embedding_model,
         api_key=parts.embedding_key,
-        transport_8b=transport(EMBEDDING),
-        transport_32b=transport(EMBEDDING),
+        transport_8b=transport(EMBEDDING, None),
+        transport_32b=transport(EMBEDDING, patience_32b_s),
         max_text_chars=config.embedding_max_chars,
     )
 

@@ -5,6 +5,7 @@ themselves are checked in `config`, rows in `data`.
 """
 
 import os
+import ssl
 from pathlib import Path
 
 import httpx2
@@ -68,7 +69,13 @@ def check_judge(base_url: str, key: str | None, setting: str = "judge_base_url")
 def _probe(url: str, key: str | None, service: str, setting: str) -> None:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx2.get(url, headers=headers, timeout=PROBE_TIMEOUT_S, trust_env=False)
+        response = httpx2.get(
+            url,
+            headers=headers,
+            timeout=PROBE_TIMEOUT_S,
+            trust_env=False,  # no proxies; which certificates are trusted is as in training
+            verify=ssl.create_default_context(),
+        )
     except httpx2.HTTPError as error:
         raise ServiceUnavailable(
             f"the {service} does not answer at `{setting}`: GET {url} ended in {type(error).__name__}. Expected an "

@@ -67,7 +67,6 @@ MIN_TIMEOUT_S = 5
 TIMEOUTS = (TimeoutError, socket.timeout)
 """One class from Python 3.10 on, two before."""
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
-STORE_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 ENDPOINTS = ("8b", "32b")
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 """The 4xx that a repetition can mend, as in training; so can every 5xx."""
@@ -259,16 +258,8 @@ def open_socket(target: Target, timeout_s: float, context: ssl.SSLContext | None
 
 @functools.cache  # reading the store takes longer than a handshake
 def system_context() -> ssl.SSLContext:
-    """TLS as training's client checks it: against the system's store, whatever SSL_CERT_FILE says."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    paths = ssl.get_default_verify_paths()
-    cafile = paths.openssl_cafile if os.path.isfile(paths.openssl_cafile) else None
-    capath = paths.openssl_capath if os.path.isdir(paths.openssl_capath) else None
-    if cafile or capath:
-        context.load_verify_locations(cafile, capath)
-    else:
-        context.load_default_certs()
-    return context
+    """TLS as training's client checks it: against the system's store, or what SSL_CERT_FILE or SSL_CERT_DIR name."""
+    return ssl.create_default_context()
 
 
 def read_bounded(response: http.client.HTTPResponse) -> bytes:
@@ -414,7 +405,10 @@ CERTIFICATE_FAULTS = {
     64: ("it is for another address", "use the host's name in place of its address"),
 }
 """OpenSSL's verify code to (what is wrong, what to do)."""
-NO_CERT_FILE = "(Debian: /usr/local/share/ca-certificates and update-ca-certificates). SSL_CERT_FILE has no effect."
+STORE_ADVICE = (
+    "(Debian: /usr/local/share/ca-certificates and update-ca-certificates), or name its file in SSL_CERT_FILE, for "
+    "training too"
+)
 TLS_FAULTS = {
     "WRONG_VERSION_NUMBER": "the port speaks something else than TLS, probably plain HTTP; try http:// in the URL",
     "RECORD_LAYER_FAILURE": "the port speaks something else than TLS, probably plain HTTP; try http:// in the URL",
@@ -437,7 +431,7 @@ def shake_hands(target: Target, timeout_s: float) -> str:
         code, reason = error.verify_code, target.clean(error.verify_message)
         fault, advice = CERTIFICATE_FAULTS.get(code, (reason, "mend the service's certificate"))
         shown = described_certificate(target, unchecked_certificate(target, timeout_s))
-        store = f" {NO_CERT_FILE}" if "store" in advice else ""
+        store = f" {STORE_ADVICE}" if "store" in advice else ""
         raise StageFailed(f"a certificate that is refused: {fault}. {shown}", f"{advice}{store}") from None
     except TIMEOUTS:
         advice = "Usual causes: the port speaks plain HTTP (try http:// in the URL), or the service hangs"
@@ -896,7 +890,7 @@ def milliseconds(seconds: float) -> str:
 
 def head_lines(target: Target) -> list[str]:
     key = f"key from {target.key_env}" if target.key_env else "no key"
-    unused = set_variables(PROXY_VARIABLES) + (set_variables(STORE_VARIABLES) if target.scheme == "https" else [])
+    unused = set_variables(PROXY_VARIABLES)
     note = [f"note: set here, but used neither by training nor by this tool: {', '.join(unused)}"] if unused else []
     return [f"RAG service at {target.url} ({key})", *note, ""]
 
@@ -1007,7 +1001,7 @@ def report(
         "base_url": target.url,
         "key_env": target.key_env,
         "settings": {name: getattr(options, name) for name in names},
-        "variables_not_used": set_variables((*PROXY_VARIABLES, *STORE_VARIABLES)),
+        "variables_not_used": set_variables(PROXY_VARIABLES),
         "stages": [asdict(stage) for stage in stages],
         "endpoints": {
             endpoint: {"contract": asdict(contract), "latency": asdict(latency)}

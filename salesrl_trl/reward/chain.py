@@ -279,7 +279,7 @@ class SalesReward:
             candidate = await _timed(self._candidate(row, action), "rag_8b", seconds)
             if is_hollow(candidate.text):
                 return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), seconds)
-            started, reference = time.perf_counter(), await reference_asked
+            reference, started = await reference_asked, time.perf_counter()
             try:
                 return await self._judged(row, action, candidate, reference, seconds)
             finally:
@@ -316,12 +316,9 @@ class SalesReward:
         return self._scoring.score(row.branch, candidate, verdicts, seconds, (outcome, failed.code))
 
     async def _candidate(self, row: SalesRow, action: Action) -> Answer:
-        """The 8B answer. One that is empty although passages were found is the service's fault, not the policy's."""
+        """The 8B answer to an action."""
         key = cache_key("8b", self._rag.identity, self._asked(row), action.as_dict())
-        answer = await self._answers.get(key, lambda: self._chat_8b(row, action))
-        if answer.passages and not answer.text.strip():
-            raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
-        return answer
+        return await self._answers.get(key, lambda: self._chat_8b(row, action))
 
     async def _reference(self, row: SalesRow) -> Answer:
         """The row's 32B answer, asked for once: it does not depend on the policy."""
@@ -334,7 +331,6 @@ class SalesReward:
         texts = (candidate.text, None if reference is None else reference.text)
         material = (row.branch, row.context, row.documents, action.as_dict(), texts)
         key = cache_key(self._judge.identity(rubric), material)
-
         return await self._verdicts.get(key, lambda: self._judge.judge(rubric, row, action, candidate, reference))
 
     def _asked(self, row: SalesRow) -> tuple[Any, ...]:
@@ -342,7 +338,8 @@ class SalesReward:
         return (row.context, row.ids.as_dict(), self._retrieval)
 
     async def _chat_8b(self, row: SalesRow, action: Action) -> Answer:
-        return await self._rag.chat_8b(
+        """One that is empty although passages were found is the service's fault, not the policy's."""
+        answer = await self._rag.chat_8b(
             row.context,
             action.user_profile,
             action.rewritten_query,
@@ -350,6 +347,9 @@ class SalesReward:
             *self._retrieval,
             ids=row.ids,
         )
+        if answer.passages and not answer.text.strip():
+            raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
+        return answer
 
     async def _chat_32b(self, row: SalesRow) -> Answer:
         answer = await self._rag.chat(row.context, *self._retrieval, ids=row.ids)

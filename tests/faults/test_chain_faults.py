@@ -7,23 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faults.fault_server import seconds_of
-from support.loopback import action, build_reward, row
+from support.loopback import action, build_reward, row, score_batch
 
 from salesrl_trl.hostmem import collect_as_usual, collect_seldom
 from salesrl_trl.types import Outcome
-
-
-def score(reward, completions, indices=None):
-    async def once():
-        try:
-            return await reward(
-                prompts=[None] * len(completions), completions=completions, row=indices or [0] * len(completions)
-            )
-        finally:
-            await reward.aclose()
-
-    asyncio.run(once())
-    return reward.last
 
 
 @pytest.fixture
@@ -41,7 +28,7 @@ def test_a_dead_judge_costs_little_while_its_fallback_lives(fault):
     ]
     reward = build_reward(alive.url, [row()], attempts=3, providers=providers, limits={"max_concurrency": 64})
     started = time.perf_counter()
-    rewards = score(reward, [action(query=f"q{index}") for index in range(200)])
+    rewards = score_batch(reward, [action(query=f"q{index}") for index in range(200)])
     seconds = time.perf_counter() - started
     print(f"first judge dead, second alive, 200 verdicts: {seconds:.2f} s, {dead.stats['requests']} wasted calls")
     assert {each.outcome for each in rewards} == {Outcome.OK}
@@ -53,7 +40,7 @@ def test_a_dead_judge_costs_little_while_its_fallback_lives(fault):
 def test_everything_dead_is_missing_with_a_reason_and_soon(dead_url):
     reward = build_reward(dead_url, [row()], attempts=3)
     started = time.perf_counter()
-    rewards = score(reward, [action(query=f"q{index}") for index in range(200)])
+    rewards = score_batch(reward, [action(query=f"q{index}") for index in range(200)])
     assert time.perf_counter() - started <= 1.0
     assert {each.reason for each in rewards} <= {"rag_8b_unavailable", "rag_8b_breaker_open"}
     assert all(each.value is None for each in rewards)
@@ -117,7 +104,7 @@ def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault):
 def test_equal_calls_at_the_same_time_are_one_upstream_call(fault):
     server = fault("latency", seconds={"8b": 0.2, "32b": 0.2, "completions": 0.2})
     reward = build_reward(server.url, [row()])
-    rewards = score(reward, [action()] * 100)
+    rewards = score_batch(reward, [action()] * 100)
     traffic = reward.take_report().traffic
     print(f"100 equal completions: {traffic['rag_8b']['sent']} 8B call, {traffic['judge']['sent']} verdict")
     assert [traffic[name]["sent"] for name in ("rag_8b", "rag_32b", "judge")] == [1, 1, 1]
@@ -144,6 +131,6 @@ def test_one_chain_in_two_threads_uses_connections_of_its_own_in_each(fault):
     server = fault("latency", seconds={"8b": 0.0, "32b": 0.0, "completions": 0.0})
     reward = build_reward(server.url, [row()])
     with ThreadPoolExecutor(1) as other:
-        there = other.submit(lambda: [each.value for each in score(reward, [action(query="there")])])
+        there = other.submit(lambda: [each.value for each in score_batch(reward, [action(query="there")])])
         assert there.result() == [0.75]
-    assert [each.value for each in score(reward, [action(query="here")])] == [0.75]
+    assert [each.value for each in score_batch(reward, [action(query="here")])] == [0.75]

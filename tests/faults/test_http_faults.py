@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import os
+import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import time
 
 import pytest
+from pytest_httpserver import HTTPServer
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError, ServiceOverloaded, ServiceTimeout
 from salesrl_trl.reward.deadline import deadline
@@ -235,3 +239,43 @@ def test_a_hundred_calls_share_their_connections(fault, transport, call_all):
     server = fault("latency", seconds={"8b": 0.0})
     call_all(server.url, transport(initial_concurrency=4, max_concurrency=4), 100)
     assert server.stats["connections"] <= 4 + 1  # the last one asks for these figures
+
+
+def test_a_private_authority_is_trusted_where_the_environment_names_it(tmp_path):
+    """In a process of its own: OpenSSL reads the variable."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with HTTPServer(host="127.0.0.1", ssl_context=context, threaded=True) as server:
+        server.expect_request("/healthz").respond_with_data("")
+        server.expect_request("/v1/rag/8b").respond_with_data("{}")
+        for named, told in ((True, "trusted b'{}'"), (False, "ServiceUnavailable")):
+            done = subprocess.run(
+                [sys.executable, "-c", TLS_PROBE, server.url_for("").rstrip("/")],
+                env={**os.environ, "SSL_CERT_FILE": str(certificate) if named else "/dev/null"},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60,
+            )
+            assert told in done.stdout + done.stderr
+
+
+TLS_PROBE = """
+import asyncio, sys
+from salesrl_trl.preflight import check_rag
+from salesrl_trl.reward.http import HttpClient
+
+async def main():
+    http = HttpClient("rag_8b", sys.argv[1])
+    print("trusted", await http.post("/v1/rag/8b", {}))
+    await http.aclose()
+
+check_rag(sys.argv[1], None)
+asyncio.run(main())
+"""

@@ -99,6 +99,7 @@ def test_a_run_whose_services_die_saves_and_stops_with_the_reason(policy_path, t
         "debug",
         *("--model_name_or_path", str(policy_path), "--max_steps", "6", "--max_skipped_generations", "2"),
         *("--rag_base_url", httpserver.url_for("").rstrip("/"), "--max_attempts", "1", "--held_out_eval", "false"),
+        *("--warm_up_services", "false", "--outage_patience_s", "0"),  # it is to die on the way
         *("--min_valid_reward_fraction", "1.0"),  # an invalid action is scored, and this policy writes some
         *("--per_device_train_batch_size", "16", "--output_dir", str(tmp_path / "run")),
         succeeds=False,

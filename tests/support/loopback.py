@@ -1,5 +1,6 @@
 """A RAG service and a judge on loopback whose answers a test sets."""
 
+import asyncio
 import json
 import threading
 import time
@@ -144,3 +145,17 @@ def build_reward(
         deadline_s=deadline_s,
         **chain,
     )
+
+
+def score_batch(reward, completions, indices=None):
+    """Score one batch in an event loop of its own and close the chain; returns the rewards."""
+
+    async def once():
+        rows = indices or [0] * len(completions)
+        try:
+            return await reward(prompts=[None] * len(completions), completions=completions, row=rows)
+        finally:
+            await reward.aclose()
+
+    assert asyncio.run(once()) == [each.value for each in reward.last]
+    return reward.last

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from support.loopback import Services, action, chat_completion, row
+from support.loopback import ANSWER, Services, action, chat_completion, row, score_batch
 
 from salesrl_trl.assembly import build_reward, prepare_reward
 from salesrl_trl.config import RewardConfig
@@ -44,15 +44,17 @@ def score(config, tmp_path, completions, rows=None, **settings):
         output_dir=tmp_path,
         **settings,
     )
-
-    async def once():
-        try:
-            await reward(prompts=[None] * len(completions), completions=completions, row=[0] * len(completions))
-        finally:
-            await reward.aclose()
-
-    asyncio.run(once())
+    score_batch(reward, completions)
     return reward
+
+
+def warmed_up(reward):
+    async def once():
+        told = await reward.warm_up()
+        await reward.aclose()
+        return told
+
+    return asyncio.run(once())
 
 
 def test_the_reference_and_the_answers_of_an_earlier_run_are_not_asked_for_again(config, services, tmp_path):
@@ -153,17 +155,34 @@ def test_a_judge_that_is_down_is_told_and_the_other_is_enough(config, services, 
         prepare_reward(config(judge_base_url=None, judge_providers=[PROVIDER]), BRANCHES)
 
 
+@pytest.mark.parametrize(
+    ("weights", "waits"), [({"judge": 1.0}, False), ({"judge": 0.5, "margin": 0.5}, True)], ids=str
+)
+def test_an_outage_of_the_reference_is_waited_out_where_its_score_is_weighed(
+    config, services, tmp_path, weights, waits
+):
+    services.answers["32b"] = [(500, {}, {}, 0)] * 5 + [(200, ANSWER, {}, 0)]
+    settings = config(branch_reward_weights={"fairness": weights}, max_attempts=1, outage_patience_s=5.0)
+    rows = [row(f"r{index}", message_id=f"m{index}") for index in range(6)]
+    parts = prepare_reward(settings, BRANCHES)
+    reward = build_reward(settings, parts, rows, services.url, f"{services.url}/v1", output_dir=tmp_path)
+
+    async def all_then_one():
+        completions = [action(query=f"q{index}") for index in range(6)]
+        await reward(prompts=[None] * 5, completions=completions[:5], row=list(range(5)))
+        await reward(prompts=[None], completions=completions[5:], row=[5])  # the breaker is open by now
+        await reward.aclose()
+
+    asyncio.run(all_then_one())
+    assert (reward.last[0].components["reference"] is not None) is waits
+
+
 def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
     settings = config(warm_up_services=True)
     parts = prepare_reward(settings, BRANCHES)
     reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
 
-    async def warm_up():
-        told = await reward.warm_up()
-        await reward.aclose()
-        return told
-
-    told = asyncio.run(warm_up())
+    told = warmed_up(reward)
     assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
     assert all(0 < seconds < 5 for seconds in told.values())
     assert reward.unusable(told) == []
@@ -179,12 +198,7 @@ def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(config, serv
     parts = prepare_reward(settings, BRANCHES)
     reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
 
-    async def warm_up():
-        told = await reward.warm_up()
-        await reward.aclose()
-        return told
-
-    assert [error.code for error in reward.unusable(asyncio.run(warm_up()))] == unusable
+    assert [error.code for error in reward.unusable(warmed_up(reward))] == unusable
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """A reward chain over loopback services."""
 
-import asyncio
-
 import pytest
-from support.loopback import Services, build_reward, row
+from support.loopback import Services, build_reward, row, score_batch
 
 
 @pytest.fixture
@@ -17,17 +15,7 @@ def score(services):
 
     def run(completions, rows=None, indices=None, *, url=None, **settings):
         reward = build_reward(url or services.url, rows or [row()], **settings)
-
-        async def once():
-            try:
-                return await reward(
-                    prompts=[None] * len(completions), completions=completions, row=indices or [0] * len(completions)
-                )
-            finally:
-                await reward.aclose()
-
-        values = asyncio.run(once())
-        assert values == [item.value for item in reward.last]
+        score_batch(reward, completions, indices)
         return reward
 
     return run

@@ -155,6 +155,33 @@ def test_html_from_the_judge_is_infra_and_typed(score, services):
     assert reward.reason in ("judge_bad_response", "judge_empty")
 
 
+def test_an_empty_answer_with_passages_is_the_services_fault_and_is_asked_for_again(score, services):
+    services.set("8b", {**ANSWER, "answer": " "})
+    (reward,) = score([ACTION]).last
+    assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, "rag_8b_empty_answer")
+
+
+@pytest.mark.parametrize("answer", ["", ":", "Thought process:"])
+def test_a_hollow_answer_is_the_actions_fault_and_no_judge_sees_it(score, services, answer):
+    services.set("8b", {**ANSWER, "answer": answer, "passages": []})
+    (reward,) = score([ACTION]).last
+    assert (reward.outcome, reward.value, reward.reason) == (Outcome.INVALID_ACTION, -0.25, "hollow_answer")
+    assert services.calls["judge"] == 0
+
+
+def test_a_hollow_reference_is_none(score, services):
+    services.set("32b", {**ANSWER, "answer": "Solution:"})
+    (reward,) = score([ACTION]).last
+    assert (reward.outcome, reward.components["reference"]) == (Outcome.OK, None)
+
+
+def test_what_was_too_slow_is_in_the_seconds_of_a_completion_that_was_cut_off(score, services):
+    services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=3)
+    (reward,) = score([ACTION], deadline_s=0.5).last
+    assert reward.reason == "deadline"
+    assert 0.3 < reward.seconds["judge"] < 1.0
+
+
 def test_a_dead_address_is_infra(score):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

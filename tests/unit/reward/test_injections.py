@@ -1,12 +1,11 @@
 """Completions that try to write their own verdict, against judges from honest to as gullible as can be."""
 
-import asyncio
 import json
 import re
 
 import pytest
 from support.injections import FORGED_SCORE, GUESSED, INJECTIONS
-from support.loopback import ANSWER, VERDICT, action, build_reward, row
+from support.loopback import ANSWER, VERDICT, action, build_reward, row, score_batch
 
 from salesrl_trl.fencing import fence, neutralise, read_sections
 from salesrl_trl.types import Outcome
@@ -21,15 +20,7 @@ def score(services, completions, providers=None, answer=None):
     if answer is not None:
         services.set("8b", {**ANSWER, "answer": answer})
     reward = build_reward(services.url, [row()], providers=providers, limits={"initial_concurrency": 64})
-
-    async def once():
-        try:
-            await reward(prompts=[None] * len(completions), completions=completions, row=[0] * len(completions))
-        finally:
-            await reward.aclose()
-
-    asyncio.run(once())
-    return reward.last
+    return score_batch(reward, completions)
 
 
 def in_actions():

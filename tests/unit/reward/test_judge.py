@@ -1,11 +1,10 @@
 """Providers, their order, repeats and cost, over real HTTP."""
 
-import asyncio
 import json
 
 import pytest
 from pytest_httpserver import HTTPServer
-from support.loopback import VERDICT, Services, action, build_reward, chat_completion, row
+from support.loopback import VERDICT, Services, action, build_reward, chat_completion, row, score_batch
 
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.reward.judge import load_rubrics
@@ -25,18 +24,7 @@ def score_many(services):
 
     def run(count=1, rows=None, **settings):
         reward = build_reward(services.url, rows or [row()], **settings)
-
-        async def once():
-            try:
-                await reward(
-                    prompts=[None] * count,
-                    completions=[action(query=f"q{index}") for index in range(count)],
-                    row=[0] * count,
-                )
-            finally:
-                await reward.aclose()
-
-        asyncio.run(once())
+        score_batch(reward, [action(query=f"q{index}") for index in range(count)])
         reward.report = reward.take_report()
         return reward
 

@@ -5,14 +5,29 @@ import math
 import pytest
 import torch
 
-from salesrl_trl.telemetry.metrics import Means, add_rewards, encode, metric_names
+from salesrl_trl.reward.chain import BatchReport
+from salesrl_trl.reward.judge import JudgeRecord, ProviderUsage
+from salesrl_trl.reward.transport import TRAFFIC
+from salesrl_trl.telemetry.metrics import (
+    LENGTH_CORRELATION,
+    POSITION_GAP,
+    JudgeBias,
+    Means,
+    add_report,
+    add_rewards,
+    bias_sums,
+    encode,
+    encode_report,
+    metric_names,
+    report_names,
+)
 from salesrl_trl.types import Outcome, Reward
 
 BRANCHES = ("fairness", "hallucination")
 
 
 def ok(value, reference=None):
-    return Reward(outcome=Outcome.OK, value=value, components={"candidate": value, "reference": reference})
+    return Reward(outcome=Outcome.OK, value=value, components={"judge": value, "reference": reference})
 
 
 INVALID = Reward(outcome=Outcome.INVALID_ACTION, value=0.0, reason="not_json")
@@ -77,3 +92,82 @@ def test_two_ranks_gathered_give_what_one_rank_would():
     gathered = torch.cat([encode(rewards[:2], branch_ids[:2]), encode(rewards[2:], branch_ids[2:])])
     add_rewards(two, gathered, BRANCHES)
     assert two.flush() == pytest.approx(one, nan_ok=True)
+
+
+def record(score, chars, first=None):
+    return JudgeRecord(score=score, chars=chars, candidate_first=first)
+
+
+def bias_over(*batches):
+    """The figures over batches of verdicts, as if each came from a rank of its own."""
+    bias = JudgeBias()
+    for records in batches:
+        bias.add(torch.tensor(bias_sums(records), dtype=torch.float64))
+    return bias.flush()
+
+
+@pytest.mark.parametrize(
+    ("scores", "correlation"),
+    [
+        ((0.1, 0.2, 0.3, 0.4), 1.0),
+        ((0.4, 0.3, 0.2, 0.1), -1.0),
+        ((0.1, 0.3, 0.3, 0.1), 0.0),
+        # lengths 10 ... 40: deviations -15, -5, 5, 15; scores: -0.15, 0.15, -0.05, 0.05 (mean 0.25).
+        # sum xy = 2.25 - 0.75 - 0.25 + 0.75 = 2.0; sqrt(500 x 0.05) = 5: 0.4
+        ((0.1, 0.4, 0.2, 0.3), 0.4),
+    ],
+)
+def test_the_length_correlation_is_pearsons_over_all_ranks(scores, correlation):
+    records = [record(score, 10 * (index + 1)) for index, score in enumerate(scores)]
+    for batches in ((records,), (records[:1], records[1:])):
+        assert bias_over(*batches)[LENGTH_CORRELATION] == pytest.approx(correlation, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [record(0.5, 10)],
+        [record(0.1 + 0.2, 10), record(0.3, 20)],
+        [record(0.1, 1_000_000), record(0.9, 1_000_000)],
+    ],
+    ids=["none", "one", "equal scores", "equal lengths"],
+)
+def test_where_nothing_varies_there_is_no_correlation(records):
+    assert math.isnan(bias_over(records)[LENGTH_CORRELATION])
+
+
+def test_the_position_gap_is_first_less_second():
+    records = [record(0.8, 10, True), record(0.6, 10, True), record(0.5, 10, False), record(0.9, 10)]
+    assert bias_over(records)[POSITION_GAP] == pytest.approx(0.2)  # 0.7 - 0.5; the last had nothing beside it
+    assert math.isnan(bias_over(records[:2])[POSITION_GAP])
+
+
+def test_a_flush_starts_over():
+    bias = JudgeBias()
+    bias.add(torch.tensor(bias_sums([record(0.1, 10), record(0.9, 20)]), dtype=torch.float64))
+    bias.flush()
+    assert math.isnan(bias.flush()[LENGTH_CORRELATION])
+
+
+def test_reports_of_ranks_are_summed_and_their_times_are_the_slowest():
+    traffic = {"rag_8b": {**dict.fromkeys(TRAFFIC, 0), "sent": 3, "slots": 8}}
+    reports = [
+        BatchReport(
+            seconds=seconds,
+            judge_seconds=seconds / 2,
+            usage={"openai": ProviderUsage(verdicts=2, usd=0.25)},
+            traffic=traffic,
+            records=[],
+            cache_hits={"answers": 1, "references": 0},
+        )
+        for seconds in (1.0, 3.0)
+    ]
+    names = report_names(["openai"], ["rag_8b"])
+    means, bias = Means((*metric_names(["fairness"]), *names)), JudgeBias()
+    add_report(means, bias, torch.cat([encode_report(report) for report in reports]), names)
+    figures = means.flush()
+    assert (figures["time/reward_s"], figures["time/judge_s"]) == (3.0, 1.5)
+    assert (figures["judge/openai/verdicts"], figures["judge/openai/usd"]) == (4.0, 0.5)
+    assert (figures["services/rag_8b/sent"], figures["services/rag_8b/slots"]) == (6.0, 16.0)
+    assert (figures["cache/answers_saved"], figures["cache/references_saved"]) == (2.0, 0.0)
