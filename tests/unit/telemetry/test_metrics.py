@@ -143,7 +143,7 @@ def test_the_position_gap_is_first_less_second():
     assert math.isnan(bias_over(records[:2])[POSITION_GAP])
 
 
-def test_a_flush_starts_over():
+def test_the_bias_starts_over_with_a_flush():
     bias = JudgeBias()
     bias.add(torch.tensor(bias_sums([record(0.1, 10), record(0.9, 20)]), dtype=torch.float64))
     bias.flush()
