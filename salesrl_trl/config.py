@@ -235,7 +235,8 @@ class RewardConfig:
         hedge_fraction (`float`, *optional*, defaults to `0.05`):
             Most extra requests for calls that are late, as a share of all; 0 for none.
         outage_patience_s (`float`, *optional*, defaults to `30.0`):
-            Seconds a call waits for a service that is down to come back. With 0 it fails at once.
+            Seconds that calls wait for a service that is down to come back, counted from when it went down; after that
+            they fail at once, single probes aside.
         warm_up_services (`bool`, *optional*, defaults to `True`):
             Ask both RAG endpoints and every judge once before the first step, and stop if a needed one can't answer.
         cache_answers (`bool`, *optional*, defaults to `True`):

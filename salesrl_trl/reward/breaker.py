@@ -40,6 +40,7 @@ class Breaker:
     def __init__(self) -> None:
         self._failures = 0
         self._cooldown_s = COOLDOWN_S
+        self._open_since = 0.0
         self._open_until: float | None = None
         self._probing = False
         self._denial: str | None = None
@@ -68,6 +69,10 @@ class Breaker:
         self._probing = True
         return Permit.PROBE
 
+    def open_for_s(self, now: float) -> float:
+        """Seconds that it has been open, failed probes included; 0 while it is closed."""
+        return now - self._open_since if self.is_open else 0.0
+
     def pause_left_s(self, now: float) -> float:
         """Seconds until a probe may go; 0 while one is out."""
         return 0.0 if self._open_until is None or self._probing else max(self._open_until - now, 0.0)
@@ -83,12 +88,12 @@ class Breaker:
             self._cooldown_s = min(2 * self._cooldown_s, MAX_COOLDOWN_S)
         elif self.is_open or self._failures < FAILURES_TO_OPEN:
             return
-        self._open(now + self._cooldown_s)
+        self._open(now, self._cooldown_s)
 
     def denied(self, now: float, code: str) -> None:
         """A call was refused for a reason that holds for every call."""
         self._denial = code
-        self._open(now + DENIED_COOLDOWN_S)
+        self._open(now, DENIED_COOLDOWN_S)
 
     def abandoned(self) -> None:
         """The probe was cancelled before it learnt anything: the next caller is the probe."""
@@ -101,6 +106,8 @@ class Breaker:
         self._probing = False
         self._denial = None
 
-    def _open(self, until: float) -> None:
-        self._open_until = until
+    def _open(self, now: float, pause_s: float) -> None:
+        if not self.is_open:
+            self._open_since = now
+        self._open_until = now + pause_s
         self._probing = False

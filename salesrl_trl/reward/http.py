@@ -37,7 +37,8 @@ OVERLOAD_STATUS = frozenset({429, 529})
 """Too many requests; 529 is what some providers answer when they are overloaded."""
 RETRYABLE_STATUS = frozenset({408, 409, 425})
 """The other 4xx that a later attempt can mend; so can every 5xx."""
-DENIED_STATUS = frozenset({401, 402, 403})
+DENIED_STATUS = frozenset({401, 402})
+"""What holds for every call. A 403 may be about one tenant's or contact's rights."""
 QUOTA_MARKS = frozenset({"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance"})
 """Values of `error.code` or `error.type` in a 429's body by which OpenAI-compatible providers say that a retry is
 useless."""

@@ -65,7 +65,8 @@ class Transport:
         initial_concurrency (`int`, *optional*, defaults to `8`):
             Calls in flight at first; the limit grows while the service keeps up.
         outage_patience_s (`float`, *optional*, defaults to `0.0`):
-            Seconds a call waits for a service that is down to come back. With 0 it fails at once.
+            Seconds that calls wait for a service that is down to come back, counted from when it went down. After that
+            they fail at once, single probes aside.
         hedge_fraction (`float`, *optional*, defaults to `0.05`):
             Most extra requests for late calls, as a share of all; 0 for none.
     """
@@ -133,7 +134,7 @@ class Transport:
         except ServiceError as error:
             failed: ServiceError | None = error
         retries = stamina.retry_context(
-            on=_Retries(self._max_attempts, lambda: patience_s <= 0 and self._breaker.is_open).backoff,
+            on=_Retries(self._max_attempts, lambda: self._out_of_patience(patience_s)).backoff,
             attempts=None,
             timeout=None,
             wait_initial=RETRY_WAIT_INITIAL_S,
@@ -150,8 +151,6 @@ class Transport:
         raise AssertionError("stamina ends by returning or raising")
 
     async def _once(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
-        if remaining_s() <= 0:
-            raise self._deadline_exceeded()
         probe = await self._permitted(patience_s)
         with self._observed(self._limit.sent(), probe):
             left_s = remaining_s()
@@ -220,8 +219,11 @@ class Transport:
         paused = self._breaker.pause_left_s(time.monotonic()) > 0
         if paused and self._breaker.denial is not None:
             raise self._held_back(self._breaker.denial)
-        if patience_s <= 0 and (paused or self._breaker.is_probing):
+        if self._out_of_patience(patience_s) and (paused or self._breaker.is_probing):
             raise self._held_back(f"{self.service}_breaker_open")
+
+    def _out_of_patience(self, patience_s: float) -> bool:
+        return self._breaker.is_open and self._breaker.open_for_s(time.monotonic()) >= patience_s
 
     def _held_back(self, code: str) -> "_HeldBack":
         self._traffic["held_back"] += 1
@@ -229,18 +231,17 @@ class Transport:
 
     async def _permitted(self, patience_s: float) -> bool:
         """Wait until a request may be sent; returns whether it is the probe."""
-        give_up_at: float | None = None
         while True:
+            if remaining_s() <= 0:
+                raise self._deadline_exceeded()
             self._refuse_if_hopeless(patience_s)
             now = time.monotonic()
             permit = self._breaker.permit(now)
             if permit is not Permit.WAIT:
                 return permit is Permit.PROBE
-            give_up_at = now + min(patience_s, remaining_s()) if give_up_at is None else give_up_at
-            if now >= give_up_at:
-                raise self._held_back(f"{self.service}_breaker_open")
             pause_s = self._breaker.pause_left_s(now) or float("inf")
-            await self._changes.get().wait(min(pause_s, give_up_at - now))
+            patience_left_s = patience_s - self._breaker.open_for_s(now)
+            await self._changes.get().wait(min(pause_s, patience_left_s, remaining_s()))
 
     def _abandon(self, probe: bool) -> None:
         if probe:

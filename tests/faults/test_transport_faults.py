@@ -94,6 +94,20 @@ def test_an_outage_is_waited_out_where_that_is_wanted(fault, transport, call_all
     assert server.stats["requests"] <= 12 + 50
 
 
+def test_patience_is_with_the_outage_and_not_with_each_call(fault, transport, call_all):
+    server = fault("hang_up")
+    limits = transport(outage_patience_s=1.5)
+    started = time.perf_counter()
+    results = call_all(server.url, limits, 200)  # 25 rounds of 8 slots: 37 s if each waited by itself
+    seconds = time.perf_counter() - started
+    assert not succeeded(results)
+    assert 1.5 <= seconds <= 3.5
+    assert server.stats["requests"] <= 30
+    started = time.perf_counter()
+    assert not succeeded(call_all(server.url, limits, 200))  # the next batch of the same outage
+    assert time.perf_counter() - started <= 1.0
+
+
 def test_stragglers_are_asked_a_second_time(fault, transport):
     server = fault("stragglers", every=50, seconds=[0.3, 1.0], late_seconds=20.0)
     limits = transport(max_concurrency=128, initial_concurrency=128)

@@ -63,6 +63,16 @@ def test_every_failed_probe_doubles_the_pause_up_to_a_limit():
     assert pauses[-1] == MAX_COOLDOWN_S
 
 
+def test_how_long_it_has_been_open_counts_from_the_first_opening():
+    breaker = opened(at=10.0)
+    assert breaker.open_for_s(10.5) == 0.5
+    assert breaker.permit(11.0) is Permit.PROBE
+    breaker.failed(12.0, probe=True)
+    assert breaker.open_for_s(13.0) == 3.0
+    breaker.answered()
+    assert breaker.open_for_s(14.0) == 0.0
+
+
 def test_failures_of_calls_sent_before_do_not_prolong_the_pause():
     breaker = opened(at=0.0)
     breaker.failed(0.2, probe=False)
