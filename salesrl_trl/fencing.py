@@ -33,7 +33,7 @@ _MARKS = re.compile(
             rf"{_MORE}(?={_UNSEEN}{_MORE})",
             rf"{_BAR}(?={_UNSEEN}{_MORE})",
             r"[\[［](?=/?(?:INST|SYSTEM_PROMPT|TOOL_RESULTS|AVAILABLE_TOOLS|TOOL_CALLS)[\]］])",
-            r"[0-9a-f]{16}",
+            r"[0-9a-f]{16,}",
         )
     ),
     re.IGNORECASE,
@@ -80,7 +80,7 @@ def neutralise(text: str, nonce: str) -> str:
 def _broken(mark: str, nonce: str) -> str:
     if len(mark) == 1:
         return f"{mark} "
-    return f"{mark[:4]}...{mark[-4:]}" if mark.lower() == nonce else mark
+    return re.sub(nonce, f"{nonce[:4]}...{nonce[-4:]}", mark, flags=re.IGNORECASE)
 
 
 def read_sections(message: str) -> dict[str, str]:

@@ -22,7 +22,8 @@ class Permit(Enum):
     SEND = auto()
     """The endpoint is well."""
     PROBE = auto()
-    """The caller is the one that finds out. It has to report back by `answered`, `failed` or `abandoned`."""
+    """The caller is the one that finds out. It has to report back by `answered`, `failed` or `abandoned`, the latter
+    two with the breaker's `probe` of this moment."""
     WAIT = auto()
     """Another one is finding out, or the pause is not over."""
 
@@ -43,7 +44,13 @@ class Breaker:
         self._open_since = 0.0
         self._open_until: float | None = None
         self._probing = False
+        self._probe = 0
         self._denial: str | None = None
+
+    @property
+    def probe(self) -> int:
+        """Number of the latest probe, at least 1 once there was one."""
+        return self._probe
 
     @property
     def is_open(self) -> bool:
@@ -67,6 +74,7 @@ class Breaker:
         if self._probing or now < self._open_until:
             return Permit.WAIT
         self._probing = True
+        self._probe += 1
         return Permit.PROBE
 
     def open_for_s(self, now: float) -> float:
@@ -81,11 +89,13 @@ class Breaker:
         """A call was answered, be it by an error that is about the call alone."""
         self._close()
 
-    def failed(self, now: float, *, probe: bool) -> None:
-        """A call failed in a way that says something about the endpoint."""
+    def failed(self, now: float, *, probe: int = 0) -> None:
+        """A call failed in a way that says something about the endpoint; `probe` is its number where it was one. One
+        that has been overtaken counts like any other call."""
         self._failures += 1
-        if probe:
+        if self._is_out(probe):
             self._cooldown_s = min(2 * self._cooldown_s, MAX_COOLDOWN_S)
+            self._denial = None
         elif self.is_open or self._failures < FAILURES_TO_OPEN:
             return
         self._open(now, self._cooldown_s)
@@ -95,9 +105,13 @@ class Breaker:
         self._denial = code
         self._open(now, DENIED_COOLDOWN_S)
 
-    def abandoned(self) -> None:
-        """The probe was cancelled before it learnt anything: the next caller is the probe."""
-        self._probing = False
+    def abandoned(self, probe: int) -> None:
+        """The probe of that number was cancelled before it learnt anything: the next caller is the probe."""
+        if self._is_out(probe):
+            self._probing = False
+
+    def _is_out(self, probe: int) -> bool:
+        return self._probing and probe == self._probe
 
     def _close(self) -> None:
         self._failures = 0

@@ -93,7 +93,12 @@ class AnswerStore:
                 self._file = _open(self._path)
             return use(self._file)
         except (sqlite3.Error, OSError) as error:
+            if "locked" in str(error):  # by another process, for the moment
+                return None
             self._broken = True
+            if self._file is not None:
+                self._file.close()
+                self._file = None
             logger.warning(f"the cache {self._path} is left aside: {error}. Answers are kept in memory only.")
             return None
 
@@ -110,8 +115,10 @@ def _write(file: sqlite3.Connection, new: list[tuple[str, str]]) -> bool:
     file.execute("BEGIN IMMEDIATE")
     try:
         file.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", new)
-    finally:
         file.execute("COMMIT")
+    except sqlite3.Error:
+        file.execute("ROLLBACK")
+        raise
     return True
 
 

@@ -194,6 +194,10 @@ class SalesReward:
         Returns:
             `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong.
         """
+        with deadline(self._deadline_s):
+            return await self._warm_up()
+
+    async def _warm_up(self) -> dict[str, float | ServiceError]:
         row = self._rows[0]
         action = Action(user_profile="", rewritten_query=row.conversation[-1].content, history_summary="")
         answers = await asyncio.gather(_clocked(self._chat_8b(row, action)), _clocked(self._chat_32b(row)))
@@ -362,11 +366,15 @@ _NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
 
 
 async def _clocked(call: Awaitable[T]) -> tuple[T, float] | ServiceError:
+    """The answer and its seconds, or what went wrong; an error in a backend's code too, since other ranks wait."""
     started = time.perf_counter()
     try:
-        return await call, time.perf_counter() - started
+        answer = await call
     except ServiceError as error:
         return error
+    except Exception as error:
+        return ServiceError(f"the backend raised {type(error).__name__}", f"raised_{type(error).__name__}")
+    return answer, time.perf_counter() - started
 
 
 async def _or_error(call: Awaitable[T]) -> T | ServiceError:

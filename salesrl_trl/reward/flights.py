@@ -97,13 +97,10 @@ class Flights:
         """Start the hedges that are due, as long as there is a call in flight."""
         while self._flying:
             await asyncio.sleep(LOOK_EVERY_S)
-            self._let_hedge_wait(self._start_hedges())
-        self._let_hedge_wait(False)
-
-    def _let_hedge_wait(self, waits: bool) -> None:
-        if waits != self._hedge_waits:
-            self._hedge_waits = waits
+            self._hedge_waits = self._start_hedges()
             self.resize()
+        self._hedge_waits = False
+        self.resize()
 
     def _start_hedges(self) -> bool:
         """Ask late calls a second time, the oldest first; returns whether one waits for a slot."""

@@ -180,11 +180,11 @@ def _moment(text: str) -> float | None:
     """Seconds since the epoch of an HTTP date."""
     try:
         moment = email.utils.parsedate_to_datetime(text)
-    except ValueError:
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=datetime.UTC)
+        return moment.timestamp()
+    except (ValueError, OverflowError):
         return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=datetime.UTC)
-    return moment.timestamp()
 
 
 async def _read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | None:

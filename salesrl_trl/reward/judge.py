@@ -32,7 +32,14 @@ from salesrl_trl.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.http import HttpClient
 from salesrl_trl.reward.transport import Transport
-from salesrl_trl.reward.verdict import judge_message, read_text_verdict, read_verdict, response_format, text_rubric
+from salesrl_trl.reward.verdict import (
+    MESSAGE_VERSION,
+    judge_message,
+    read_text_verdict,
+    read_verdict,
+    response_format,
+    text_rubric,
+)
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
 logger = logging.getLogger(__name__)
@@ -255,10 +262,13 @@ class JudgeClient:
     def _identity(self, rubric: str) -> str:
         providers = [each.settings for each in self._providers.values()]
         asked = [
-            (each.base_url, each.model, each.temperature, each.response_format, dict(each.extra_body))
+            (
+                (each.base_url, each.model, each.weight),
+                (each.temperature, each.max_completion_tokens, each.response_format, dict(each.extra_body)),
+            )
             for each in providers
         ]
-        return cache_key("judge", asked, rubric, self._repeats, self._aggregation)
+        return cache_key("judge", MESSAGE_VERSION, asked, rubric, self._repeats, self._aggregation)
 
     async def _one_verdict(self, material: "_Material", repeat: int) -> Verdict:
         lot = hashlib.sha256(f"{material.key} {repeat}".encode()).digest()

@@ -70,7 +70,7 @@ class _PassageBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
     id: str
     text: str
-    score: float = Field(allow_inf_nan=False)
+    score: float = Field(ge=0, le=1, strict=True)
 
 
 class _AnswerBody(BaseModel):
@@ -158,7 +158,7 @@ def _read_answer(content: bytes, service: str) -> Answer:
     except ValidationError as error:
         raise BadServiceResponse(
             f"{service} answered with a body of {len(content)} bytes that has {error.error_count()} faults. Expected "
-            "{answer, passages: [{id, text, score}], took_ms}.",
+            "{answer, passages: [{id, text, score in [0, 1]}], took_ms}.",
             code=f"{service}_bad_response",
         ) from None
     passages = tuple(Passage(id=item.id, text=item.text, score=item.score) for item in body.passages)

@@ -32,6 +32,8 @@ class Scoring:
     others stand in for it (`"reweight"`), so that a value keeps its scale:
 
         value = (sum of all w) / (sum of w that are there) * sum over those of w_c * c
+
+    Nothing stands in for all of a branch's judgements: a dead judge must not be the best score.
     """
 
     weights: Mapping[str, Mapping[str, float]]
@@ -107,6 +109,8 @@ class Scoring:
         there = {name: weight for name, weight in weights.items() if components[name] is not None}
         if not there or (self.missing == "none" and len(there) < len(weights)):
             return None
+        if any(map(_is_judged, weights)) and not any(map(_is_judged, there)):
+            return None
         scale = sum(weights.values()) / sum(there.values())
         return scale * sum(weight * (components[name] or 0.0) for name, weight in there.items())
 
@@ -135,6 +139,10 @@ def _components(answer: Answer, verdicts: Mapping[str, Verdict | None]) -> dict[
         "format": 1.0,
         **others,
     }
+
+
+def _is_judged(component: str) -> bool:
+    return component in ("judge", "margin") or component.startswith(OTHER_RUBRIC)
 
 
 def _check_component(branch: str, component: str) -> None:

@@ -9,6 +9,7 @@ own; this one applies them to real time.
 """
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -37,8 +38,8 @@ T = TypeVar("T")
 RETRY_WAIT_INITIAL_S = 0.2
 RETRY_WAIT_MAX_S = 5.0
 """Longest wait between attempts, unless the service asks for more by Retry-After."""
-RETRY_JITTER_S = 0.3
-"""Spreads the second attempts of calls that failed together."""
+RETRY_JITTER_S = 0.2
+"""Spreads the next attempts of calls that failed together."""
 OVERLOAD_WAIT_S = 1.0
 """Wait after a 429 that does not say how long."""
 MAX_OVERLOADS = 64
@@ -137,9 +138,6 @@ class Transport:
             on=_Retries(self._max_attempts, lambda: self._out_of_patience(patience_s)).backoff,
             attempts=None,
             timeout=None,
-            wait_initial=RETRY_WAIT_INITIAL_S,
-            wait_max=RETRY_WAIT_MAX_S,
-            wait_jitter=RETRY_JITTER_S,
         )
         async for retry in retries:
             with retry:
@@ -173,13 +171,13 @@ class Transport:
         )
 
     @contextmanager
-    def _observed(self, number: int, probe: bool) -> Iterator[None]:
+    def _observed(self, number: int, probe: int) -> Iterator[None]:
         """Tell limit and breaker how the attempt ended."""
         try:
             yield
         except ServiceOverloaded:
             self._traffic["overloads"] += 1
-            self._breaker.answered()
+            self._alive()
             self._limit.overloaded(number)
             self._flights.get().resize()
             raise
@@ -198,17 +196,14 @@ class Transport:
             raise
         except ServiceError:  # about this call alone: the service is alive
             self._traffic["failures"] += 1
-            self._breaker.answered()
-            self._wake()
+            self._alive()
             raise
         except BaseException:
             self._abandon(probe)
             raise
-        self._breaker.answered()
+        self._alive()
         self._limit.answered(saturated=self._flights.get().saturated)
         self._flights.get().resize()
-        if probe:
-            self._wake()
 
     # The breaker: who may send, and who waits for whom
 
@@ -229,8 +224,8 @@ class Transport:
         self._traffic["held_back"] += 1
         return _HeldBack(f"{self.service} was not asked, because its latest calls failed", code)
 
-    async def _permitted(self, patience_s: float) -> bool:
-        """Wait until a request may be sent; returns whether it is the probe."""
+    async def _permitted(self, patience_s: float) -> int:
+        """Wait until a request may be sent; returns the probe's number where it is one, else 0."""
         while True:
             if remaining_s() <= 0:
                 raise self._deadline_exceeded()
@@ -238,14 +233,21 @@ class Transport:
             now = time.monotonic()
             permit = self._breaker.permit(now)
             if permit is not Permit.WAIT:
-                return permit is Permit.PROBE
+                return self._breaker.probe if permit is Permit.PROBE else 0
             pause_s = self._breaker.pause_left_s(now) or float("inf")
             patience_left_s = patience_s - self._breaker.open_for_s(now)
             await self._changes.get().wait(min(pause_s, patience_left_s, remaining_s()))
 
-    def _abandon(self, probe: bool) -> None:
+    def _abandon(self, probe: int) -> None:
         if probe:
-            self._breaker.abandoned()
+            self._breaker.abandoned(probe)
+            self._wake()
+
+    def _alive(self) -> None:
+        """The service answered, whatever it was: an open breaker closes, and those who wait for it go on."""
+        was_open = self._breaker.is_open
+        self._breaker.answered()
+        if was_open:
             self._wake()
 
     def _wake(self) -> None:
@@ -260,22 +262,34 @@ class _Retries:
     """Decides for one call whether to try again, and after how many seconds."""
 
     def __init__(self, max_attempts: int, outage: Callable[[], bool]) -> None:
-        self._attempts_left = max_attempts
-        self._overloads_left = MAX_OVERLOADS
+        self._max_attempts = max_attempts
+        self._failures = 0
+        self._overloads = 0
         self._outage = outage
 
     def backoff(self, error: Exception) -> bool | float:
-        """`False` to give up, `True` to wait as usual, or the seconds to wait."""
+        """`False` to give up, or the seconds to wait."""
         if isinstance(error, ServiceOverloaded):
-            self._overloads_left -= 1
+            self._overloads += 1
             wait_s = OVERLOAD_WAIT_S if error.retry_after_s is None else error.retry_after_s
-            return wait_s if self._overloads_left > 0 and wait_s < remaining_s() else False
+            if wait_s < RETRY_WAIT_INITIAL_S:  # "now", which a service that turns calls away can't mean
+                wait_s = self._usual_s(self._overloads)
+            return self._unless_too_late(wait_s, self._overloads < MAX_OVERLOADS)
         if isinstance(error, _HeldBack | DeadlineExceeded) or not isinstance(
             error, ServiceUnavailable | ServiceTimeout
         ):
             return False
-        self._attempts_left -= 1
-        return self._attempts_left > 0 and not self._outage() and remaining_s() > 0
+        self._failures += 1
+        return self._unless_too_late(
+            self._usual_s(self._failures), self._failures < self._max_attempts and not self._outage()
+        )
+
+    def _usual_s(self, times: int) -> float:
+        return float(min(RETRY_WAIT_INITIAL_S * 2 ** (times - 1), RETRY_WAIT_MAX_S))
+
+    def _unless_too_late(self, wait_s: float, goes_on: bool) -> bool | float:
+        wait_s += random.uniform(0, RETRY_JITTER_S)
+        return wait_s if goes_on and wait_s < remaining_s() else False
 
 
 class _Changes:

@@ -17,6 +17,8 @@ from salesrl_trl.errors import JudgeInvalid
 from salesrl_trl.fencing import fence
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
+MESSAGE_VERSION = 1
+"""Of what a judge is shown. To be raised with each change of it: verdicts of another version are not reused."""
 MAX_OBJECT_STARTS = 64
 """Opening braces that are tried, from the end, for the verdict in a text: more than a reason in words holds."""
 

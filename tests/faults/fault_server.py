@@ -143,6 +143,15 @@ class Scenarios:
         else:
             self.ok(path, transport)
 
+    async def comes_back_shedding(self, path, transport):
+        """Down, then overloaded once, then well."""
+        if self.stats["requests"] <= self.settings["failures"]:
+            self.refuse(transport, 500)
+        elif self.stats["requests"] == self.settings["failures"] + 1:
+            self.refuse(transport, 429, Retry_After="0.3")
+        else:
+            self.ok(path, transport)
+
     async def latency(self, path, transport, body):
         """Seconds by the end of the path, log-normal around them where `sigma` is given: then the same for the same
         item, which `item-123` in the body names. The first `quick` requests take half a second."""

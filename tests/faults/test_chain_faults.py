@@ -101,6 +101,21 @@ def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault):
     assert dense_ms < 0.5
 
 
+def test_a_warm_up_ends_with_the_deadline(fault):
+    server = fault("status", status=429, headers={"Retry_After": "3600"})
+    reward = build_reward(server.url, [row()], deadline_s=1.0)
+
+    async def warm_up():
+        told = await reward.warm_up()
+        await reward.aclose()
+        return told
+
+    started = time.perf_counter()
+    told = asyncio.run(warm_up())
+    assert time.perf_counter() - started <= 2.0
+    assert {error.code for error in told.values()} == {"rag_8b_http_429", "rag_32b_http_429", "judge_http_429"}
+
+
 def test_equal_calls_at_the_same_time_are_one_upstream_call(fault):
     server = fault("latency", seconds={"8b": 0.2, "32b": 0.2, "completions": 0.2})
     reward = build_reward(server.url, [row()])

@@ -153,6 +153,8 @@ def test_a_retry_after_beyond_the_deadline_is_not_waited_for(fault, ask):
         ("nan", None),
         ("inf", None),
         ("soon", None),
+        ("Sun, 06 Nov 99999999999999999999 08:49:37 GMT", None),
+        ("Sun, 06 Nov 1994 08:49:37 +99999999999999999", None),
         ("", None),
     ],
 )
@@ -174,9 +176,11 @@ def test_milliseconds_win_over_seconds():
         ("<html>gateway</html>", {"Content-Type": "text/html"}),
         ("", {}),
         ('{"answer": "x", "passages": [], "took_ms": 1e999}', {}),
+        ('{"answer": "x", "passages": [{"id": "a", "text": "", "score": 37.5}], "took_ms": 1}', {}),
+        ('{"answer": "x", "passages": [{"id": "a", "text": "", "score": "0.5"}], "took_ms": 1}', {}),
         ("\x1f\x8b", {"Content-Encoding": "gzip"}),
     ],
-    ids=["string", "list", "object", "html", "empty", "infinite", "compressed"],
+    ids=["string", "list", "object", "html", "empty", "infinite", "raw score", "score as text", "compressed"],
 )
 def test_a_200_that_is_no_answer_is_typed(fault, ask, body, headers):
     server = fault("body", body=body, headers={name.replace("-", "_"): value for name, value in headers.items()})

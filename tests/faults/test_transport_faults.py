@@ -6,6 +6,7 @@ import time
 import pytest
 
 from salesrl_trl.errors import AccessDenied, ServiceError, ServiceUnavailable
+from salesrl_trl.reward.deadline import deadline
 from salesrl_trl.reward.http import HttpClient
 
 
@@ -92,6 +93,62 @@ def test_an_outage_is_waited_out_where_that_is_wanted(fault, transport, call_all
     results = call_all(server.url, transport(outage_patience_s=30), 50)
     assert len(succeeded(results)) >= 42  # all but those of the first eight that used up their attempts
     assert server.stats["requests"] <= 12 + 50
+
+
+def test_a_service_that_comes_back_overloaded_wakes_those_who_wait(fault, transport, call_all):
+    server = fault("comes_back_shedding", failures=5)
+    limits = transport(outage_patience_s=20.0, max_attempts=9, max_concurrency=8)
+    started = time.perf_counter()
+    results = call_all(server.url, limits, 8)
+    assert len(succeeded(results)) == 8
+    assert time.perf_counter() - started <= 5.0  # not their whole patience
+
+
+def test_a_service_that_says_now_is_not_hammered(fault, transport, call_all):
+    server = fault("slots", slots=10, seconds=0.4, retry_after="0")
+    results = call_all(server.url, transport(initial_concurrency=16), 16)
+    assert len(succeeded(results)) == 16
+    assert server.stats["refused"] <= 30
+
+
+def test_no_backoff_outlasts_the_deadline(transport):
+    async def fails():
+        raise ServiceUnavailable("down", "rag_8b_unavailable")
+
+    async def run():
+        started = time.perf_counter()
+        with deadline(0.1):
+            results = await asyncio.gather(*(transport().call(fails) for _ in range(3)), return_exceptions=True)
+        return codes(results), time.perf_counter() - started
+
+    reasons, seconds = asyncio.run(run())
+    assert reasons == {"rag_8b_unavailable"}
+    assert seconds <= 0.15
+
+
+def test_calls_and_hedges_together_stay_within_the_limit(transport):
+    limits = transport(max_concurrency=8, initial_concurrency=8, hedge_fraction=1.0)
+    flying, most = set(), []
+
+    async def attempt(seconds):
+        flying.add(asyncio.current_task())
+        most.append(len(flying))
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            flying.discard(asyncio.current_task())
+
+    async def run():
+        await asyncio.gather(*(limits.call(lambda: attempt(0.01)) for _ in range(40)))
+        most.clear()
+        slow = [asyncio.create_task(limits.call(lambda: attempt(0.5))) for _ in range(7)]
+        await asyncio.sleep(0.15)  # one hedge found a free slot, the others wait
+        more = [asyncio.create_task(limits.call(lambda: attempt(0.3))) for _ in range(5)]
+        await asyncio.gather(*slow, *more)
+
+    asyncio.run(run())
+    assert limits.take_traffic()["hedges"] >= 1
+    assert max(most) == 8
 
 
 def test_patience_is_with_the_outage_and_not_with_each_call(fault, transport, call_all):

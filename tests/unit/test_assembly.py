@@ -139,12 +139,12 @@ def test_json_on_the_command_line_is_as_good_as_yaml(config):
 
 
 def test_weights_and_the_rule_for_missing_components_reach_the_reward(config, services, tmp_path):
-    services.set("judge", {}, status=400)
-    settings = config(
-        branch_reward_weights={"fairness": {"judge": 0.5, "retrieval": 0.5}}, missing_component="reweight"
-    )
+    services.set("32b", {}, status=400)
+    services.verdict(json.dumps({"candidate": 0.5, "reference": None, "reason": ""}))
+    weights = {"fairness": {"judge": 0.5, "margin": 0.5}}
+    settings = config(branch_reward_weights=weights, missing_component="reweight")
     (reward,) = score(settings, tmp_path, [action()]).last
-    assert reward.value == pytest.approx(0.5)  # retrieval alone, at the full scale
+    assert reward.value == pytest.approx(0.5)  # the judge alone, at the full scale
 
 
 def test_a_judge_that_is_down_is_told_and_the_other_is_enough(config, services, caplog):

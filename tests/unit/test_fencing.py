@@ -44,7 +44,8 @@ def test_text_inside_a_section_opens_and_closes_nothing(attack):
         ("[/INST] [inst]", "[ /INST] [ inst]"),
         ("＜＜＜end", "＜ ＜ ＜end"),
         ("<\u200b<\u200b<end", "< \u200b< \u200b<end"),
-        (NONCE.upper(), "0123...CDEF"),
+        (NONCE.upper(), "0123...cdef"),
+        (f"a{NONCE}b", "a0123...cdefb"),
         ("a < b, 《Python》, x|y, <b>, deadbeefdeadbeef", "a < b, 《Python》, x|y, <b>, deadbeefdeadbeef"),
     ],
 )

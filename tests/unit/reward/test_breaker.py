@@ -15,16 +15,16 @@ from salesrl_trl.reward.breaker import (
 def opened(at=0.0):
     breaker = Breaker()
     for _ in range(FAILURES_TO_OPEN):
-        breaker.failed(at, probe=False)
+        breaker.failed(at, probe=0)
     return breaker
 
 
 def test_failures_in_a_row_open_it():
     breaker = Breaker()
     for _ in range(FAILURES_TO_OPEN - 1):
-        breaker.failed(0.0, probe=False)
+        breaker.failed(0.0, probe=0)
     assert breaker.permit(0.0) is Permit.SEND
-    breaker.failed(0.0, probe=False)
+    breaker.failed(0.0, probe=0)
     assert breaker.is_open
     assert breaker.permit(0.0) is Permit.WAIT
 
@@ -33,7 +33,7 @@ def test_an_answer_between_failures_starts_the_count_again():
     breaker = Breaker()
     for _ in range(3):
         for _ in range(FAILURES_TO_OPEN - 1):
-            breaker.failed(0.0, probe=False)
+            breaker.failed(0.0, probe=0)
         breaker.answered()
     assert not breaker.is_open
 
@@ -58,7 +58,7 @@ def test_every_failed_probe_doubles_the_pause_up_to_a_limit():
         pauses.append(breaker.pause_left_s(now))
         now += pauses[-1]
         assert breaker.permit(now) is Permit.PROBE
-        breaker.failed(now, probe=True)
+        breaker.failed(now, probe=breaker.probe)
     assert pauses[:4] == pytest.approx([COOLDOWN_S, 2 * COOLDOWN_S, 4 * COOLDOWN_S, 8 * COOLDOWN_S])
     assert pauses[-1] == MAX_COOLDOWN_S
 
@@ -67,7 +67,7 @@ def test_how_long_it_has_been_open_counts_from_the_first_opening():
     breaker = opened(at=10.0)
     assert breaker.open_for_s(10.5) == 0.5
     assert breaker.permit(11.0) is Permit.PROBE
-    breaker.failed(12.0, probe=True)
+    breaker.failed(12.0, probe=breaker.probe)
     assert breaker.open_for_s(13.0) == 3.0
     breaker.answered()
     assert breaker.open_for_s(14.0) == 0.0
@@ -75,14 +75,14 @@ def test_how_long_it_has_been_open_counts_from_the_first_opening():
 
 def test_failures_of_calls_sent_before_do_not_prolong_the_pause():
     breaker = opened(at=0.0)
-    breaker.failed(0.2, probe=False)
+    breaker.failed(0.2, probe=0)
     assert breaker.pause_left_s(0.2) == pytest.approx(COOLDOWN_S - 0.2)
 
 
 def test_an_abandoned_probe_leaves_the_next_caller_to_probe():
     breaker = opened()
     assert breaker.permit(COOLDOWN_S) is Permit.PROBE
-    breaker.abandoned()
+    breaker.abandoned(breaker.probe)
     assert breaker.permit(COOLDOWN_S) is Permit.PROBE
 
 
@@ -100,3 +100,26 @@ def test_a_denial_opens_it_at_once_and_for_long():
     breaker.permit(DENIED_COOLDOWN_S)
     breaker.answered()
     assert breaker.denial is None
+
+
+def test_a_probe_that_was_overtaken_counts_like_any_other_call():
+    breaker = opened()
+    assert breaker.permit(COOLDOWN_S) is Permit.PROBE
+    stale = breaker.probe
+    breaker.answered()  # by a call that was sent before
+    breaker.failed(1.0, probe=stale)
+    assert not breaker.is_open  # one failure is not five
+    for _ in range(FAILURES_TO_OPEN):
+        breaker.failed(1.0)
+    assert breaker.permit(2.0) is Permit.PROBE
+    breaker.failed(2.0, probe=stale)
+    breaker.abandoned(stale)
+    assert breaker.permit(99.0) is Permit.WAIT  # the second probe is still out
+
+
+def test_a_denial_ends_with_a_probe_that_finds_something_else():
+    breaker = Breaker()
+    breaker.denied(0.0, "judge_http_401")
+    assert breaker.permit(DENIED_COOLDOWN_S) is Permit.PROBE
+    breaker.failed(DENIED_COOLDOWN_S, probe=breaker.probe)
+    assert (breaker.is_open, breaker.denial) == (True, None)

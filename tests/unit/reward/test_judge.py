@@ -182,6 +182,25 @@ def test_both_rubrics_of_a_branch_are_asked(score_many, services):
     assert reward.components["judge_hallucination"] == 0.2
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": 2.0},
+        {"max_completion_tokens": 9},
+        {"model": "other"},
+        {"temperature": 1.0},
+        {"extra_body": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_what_decides_a_verdict_is_part_of_its_identity(change):
+    before, after = (
+        build_reward("http://127.0.0.1:9", [row()], providers=[{"name": "judge", **each}])._judge.identity("fairness")
+        for each in ({}, change)
+    )
+    assert before != after
+
+
 def test_a_key_is_in_no_representation():
     reward = build_reward("http://127.0.0.1:9", [row()])
     (provider,) = reward._judge._providers.values()

@@ -57,6 +57,13 @@ def test_a_missing_component_is_none_or_the_others_stand_in_for_it(weights, verd
     assert score(weights, verdicts, missing="reweight").value == pytest.approx(value)
 
 
+@pytest.mark.parametrize("judged", ["judge", "margin", "judge_tone"])
+def test_nothing_stands_in_for_every_judge(judged):
+    """Else a judge that is down would be worth more than any verdict."""
+    verdicts = {"judge": None, "judge_tone": None}
+    assert score({judged: 0.9, "format": 0.1}, verdicts, missing="reweight").value is None
+
+
 def test_with_nothing_left_there_is_no_value_under_any_rule():
     for missing in ("none", "reweight"):
         assert score({"judge": 1.0}, {"judge": None}, missing=missing).value is None
