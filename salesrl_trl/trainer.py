@@ -33,6 +33,7 @@ from salesrl_trl.telemetry.metrics import (
 from salesrl_trl.types import Outcome
 
 logger = get_logger(__name__)
+_PLAIN_LOGGER = logging.getLogger(__name__)  # for lines that look like those of callbacks, without a rank
 
 # Upstream warns of a row that could not be scored with its prompt and completion: customers' text.
 _UNSCORABLE_WARNING = LeaveOut("All reward functions returned None")
@@ -105,9 +106,10 @@ class SalesGRPOTrainer(GRPOTrainer):
         unusable = [str(error) for error in self._reward.unusable(told)]
         figures = [result.code if isinstance(result, ServiceError) else result for result in told.values()]
         everywhere, failures = gather_object([figures]), gather_object(unusable)
-        for name, *results in zip(told, *everywhere, strict=True):
-            codes = sorted({result for result in results if isinstance(result, str)})
-            logger.info(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
+        if self.accelerator.is_main_process:
+            for name, *results in zip(told, *everywhere, strict=True):
+                codes = sorted({result for result in results if isinstance(result, str)})
+                _PLAIN_LOGGER.info(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
         if failures:
             raise ServiceUnavailable(
                 f"the services did not pass their warm-up, so nothing could be scored: {failures[0]} Mend the "

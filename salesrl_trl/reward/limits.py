@@ -11,13 +11,18 @@ DECREASE = 0.8
 nine tenths of its slots busy meanwhile."""
 
 
+ROUNDS_TO_GROW = 3
+"""Rounds of calls that must wait before another slot is tried once the service has said no: the call that is turned
+away for it comes last otherwise, and everything waits for it."""
+
+
 class AdaptiveLimit:
     """Calls in flight that a service is given.
 
-    While every slot is in use, an answer raises the limit L:
+    While calls wait for a slot, an answer raises the limit L:
 
         L <- L + 1/2    until the first overload (slow start)
-        L <- L + 1/L    after it (one more slot for a round of answers)
+        L <- L + 1/L    after it (one more slot for a round of answers), where ROUNDS_TO_GROW x L calls wait or more
 
     and an overload lowers it, once for all calls that were in flight together:
 
@@ -47,9 +52,9 @@ class AdaptiveLimit:
         self._sent += 1
         return self._sent
 
-    def answered(self, *, saturated: bool) -> None:
-        """A call was answered; `saturated` says whether all slots were in use, without which nothing is learnt."""
-        if saturated:
+    def answered(self, *, waiting: int) -> None:
+        """A call was answered while so many waited for a slot; without any there is nothing to grow for."""
+        if waiting > 0 and (self._slow_start or waiting >= ROUNDS_TO_GROW * self._limit):
             self._limit = min(self._limit + (GROWTH_PER_SUCCESS if self._slow_start else 1 / self._limit), self._cap)
 
     def overloaded(self, number: int) -> None:

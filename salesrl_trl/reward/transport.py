@@ -202,7 +202,7 @@ class Transport:
             self._abandon(probe)
             raise
         self._alive()
-        self._limit.answered(saturated=self._flights.get().saturated)
+        self._limit.answered(waiting=self._flights.get().waiting)
         self._flights.get().resize()
 
     # The breaker: who may send, and who waits for whom

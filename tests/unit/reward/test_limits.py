@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from salesrl_trl.reward.limits import AdaptiveLimit
 
 
-def answer(limit, times, saturated=True):
+def answer(limit, times, waiting=1000):
     for _ in range(times):
-        limit.answered(saturated=saturated)
+        limit.answered(waiting=waiting)
 
 
 def test_a_round_of_answers_grows_the_slow_start_by_half():
@@ -36,10 +36,19 @@ def test_one_burst_of_overloads_lowers_the_limit_once():
     assert limit.slots == 12  # 0.8 x 16 = 12.8
 
 
-def test_nothing_is_learnt_from_answers_that_left_slots_free():
+def test_without_anybody_waiting_there_is_nothing_to_grow_for():
     limit = AdaptiveLimit(8, 100)
-    answer(limit, 50, saturated=False)
+    answer(limit, 50, waiting=0)
     assert limit.slots == 8
+
+
+def test_after_an_overload_near_the_end_of_the_queue_no_slot_is_tried():
+    limit = AdaptiveLimit(20, 100)
+    limit.overloaded(limit.sent())
+    answer(limit, 100, waiting=47)  # less than three rounds of 16
+    assert limit.slots == 16
+    answer(limit, 17, waiting=51)
+    assert limit.slots == 17
 
 
 def test_the_cap_holds_from_the_start():
@@ -54,7 +63,7 @@ def test_the_limit_stays_between_1_and_the_cap(events, start, cap):
     limit = AdaptiveLimit(start, cap)
     for event in events:
         number = limit.sent()
-        limit.answered(saturated=True) if event == "answered" else limit.overloaded(number)
+        limit.answered(waiting=1000) if event == "answered" else limit.overloaded(number)
         assert 1 <= limit.slots <= cap
 
 
