@@ -15,7 +15,8 @@ from salesrl_trl.preflight import check_judge, check_rag, read_key
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.embedding import SERVICE as EMBEDDING
-from salesrl_trl.reward.judge import JudgeClient, JudgeProvider, load_rubrics
+from salesrl_trl.reward.judge import JudgeClient, load_rubrics
+from salesrl_trl.reward.provider import JudgeProvider
 from salesrl_trl.reward.rag import RagBackend, RagClient
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.transport import Transport
@@ -158,9 +159,7 @@ def build_reward(
         score_threshold=config.rag_score_threshold,
         top_k=config.rag_top_k,
         deadline_s=config.reward_deadline_s,
-        answers=AnswerStore(
-            output_dir / f"answers.rank{process_index}.sqlite" if lasting and config.cache_answers else None
-        ),
+        answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
         references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
     )
 
@@ -230,6 +229,10 @@ def _provider(config: JudgeProviderConfig, api_key: str | None, transport: Trans
         usd_per_million_prompt_tokens=config.usd_per_million_prompt_tokens,
         usd_per_million_completion_tokens=config.usd_per_million_completion_tokens,
     )
+
+
+def _answer_store(config: RewardConfig, path: Path | None) -> AnswerStore:
+    return AnswerStore(path) if config.cache_answers else AnswerStore(keep=0)
 
 
 def _reference_file(setting: str | None) -> Path | None:

@@ -16,7 +16,8 @@ from trl import GRPOConfig
 
 from salesrl_trl.data.prompts import PROMPT_STYLES
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.judge import AGGREGATIONS, RESPONSE_FORMATS
+from salesrl_trl.reward.judge import AGGREGATIONS
+from salesrl_trl.reward.provider import RESPONSE_FORMATS
 from salesrl_trl.reward.scoring import MISSING_RULES
 
 DEFAULT_BRANCHES = ("fairness", "hallucination")
@@ -241,7 +242,8 @@ class RewardConfig:
             Ask both RAG endpoints and every judge once before the first step, and stop if a needed one can't answer.
         cache_answers (`bool`, *optional*, defaults to `True`):
             Keep the 8B answers of a configured RAG service, and the verdicts on them, in `output_dir`, so that a
-            resumed run does not ask again. They hold what customers and services said, in plain text.
+            resumed run does not ask again. They hold what customers and services said, in plain text. Without it
+            nothing outlives a call, and equal calls are shared only while they are under way.
         reference_cache (`str`, *optional*):
             File that keeps the 32B endpoint's answers for later runs; `references.sqlite` in `$SALESRL_CACHE_DIR`, or
             else in `~/.cache/salesrl_trl`, when not given. Delete it when the endpoint's knowledge changes; an empty

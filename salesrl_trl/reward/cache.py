@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 2.0
 """Patience with another process that writes to the file."""
+KEPT_IN_MEMORY = 20_000
+"""Answers that are kept where there is no file, the latest ones: some 60 MB, and many batches."""
 CLOSE_TIMEOUT_S = 1.0
 """Patience with calls that were cancelled at the end."""
 
@@ -48,10 +50,13 @@ class AnswerStore:
     Args:
         path (`Path`, *optional*):
             The file; made when it is missing, its folder too. In memory when not given.
+        keep (`int`, *optional*, defaults to `KEPT_IN_MEMORY`):
+            Most values in memory, the latest ones; those that wait for `flush` count. 0 for none.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, keep: int = KEPT_IN_MEMORY) -> None:
         self._path = path
+        self._keep = keep
         self._unwritten: dict[str, Any] = {}  # without a file, everything
         self._file: sqlite3.Connection | None = None
         self._broken = False
@@ -69,6 +74,8 @@ class AnswerStore:
     def put(self, key: str, value: Any) -> None:
         """Keep a value. It is in the file after the next `flush`."""
         self._unwritten[key] = value
+        while len(self._unwritten) > self._keep:
+            del self._unwritten[next(iter(self._unwritten))]
 
     def flush(self) -> None:
         """Write what is new."""
@@ -107,7 +114,11 @@ def _open(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     file = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-    file.execute(_SCHEMA)
+    try:
+        file.execute(_SCHEMA)
+    except sqlite3.Error:
+        file.close()
+        raise
     return file
 
 

@@ -15,8 +15,9 @@ from salesrl_trl.errors import BadServiceResponse, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
 from salesrl_trl.reward.deadline import deadline
 from salesrl_trl.reward.hollow import is_hollow
-from salesrl_trl.reward.judge import JudgeClient, JudgeRecord, ProviderUsage
+from salesrl_trl.reward.judge import JudgeClient, JudgeRecord
 from salesrl_trl.reward.parsing import parse_action
+from salesrl_trl.reward.provider import ProviderUsage
 from salesrl_trl.reward.rag import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.transport import Transport
@@ -121,7 +122,7 @@ class SalesReward:
         self._judging = _Span()
         self._told: set[str] = set()
         self.last: list[Reward] = []
-        self.last_seconds = 0.0
+        self._seconds = 0.0
 
     @property
     def provider_names(self) -> tuple[str, ...]:
@@ -165,7 +166,7 @@ class SalesReward:
         self.last = await self._collect(chains, seconds)
         for store in self._stores:
             store.flush()
-        self.last_seconds = time.perf_counter() - started
+        self._seconds = time.perf_counter() - started
         return [reward.value for reward in self.last]
 
     def branch_of(self, index: int) -> str:
@@ -175,7 +176,7 @@ class SalesReward:
     def take_report(self) -> BatchReport:
         """What happened since the last time. Every provider and service is in it, also those that were not asked."""
         report = BatchReport(
-            seconds=self.last_seconds,
+            seconds=self._seconds,
             judge_seconds=self._judging.seconds,
             usage=self._judge.take_usage(),
             traffic={

@@ -9,7 +9,8 @@ from collections import Counter
 from werkzeug import Response
 
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.judge import JudgeClient, JudgeProvider, load_rubrics
+from salesrl_trl.reward.judge import JudgeClient, load_rubrics
+from salesrl_trl.reward.provider import JudgeProvider
 from salesrl_trl.reward.rag import RagClient
 from salesrl_trl.reward.scoring import Scoring, default_weights
 from salesrl_trl.reward.transport import Transport

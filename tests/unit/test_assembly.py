@@ -74,6 +74,20 @@ def test_without_caches_everything_is_asked_for_again(config, services, tmp_path
     assert list(tmp_path.rglob("*.sqlite")) == []
 
 
+def test_without_a_cache_an_equal_answer_is_asked_for_in_every_batch(config, services, tmp_path):
+    settings = config(cache_answers=False)
+    parts = prepare_reward(settings, BRANCHES)
+    reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
+
+    async def twice():
+        for _ in range(2):
+            await reward(prompts=[None] * 2, completions=[action()] * 2, row=[0, 0])
+        await reward.aclose()
+
+    asyncio.run(twice())
+    assert services.calls == {"8b": 2, "32b": 1, "judge": 2}
+
+
 def test_by_default_references_lie_in_the_cache_folder(config, tmp_path, monkeypatch):
     monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path / "cache"))
     score(config(reference_cache=None), tmp_path, [action()])

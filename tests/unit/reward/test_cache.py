@@ -132,6 +132,23 @@ def test_two_processes_worth_of_stores_share_a_file(tmp_path):
     assert all(store.get(f"k{index}") == index for store in (first, second) for index in range(200))
 
 
+def test_memory_holds_the_latest_only():
+    store = AnswerStore(keep=2)
+    for index in range(4):
+        store.put(f"k{index}", index)
+    assert [store.get(f"k{index}") for index in range(4)] == [None, None, 2, 3]
+
+
+def test_a_store_that_keeps_nothing_still_shares_what_is_under_way():
+    async def run():
+        keep, ask = memo(AnswerStore(keep=0)), asker(delay_s=0.02)
+        await asyncio.gather(*(keep.get("k", ask) for _ in range(5)))
+        await keep.get("k", ask)
+        return ask.times
+
+    assert asyncio.run(run()) == 2
+
+
 def test_closing_with_a_call_under_way_that_will_not_end_does_not_hang():
     async def run():
         async def stubborn():

@@ -26,7 +26,8 @@ from salesrl_trl.assembly import build_reward, prepare_reward
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import BadServiceResponse, ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.judge import JudgeClient, JudgeProvider, load_rubrics
+from salesrl_trl.reward.judge import JudgeClient, load_rubrics
+from salesrl_trl.reward.provider import JudgeProvider
 from salesrl_trl.reward.scoring import Scoring, default_weights
 from salesrl_trl.reward.transport import Transport
 from salesrl_trl.reward.vector_store import (

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from salesrl_trl.reward.chain import BatchReport
-from salesrl_trl.reward.judge import JudgeRecord, ProviderUsage
+from salesrl_trl.reward.judge import JudgeRecord
+from salesrl_trl.reward.provider import ProviderUsage
 from salesrl_trl.reward.transport import TRAFFIC
 from salesrl_trl.telemetry.metrics import (
     LENGTH_CORRELATION,

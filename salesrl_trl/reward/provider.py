@@ -1,0 +1,231 @@
+"""One judge provider: how a verdict is asked for and what it cost.
+
+Owns the chat completion's wire format, the step from response formats to text, tokens and prices. What a judge is
+shown and what counts as a verdict is `verdict`'s; which provider is asked is `judge`'s.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai.types.shared_params import ResponseFormatJSONSchema
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from salesrl_trl.errors import AccessDenied, BadServiceResponse, JudgeInvalid, ServiceError, ServiceRejected
+from salesrl_trl.fencing import make_nonce
+from salesrl_trl.reward.cache import cache_key
+from salesrl_trl.reward.http import HttpClient
+from salesrl_trl.reward.transport import Transport
+from salesrl_trl.reward.verdict import judge_message, read_text_verdict, read_verdict, response_format, text_rubric
+from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+
+logger = logging.getLogger(__name__)
+
+RESPONSE_FORMATS = ("auto", "json_schema", "text")
+"""`auto` holds a provider to the schema, and falls back to text where it answers nothing, or no JSON, that way."""
+
+_UNHELD = frozenset({"judge_empty", "judge_not_json"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeProvider:
+    """One OpenAI-compatible endpoint."""
+
+    name: str
+    """In metrics, logs and reason codes: `"openai"`."""
+    base_url: str
+    """`/v1` included: `"https://api.openai.com/v1"`."""
+    model: str
+    """The model's name there."""
+    transport: Transport
+    """Its limits."""
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token."""
+    weight: float = 1.0
+    """Its share of the verdicts, beside the other providers' weights; 0 for one that only steps in."""
+    response_format: str = "auto"
+    """One of `RESPONSE_FORMATS`."""
+    temperature: float | None = 0.0
+    """`None` for models that take none."""
+    max_completion_tokens: int = 512
+    """Room for the verdict, and for a reasoning model's thoughts."""
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of every request: `{"chat_template_kwargs": {"enable_thinking": False}}`."""
+    usd_per_million_prompt_tokens: float = 0.0
+    """Price, for the cost metrics."""
+    usd_per_million_completion_tokens: float = 0.0
+    """Price, for the cost metrics."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ProviderUsage:
+    """What one provider did since it was last asked about."""
+
+    verdicts: int = 0
+    """Valid ones."""
+    prompt_tokens: int = 0
+    """As the provider counts them; 0 where it doesn't."""
+    completion_tokens: int = 0
+    """As the provider counts them, thoughts included."""
+    usd: float = 0.0
+    """By the configured prices."""
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    content: str
+
+
+class _Choice(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Completion(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    choices: list[_Choice]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is judged, and by which rubric."""
+
+    name: str
+    rubric: str
+    row: SalesRow
+    action: Action
+    candidate: Answer
+    reference: Answer | None
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Of everything a judge reads."""
+        reference = None if self.reference is None else self.reference.text
+        material = (self.row.context, self.row.documents, self.action.as_dict(), self.candidate.text, reference)
+        return cache_key(self.name, material)
+
+    @property
+    def lot(self) -> int:
+        """Which answer stands first is drawn, but the same for the same material."""
+        return int(self.key[-1], 16)
+
+
+class ProviderClient:
+    """One provider's connection, usage, and whether it takes response formats."""
+
+    def __init__(self, settings: JudgeProvider) -> None:
+        self.settings = settings
+        self.http = HttpClient(settings.transport.service, settings.base_url, api_key=settings.api_key)
+        self._usage = ProviderUsage()
+        self._by_text = settings.response_format == "text"
+
+    def take_usage(self) -> ProviderUsage:
+        """What it did since the last time."""
+        usage, self._usage = self._usage, ProviderUsage()
+        return usage
+
+    async def ask(self, material: Material, *, candidate_first: bool, patient: bool) -> Verdict:
+        """A verdict, by schema or by text. Raises `ServiceError`."""
+        return await self.settings.transport.call(lambda: self._attempt(material, candidate_first), patient=patient)
+
+    async def _attempt(self, material: Material, candidate_first: bool) -> Verdict:
+        """One verdict. The step from schema to text happens within an attempt, so that it is taken once for all."""
+        if not self._by_text:
+            try:
+                return await self._one_way(material, candidate_first, by_text=False)
+            except (JudgeInvalid, ServiceRejected) as error:
+                if not self._may_not_take_formats(error):
+                    raise
+        verdict = await self._one_way(material, candidate_first, by_text=True)
+        if not self._by_text:
+            self._by_text = True
+            logger.info(f"judge {self.settings.name}: no verdict by response_format; from here on by text")
+        return verdict
+
+    def _may_not_take_formats(self, error: ServiceError) -> bool:
+        if self.settings.response_format != "auto":
+            return False
+        if isinstance(error, ServiceRejected):
+            return not isinstance(error, AccessDenied) and error.code.endswith(("_http_400", "_http_422"))
+        return error.code in _UNHELD
+
+    async def _one_way(self, material: Material, candidate_first: bool, *, by_text: bool) -> Verdict:
+        nonce = make_nonce()
+        message = judge_message(
+            material.row,
+            material.action,
+            material.candidate,
+            material.reference,
+            candidate_first=candidate_first,
+            nonce=nonce,
+        )
+        expect_reference = material.reference is not None
+        system = text_rubric(material.rubric, nonce) if by_text else material.rubric
+        held_to = None if by_text else response_format(expect_reference=expect_reference)
+        content = self._content(await self.http.post("/chat/completions", self._body(system, message, held_to)))
+        if by_text:
+            verdict = read_text_verdict(content, nonce=nonce, expect_reference=expect_reference)
+        else:
+            verdict = read_verdict(content, expect_reference=expect_reference)
+        self._usage.verdicts += 1
+        return verdict
+
+    def _body(self, system: str, message: str, held_to: ResponseFormatJSONSchema | None) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.settings.model,
+            "messages": [{"role": "system", "content": system}, {"role": "user", "content": message}],
+            "max_completion_tokens": self.settings.max_completion_tokens,
+        }
+        if self.settings.temperature is not None:
+            body["temperature"] = self.settings.temperature
+        if held_to is not None:
+            body["response_format"] = held_to
+        return {**body, **self.settings.extra_body}
+
+    def _content(self, answer: bytes) -> str:
+        """The text of a chat completion, which a broken endpoint may not have."""
+        try:
+            value = json.loads(answer)
+        except (ValueError, RecursionError):
+            raise BadServiceResponse(
+                f"{self.settings.transport.service} answered with a body of {len(answer)} bytes that is not JSON. "
+                "Expected a chat completion.",
+                code=f"{self.settings.transport.service}_bad_response",
+            ) from None
+        self._count_tokens(value)
+        try:
+            choices = _Completion.model_validate(value).choices
+        except ValidationError:
+            choices = []
+        if not choices or not choices[0].message.content.strip():
+            cut_off = bool(choices) and choices[0].finish_reason == "length"
+            raise JudgeInvalid(
+                "the judge answered 200 without any text"
+                + (": it used up `max_completion_tokens` before" if cut_off else ""),
+                code="judge_cut_off" if cut_off else "judge_empty",
+            )
+        if choices[0].finish_reason == "length":
+            raise JudgeInvalid("the verdict was cut off at `max_completion_tokens`", code="judge_cut_off")
+        return choices[0].message.content
+
+    def _count_tokens(self, value: Any) -> None:
+        try:
+            usage = _Usage.model_validate(value["usage"])
+        except (ValidationError, TypeError, KeyError):
+            return
+        self._usage.prompt_tokens += usage.prompt_tokens
+        self._usage.completion_tokens += usage.completion_tokens
+        self._usage.usd += (
+            usage.prompt_tokens * self.settings.usd_per_million_prompt_tokens
+            + usage.completion_tokens * self.settings.usd_per_million_completion_tokens
+        ) / 1e6
