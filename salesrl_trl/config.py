@@ -16,6 +16,9 @@ from trl import GRPOConfig
 
 from salesrl_trl.data.prompts import PROMPT_STYLES
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.kl.controller import ControlLaw, KLTarget
+from salesrl_trl.kl.estimators import ESTIMATORS
+from salesrl_trl.kl.penalty import PenaltySettings
 from salesrl_trl.reward.judge import AGGREGATIONS
 from salesrl_trl.reward.provider import RESPONSE_FORMATS
 from salesrl_trl.reward.scoring import MISSING_RULES
@@ -405,6 +408,35 @@ class SalesGRPOConfig(GRPOConfig):
     Args:
         branches (`list[str]`, *optional*, defaults to `["fairness", "hallucination"]`):
             Branch names a row may carry. Each needs a rubric.
+        branch_kl (`dict`, *optional*):
+            Branch to KL coefficient and target band in nats per token, for example
+            `{"fairness": {"beta": 0.1, "low": 0.02, "high": 0.06}}`, perhaps with `beta_min` and `beta_max` (when not
+            given, a hundredth and a hundred times `beta`). Without `low` and `high` a coefficient stays as it is. A
+            branch that is not named has the fixed coefficient `beta`. Where all coefficients are 0 there is no KL, and
+            no reference model is loaded.
+        kl_control (`bool`, *optional*, defaults to `True`):
+            Move the coefficients. Without it they stay, and the bands are only watched.
+        kl_estimator (`str`, *optional*, defaults to `"k3"`):
+            `k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html; TRL has k3.
+        kl_log_ratio_clamp (`float`, *optional*, defaults to `10.0`):
+            Log-ratio in nats beyond which the penalty goes on as a straight line; 0 for TRL's own formula, which
+            overflows at 88.
+        kl_update_steps (`int`, *optional*, defaults to `5`):
+            Optimizer steps over which a branch's KL is measured before its coefficient moves.
+        kl_cooldown_steps (`int`, *optional*, defaults to `0`):
+            Optimizer steps after a change that are not measured.
+        kl_raise_factor (`float`, *optional*, defaults to `1.15`):
+            Factor of a coefficient whose branch is above its band.
+        kl_lower_factor (`float`, *optional*, defaults to `0.85`):
+            Factor of a coefficient whose branch is below its band.
+        kl_recentre (`float`, *optional*, defaults to `0.5`):
+            Share of such a step taken at the edges inside the band, and less towards its centre; 0 for none.
+        kl_trend_windows (`float`, *optional*, defaults to `2.0`):
+            A coefficient stays where the KL, going on as in the last window, is back in the band after so many; 0 to
+            act at once.
+        hybrid_reference_weight (`float`, *optional*, defaults to `0.0`):
+            w in [0, 1]: a group's baseline is (1 - w) times its mean reward and w times the reward of the frozen 32B
+            endpoint's answer. 0 is GRPO. A group without a reference has w = 0 and is counted.
         vllm_enforce_eager (`bool`, *optional*):
             Start vLLM without compilation and CUDA graphs: starts fast, generates two to three times slower on a GPU.
             When not given, so on a CPU, where compilation takes 20 s or more, and not on a GPU.
@@ -427,6 +459,19 @@ class SalesGRPOConfig(GRPOConfig):
     """
 
     branches: list[str] = field(default_factory=lambda: list(DEFAULT_BRANCHES), metadata=_help("branch names"))
+    branch_kl: dict[str, Any] | str | None = field(
+        default=None, metadata=_help("branch to KL coefficient and band; `beta` for all if not given")
+    )
+    kl_control: bool = field(default=True, metadata=_help("let the coefficients follow their branches' KL"))
+    kl_estimator: str = field(default="k3", metadata=_help("k1, k2 or k3"))
+    kl_log_ratio_clamp: float = field(default=10.0, metadata=_help("nats; 0 for no clamp"))
+    kl_update_steps: int = field(default=5, metadata=_help("optimizer steps in a window of the KL"))
+    kl_cooldown_steps: int = field(default=0, metadata=_help("unmeasured optimizer steps after a change"))
+    kl_raise_factor: float = field(default=1.15, metadata=_help("factor of a coefficient above its band"))
+    kl_lower_factor: float = field(default=0.85, metadata=_help("factor of a coefficient below its band"))
+    kl_recentre: float = field(default=0.5, metadata=_help("share of a step taken inside the band"))
+    kl_trend_windows: float = field(default=2.0, metadata=_help("windows by which the KL's course is extended"))
+    hybrid_reference_weight: float = field(default=0.0, metadata=_help("the 32B reference's share of the baseline"))
     vllm_enforce_eager: bool | None = field(default=None, metadata=_help("no compilation, no CUDA graphs"))
     vllm_load_format: str = field(default="auto", metadata=_help("auto, or dummy for a fast start"))
     vllm_dtype: str = field(default="auto", metadata=_help("vLLM's number format"))
@@ -449,9 +494,73 @@ class SalesGRPOConfig(GRPOConfig):
             f"`min_valid_reward_fraction` is {self.min_valid_reward_fraction}. Expected 0 to 1.",
         )
         _check_positive(self, "max_sampling_logp_difference", "max_skipped_generations")
+        self._check_kl()
         _check(
             isinstance(self.parsed_engine_kwargs(), dict),
             f"`vllm_engine_kwargs` is {self.vllm_engine_kwargs!r}. Expected a JSON object of vllm.LLM arguments.",
+        )
+
+    def _check_kl(self) -> None:
+        _check_choice(self, "kl_estimator", ESTIMATORS)
+        _check(self.kl_log_ratio_clamp >= 0, f"`kl_log_ratio_clamp` is {self.kl_log_ratio_clamp}. Expected 0 or more.")
+        weight = self.hybrid_reference_weight
+        _check(0 <= weight <= 1, f"`hybrid_reference_weight` is {weight}. Expected 0 to 1.")
+        _check(
+            weight == 0 or self.multi_objective_aggregation == "sum_then_normalize",
+            "`hybrid_reference_weight` is more than 0 with `multi_objective_aggregation: normalize_then_sum`, which "
+            "has no group baseline. Expected `sum_then_normalize`.",
+        )
+        _check(
+            self.kl_estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
+            "`kl_estimator: k1` with `use_bias_correction_kl: false` pulls nowhere: its gradient is zero on average. "
+            "Expected the correction, or k2 or k3.",
+        )
+        self.kl_law()
+        self.kl_targets()
+
+    def kl_targets(self) -> dict[str, KLTarget]:
+        """Coefficient and band of every branch, in the order of `branches`; empty where there is no KL at all."""
+        given = {} if self.branch_kl is None else _json("branch_kl", self.branch_kl, dict)
+        unknown = sorted(set(given) - set(self.branches))
+        _check(not unknown, f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(self.branches)}.")
+        _check(
+            not self.beta or set(given) != set(self.branches),
+            f"`beta` is {self.beta} and `branch_kl` names every branch, so that `beta` says nothing. Expected one of "
+            "them: leave out `beta`, or give `--branch_kl {}` for one coefficient.",
+        )
+        known = {each.name for each in dataclasses.fields(KLTarget)}
+        targets = {}
+        for branch in self.branches:
+            entry = given.get(branch, {"beta": self.beta})
+            _check(
+                isinstance(entry, dict) and "beta" in entry and set(entry) <= known,
+                f"`branch_kl` of {branch!r} is {entry!r}. Expected `beta`, and perhaps {', '.join(sorted(known))}.",
+            )
+            try:
+                targets[branch] = KLTarget(**entry)
+            except ConfigError as error:
+                raise ConfigError(f"`branch_kl` of {branch!r}: {error}") from error
+        return targets if any(target.beta for target in targets.values()) else {}
+
+    def kl_law(self) -> ControlLaw | None:
+        """How the coefficients move; `None` where they don't."""
+        law = ControlLaw(
+            update_steps=self.kl_update_steps,
+            cooldown_steps=self.kl_cooldown_steps,
+            raise_factor=self.kl_raise_factor,
+            lower_factor=self.kl_lower_factor,
+            recentre=self.kl_recentre,
+            trend_windows=self.kl_trend_windows,
+        )
+        return law if self.kl_control else None
+
+    def kl_penalty(self) -> PenaltySettings:
+        """How a token's KL is estimated and weighed."""
+        return PenaltySettings(
+            estimator=self.kl_estimator,
+            clamp=self.kl_log_ratio_clamp,
+            bias_correction=self.use_bias_correction_kl,
+            level=self.importance_sampling_level,
         )
 
     def parsed_engine_kwargs(self) -> Any:

@@ -4,8 +4,12 @@ Owns the wiring between TRL and this package and no arithmetic of its own.
 """
 
 import asyncio
+import contextlib
+import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +18,25 @@ from accelerate.utils import gather, gather_object
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
+from salesrl_trl.advantages import hybrid_advantages
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable, TooFewRewardsError, WeightSyncError
 from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
+from salesrl_trl.kl.controller import KLControl
+from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.telemetry.logs import LeaveOut
 from salesrl_trl.telemetry.metrics import (
+    BASELINE_FALLBACK,
     SKIPPED_UPDATE,
     JudgeBias,
     Means,
+    add_kl,
     add_report,
     add_rewards,
     encode,
     encode_report,
+    kl_names,
     metric_names,
     report_names,
 )
@@ -39,6 +49,9 @@ _PLAIN_LOGGER = logging.getLogger(__name__)  # for lines that look like those of
 _UNSCORABLE_WARNING = LeaveOut("All reward functions returned None")
 _UPSTREAM_LOGGER = logging.getLogger("trl.trainer.grpo_trainer")
 
+KL_STATE_NAME = "kl_control.json"
+"""In every checkpoint: coefficients, windows under way, shares of steps in band."""
+
 _LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
 
@@ -49,7 +62,12 @@ class SalesGRPOTrainer(GRPOTrainer):
     - `__init__`: vLLM gets the engine options TRL does not pass through, and TRL's warning of a row that could not be
       scored, which prints prompt and completion, is left out;
     - `_calculate_rewards`: counts outcomes by branch over all ranks, and decides whether enough was scored;
-    - `_generate_and_score_completions`: checks the first weight push, and takes a skipped batch out of the loss;
+    - `_generate_and_score_completions`: checks the first weight push, marks each sample's branch, puts the reference's
+      reward into the baseline, and takes a skipped batch out of the loss;
+    - `_compute_loss`: where TRL reads `beta`, it meets the branches' penalty; what was measured is summed over ranks
+      once per optimizer step and moves the coefficients;
+    - `_get_per_token_logps_and_entropies`: hands that penalty the policy's log-probs;
+    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: the coefficients' state goes along;
     - `log`: adds the package's metrics, under the same keys at every step;
     - `warm_up` and `finish`, which TRL does not have, ask every service once and close the connections;
     - `train`: raises `TooFewRewardsError` when that is why training stopped.
@@ -66,11 +84,16 @@ class SalesGRPOTrainer(GRPOTrainer):
     """
 
     args: SalesGRPOConfig
+    beta: float | BranchPenalty
 
     def __init__(self, model: PreTrainedModel, reward: SalesReward, args: SalesGRPOConfig, **kwargs: Any) -> None:
         self._reward = reward
         self._report_names = report_names(reward.provider_names, reward.service_names)
-        names = (*metric_names(args.branches), *self._report_names)
+        targets = args.kl_targets()
+        self._kl = KLControl(targets, args.kl_law()) if targets else None
+        self._kl_penalty = args.kl_penalty()
+        self._kl_sums: torch.Tensor | None = None  # (branches, len(SUMS)) since the last optimizer step, this rank's
+        names = (*metric_names(args.branches), *self._report_names, *(kl_names(args.branches) if targets else ()))
         self._means = {mode: Means(names) for mode in ("train", "eval")}
         self._bias = {mode: JudgeBias() for mode in ("train", "eval")}
         self._skipping = False
@@ -80,7 +103,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self.failures: Counter[str] = Counter()
         """Reason code to count over the current logging interval, on all ranks."""
         _UPSTREAM_LOGGER.addFilter(_UNSCORABLE_WARNING)  # once: a logger takes the same filter no second time
-        with vllm_engine_options(_engine_options(model, args)):
+        with vllm_engine_options(_engine_options(model, args)), _reference_wanted(args, bool(targets)):
             super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
         self.add_callback(_SkipAndStop(self))
 
@@ -127,7 +150,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         branches = self.args.branches
         branch_ids = [branches.index(self._reward.branch_of(example["row"])) for example in inputs]
         table = encode(self._reward.last, branch_ids).to(self.accelerator.device)  # (B, 4)
-        add_rewards(means, gather(table), branches)
+        self._scored = gather(table)  # (world size x B, 5)
+        add_rewards(means, self._scored, branches)
         reasons = [reward.reason for reward in self._reward.last if reward.outcome is not Outcome.OK]
         self.failures.update(gather_object(reasons))
         report = encode_report(self._reward.take_report()).to(self.accelerator.device)  # (1, columns)
@@ -151,11 +175,83 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
         self._check_weights()
+        branches = [self.args.branches.index(self._reward.branch_of(example["row"])) for example in inputs]
+        output["branch_ids"] = torch.tensor(branches, device=output["advantages"].device)  # (B,)
+        if self.args.hybrid_reference_weight and self.model.training:
+            output["advantages"] = self._hybrid_advantages(len(inputs))
         if self._skipping and self.model.training:
             # No token counts: the loss and its gradient are zero under every normaliser.
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
         return output
+
+    def _hybrid_advantages(self, size: int) -> torch.Tensor:
+        """This rank's advantages against the hybrid baseline, shape (size,), in place of TRL's also in its table."""
+        _, _, values, _, references = self._scored.to(torch.float32).unbind(dim=1)  # each (world size x B,)
+        weight = self.reward_weights[0].item()
+        advantages, missing = hybrid_advantages(
+            values * weight,
+            references * weight,
+            self.num_generations,
+            self.args.hybrid_reference_weight,
+            self.scale_rewards,
+        )
+        self._means["train"].add(BASELINE_FALLBACK, missing.sum().item(), len(missing))
+        logged = self._logs["advantages"]
+        for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
+            logged[index] = advantage
+        first = self.accelerator.process_index * size
+        return advantages[first : first + size]
+
+    def _compute_loss(self, model, inputs):
+        if self._kl is None:
+            return super()._compute_loss(model, inputs)
+        betas = self._kl.betas
+        penalty = BranchPenalty(inputs, betas, self._kl_penalty)
+        beta, self.beta = self.beta, penalty
+        try:
+            loss = super()._compute_loss(model, penalty.inputs)
+        finally:
+            self.beta = beta
+        sums = penalty.sums()
+        self._kl_sums = sums if self._kl_sums is None else self._kl_sums + sums
+        if self.accelerator.sync_gradients:
+            totals = self.accelerator.reduce(self._kl_sums, reduction="sum").tolist()
+            self._kl_sums = None
+            self._follow_kl(self._kl, totals, betas)
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if isinstance(self.beta, BranchPenalty):
+            logps = self.beta.see(logps)
+        return logps, *others
+
+    def _follow_kl(self, control: KLControl, totals: list[list[float]], betas: list[float]) -> None:
+        """One optimizer step's KL over all ranks: the coefficients of the next one, and metrics."""
+        mode = "train" if self.model.training else "eval"
+        if mode == "train":
+            decisions = control.observe([(kl, tokens) for kl, *_, tokens in totals])
+            if self.accelerator.is_main_process:
+                for decision in decisions:
+                    _PLAIN_LOGGER.info(f"[BranchedKL@{self.state.global_step + 1}] {decision}")
+        add_kl(self._means[mode], totals, betas, control)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._kl is not None and self.args.should_save:
+            text = json.dumps(self._kl.state_dict(), indent=2)
+            Path(output_dir, KL_STATE_NAME).write_text(text + "\n", encoding="utf-8")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._kl is None or checkpoint is None:
+            return
+        path = Path(checkpoint, KL_STATE_NAME)
+        if path.is_file():
+            self._kl.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        else:
+            logger.warning(f"{checkpoint} holds no {KL_STATE_NAME}: the KL coefficients start as configured")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
@@ -201,6 +297,17 @@ class SalesGRPOTrainer(GRPOTrainer):
                 + ("The output head is tied to the embedding: on a CPU use an untied model. " if tied else "")
                 + "Check `vllm_dtype` and `vllm_engine_kwargs`; a raised `max_sampling_logp_difference` only hides it."
             )
+
+
+@contextlib.contextmanager
+def _reference_wanted(args: SalesGRPOConfig, wanted: bool) -> Iterator[None]:
+    """TRL loads a reference model, and takes its log-probs, if `args.beta` is not 0 while the trainer is built."""
+    beta = args.beta
+    args.beta = 1.0 if wanted else 0.0
+    try:
+        yield
+    finally:
+        args.beta = beta
 
 
 class _SkipAndStop(TrainerCallback):

@@ -172,6 +172,8 @@ class Reward:
     """Why there is no verdict, as a short code that is safe in logs and metric names: `"rag_8b_timeout"`."""
     components: Mapping[str, float | None] = field(default_factory=dict)
     """What the value was made of; `None` for a component that could not be had."""
+    reference_value: float | None = None
+    """What the frozen 32B endpoint's answer to the row would have been worth by the same law; `None` without one."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time of each stage that ran, in seconds: `{"rag_8b": 0.8, "rag_32b": 1.1, "judge": 2.0}`."""
 

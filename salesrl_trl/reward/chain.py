@@ -316,9 +316,10 @@ class SalesReward:
         }
         failed = next((result for result in results if isinstance(result, ServiceError)), None)
         if failed is None:
-            return self._scoring.score(row.branch, candidate, verdicts, seconds, (Outcome.INFRA, "no_reference"))
+            failure = (Outcome.INFRA, "no_reference")
+            return self._scoring.score(row.branch, candidate, reference, verdicts, seconds, failure)
         outcome = Outcome.JUDGE_INVALID if isinstance(failed, JudgeInvalid) else Outcome.INFRA
-        return self._scoring.score(row.branch, candidate, verdicts, seconds, (outcome, failed.code))
+        return self._scoring.score(row.branch, candidate, reference, verdicts, seconds, (outcome, failed.code))
 
     async def _candidate(self, row: SalesRow, action: Action) -> Answer:
         """The 8B answer to an action."""

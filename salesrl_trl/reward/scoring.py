@@ -70,6 +70,7 @@ class Scoring:
         self,
         branch: str,
         answer: Answer,
+        reference: Answer | None,
         verdicts: Mapping[str, Verdict | None],
         seconds: Mapping[str, float],
         failure: tuple[Outcome, str] = (Outcome.INFRA, "component_missing"),
@@ -81,6 +82,8 @@ class Scoring:
                 Whose weights to use.
             answer (`Answer`):
                 The 8B endpoint's.
+            reference (`Answer`, *optional*):
+                The 32B endpoint's.
             verdicts (`Mapping[str, Verdict | None]`):
                 By component, as `rubrics` names them; `None` for one that could not be had.
             seconds (`Mapping[str, float]`):
@@ -93,7 +96,13 @@ class Scoring:
         if value is None:
             outcome, reason = failure
             return Reward(outcome=outcome, value=None, reason=reason, components=components, seconds=seconds)
-        return Reward(outcome=Outcome.OK, value=value, components=components, seconds=seconds)
+        return Reward(
+            outcome=Outcome.OK,
+            value=value,
+            components=components,
+            reference_value=self._reference_value(branch, reference, verdicts),
+            seconds=seconds,
+        )
 
     def score_invalid(self, action: InvalidAction, seconds: Mapping[str, float] | None = None) -> Reward:
         """The reward of a completion that is no action: the policy's own fault, so a real, low number."""
@@ -104,6 +113,21 @@ class Scoring:
             components={"format": 0.0},
             seconds=seconds or {},
         )
+
+    def _reference_value(
+        self, branch: str, reference: Answer | None, verdicts: Mapping[str, Verdict | None]
+    ) -> float | None:
+        """The reference answer's reward: the same components of it, which lies no margin above itself."""
+        if reference is None:
+            return None
+        scores = {name: None if verdict is None else verdict.reference for name, verdict in verdicts.items()}
+        components = {
+            **scores,
+            "margin": None if scores.get("judge") is None else 0.0,
+            "retrieval": _best_passage(reference),
+            "format": 1.0,
+        }
+        return self._combine(self.weights[branch], components)
 
     def _combine(self, weights: Mapping[str, float], components: Mapping[str, float | None]) -> float | None:
         there = {name: weight for name, weight in weights.items() if components[name] is not None}
@@ -135,10 +159,14 @@ def _components(answer: Answer, verdicts: Mapping[str, Verdict | None]) -> dict[
         "judge": None if own is None else own.candidate,
         "reference": reference,
         "margin": None if own is None or reference is None else own.candidate - reference,
-        "retrieval": max((passage.score for passage in answer.passages), default=0.0),
+        "retrieval": _best_passage(answer),
         "format": 1.0,
         **others,
     }
+
+
+def _best_passage(answer: Answer) -> float:
+    return max((passage.score for passage in answer.passages), default=0.0)
 
 
 def _is_judged(component: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.reward.chain import BatchReport
 from salesrl_trl.reward.judge import JudgeRecord
 from salesrl_trl.reward.transport import TRAFFIC
@@ -26,6 +27,8 @@ POSITION_GAP = "judge/position_gap"
 USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")
 """What is told of each judge provider, per generation batch."""
 CACHES = ("answers", "references")
+BASELINE_FALLBACK = "failures/baseline_fallback"
+"""Share of groups whose baseline had no reference's reward in it."""
 
 
 def reward_of(branch: str) -> str:
@@ -58,6 +61,23 @@ def saved_by(cache: str) -> str:
     return f"cache/{cache}_saved"
 
 
+def kl_of(branch: str) -> str:
+    """A branch's KL as its loss has it, without the coefficient: nats, mean over its tokens on all ranks."""
+    return f"kl/{branch}"
+
+
+def beta_of(branch: str) -> str:
+    """Coefficient that a branch's loss had."""
+    return f"beta/{branch}"
+
+
+def kl_names(branches: Sequence[str]) -> tuple[str, ...]:
+    """Every name of `add_kl`: beside those above k1, whether the step's KL lay in the band, the share of the run's
+    steps of which that is true, the share of tokens whose log-ratio was clamped, and tokens per optimizer step."""
+    kinds = ("", "_k1", "_in_band", "_share_in_band", "_clamped", "_tokens")
+    return tuple(name for b in branches for name in (beta_of(b), *(f"{kl_of(b)}{kind}" for kind in kinds)))
+
+
 def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str, ...]:
     """Every name that comes from a batch's report and is summed over ranks, in a fixed order."""
     usage = [usage_of(provider, what) for provider in providers for what in USAGE]
@@ -68,8 +88,8 @@ def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str
 def metric_names(branches: Sequence[str]) -> tuple[str, ...]:
     """Every name that comes from rewards, in a fixed order: the same keys on every rank at every step."""
     per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
-    return (*per_branch, *(fraction_of(outcome) for outcome in OUTCOMES), REFERENCE_MISSING, SKIPPED_UPDATE,
-            REWARD_SECONDS, JUDGE_SECONDS)  # fmt: skip
+    return (*per_branch, *(fraction_of(outcome) for outcome in OUTCOMES), REFERENCE_MISSING, BASELINE_FALLBACK,
+            SKIPPED_UPDATE, REWARD_SECONDS, JUDGE_SECONDS)  # fmt: skip
 
 
 class Means:
@@ -103,8 +123,8 @@ def encode(rewards: Sequence[Reward], branch_ids: Sequence[int]) -> torch.Tensor
     """Per-completion figures that travel between ranks.
 
     Returns:
-        `torch.Tensor` of shape (B, 4), float64: branch id, index into `OUTCOMES`, value and reference score, the last
-        two NaN where there is none.
+        `torch.Tensor` of shape (B, 5), float64: branch id, index into `OUTCOMES`, value, the reference's judge score
+        and its reward, the last three NaN where there is none.
     """
     rows = [
         (
@@ -112,10 +132,11 @@ def encode(rewards: Sequence[Reward], branch_ids: Sequence[int]) -> torch.Tensor
             OUTCOMES.index(reward.outcome),
             math.nan if reward.value is None else reward.value,
             _number(reward.components.get("reference")),
+            _number(reward.reference_value),
         )
         for reward, branch_id in zip(rewards, branch_ids, strict=True)
     ]
-    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 5)
 
 
 def add_rewards(means: Means, table: torch.Tensor, branches: Sequence[str]) -> None:
@@ -125,11 +146,11 @@ def add_rewards(means: Means, table: torch.Tensor, branches: Sequence[str]) -> N
         means (`Means`):
             Made with `metric_names(branches)`.
         table (`torch.Tensor`):
-            Shape (world size x B, 4).
+            Shape (world size x B, 5).
         branches (`Sequence[str]`):
             Branch names by id.
     """
-    branch_ids, outcomes, values, references = table.unbind(dim=1)  # each (N,)
+    branch_ids, outcomes, values, references, _ = table.unbind(dim=1)  # each (N,)
     for branch_id, branch in enumerate(branches):
         in_branch = branch_ids == branch_id
         for name, column in ((reward_of(branch), values), (reference_of(branch), references)):
@@ -139,6 +160,31 @@ def add_rewards(means: Means, table: torch.Tensor, branches: Sequence[str]) -> N
         means.add(fraction_of(outcome), (outcomes == index).sum().item(), len(table))
     judged = outcomes == OUTCOMES.index(Outcome.OK)
     means.add(REFERENCE_MISSING, (judged & torch.isnan(references)).sum().item(), max(judged.sum().item(), 1))
+
+
+def add_kl(means: Means, totals: Sequence[Sequence[float]], betas: Sequence[float], control: KLControl) -> None:
+    """Add one optimizer step's KL.
+
+    Args:
+        means (`Means`):
+            Made with `kl_names`.
+        totals (`Sequence[Sequence[float]]`):
+            By branch id, then by `kl.penalty.SUMS`, over all ranks.
+        betas (`Sequence[float]`):
+            Coefficients that the loss had, by branch id.
+        control (`KLControl`):
+            Bands, and the shares of steps in them.
+    """
+    for branch, beta, (kl, k1, clamped, tokens) in zip(control.branches, betas, totals, strict=True):
+        name = kl_of(branch.branch)
+        means.add(beta_of(branch.branch), beta, 1)
+        means.add(f"{name}_tokens", tokens, 1)
+        for kind, total in (("", kl), ("_k1", k1), ("_clamped", clamped)):
+            means.add(f"{name}{kind}", total, tokens)
+        if branch.target.has_band and tokens:
+            means.add(f"{name}_in_band", float(branch.target.contains(kl / tokens)), 1)
+        if not math.isnan(branch.share_in_band):
+            means.add(f"{name}_share_in_band", branch.share_in_band, 1)
 
 
 class JudgeBias:

@@ -68,13 +68,13 @@ def build_trainer(policy_path, reward, texts, rows, output_dir, **given):
     return trainer
 
 
-def build_upstream_trainer(policy_path, reward_funcs, texts, output_dir, **given):
+def build_upstream_trainer(policy_path, reward_funcs, texts, output_dir, rows=None, **given):
     """TRL's trainer with scripted completions."""
     trainer = ScriptedUpstream(
         AutoModelForCausalLM.from_pretrained(policy_path),
         reward_funcs,
         GRPOConfig(**settings(output_dir, **given)),
-        train_dataset=build_dataset([row()], "compact"),
+        train_dataset=build_dataset(rows or [row()], "compact"),
         processing_class=AutoTokenizer.from_pretrained(policy_path),
     )
     trainer.texts = texts

@@ -4,6 +4,8 @@ import pytest
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.kl.controller import ControlLaw
+from salesrl_trl.kl.penalty import PenaltySettings
 
 
 def training(**kwargs):
@@ -28,6 +30,29 @@ def test_the_defaults_work():
         ({"min_valid_reward_fraction": 1.5}, "Expected 0 to 1"),
         ({"max_skipped_generations": 0}, "Expected more than 0"),
         ({"max_sampling_logp_difference": 0.0}, "Expected more than 0"),
+        ({"kl_estimator": "k4"}, "Expected one of: k1, k2, k3"),
+        ({"kl_log_ratio_clamp": -1.0}, "`kl_log_ratio_clamp` is -1.0. Expected 0 or more"),
+        ({"kl_update_steps": 0}, "`kl_update_steps` is 0"),
+        ({"kl_control": False, "kl_raise_factor": 1.0}, "`kl_raise_factor` is 1.0. Expected more than 1"),
+        ({"hybrid_reference_weight": 1.5}, "Expected 0 to 1"),
+        ({"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"}, "no group baseline"),
+        ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, "zero on average"),
+        ({"branch_kl": "{"}, "`branch_kl` is not JSON"),
+        ({"branch_kl": "[]"}, "`branch_kl` is a list. Expected a mapping"),
+        ({"branch_kl": {"tone": {"beta": 0.1}}}, "names tone. Expected some of: fairness, hallucination"),
+        ({"branch_kl": {"fairness": 0.1}}, "`branch_kl` of 'fairness' is 0.1. Expected `beta`"),
+        ({"branch_kl": {"fairness": {"low": 0.1, "high": 0.2}}}, "Expected `beta`, and perhaps"),
+        ({"branch_kl": {"fairness": {"beta": 0.1, "hi": 0.2}}}, "Expected `beta`, and perhaps"),
+        (
+            {"branch_kl": {"fairness": {"beta": 0.1, "low": 0.2, "high": 0.1}}},
+            "`branch_kl` of 'fairness': a KL band is 0.2 to 0.1",
+        ),
+        ({"branch_kl": {"fairness": {"beta": 0.1, "low": -0.2, "high": 0.1}}}, "`low` is -0.2"),
+        ({"branch_kl": {"fairness": {"beta": 0.1, "beta_min": 1, "beta_max": 0.5}}}, "`beta_min` is 1"),
+        (
+            {"beta": 0.1, "branch_kl": {"fairness": {"beta": 0.1}, "hallucination": {"beta": 0.1}}},
+            "`beta` says nothing",
+        ),
         ({"vllm_engine_kwargs": "{"}, "is not JSON"),
         ({"vllm_engine_kwargs": "[1]"}, "Expected a JSON object"),
     ],
@@ -35,6 +60,50 @@ def test_the_defaults_work():
 def test_a_training_setting_that_cannot_work_is_refused(kwargs, message):
     with pytest.raises(ConfigError, match=message):
         training(**kwargs)
+
+
+def test_a_branch_that_is_not_named_has_the_coefficient_beta():
+    targets = training(beta=0.2, branch_kl='{"hallucination": {"beta": 0.3, "low": 0.08, "high": 0.15}}').kl_targets()
+    assert list(targets) == ["fairness", "hallucination"]
+    assert (targets["fairness"].beta, targets["fairness"].has_band) == (0.2, False)
+    assert (targets["hallucination"].beta, targets["hallucination"].high) == (0.3, 0.15)
+
+
+def test_any_number_of_branches_has_a_coefficient_each():
+    branches = ["a", "b", "c"]
+    targets = training(branches=branches, branch_kl={name: {"beta": 0.1 * i} for i, name in enumerate(branches, 1)})
+    assert {name: target.beta for name, target in targets.kl_targets().items()} == pytest.approx(
+        {"a": 0.1, "b": 0.2, "c": 0.3}
+    )
+
+
+def test_no_coefficient_is_no_kl():
+    assert training(beta=0.0).kl_targets() == {}
+    assert training(beta=0.0, branch_kl={"fairness": {"beta": 0.0}}).kl_targets() == {}
+    assert list(training(beta=0.0, branch_kl={"fairness": {"beta": 0.1}}).kl_targets()) == [
+        "fairness",
+        "hallucination",
+    ]
+
+
+def test_settings_of_the_kl_reach_its_law_and_its_penalty():
+    config = training(
+        kl_update_steps=7,
+        kl_cooldown_steps=3,
+        kl_raise_factor=1.5,
+        kl_lower_factor=0.5,
+        kl_recentre=0.25,
+        kl_trend_windows=1.0,
+        kl_estimator="k2",
+        kl_log_ratio_clamp=5.0,
+        use_bias_correction_kl=False,
+        importance_sampling_level="sequence",
+    )
+    assert config.kl_law() == ControlLaw(
+        update_steps=7, cooldown_steps=3, raise_factor=1.5, lower_factor=0.5, recentre=0.25, trend_windows=1.0
+    )
+    assert config.kl_penalty() == PenaltySettings(estimator="k2", clamp=5.0, bias_correction=False, level="sequence")
+    assert training(kl_control=False).kl_law() is None
 
 
 def test_groups_are_checked_over_all_processes(monkeypatch):

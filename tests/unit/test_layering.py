@@ -16,6 +16,8 @@ ORDER = (
     "data",
     "services",
     "reward",
+    "kl",
+    "advantages",
     "policy",
     "generation",
     "config",

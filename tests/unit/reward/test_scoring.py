@@ -16,7 +16,7 @@ OTHER = Verdict(candidate=0.25, reference=None, reason="")
 
 
 def score(weights, verdicts, *, missing="none", answer=ANSWER):
-    return Scoring(weights={"fairness": weights}, missing=missing).score("fairness", answer, verdicts, {})
+    return Scoring(weights={"fairness": weights}, missing=missing).score("fairness", answer, None, verdicts, {})
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,23 @@ def test_a_missing_component_is_none_or_the_others_stand_in_for_it(weights, verd
     assert score(weights, verdicts, missing="reweight").value == pytest.approx(value)
 
 
+@pytest.mark.parametrize(
+    ("weights", "verdicts", "value"),
+    [
+        ({"judge": 2.0}, {"judge": VERDICT}, 1.0),  # 2 x 0.5
+        ({"judge": 0.8, "margin": 0.2}, {"judge": VERDICT}, 0.4),  # 0.8 x 0.5: it lies no margin above itself
+        # 0.5 x 0.5 + 0.25 x its own best passage of 0.75 + 0.1
+        ({"judge": 0.5, "retrieval": 0.25, "format": 0.1}, {"judge": VERDICT}, 0.5375),
+        ({"judge": 0.5, "judge_tone": 0.5}, {"judge": VERDICT, "judge_tone": OTHER}, None),  # its tone was not judged
+    ],
+)
+def test_the_reference_is_worth_what_the_same_law_gives_it(weights, verdicts, value):
+    reference = Answer(text="y", passages=(Passage(id="c", text="", score=0.75),), took_ms=1)
+    scoring = Scoring(weights={"fairness": weights})
+    assert scoring.score("fairness", ANSWER, reference, verdicts, {}).reference_value == pytest.approx(value)
+    assert scoring.score("fairness", ANSWER, None, verdicts, {}).reference_value is None
+
+
 @pytest.mark.parametrize("judged", ["judge", "margin", "judge_tone"])
 def test_nothing_stands_in_for_every_judge(judged):
     """Else a judge that is down would be worth more than any verdict."""
@@ -71,7 +88,7 @@ def test_with_nothing_left_there_is_no_value_under_any_rule():
 
 def test_what_failed_is_said():
     scoring = Scoring(weights={"fairness": {"judge": 1.0}})
-    reward = scoring.score("fairness", ANSWER, {"judge": None}, {}, (Outcome.JUDGE_INVALID, "judge_empty"))
+    reward = scoring.score("fairness", ANSWER, None, {"judge": None}, {}, (Outcome.JUDGE_INVALID, "judge_empty"))
     assert (reward.outcome, reward.reason) == (Outcome.JUDGE_INVALID, "judge_empty")
 
 

@@ -1,0 +1,65 @@
+"""Advantages against a baseline that is partly the frozen reference's reward.
+
+Pure functions of tensors. Plain GRPO's advantages are TRL's own and never computed here.
+"""
+
+import torch
+
+EPSILON = 1e-4
+"""TRL's, under the spread."""
+
+
+def hybrid_advantages(
+    rewards: torch.Tensor,
+    references: torch.Tensor,
+    num_generations: int,
+    weight: float,
+    scale_rewards: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages with the baseline (1 - w) * mean of the group + w * reward of its row's reference answer.
+
+        shift     = w * (mean - reference)                  0 where the row has no reference
+        advantage = (reward - mean + shift) / (spread + 1e-4)
+        spread^2  = std^2 + n / (n - 1) * mean of shift^2
+
+    The spread is the root mean square about the baseline, over the group or the batch as `scale_rewards` says: TRL's
+    standard deviation where the shift is 0, and never smaller than the shift, which would else be divided by 1e-4
+    where all rewards of a group are equal.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Shape (N,), all ranks', groups one behind the other; NaN for a completion that could not be scored.
+        references (`torch.Tensor`):
+            Shape (N,): the reference answer's reward as measured beside each completion, NaN where there is none. A
+            group's is their mean.
+        num_generations (`int`):
+            Completions in a group.
+        weight (`float`):
+            w in [0, 1].
+        scale_rewards (`str`):
+            TRL's: `group`, `batch` or `none`.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: advantages of shape (N,), 0 for what could not be scored; and for each
+        group with a scored completion whether its reference was missing, shape (groups,), bool.
+    """
+    grouped = rewards.view(-1, num_generations)  # (G, n)
+    scored = ~grouped.isnan()  # (G, n)
+    mean = grouped.nanmean(dim=1, keepdim=True)  # (G, 1)
+    reference = references.view(-1, num_generations).nanmean(dim=1, keepdim=True)  # (G, 1)
+    missing = reference.isnan()  # (G, 1)
+    shift = torch.where(missing, 0.0, weight * (mean - reference))  # (G, 1)
+    advantages = grouped - mean + shift  # (G, n)
+    if scale_rewards == "group":
+        advantages = advantages / (_spread(grouped, shift, dim=1) + EPSILON)
+    elif scale_rewards == "batch":
+        advantages = advantages / (_spread(grouped.flatten(), shift.expand_as(grouped).flatten(), dim=0) + EPSILON)
+    return advantages.nan_to_num(nan=0.0).flatten(), missing[scored.any(dim=1)].flatten()
+
+
+def _spread(rewards: torch.Tensor, shift: torch.Tensor, dim: int) -> torch.Tensor:
+    """Root mean square about the baseline with Bessel's correction; NaN for fewer than two rewards, as TRL's."""
+    count = (~rewards.isnan()).sum(dim=dim, keepdim=True)
+    variance = ((rewards - rewards.nanmean(dim=dim, keepdim=True)) ** 2).nanmean(dim=dim, keepdim=True)
+    shifted = torch.where(rewards.isnan(), torch.nan, shift**2).nanmean(dim=dim, keepdim=True)
+    return torch.sqrt((variance + shifted) * torch.where(count > 1, count / (count - 1), torch.nan))

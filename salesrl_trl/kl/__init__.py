@@ -1,0 +1,1 @@
+"""Keeping each branch's divergence from the reference policy inside its own band."""

@@ -1,0 +1,84 @@
+"""Estimates of the KL divergence between policy and reference from single tokens, and their penalty in a loss.
+
+Pure functions of tensors. With x = log pi_ref(token) - log pi(token) of a token that pi sampled
+(J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html):
+
+    k1 = -x              unbiased, high variance
+    k2 = x^2 / 2         biased, low variance
+    k3 = e^x - 1 - x     unbiased, never negative; TRL's
+
+As a loss on its own, k1's expected gradient is zero; with the importance ratio in front (`use_bias_correction_kl`) it
+is the KL's.
+"""
+
+import torch
+
+ESTIMATORS = ("k1", "k2", "k3")
+
+
+def estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
+    """KL of each token in nats.
+
+    Args:
+        log_ratio (`torch.Tensor`):
+            log pi_ref - log pi, any shape.
+        estimator (`str`):
+            One of `ESTIMATORS`.
+    """
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio**2 / 2
+    return torch.exp(log_ratio) - log_ratio - 1  # TRL's order of operations
+
+
+def penalty(
+    log_ratio: torch.Tensor,
+    log_importance: torch.Tensor | None,
+    estimator: str,
+    clamp: float,
+) -> torch.Tensor:
+    """What a coefficient multiplies in the loss.
+
+    Within +-clamp this is `ratio * estimate(x)`, with ratio = exp(log_importance) or 1. Beyond, the estimate goes on
+    as a straight line, so that nothing overflows and the gradient still pulls the policy back:
+
+        |x| > clamp:    ratio.detach() * (estimate(+-clamp) + slope * (|x| - clamp))
+
+    The slope continues the gradient at +-clamp: the estimate's own, or, with a ratio in front, `clamp`. There the
+    whole gradient of ratio * k3 is -x * grad log pi, as e^x cancels between the two factors; a line beside a ratio
+    that is not detached would push away from the reference.
+
+    Args:
+        log_ratio (`torch.Tensor`):
+            log pi_ref - log pi, shape (B, T).
+        log_importance (`torch.Tensor`, *optional*):
+            Log of the importance ratio, shape (B, T) or (B, 1); clamped to +-clamp before the exponential.
+        estimator (`str`):
+            One of `ESTIMATORS`.
+        clamp (`float`):
+            In nats; 0 for none, which is TRL's own formula.
+
+    Returns:
+        `torch.Tensor` of shape (B, T).
+    """
+    if not clamp:
+        kl = estimate(log_ratio, estimator)
+        return kl if log_importance is None else kl * torch.exp(log_importance)
+    ratio = torch.ones_like(log_ratio)
+    if log_importance is not None:
+        ratio = torch.exp(log_importance.clamp(-clamp, clamp)).expand_as(log_ratio)
+    nearest = log_ratio.clamp(-clamp, clamp)
+    inside = ratio * estimate(nearest, estimator)
+    if log_importance is None:
+        slope = _derivative(nearest.detach(), estimator) * log_ratio.detach().sign()
+    else:
+        slope = torch.full_like(log_ratio, clamp)
+    beyond = estimate(nearest.detach(), estimator) + slope * (log_ratio.abs() - clamp)
+    return torch.where(log_ratio.abs() <= clamp, inside, ratio.detach() * beyond)
+
+
+def _derivative(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
+    if estimator == "k1":
+        return -torch.ones_like(log_ratio)
+    return log_ratio if estimator == "k2" else torch.exp(log_ratio) - 1

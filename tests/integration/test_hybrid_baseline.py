@@ -1,0 +1,110 @@
+"""The frozen reference's reward in the baseline, from the judge's verdicts to the advantages that train."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+from support.loopback import action
+from support.scripted import build_upstream_trainer, default_rows
+
+QUERIES = tuple(f"q{index}" for index in range(8))
+TEXTS = tuple(action(query=query) for query in QUERIES)  # two groups of four
+REFERENCE = 0.5
+ONE_UPDATE = {"num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1}
+
+
+def worth(query):
+    """q0 .. q7: 0 to 0.875."""
+    return int(query[1:]) / 8
+
+
+def answer(request):
+    """The 8B answer repeats its query, by which the judge knows the candidate."""
+    passages = [{"id": "d1", "text": "...", "score": 0.5}]
+    text = f"This answers {request.json['rewritten_query']}."
+    return 200, {"answer": text, "passages": passages, "took_ms": 1.0}
+
+
+def judge(system, user):
+    query = next(query for query in QUERIES if f"This answers {query}." in user)
+    reference = REFERENCE if "It costs 5980 yuan." in user else None
+    return {"candidate": worth(query), "reference": reference, "reason": ""}
+
+
+@pytest.fixture
+def train(scripted_trainer, services):
+    """Train for one update of two groups; returns the trainer and the advantages by completion."""
+
+    def run(**settings):
+        services.functions["8b"] = answer
+        services.judge_by(judge)
+        trainer = scripted_trainer(TEXTS, **ONE_UPDATE, **settings)
+        return trainer, advantages_of(trainer)
+
+    return run
+
+
+def advantages_of(trainer):
+    kept = []
+    generate = trainer._generate_and_score_completions
+
+    def keep(inputs):
+        kept.append(generate(inputs))
+        return kept[-1]
+
+    trainer._generate_and_score_completions = keep
+    trainer.train()
+    return kept[0]["advantages"]
+
+
+def logged(trainer, name):
+    return next(logs[name] for logs in trainer.state.log_history if name in logs)
+
+
+@pytest.fixture
+def stock(policy_path, tmp_path):
+    """TRL's advantages for the same rewards."""
+
+    def reward(completions, **_):
+        return [worth(json.loads(completion[0]["content"])["rewritten_query"]) for completion in completions]
+
+    trainer = build_upstream_trainer(
+        policy_path,
+        reward,
+        TEXTS,
+        tmp_path / "stock",
+        default_rows(),
+        **ONE_UPDATE,
+    )
+    return advantages_of(trainer)
+
+
+def test_without_a_weight_the_advantages_are_trls_to_the_bit(train, stock):
+    trainer, advantages = train()
+    assert torch.equal(advantages, stock)
+    assert logged(trainer, "failures/baseline_fallback") is None
+
+
+def test_with_a_weight_the_reference_moves_the_baseline(train):
+    trainer, advantages = train(hybrid_reference_weight=0.5, scale_rewards="none")
+    # means 0.1875 and 0.6875, reference 0.5: baselines 0.34375 and 0.59375
+    expected = [worth(query) - (0.34375 if index < 4 else 0.59375) for index, query in enumerate(QUERIES)]
+    assert advantages.tolist() == pytest.approx(expected)
+    assert logged(trainer, "failures/baseline_fallback") == 0.0
+
+
+def test_a_row_whose_reference_failed_has_grpos_baseline_and_is_counted(train, stock, services):
+    services.set("32b", {}, status=500)
+    trainer, advantages = train(hybrid_reference_weight=0.5)
+    assert torch.allclose(advantages, stock, atol=1e-6)
+    assert logged(trainer, "failures/baseline_fallback") == 1.0
+    assert logged(trainer, "failures/reference_missing") == 1.0
+
+
+def test_the_table_of_completions_shows_the_advantages_that_trained(train, tmp_path):
+    _, advantages = train(hybrid_reference_weight=1.0, log_completions=True)
+    table = pd.concat(pd.read_parquet(path) for path in (tmp_path / "run/completions").glob("*.parquet"))
+    assert table["advantage"].tolist() == pytest.approx(advantages.tolist())
+    # the first group's rewards are 0 to 0.375, all under the reference's 0.5; the second's 0.5 to 0.875
+    assert (advantages > 0).tolist() == [False] * 5 + [True] * 3

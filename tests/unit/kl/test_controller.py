@@ -1,0 +1,254 @@
+"""The control law by hand, window by window."""
+
+import json
+import math
+
+import pytest
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.kl.controller import FAR, BranchController, ControlLaw, KLControl, KLTarget
+
+BARE = {"recentre": 0.0, "trend_windows": 0.0}
+TARGET = KLTarget(beta=0.1, low=0.02, high=0.08)  # centre sqrt(0.02 * 0.08) = 0.04, half-width ln(2)
+
+
+def controller(target=TARGET, **law):
+    return BranchController("fairness", target, ControlLaw(**{"update_steps": 1, **BARE, **law}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"low": 0.06, "high": 0.02}, "less than `high`"),
+        ({"low": 0.02, "high": 0.02}, "less than `high`"),
+        ({"low": -0.01, "high": 0.02}, "`low` is -0.01. Expected a number of 0 or more"),
+        ({"low": 0.02}, "both `low` and `high`"),
+        ({"high": 0.02}, "both `low` and `high`"),
+        ({"low": 0.02, "high": math.nan}, "`high` is nan"),
+        ({"low": 0.02, "high": math.inf}, "`high` is inf"),
+        ({"low": "0.02", "high": 0.06}, "`low` is '0.02'"),
+        ({"beta": -0.1}, "`beta` is -0.1"),
+        ({"beta": None}, "`beta` is None"),
+        ({"beta": True}, "`beta` is True"),
+        ({"beta_min": 1.0, "beta_max": 0.5}, "Expected the first to be the lesser"),
+        ({"beta_min": 0.2}, "Expected it between `beta_min` 0.2 and 10"),
+        ({"beta_max": 0.05}, "Expected it between `beta_min` 0.001 and 0.05"),
+        ({"beta": 0.0, "low": 0.02, "high": 0.06}, "no factor can raise"),
+        ({"beta": 0.0, "low": 0.02, "high": 0.06, "beta_max": 1.0}, "no factor can raise"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_a_target_that_cannot_work_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        KLTarget(**{"beta": 0.1, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"update_steps": 0},
+        {"cooldown_steps": -1},
+        {"raise_factor": 1.0},
+        {"lower_factor": 0.0},
+        {"lower_factor": 1.0},
+        {"recentre": 1.1},
+        {"recentre": -0.1},
+        {"trend_windows": -1.0},
+    ],
+    ids=lambda value: "-".join(f"{name}={number}" for name, number in value.items()),
+)
+def test_a_law_that_cannot_work_is_refused_by_its_setting(settings):
+    with pytest.raises(ConfigError, match=f"`kl_{next(iter(settings))}`"):
+        ControlLaw(**settings)
+
+
+def test_bounds_are_a_hundredth_and_a_hundred_times_the_first_coefficient_unless_given():
+    assert KLTarget(beta=0.5).bounds == (0.005, 50.0)
+    assert KLTarget(beta=0.5, beta_min=0.1, beta_max=0.9).bounds == (0.1, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("kl", "distance"),
+    [
+        (0.04, 0.0),
+        (0.08, 1.0),  # ln(0.08 / 0.04) / ln 2
+        (0.02, -1.0),
+        (0.16, 2.0),
+        (0.0, -FAR),
+        (-0.5, -FAR),  # k1 and sampling noise can go below 0
+        (1e30, FAR),
+    ],
+)
+def test_distance_counts_half_widths_from_the_geometric_centre(kl, distance):
+    assert TARGET.distance(kl) == pytest.approx(distance, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kl", "beta"),
+    [
+        (0.09, 0.115),  # above: 0.1 * 1.15
+        (0.01, 0.085),  # below: 0.1 * 0.85
+        (0.08, 0.1),  # at the edges: inside
+        (0.02, 0.1),
+        (0.05, 0.1),
+    ],
+    ids=["above", "below", "upper edge", "lower edge", "inside"],
+)
+def test_the_bare_law_moves_by_a_factor_outside_the_band_only(kl, beta):
+    branch = controller()
+    branch.observe(kl * 1000, 1000)
+    assert branch.beta == pytest.approx(beta)
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [
+        (0.08, 1.15**0.5),  # d = 1
+        (0.04 * 2**0.5, 1.15**0.25),  # d = 1/2
+        (0.04, 1.0),
+        (0.02, 0.85**0.5),  # d = -1
+        (0.081, 1.15),  # outside: a whole step
+    ],
+)
+def test_inside_the_band_a_coefficient_is_corrected_towards_the_centre(kl, factor):
+    branch = controller(recentre=0.5)
+    branch.observe(kl, 1)
+    assert branch.beta == pytest.approx(0.1 * factor)
+
+
+def test_a_band_without_a_lower_edge_lowers_gently_and_never_by_a_whole_step():
+    open_band = KLTarget(beta=0.1, low=0.0, high=0.1)  # sought centre sqrt(0.01 * 0.1) = 0.0316
+    branch = controller(open_band, recentre=0.5)
+    branch.observe(1e-9, 1)
+    assert branch.beta == pytest.approx(0.1 * 0.85**0.5)
+
+
+def test_a_kl_on_its_way_back_is_left_alone():
+    branch = controller(trend_windows=2.0)
+    branch.observe(0.32, 1)  # d = 3, nothing before it: no course yet
+    assert branch.beta == 0.1
+    branch.observe(0.32, 1)  # d = 3, 3 + 2 * 0 = 3: it stays where it is
+    assert branch.beta == pytest.approx(0.115)
+    branch.observe(0.16, 1)  # d = 2, so 2 + 2 * (2 - 3) = 0: back by itself
+    assert branch.beta == pytest.approx(0.115)
+    branch.observe(0.15, 1)  # d = ln(0.15 / 0.04) / ln 2 = 1.907, so 1.907 + 2 * (1.907 - 2) = 1.72: not so soon
+    assert branch.beta == pytest.approx(0.115 * 1.15)
+
+
+def test_a_fresh_policy_whose_kl_rises_from_nothing_keeps_its_coefficient():
+    branch = controller(trend_windows=2.0)
+    for kl in (0.0, 1e-4, 1e-3, 1e-2):  # each far below the band, and rising fast
+        branch.observe(kl, 1)
+    assert branch.beta == 0.1
+    branch.observe(1e-2, 1)  # it rises no more
+    assert branch.beta == pytest.approx(0.085)
+
+
+def test_a_window_is_the_token_mean_over_its_steps():
+    branch = controller(update_steps=3)
+    branch.observe(0.0, 900)
+    branch.observe(0.0, 0)  # a step without tokens is a step
+    assert branch.beta == 0.1
+    decision = branch.observe(100.0, 100)  # 100 / 1000 = 0.1; the mean of the steps' means would be 0.5
+    assert decision.kl == pytest.approx(0.1)
+    assert (decision.before, decision.after) == (0.1, pytest.approx(0.115))
+
+
+def test_an_empty_window_changes_nothing_and_is_no_measurement():
+    branch = controller(update_steps=2)
+    assert [branch.observe(0.0, 0) for _ in range(4)] == [None] * 4
+    assert branch.beta == 0.1
+    assert math.isnan(branch.share_in_band)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_what_is_not_finite_is_no_measurement(broken):
+    branch = controller(update_steps=2)
+    branch.observe(broken, 10)
+    decision = branch.observe(0.5, 5)  # 0.1: the broken step left nothing in the window
+    assert decision.kl == pytest.approx(0.1)
+    assert branch.share_in_band == 0.0
+
+
+def test_steps_of_the_cool_down_belong_to_no_window():
+    branch = controller(update_steps=2, cooldown_steps=3)
+    branch.observe(0.09, 1)
+    assert branch.observe(0.09, 1).after == pytest.approx(0.115)
+    assert [branch.observe(9.0, 1) for _ in range(3)] == [None] * 3
+    branch.observe(0.05, 1)
+    assert branch.observe(0.05, 1) is None  # inside: the 9.0 of the cool-down would have raised it
+    assert branch.beta == pytest.approx(0.115)
+
+
+def test_a_coefficient_stays_within_its_bounds():
+    branch = controller(KLTarget(beta=0.1, low=0.02, high=0.08, beta_min=0.09, beta_max=0.12))
+    assert branch.observe(1.0, 1).after == pytest.approx(0.115)
+    assert branch.observe(1.0, 1).after == 0.12
+    assert branch.observe(1.0, 1) is None  # at its bound it does not move
+    for _ in range(5):
+        branch.observe(1e-5, 1)
+    assert branch.beta == 0.09
+
+
+def test_without_a_law_or_a_band_a_coefficient_stays_and_the_band_is_watched():
+    watched = BranchController("fairness", TARGET, None)
+    for kl in (0.05, 9.0, 0.05, 0.05):
+        assert watched.observe(kl, 1) is None
+    assert (watched.beta, watched.share_in_band) == (0.1, 0.75)
+    free = BranchController("fairness", KLTarget(beta=0.1), ControlLaw(update_steps=1))
+    assert free.observe(9.0, 1) is None
+    assert free.beta == 0.1
+    assert math.isnan(free.share_in_band)
+
+
+def test_branches_do_not_touch_each_other():
+    control = KLControl({"a": TARGET, "b": TARGET, "c": TARGET}, ControlLaw(update_steps=1, **BARE))
+    decisions = control.observe([(9.0, 1), (0.0, 0), (0.001, 1)])
+    assert [decision.branch for decision in decisions] == ["a", "c"]
+    assert control.betas == [pytest.approx(0.115), 0.1, pytest.approx(0.085)]
+
+
+def test_a_decision_says_branch_kl_band_and_both_coefficients():
+    text = str(controller().observe(0.0912, 1))
+    assert text == "fairness: KL 0.0912 outside [0.02, 0.08], beta 0.1 -> 0.115"
+    text = str(controller(recentre=0.5).observe(0.08, 1))
+    assert text == "fairness: KL 0.0800 in [0.02, 0.08], beta 0.1 -> 0.1072"
+
+
+@pytest.mark.parametrize("interrupted_at", range(12))
+def test_a_controller_goes_on_from_its_saved_state_as_if_nothing_had_happened(interrupted_at):
+    steps = [
+        (0.3, 3),
+        (0.1, 2),
+        (0.0, 0),
+        (5.0, 10),
+        (4.0, 7),
+        (0.2, 1),
+        (0.01, 9),
+        (0.3, 5),
+        (0.02, 1),
+        (1, 9),
+        (2, 3),
+    ]
+    law = {"update_steps": 2, "cooldown_steps": 1, "recentre": 0.5, "trend_windows": 2.0}
+    whole, first = controller(**law), controller(**law)
+    told = [whole.observe(*step) for step in steps]
+    before = [first.observe(*step) for step in steps[:interrupted_at]]
+    resumed = controller(**law)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + [resumed.observe(*step) for step in steps[interrupted_at:]] == told
+    assert resumed.state_dict() == whole.state_dict()
+    assert sum(decision is not None for decision in told) >= 2
+
+
+def test_saved_coefficients_meet_the_settings_of_the_run_that_goes_on():
+    high = KLControl({"a": KLTarget(beta=5.0, low=0.1, high=0.2)}, ControlLaw())
+    narrowed = KLControl({"a": KLTarget(beta=0.1, low=0.1, high=0.2, beta_max=1.0)}, ControlLaw())
+    narrowed.load_state_dict(high.state_dict())
+    assert narrowed.betas == [1.0]
+    fixed = KLControl({"a": KLTarget(beta=0.1, low=0.1, high=0.2)}, None)
+    fixed.load_state_dict(high.state_dict())
+    assert fixed.betas == [0.1]
+    other = KLControl({"b": KLTarget(beta=0.1, low=0.1, high=0.2)}, ControlLaw())
+    other.load_state_dict(high.state_dict())
+    assert other.betas == [0.1]

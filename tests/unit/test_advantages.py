@@ -1,0 +1,90 @@
+"""The hybrid baseline by hand, and beside TRL's own formula."""
+
+import math
+
+import pytest
+import torch
+
+from salesrl_trl.advantages import hybrid_advantages
+
+NAN = math.nan
+
+
+def advantages(rewards, references, weight, *, scale="group", generations=4):
+    values, missing = hybrid_advantages(
+        torch.tensor(rewards), torch.tensor(references), generations, weight, scale_rewards=scale
+    )
+    return values, missing.tolist()
+
+
+def grpo(rewards, generations=4):
+    """Plain GRPO, as TRL writes it: (r - mean) / (std + 1e-4) with Bessel's correction."""
+    groups = torch.tensor(rewards).view(-1, generations)
+    std = groups.std(dim=1, keepdim=True)
+    return ((groups - groups.mean(dim=1, keepdim=True)) / (std + 1e-4)).flatten()
+
+
+def test_unscaled_the_baseline_is_the_weighted_sum_of_mean_and_reference():
+    # mean 0.5, reference 0.9, w = 1/4: baseline 0.75 x 0.5 + 0.25 x 0.9 = 0.6
+    values, missing = advantages([0.2, 0.4, 0.6, 0.8], [0.9] * 4, 0.25, scale="none")
+    assert values.tolist() == pytest.approx([-0.4, -0.2, 0.0, 0.2], abs=1e-6)
+    assert missing == [False]
+
+
+def test_with_the_whole_weight_only_what_beats_the_reference_is_pushed_up():
+    values, _ = advantages([0.2, 0.4, 0.6, 0.8], [0.5, 0.5, 0.5, 0.5], 1.0)
+    assert (values > 0).tolist() == [False, False, True, True]
+    values, _ = advantages([0.2, 0.4, 0.6, 0.8], [0.7, 0.7, 0.7, 0.7], 1.0)
+    assert (values > 0).tolist() == [False, False, False, True]
+
+
+def test_scaled_by_the_root_mean_square_about_the_baseline():
+    # mean 0.5, deviations -+0.3 and -+0.1: std^2 = 0.2 / 3. shift = 0.5 x (0.5 - 0.9) = -0.2, 4/3 x 0.04 = 0.16 / 3.
+    # spread = sqrt(0.36 / 3) = 0.34641
+    values, _ = advantages([0.2, 0.4, 0.6, 0.8], [0.9] * 4, 0.5)
+    expected = [deviation / (math.sqrt(0.12) + 1e-4) for deviation in (-0.5, -0.3, -0.1, 0.1)]
+    assert values.tolist() == pytest.approx(expected)
+
+
+def test_equal_rewards_do_not_divide_by_almost_nothing():
+    # std 0, shift = 0.5 x (0.4 - 0.6) = -0.1, spread = 0.1 x sqrt(4 / 3): a whole, bounded step down
+    values, _ = advantages([0.4] * 4, [0.6] * 4, 0.5)
+    assert values.tolist() == pytest.approx([-math.sqrt(3) / 2] * 4, abs=1e-3)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_group_without_a_reference_has_the_plain_baseline_and_is_told(scale):
+    rewards = [0.1, 0.2, 0.3, 0.9, 0.1, 0.2, 0.3, 0.9]
+    values, missing = advantages(rewards, [NAN] * 4 + [0.2, NAN, 0.4, NAN], 0.5, scale=scale)
+    assert missing == [True, False]
+    assert values[:4].sum().item() == pytest.approx(0.0, abs=1e-6)
+    # the other group's reference is the mean of what was measured, 0.3, under its mean of 0.375
+    assert values[4:].mean().item() > 0
+    if scale == "group":
+        assert torch.allclose(values[:4], grpo(rewards[:4]), atol=1e-6)
+
+
+def test_no_shift_is_grpo():
+    rewards = [0.1, 0.2, 0.4, 0.7, 0.5, 0.5, 0.6, 0.0]
+    assert torch.allclose(advantages(rewards, [NAN] * 8, 0.5)[0], grpo(rewards), atol=1e-6)
+    assert torch.allclose(advantages(rewards, [0.9] * 8, 0.0)[0], grpo(rewards), atol=1e-6)
+
+
+def test_what_could_not_be_scored_has_no_advantage_and_is_out_of_every_mean():
+    # scored: 0.2 and 0.6, mean 0.4; reference 0.5; w = 1: baseline 0.5
+    values, missing = advantages([0.2, NAN, 0.6, NAN], [0.5, NAN, 0.5, NAN], 1.0, scale="none")
+    assert values.tolist() == pytest.approx([-0.3, 0.0, 0.1, 0.0])
+    assert missing == [False]
+    # a group of which nothing was scored is no group that fell back
+    values, missing = advantages([NAN] * 4 + [0.1, 0.2, 0.3, 0.4], [NAN] * 4 + [0.5] * 4, 0.5)
+    assert values[:4].tolist() == [0.0] * 4
+    assert missing == [False]
+
+
+def test_scaled_over_the_batch():
+    # means 0.5 and 0.5, std^2 over all: 2 x 0.2 / 7; shifts -0.2 and 0: 8 / 7 x mean(0.04 x 4, 0 x 4) = 8 / 7 x 0.02
+    rewards = [0.2, 0.4, 0.6, 0.8] * 2
+    values, _ = advantages(rewards, [0.9] * 4 + [0.5] * 4, 0.5, scale="batch")
+    spread = math.sqrt((0.4 + 0.16) / 7) + 1e-4
+    deviations = (-0.5, -0.3, -0.1, 0.1, -0.3, -0.1, 0.1, 0.3)
+    assert values.tolist() == pytest.approx([deviation / spread for deviation in deviations], rel=1e-5)
