@@ -150,12 +150,12 @@ class SalesGRPOTrainer(GRPOTrainer):
         branches = self.args.branches
         branch_ids = [branches.index(self._reward.branch_of(example["row"])) for example in inputs]
         table = encode(self._reward.last, branch_ids).to(self.accelerator.device)  # (B, 4)
-        self._scored = gather(table)  # (world size x B, 5)
+        self._scored = gather(table).cpu()  # (world size x B, 5)
         add_rewards(means, self._scored, branches)
         reasons = [reward.reason for reward in self._reward.last if reward.outcome is not Outcome.OK]
         self.failures.update(gather_object(reasons))
         report = encode_report(self._reward.take_report()).to(self.accelerator.device)  # (1, columns)
-        add_report(means, self._bias[mode], gather(report), self._report_names)
+        add_report(means, self._bias[mode], gather(report).cpu(), self._report_names)
         if mode == "train":
             scored = ~torch.isnan(rewards_per_func).all(dim=1)  # (world size x B,), the same on every rank
             self._decide(scored.float().mean().item())
@@ -176,7 +176,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         self._check_weights()
         branches = [self.args.branches.index(self._reward.branch_of(example["row"])) for example in inputs]
-        output["branch_ids"] = torch.tensor(branches, device=output["advantages"].device)  # (B,)
+        output["branch_ids"] = torch.tensor(branches).to(self.accelerator.device, non_blocking=True)  # (B,)
         if self.args.hybrid_reference_weight and self.model.training:
             output["advantages"] = self._hybrid_advantages(len(inputs))
         if self._skipping and self.model.training:
@@ -201,7 +201,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
             logged[index] = advantage
         first = self.accelerator.process_index * size
-        return advantages[first : first + size]
+        return advantages[first : first + size].to(self.accelerator.device)
 
     def _compute_loss(self, model, inputs):
         if self._kl is None:

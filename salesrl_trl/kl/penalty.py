@@ -59,7 +59,9 @@ class BranchPenalty:
         self._branch_ids = inputs["branch_ids"]  # (B,)
         self._branches = len(betas)
         self._mask = loss_mask(inputs)  # (B, T)
-        self._betas = torch.tensor(betas, device=self._branch_ids.device)[self._branch_ids].unsqueeze(1)  # (B, 1)
+        # Not blocking: waiting for the copy would wait for all of the last micro-batch's backward pass.
+        by_branch = torch.tensor(betas).to(self._branch_ids.device, non_blocking=True)
+        self._betas = by_branch[self._branch_ids].unsqueeze(1)  # (B, 1)
         self._inputs = {
             name: bounded(value, self._mask) if name in _LOGPS and value is not None else value
             for name, value in inputs.items()
@@ -101,11 +103,13 @@ class BranchPenalty:
             nats, tokens whose log-ratio lies beyond the clamp, tokens.
         """
         log_ratio, clamp = self._log_ratio.detach(), self._settings.clamp
-        clamped = log_ratio.abs() > clamp if clamp else torch.zeros_like(self._mask)
-        per_token = (self._penalty.detach(), estimate(log_ratio, "k1"), clamped, self._mask)  # SUMS, each (B, T)
-        per_sample = torch.stack([torch.where(self._mask, each, 0).double().sum(dim=1) for each in per_token], dim=1)
-        totals = per_sample.new_zeros(self._branches, len(SUMS))
-        return totals.index_add_(0, self._branch_ids, per_sample)
+        clamped = log_ratio.abs() > (clamp or torch.inf)
+        one = torch.ones_like(log_ratio)
+        per_token = torch.stack([self._penalty.detach(), estimate(log_ratio, "k1"), clamped.to(one.dtype), one])
+        counted = torch.where(self._mask, per_token, 0)  # (len(SUMS), B, T)
+        per_sample = counted.sum(dim=2, dtype=torch.float64)  # (len(SUMS), B)
+        totals = per_sample.new_zeros(len(SUMS), self._branches)
+        return totals.index_add_(1, self._branch_ids, per_sample).T
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
