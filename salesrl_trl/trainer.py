@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather, gather_object
+from datasets import Dataset
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
@@ -25,6 +27,7 @@ from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vll
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.sampling import OrderByEpoch
 from salesrl_trl.telemetry.logs import LeaveOut
 from salesrl_trl.telemetry.metrics import (
     BASELINE_FALLBACK,
@@ -61,6 +64,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     Changes these things only:
     - `__init__`: vLLM gets the engine options TRL does not pass through, and TRL's warning of a row that could not be
       scored, which prints prompt and completion, is left out;
+    - `_get_train_sampler`: an epoch's order of prompts is the same after a resume;
     - `_calculate_rewards`: counts outcomes by branch over all ranks, and decides whether enough was scored;
     - `_generate_and_score_completions`: checks the first weight push, marks each sample's branch, puts the reference's
       reward into the baseline, and takes a skipped batch out of the loss;
@@ -142,6 +146,10 @@ class SalesGRPOTrainer(GRPOTrainer):
     def finish(self) -> None:
         """Close the reward's connections, on the event loop they belong to. The trainer can't score after this."""
         asyncio.run_coroutine_threadsafe(self._reward.aclose(), self.async_loop).result()
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
+        # `state.epoch` is a fraction inside an epoch, also when a run resumes there, and whole at its start.
+        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: int((self.state.epoch or 0) + 1e-6))
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

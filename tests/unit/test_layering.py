@@ -20,6 +20,7 @@ ORDER = (
     "advantages",
     "policy",
     "generation",
+    "sampling",
     "config",
     "telemetry",
     "trainer",

@@ -14,6 +14,7 @@ import trl.trainer.grpo_trainer as grpo_trainer
 from transformers import Trainer
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import RepeatSampler
 
 
 def source_hash(function):
@@ -32,12 +33,21 @@ def source_hash(function):
 
 
 PINS = {
+    # SalesGRPOTrainer._get_train_sampler wraps a RepeatSampler with `shuffle`, `seed` and `generator`
+    (GRPOTrainer, "_get_train_sampler"): "1b25d1c0176a",
+    (RepeatSampler, "__init__"): "651e315e504b",
+    (RepeatSampler, "__iter__"): "24eef237dca8",
     # SalesGRPOTrainer._calculate_rewards: one call per batch, NaN for None, gathered over ranks at the end
     (GRPOTrainer, "_calculate_rewards"): "a30f2929443b",
     # SalesGRPOTrainer._generate_and_score_completions: keys completion_mask and advantages; NaN reward -> advantage 0
     (GRPOTrainer, "_generate_and_score_completions"): "739def7da67c",
     # a zero completion_mask gives a zero loss under every loss_type
     (GRPOTrainer, "_compute_loss"): "6b861df63f5a",
+    # SalesGRPOTrainer._get_per_token_logps_and_entropies: log-probs come first, and come from the one policy forward
+    (GRPOTrainer, "_get_per_token_logps_and_entropies"): "31bbe58ca8ba",
+    # SalesGRPOTrainer's KL state lies beside what these two write and read
+    (Trainer, "_save_optimizer_and_scheduler"): "99a0de2f2453",
+    (GRPOTrainer, "_load_optimizer_and_scheduler"): "f0236c69fcf3",
     # the buffered batch is reused for steps_per_generation x num_iterations
     (GRPOTrainer, "_prepare_inputs"): "b6f38f7a05aa",
     # self._metrics[mode] is averaged, NaN -> None, and cleared
@@ -58,6 +68,19 @@ PINS = {
 def test_an_upstream_method_that_an_override_relies_on_has_not_changed(owner, name):
     function = inspect.unwrap(getattr(owner, name))
     assert source_hash(function) == PINS[owner, name]
+
+
+def test_the_loss_uses_beta_in_the_two_ways_that_a_penalty_stands_in_for():
+    tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._compute_loss)))
+    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+    uses = [ast.unparse(parents[node]) for node in ast.walk(tree) if ast.unparse(node) == "self.beta"]
+    assert set(uses) == {"self.beta != 0.0", "self.beta * per_token_kl"}
+    assert uses.count("self.beta * per_token_kl") == 1
+
+
+def test_the_setting_beta_is_read_only_while_the_trainer_is_built():
+    uses = inspect.getsource(GRPOTrainer).count("args.beta")
+    assert uses == inspect.getsource(GRPOTrainer.__init__).count("args.beta") > 0
 
 
 def test_the_trainer_builds_its_generation_from_a_module_global():

@@ -1,0 +1,137 @@
+"""One rank with the whole batch, and two ranks with half of it each, in two micro-batches.
+
+A batch has three groups of four, so that the second one is split between the ranks. The baseline is the hybrid one,
+whose advantages each rank cuts out of the whole batch's.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.keyed import check_same_course, check_there_was_control
+
+from salesrl_trl.config import DEFAULT_BRANCHES
+from salesrl_trl.telemetry.metrics import kl_names
+
+ROOT = Path(__file__).parents[2]
+COMMON = {"hybrid_reference_weight": 0.3, "max_steps": 20}
+ONE_RANK = {**COMMON, "per_device_train_batch_size": 12}
+TWO_RANKS = {**COMMON, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+CHECKPOINT = 9
+"""In the middle of a window of two steps."""
+WITH_GLOO = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+WITH_DEEPSPEED = ("accelerate.commands.launch", "--config_file", "accelerate_configs/full.yaml")
+LAUNCH_LIMIT_S = 240
+"""DeepSpeed compiles an op at its first run on a machine, about 25 s; all else takes about 20 s on two idle cores."""
+WEIGHT_TOLERANCE = 1e-4
+"""A hundredth of one step of Adam at the learning rate 1e-2, of which 20 are made; 5e-6 was seen."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def one_rank(train):
+    course = train(**ONE_RANK)
+    check_there_was_control(course)
+    return course
+
+
+@pytest.fixture(scope="module")
+def launch(tiny_policy, services_url):
+    """Train on two ranks; what each of them wrote."""
+
+    def run(launcher, out, **settings):
+        command = [sys.executable, "-m", *launcher, str(ROOT / "tests/invariance/train_on_ranks.py")]
+        command += [str(tiny_policy), services_url, str(out), json.dumps({**TWO_RANKS, **settings}), str(CHECKPOINT)]
+        paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+        started = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            _, stderr = started.communicate(timeout=LAUNCH_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)  # the ranks too, not the launcher alone
+            raise
+        assert started.returncode == 0, stderr[-4000:]
+        return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def gloo(launch, tmp_path_factory):
+    """The folder of a run of two ranks without DeepSpeed, and what each rank wrote."""
+    out = tmp_path_factory.mktemp("gloo")
+    return out, launch(WITH_GLOO, out, ddp_backend="gloo")
+
+
+def test_two_ranks_have_the_same_loss_kl_and_coefficients_as_one(one_rank, gloo):
+    out, ranks = gloo
+    for rank in ranks:
+        assert rank["distributed"] == "MULTI_CPU"
+        check_same_course(one_rank, rank["whole"])
+    _check_weights(one_rank["weights"], out)
+
+
+def test_both_ranks_log_the_same_keys_and_the_same_kl_at_every_step(gloo):
+    _, ranks = gloo
+    _check_ranks_agree(*(rank["whole"] for rank in ranks))
+
+
+def test_a_run_of_two_ranks_goes_on_on_one_with_its_coefficients_and_windows(train, one_rank, gloo):
+    out, (rank, _) = gloo
+    resumed = train(resume_from=out / "run" / f"checkpoint-{CHECKPOINT}", **ONE_RANK)
+    check_same_course(_from(one_rank, CHECKPOINT + 1), resumed)
+    assert all(figures["steps"] for figures in rank["whole"]["after"][str(CHECKPOINT)].values())  # windows under way
+    for step, state in resumed["after"].items():
+        for branch, figures in state.items():
+            whole = rank["whole"]["after"][step][branch]
+            for name in ("tokens", "steps", "cooldown", "measured_steps", "steps_in_band"):
+                assert figures[name] == whole[name], (step, branch, name)
+
+
+def test_two_ranks_under_deepspeed_zero_2_have_the_same_loss_kl_and_coefficients_as_one_without(
+    launch, one_rank, tmp_path
+):
+    ranks = launch((*WITH_DEEPSPEED, "--mixed_precision", "no"), tmp_path)
+    for rank in ranks:
+        assert rank["distributed"] == "DEEPSPEED"
+        check_same_course(one_rank, rank["whole"])
+        # from a checkpoint on, each rank goes the very same way
+        assert list(rank["resumed"]["after"]) == [str(step) for step in range(CHECKPOINT + 1, 21)]
+        for step, state in rank["resumed"]["after"].items():
+            assert state == rank["whole"]["after"][step], step
+    _check_ranks_agree(*(rank["whole"] for rank in ranks))
+    _check_weights(one_rank["weights"], tmp_path)
+
+
+def _check_ranks_agree(one, other):
+    assert [set(entry) for entry in one["steps"]] == [set(one["steps"][0])] * len(other["steps"])
+    for a, b in zip(one["steps"], other["steps"], strict=True):
+        assert set(a) == set(b)
+        names = ("loss", "grad_norm", *kl_names(DEFAULT_BRANCHES))
+        assert {name: a[name] for name in names} == {name: b[name] for name in names}
+    assert one["after"] == other["after"]
+
+
+def _check_weights(expected, out):
+    weights = torch.load(out / "weights.pt")
+    assert weights.keys() == expected.keys()
+    largest = max((weights[name] - value).abs().max().item() for name, value in expected.items())
+    print(f"largest difference of weights: {largest}")
+    assert largest < WEIGHT_TOLERANCE
+
+
+def _from(course, step):
+    return {**course, "steps": [entry for entry in course["steps"] if entry["step"] >= step]}

@@ -1,0 +1,133 @@
+"""A run that stops and goes on from its checkpoint, and the same run without a stop."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from support.keyed import BRANCH_KL, StopAt, betas_of
+
+from salesrl_trl.config import DEFAULT_BRANCHES
+from salesrl_trl.telemetry.metrics import beta_of, kl_names
+from salesrl_trl.trainer import KL_STATE_NAME
+
+COOLDOWN = 1
+SETTINGS = {"max_steps": 12, "kl_update_steps": 2, "kl_cooldown_steps": COOLDOWN}
+STOP = 9
+SHORT_EPOCHS = {**SETTINGS, "branches": DEFAULT_BRANCHES * 5}  # ten rows, two prompts a step: five steps an epoch
+
+
+def in_a_window(state):
+    return all(each["steps"] for each in state.values())
+
+
+def before_a_cooldown(state):
+    return all(each["cooldown"] == COOLDOWN for each in state.values())
+
+
+def in_a_window_and_before_a_cooldown(state):
+    one, other = state.values()
+    return (one["steps"] > 0 and other["cooldown"] > 0) or (other["steps"] > 0 and one["cooldown"] > 0)
+
+
+def between_windows(state):
+    return all(each["steps"] == each["cooldown"] == 0 and each["previous"] is not None for each in state.values())
+
+
+@pytest.fixture(scope="module")
+def whole(train):
+    course = train(**SETTINGS)
+    assert len(course["after"]) == 12
+    for branch in DEFAULT_BRANCHES:
+        assert len(set(betas_of(course, branch))) >= 3  # two changes or more
+    return course
+
+
+@pytest.fixture(scope="module")
+def short_epochs(train):
+    return train(**SHORT_EPOCHS)
+
+
+@pytest.fixture(scope="module")
+def stopped(train, tmp_path_factory):
+    """The checkpoint of a run that stopped after `STOP` steps."""
+    out = tmp_path_factory.mktemp("stopped")
+    train(StopAt(STOP), output_dir=out, **SETTINGS)
+    return out / f"checkpoint-{STOP}"
+
+
+@pytest.mark.parametrize(
+    "situation", [in_a_window, before_a_cooldown, in_a_window_and_before_a_cooldown, between_windows]
+)
+def test_a_resumed_run_goes_the_very_same_way_as_one_that_did_not_stop(train, whole, tmp_path, situation):
+    step = next(int(step) for step, state in whole["after"].items() if situation(state) and int(step) > 1)
+    first = train(StopAt(step), output_dir=tmp_path, **SETTINGS)
+    assert list(first["after"]) == [str(each) for each in range(1, step + 1)]
+    second = train(resume_from=tmp_path / f"checkpoint-{step}", output_dir=tmp_path, **SETTINGS)
+    assert list(second["after"]) == [str(each) for each in range(step + 1, 13)]
+    # coefficients, windows under way and shares in band, to the last bit: the optimizer, the order of samples and so
+    # the weights go on exactly
+    assert {**first["after"], **second["after"]} == whole["after"]
+    names = ("loss", "grad_norm", "reward", *kl_names(DEFAULT_BRANCHES))
+    for a, b in zip([*first["steps"], *second["steps"]], whole["steps"], strict=True):
+        assert {name: a[name] for name in names} == {name: b[name] for name in names}, a["step"]
+    assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
+
+
+@pytest.mark.parametrize("step", [3, 5, 6, 9, 10])
+def test_a_run_resumes_in_any_epoch(train, tmp_path_factory, tmp_path, short_epochs, step):
+    train(StopAt(step), output_dir=tmp_path, **SHORT_EPOCHS)
+    second = train(resume_from=tmp_path / f"checkpoint-{step}", output_dir=tmp_path, **SHORT_EPOCHS)
+    assert second["after"] == {at: state for at, state in short_epochs["after"].items() if int(at) > step}
+    assert all(torch.equal(second["weights"][name], value) for name, value in short_epochs["weights"].items())
+
+
+def test_epochs_differ_in_their_order(short_epochs):
+    tokens = [[entry[f"kl/{branch}_tokens"] for branch in DEFAULT_BRANCHES] for entry in short_epochs["steps"]]
+    assert len({str(tokens[start : start + 5]) for start in (0, 5)}) == 2
+
+
+def test_a_checkpoint_without_the_coefficients_starts_with_those_configured_and_says_so(
+    train, whole, stopped, tmp_path, caplog
+):
+    checkpoint = _copy(stopped, tmp_path)
+    (checkpoint / KL_STATE_NAME).unlink()
+    resumed = train(resume_from=checkpoint, **SETTINGS)
+    assert f"{checkpoint} holds no {KL_STATE_NAME}: the KL coefficients start as configured" in caplog.text
+    for branch in DEFAULT_BRANCHES:
+        assert resumed["steps"][0][beta_of(branch)] == BRANCH_KL[branch]["beta"]
+        assert whole["steps"][STOP][beta_of(branch)] != BRANCH_KL[branch]["beta"]  # the checkpoint's was another
+        assert resumed["after"][str(STOP + 1)][branch]["measured_steps"] <= 1  # nothing else of it is left either
+
+
+def test_a_coefficient_outside_bounds_that_were_narrowed_goes_on_at_the_nearer_one(train, stopped):
+    saved = {branch: state["beta"] for branch, state in json.loads((stopped / KL_STATE_NAME).read_text()).items()}
+    # one bound above the one coefficient, one below the other
+    bounds = {
+        "fairness": {"beta_min": 1.1 * saved["fairness"]},
+        "hallucination": {"beta_max": 0.9 * saved["hallucination"]},
+    }
+    narrowed = {
+        "fairness": {**BRANCH_KL["fairness"], **bounds["fairness"], "beta": 1.2 * saved["fairness"]},
+        "hallucination": {
+            **BRANCH_KL["hallucination"],
+            **bounds["hallucination"],
+            "beta": 0.8 * saved["hallucination"],
+        },
+    }
+    resumed = train(resume_from=stopped, **{**SETTINGS, "branch_kl": narrowed, "max_steps": STOP + 1})
+    assert resumed["steps"][0][beta_of("fairness")] == bounds["fairness"]["beta_min"]
+    assert resumed["steps"][0][beta_of("hallucination")] == bounds["hallucination"]["beta_max"]
+
+
+def test_without_control_a_resumed_run_keeps_the_configured_coefficients(train, whole, stopped):
+    resumed = train(resume_from=stopped, **SETTINGS, kl_control=False)
+    for branch in DEFAULT_BRANCHES:
+        assert betas_of(resumed, branch) == [BRANCH_KL[branch]["beta"]] * (12 - STOP)
+        assert whole["steps"][STOP][beta_of(branch)] != BRANCH_KL[branch]["beta"]
+        # what only watches goes on
+        assert resumed["after"]["12"][branch]["measured_steps"] > whole["after"][str(STOP)][branch]["measured_steps"]
+
+
+def _copy(checkpoint, folder):
+    return shutil.copytree(checkpoint, folder / checkpoint.name)

@@ -1,0 +1,221 @@
+"""Training whose completions and rewards depend on the sample alone: not on the rank that has it, nor on the order in
+which samples are met. Two arrangements of the same batches then have to train alike."""
+
+import contextlib
+import itertools
+import json
+import zlib
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+
+from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
+from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.fencing import read_sections
+from salesrl_trl.policy import build_tokenizer
+from salesrl_trl.telemetry.metrics import beta_of, kl_names, kl_of
+from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.types import Message, SalesRow
+from support.loopback import VERDICT, action, build_reward
+from support.scripted import settings
+
+WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening", "online", "teacher", "trial", "python")
+UNSCORABLE = "unscorable"
+"""A query with this word gets a verdict that is none."""
+BRANCH_KL = {
+    "fairness": {"beta": 0.1, "low": 0.12, "high": 0.28},
+    "hallucination": {"beta": 0.2, "low": 0.1, "high": 0.2},
+}
+"""Bands that the KL of these runs crosses: both coefficients are lowered and raised."""
+LAW = {
+    "kl_update_steps": 2,
+    "kl_raise_factor": 1.15,
+    "kl_lower_factor": 0.85,
+    "kl_recentre": 0.5,
+    "kl_trend_windows": 2.0,
+}
+TOLERANCE = 1e-5
+"""Relative; and absolute but for coefficients, as a KL is 0 at first and a loss changes its sign. A log-probability
+around 8 is rounded by 5e-7 in float32, so that sums in another order differ by as much; 20 steps of training did not
+add to that (up to 9e-7 was seen). A sum that lacks a micro-batch or a rank is off by more than 1e-2."""
+GRAD_NORM_TOLERANCE = 1e-4
+"""Torch sums the 100 000 squares of a head's gradient in float32, DeepSpeed in float64; 3e-5 was seen."""
+EXACT = ("_tokens", "_in_band", "_clamped")
+"""Ends of the names of what is counted."""
+
+
+def text_of(prompt, step, place):
+    """One to nine words, most of them in an action: ragged, and different for each sample."""
+    digest = zlib.crc32(f"{prompt}|{step}|{place}".encode())
+    words = " ".join(WORDS[(digest >> index) % len(WORDS)] for index in range(1 + digest % 9))
+    return words if digest % 5 == 0 else action(query=words)
+
+
+def judge(system, user):
+    """A score in [0, 1] by the action's text."""
+    written = read_sections(user)["action"]
+    return {} if UNSCORABLE in written else {**VERDICT, "candidate": zlib.crc32(written.encode()) % 101 / 100}
+
+
+class KeyedTrainer(SalesGRPOTrainer):
+    """Generation replaced: a completion is `text_of` its prompt, the optimizer step and the place in its group.
+
+    The sampler repeats each prompt for its group and lays the groups end to end; each rank takes one stretch of that.
+    """
+
+    text_of = staticmethod(text_of)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        group = self.num_generations if self.model.training else self.num_generations_eval
+        first = self.accelerator.process_index * len(prompt_ids)
+        completions = []
+        for place, ids in enumerate(prompt_ids, start=first):
+            text = self.text_of(self._tokenizer.decode(ids), self.state.global_step, place % group)
+            completions.append([*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id])
+        return completions, None
+
+
+class States(TrainerCallback):
+    """The controller's state after each optimizer step and after each evaluation, by the step's number as text."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.after = {}
+        self.after_evaluation = {}
+
+    def on_step_end(self, args, state, control, **_):
+        self.after[str(state.global_step)] = self._state()
+
+    def on_evaluate(self, args, state, control, **_):
+        self.after_evaluation[str(state.global_step)] = self._state()
+
+    def _state(self):
+        return json.loads(json.dumps(self.trainer._kl.state_dict()))  # as a checkpoint has it
+
+
+class StopAt(TrainerCallback):
+    """Ends a run after a step, with a checkpoint."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_save = control.should_training_stop = state.global_step == self.step
+
+
+def make_tiny_policy(path):
+    """The smallest policy with everything: random weights, one layer."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def keyed_rows(branches):
+    """A row of each of `branches`, no two with the same prompt."""
+    return [
+        SalesRow(
+            row_id=f"r{index}",
+            branch=branch,
+            conversation=(Message(role="customer", content=f"Question {index}: what does course {7 * index} cost?"),),
+        )
+        for index, branch in enumerate(branches)
+    ]
+
+
+def build_keyed(policy, url, output_dir, branches=DEFAULT_BRANCHES * 30, **given):
+    """A trainer of rows of `branches`, whose coefficients may move every two steps unless `given` otherwise."""
+    rows = keyed_rows(branches)
+    defaults = {"num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 20, "held_out_eval": False}
+    defaults |= {"beta": 0.0, "branch_kl": BRANCH_KL, "loss_type": "dapo", **LAW}
+    return KeyedTrainer(
+        AutoModelForCausalLM.from_pretrained(policy),
+        build_reward(url, rows, invalid_action_reward=0.0),
+        SalesGRPOConfig(**settings(output_dir, **{**defaults, **given})),
+        train_dataset=build_dataset(rows, "compact"),
+        eval_dataset=build_dataset(rows[:4], "compact"),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+    )
+
+
+def course_of(trainer, *callbacks, resume_from=None):
+    """Train, and say what happened.
+
+    Returns:
+        `dict`: JSON values. `steps` and `evaluations` hold the logs of each, `after` and `after_evaluation` the
+        controller's state from `States`.
+    """
+    states = States(trainer)
+    for callback in (states, *callbacks):
+        trainer.add_callback(callback)
+    try:
+        with _one_thread():
+            trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
+    finally:
+        trainer.finish()
+    first = int(next(iter(states.after)))  # the log of a resumed run begins with that of the run before
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry and entry["step"] >= first]
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    states_seen = {"after": states.after, "after_evaluation": states.after_evaluation}
+    return {"steps": steps, "evaluations": evaluations, **states_seen}
+
+
+def betas_of(course, branch):
+    """The coefficient of each step."""
+    return [entry[beta_of(branch)] for entry in course["steps"]]
+
+
+def check_same_course(one, other):
+    """The same losses, norms of the gradient, KL statistics and coefficients at every step, but for `TOLERANCE`."""
+    assert len(one["steps"]) == len(other["steps"])
+    largest = dict.fromkeys(("loss", "grad_norm", "kl", "beta"), 0.0)
+    for a, b in zip(one["steps"], other["steps"], strict=True):
+        assert set(a) == set(b)
+        for name in ("loss", "grad_norm", *kl_names(DEFAULT_BRANCHES)):
+            if a[name] is None or b[name] is None or name.endswith(EXACT):
+                assert a[name] == b[name], (a["step"], name)
+                continue
+            tolerance = GRAD_NORM_TOLERANCE if name == "grad_norm" else TOLERANCE
+            absolute = 0 if name.startswith("beta/") else tolerance
+            assert b[name] == pytest.approx(a[name], rel=tolerance, abs=absolute), (a["step"], name)
+            kind = name.split("/")[0]
+            largest[kind] = max(largest[kind], abs(a[name] - b[name]))
+    print("largest differences:", largest)
+
+
+def check_there_was_control(course):
+    """What is compared is not constant: there was a KL at every step after the first, and both coefficients were
+    lowered and raised."""
+    for entry in course["steps"][1:]:
+        for branch in DEFAULT_BRANCHES:
+            assert entry[f"{kl_of(branch)}_tokens"] == 0 or entry[kl_of(branch)] > 1e-3
+    for branch in DEFAULT_BRANCHES:
+        betas = betas_of(course, branch)
+        factors = [after / before for before, after in itertools.pairwise(betas) if after != before]
+        assert len(factors) >= 4, (branch, betas)
+        assert min(factors) < 1 < max(factors), (branch, betas)
+
+
+@contextlib.contextmanager
+def _one_thread():
+    """Launched processes have one thread each; and threads that wait for each other are slow where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
