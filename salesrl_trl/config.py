@@ -17,7 +17,7 @@ from trl import GRPOConfig
 from salesrl_trl.data.prompts import PROMPT_STYLES
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import ControlLaw, KLTarget
-from salesrl_trl.kl.estimators import ESTIMATORS
+from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.penalty import PenaltySettings
 from salesrl_trl.reward.judge import AGGREGATIONS
 from salesrl_trl.reward.provider import RESPONSE_FORMATS
@@ -417,10 +417,11 @@ class SalesGRPOConfig(GRPOConfig):
         kl_control (`bool`, *optional*, defaults to `True`):
             Move the coefficients. Without it they stay, and the bands are only watched.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
-            `k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html; TRL has k3.
+            `k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html; TRL has k3. With `use_bias_correction_kl`
+            k1 and k3 have the KL's gradient on average, k2 has another one; without it k2 has, and k1 has none.
         kl_log_ratio_clamp (`float`, *optional*, defaults to `10.0`):
-            Log-ratio in nats beyond which the penalty goes on as a straight line; 0 for TRL's own formula, which
-            overflows at 88.
+            Log-ratio in nats beyond which the penalty goes on as a straight line, up to 40; 0 for TRL's own formula,
+            which overflows at 88.
         kl_update_steps (`int`, *optional*, defaults to `5`):
             Optimizer steps over which a branch's KL is measured before its coefficient moves.
         kl_cooldown_steps (`int`, *optional*, defaults to `0`):
@@ -502,7 +503,12 @@ class SalesGRPOConfig(GRPOConfig):
 
     def _check_kl(self) -> None:
         _check_choice(self, "kl_estimator", ESTIMATORS)
-        _check(self.kl_log_ratio_clamp >= 0, f"`kl_log_ratio_clamp` is {self.kl_log_ratio_clamp}. Expected 0 or more.")
+        clamp = self.kl_log_ratio_clamp
+        _check(
+            0 <= clamp <= LARGEST_CLAMP,
+            f"`kl_log_ratio_clamp` is {clamp}. Expected 0 for none, or up to {LARGEST_CLAMP:g}: the ratio times the "
+            "estimate grows as e^(2 * clamp), which overflows above 44.",
+        )
         weight = self.hybrid_reference_weight
         _check(0 <= weight <= 1, f"`hybrid_reference_weight` is {weight}. Expected 0 to 1.")
         _check(

@@ -7,13 +7,19 @@ Pure functions of tensors. With x = log pi_ref(token) - log pi(token) of a token
     k2 = x^2 / 2         biased, low variance
     k3 = e^x - 1 - x     unbiased, never negative; TRL's
 
-As a loss on its own, k1's expected gradient is zero; with the importance ratio in front (`use_bias_correction_kl`) it
-is the KL's.
+Which of them has the KL's gradient on average depends on the importance ratio in front (`use_bias_correction_kl`):
+
+              with it            without it
+    k1        the KL's           zero
+    k2        that of E[k2]      the KL's
+    k3        the KL's           that of KL(pi_ref || pi)
 """
 
 import torch
 
 ESTIMATORS = ("k1", "k2", "k3")
+LARGEST_CLAMP = 40.0
+"""In nats. Ratio times k3 grows as e^(2 * clamp), which float32 holds up to 44."""
 
 
 def estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -45,9 +51,10 @@ def penalty(
 
         |x| > clamp:    ratio.detach() * (estimate(+-clamp) + slope * (|x| - clamp))
 
-    The slope continues the gradient at +-clamp: the estimate's own, or, with a ratio in front, `clamp`. There the
-    whole gradient of ratio * k3 is -x * grad log pi, as e^x cancels between the two factors; a line beside a ratio
-    that is not detached would push away from the reference.
+    Without a ratio the slope is the estimate's own at +-clamp. With one it is `clamp`: the whole gradient of
+    ratio * k3 is -x * grad log pi, as e^x cancels between the two factors, and goes on from there without a jump (k1's
+    jumps by 1, k2's from clamp^2 / 2 - clamp). A line beside a ratio that is not detached would push away from the
+    reference.
 
     Args:
         log_ratio (`torch.Tensor`):

@@ -27,6 +27,7 @@ POSITION_GAP = "judge/position_gap"
 USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")
 """What is told of each judge provider, per generation batch."""
 CACHES = ("answers", "references")
+ALL_KL = "kl"
 BASELINE_FALLBACK = "failures/baseline_fallback"
 """Share of groups whose baseline had no reference's reward in it."""
 
@@ -73,9 +74,10 @@ def beta_of(branch: str) -> str:
 
 def kl_names(branches: Sequence[str]) -> tuple[str, ...]:
     """Every name of `add_kl`: beside those above k1, whether the step's KL lay in the band, the share of the run's
-    steps of which that is true, the share of tokens whose log-ratio was clamped, and tokens per optimizer step."""
+    steps of which that is true, the share of tokens whose log-ratio was clamped, tokens per optimizer step; and the KL
+    of all branches together, in place of TRL's own `kl`, which one token far off makes infinite."""
     kinds = ("", "_k1", "_in_band", "_share_in_band", "_clamped", "_tokens")
-    return tuple(name for b in branches for name in (beta_of(b), *(f"{kl_of(b)}{kind}" for kind in kinds)))
+    return (ALL_KL, *(name for b in branches for name in (beta_of(b), *(f"{kl_of(b)}{kind}" for kind in kinds))))
 
 
 def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str, ...]:
@@ -179,6 +181,7 @@ def add_kl(means: Means, totals: Sequence[Sequence[float]], betas: Sequence[floa
         name = kl_of(branch.branch)
         means.add(beta_of(branch.branch), beta, 1)
         means.add(f"{name}_tokens", tokens, 1)
+        means.add(ALL_KL, kl, tokens)
         for kind, total in (("", kl), ("_k1", k1), ("_clamped", clamped)):
             means.add(f"{name}{kind}", total, tokens)
         if branch.target.has_band and tokens:

@@ -1,0 +1,670 @@
+"""The branches' KL in TRL's loss: with equal coefficients stock TRL's loss and gradient, with others those of a loop.
+
+The policies are a Qwen2 of two layers with random weights in float32, moved away from the reference. Most tests set
+the same two trainers up anew for each case, and `test_the_settings_of_the_matrix_reach_trls_loss` shows that TRL reads
+what they set. The test at the end builds both trainers from their configs.
+"""
+
+import ast
+import contextlib
+import inspect
+import itertools
+import textwrap
+from dataclasses import dataclass
+
+import pytest
+import torch
+from peft import LoraConfig
+from support.loopback import ACTION, build_reward
+from support.scripted import ScriptedTrainer, ScriptedUpstream, default_rows, settings
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.policy import build_tokenizer
+
+BETA = 0.5
+BETAS = (0.25, 1.5)
+"""Different coefficients, by branch id."""
+BRANCHES = ("fairness", "hallucination")
+TOLERANCE = 1e-6
+"""Largest relative difference of loss and gradient in float32."""
+LOOP_TOLERANCE = 3 * TOLERANCE
+"""Where the expected gradient is the sum of two, each rounded."""
+SAMPLES, PROMPT, COMPLETION = 4, 3, 8
+"""Of a micro-batch: completions, and tokens of their prompts and of themselves."""
+VOCAB_SIZE = 256
+"""Of the matrix, in which no text is written or read."""
+STEPS_PER_GENERATION = {1: 2, 4: 4}
+"""By accumulation. With 1, TRL's `num_items_in_batch` spans two optimizer steps, and has to be scaled to one."""
+
+
+def loss_types():
+    """Everything that TRL compares `self.loss_type` with."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(GRPOTrainer._compute_loss))))
+    compared = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Compare) and ast.unparse(node.left) == "self.loss_type"
+    ]
+    constants = [each for node in compared for each in ast.walk(node) if isinstance(each, ast.Constant)]
+    return sorted({constant.value for constant in constants})
+
+
+LOSS_TYPES = loss_types()
+
+
+def normaliser(case, lengths, sample, num_items):
+    """What TRL divides a token's loss by. `lengths` are the micro-batch's counted tokens by sample."""
+    match case.loss_type:
+        case "grpo" | "sapo":  # mean over tokens, then over samples, then over micro-batches
+            return lengths[sample] * len(lengths) * case.accumulation
+        case "bnpo":  # mean over the micro-batch's tokens
+            return sum(lengths) * case.accumulation
+        case "dr_grpo":  # as if every completion were as long as can be
+            return len(lengths) * case.max_completion_length * case.accumulation
+        case "dapo" | "cispo" | "vespo":  # all tokens of the generation batch, of which this is one step
+            return num_items * case.accumulation / STEPS_PER_GENERATION[case.accumulation]
+        case "luspo":  # sum over tokens, mean over samples
+            return len(lengths) * case.accumulation
+    raise AssertionError(f"{case.loss_type} is not known here")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One cell of the matrix. By default as `build` configures the trainers."""
+
+    loss_type: str = "grpo"
+    accumulation: int = 1
+    correction: bool = True
+    level: str = "token"
+    estimator: str = "k3"
+    clamp: float = 0.0
+    max_completion_length: int = 64
+    vllm: bool = False
+    entropy_quantile: float = 1.0
+    off_policy_threshold: float | None = None
+    delta: float | None = None
+    entropy_coef: float = 0.0
+
+
+def set_up(trainer, case):
+    """Put a case's settings where the trainers read them."""
+    trainer.loss_type = trainer.args.loss_type = case.loss_type
+    trainer.importance_sampling_level = trainer.args.importance_sampling_level = case.level
+    trainer.args.use_bias_correction_kl = case.correction
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps = case.accumulation
+    trainer.args.steps_per_generation = STEPS_PER_GENERATION[case.accumulation]
+    trainer.max_completion_length = case.max_completion_length
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = case.vllm
+    trainer.top_entropy_quantile = case.entropy_quantile
+    trainer.off_policy_mask_threshold = case.off_policy_threshold
+    trainer.args.delta = case.delta
+    trainer.entropy_coef, trainer._entropy_bonus_enabled = case.entropy_coef, case.entropy_coef != 0
+    trainer.beta = BETA
+    if isinstance(trainer, ScriptedTrainer):
+        trainer.beta = 1.0  # what it has TRL load the reference by
+        trainer.args.kl_estimator, trainer.args.kl_log_ratio_clamp = case.estimator, case.clamp
+        trainer._kl_penalty = trainer.args.kl_penalty()
+        coefficients(trainer, (BETA, BETA))
+
+
+def coefficients(trainer, betas):
+    for branch, beta in zip(trainer._kl.branches, betas, strict=True):
+        branch.beta = beta
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads cost more than they bring on tensors this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_random_policy(path, vocab_size=None):
+    """A model with random weights, and its tokenizer."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def build(kind, path, reward, output_dir, lora=False, **given):
+    """Our trainer or TRL's, with `BETA` for every branch and ours without clamp and control."""
+    if kind is ScriptedTrainer:
+        entries = {branch: {"beta": BETA} for branch in BRANCHES}
+        given = {"beta": 0.0, "branch_kl": entries, "kl_log_ratio_clamp": 0.0, "held_out_eval": False, **given}
+    config = SalesGRPOConfig if kind is ScriptedTrainer else GRPOConfig
+    torch.manual_seed(0)  # one factor of an adapter starts at random
+    trainer = kind(
+        AutoModelForCausalLM.from_pretrained(path),
+        reward,
+        config(**settings(output_dir, **{"beta": BETA, **given})),
+        train_dataset=build_dataset(default_rows(), "compact"),
+        processing_class=AutoTokenizer.from_pretrained(path),
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
+    )
+    trainer.model.train()
+    return trainer
+
+
+class Pair:
+    """Our trainer and TRL's around equal models, and a generation batch of micro-batches for them."""
+
+    def __init__(self, path, output_dir, lora):
+        rows = default_rows()
+        # nothing is generated, so no service is asked
+        self.ours = build(ScriptedTrainer, path, build_reward("http://127.0.0.1:9", rows), output_dir, lora)
+        self.stock = build(ScriptedUpstream, path, lambda **_: [0.0], output_dir, lora)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for weight in parameters(self.stock):
+                weight += 0.1 * torch.randn(weight.shape, generator=generator)
+        self.ours.model.load_state_dict(self.stock.model.state_dict())
+        self.batches = [self._micro_batch(generator, lora) for _ in range(4)]
+
+    def _micro_batch(self, generator, lora):
+        def tokens(length):
+            return torch.randint(3, VOCAB_SIZE, (SAMPLES, length), generator=generator)
+
+        def mask(lengths, size):
+            return (torch.arange(size) < torch.tensor(lengths)[:, None]).long()
+
+        def noise(scale, *shape):
+            return scale * torch.randn(shape, generator=generator)
+
+        lengths = torch.randint(1, COMPLETION + 1, (SAMPLES,), generator=generator).tolist()
+        batch = {
+            "prompt_ids": tokens(PROMPT),
+            "prompt_mask": mask([3, 2, 1, 3], PROMPT).flip(1),
+            "completion_ids": tokens(COMPLETION),
+            "completion_mask": mask(lengths, COMPLETION),
+            "advantages": noise(1, SAMPLES).abs() * torch.tensor([1, -1, 1, -1]),
+            "branch_ids": torch.tensor([0, 1, 1, 0]),
+        }
+        reference = self.stock.model if lora else self.stock.ref_model
+        with torch.no_grad():
+            with self.stock.model.disable_adapter() if lora else contextlib.nullcontext():
+                batch["ref_per_token_logps"] = forward(self.stock, batch, reference)
+            policy = forward(self.stock, batch)
+        batch["old_per_token_logps"] = policy + noise(0.3, SAMPLES, COMPLETION)
+        return batch
+
+    def inputs(self, case, *, old=True, **more):
+        """Micro-batches of one optimizer step. `more` is added to each, or called with its index."""
+        generation = [dict(batch) for batch in self.batches[: STEPS_PER_GENERATION[case.accumulation]]]
+        for index, batch in enumerate(generation):
+            if not old:
+                del batch["old_per_token_logps"]
+            batch.update({name: each(index) if callable(each) else each for name, each in more.items()})
+        num_items = sum(counted(batch).sum() for batch in generation)
+        return [{**batch, "num_items_in_batch": num_items} for batch in generation[: case.accumulation]]
+
+    def set_up(self, case):
+        set_up(self.ours, case)
+        set_up(self.stock, case)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A pair that trains all weights, and one that trains an adapter."""
+    path = make_random_policy(tmp_path_factory.mktemp("small"), VOCAB_SIZE)
+    built = {name: Pair(path, tmp_path_factory.mktemp(name), lora=name == "lora") for name in ("full", "lora")}
+    yield built
+    for pair in built.values():
+        pair.ours.finish()
+
+
+@pytest.fixture(scope="module")
+def random_policy(tmp_path_factory):
+    return make_random_policy(tmp_path_factory.mktemp("random"))
+
+
+@pytest.fixture
+def pair(pairs):
+    return pairs["full"]
+
+
+def parameters(trainer):
+    return [weight for weight in trainer.model.parameters() if weight.requires_grad]
+
+
+def counted(batch):
+    """Which tokens count, shape (B, T)."""
+    return batch["completion_mask"] * batch.get("tool_mask", 1)
+
+
+def forward(trainer, batch, model=None):
+    """Log-probs of the completions, shape (B, T)."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    model = trainer.model if model is None else model
+    return trainer._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].shape[1])[0]
+
+
+def gradient_of(trainer):
+    """Of all trained weights, one vector, in float64."""
+    gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in parameters(trainer)]
+    return torch.cat([gradient.flatten() for gradient in gradients]).double()
+
+
+def step(trainer, batches):
+    """Loss and gradient of one optimizer step: sums over its micro-batches."""
+    trainer._metrics["train"].clear()
+    if isinstance(trainer, ScriptedTrainer):
+        trainer._means["train"].flush()
+    trainer.model.zero_grad()
+    total = 0.0
+    for index, batch in enumerate(batches):
+        trainer.accelerator.gradient_state._set_sync_gradients(index == len(batches) - 1)
+        loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+        total += loss.item()
+    return total, gradient_of(trainer)
+
+
+def gap(gradient, expected):
+    return ((gradient - expected).norm() / expected.norm()).item()
+
+
+def assert_equal_steps(ours, expected, tolerance=TOLERANCE):
+    (loss, gradient), (expected_loss, expected_gradient) = ours, expected
+    assert expected_gradient.norm() > 1e-3
+    assert gap(gradient, expected_gradient) <= tolerance
+    assert abs(loss - expected_loss) <= tolerance * max(1.0, abs(expected_loss))
+
+
+def assert_equal_kl(trainer, stock, batches):
+    """Ours by branch, weighted by its tokens, against TRL's by micro-batch, weighted by its."""
+    logged = trainer._means["train"].flush()
+    tokens = [logged[f"kl/{branch}_tokens"] for branch in BRANCHES]
+    sums = [logged[f"kl/{branch}"] * count if count else 0.0 for branch, count in zip(BRANCHES, tokens, strict=True)]
+    theirs = [counted(batch).sum().item() for batch in batches]
+    assert sum(tokens) == sum(theirs)
+    expected = sum(kl * count for kl, count in zip(stock._metrics["train"]["kl"], theirs, strict=True)) / sum(theirs)
+    assert expected > 1e-3
+    assert sum(sums) / sum(tokens) == pytest.approx(expected, rel=TOLERANCE)
+
+
+def kl_by_loops(pair, case, batches, betas):
+    """Loss and gradient of the KL alone, one token after another, by TRL's documented formulas and in float64."""
+    pair.stock.model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        logps = forward(pair.stock, batch).double()
+        reference = batch["ref_per_token_logps"].double()
+        old = batch.get("old_per_token_logps")
+        old = logps.detach() if old is None else old.double()
+        mask = counted(batch).tolist()
+        tokens = [[t for t in range(COMPLETION) if mask[i][t]] for i in range(SAMPLES)]
+        loss = 0.0 * logps.sum()
+        for i in range(SAMPLES):
+            mean = sum(logps[i, t] - old[i, t] for t in tokens[i]) / max(len(tokens[i]), 1)
+            for t in tokens[i]:
+                x = reference[i, t] - logps[i, t]
+                kl = {"k1": -x, "k2": x * x / 2, "k3": x.exp() - 1 - x}[case.estimator]
+                if case.correction:
+                    kl = kl * torch.exp(mean if case.level == "sequence" else logps[i, t] - old[i, t])
+                divisor = normaliser(case, [len(each) for each in tokens], i, batch["num_items_in_batch"].item())
+                loss = loss + betas[batch["branch_ids"][i]] * kl / divisor
+        loss.backward()
+        total += loss.item()
+    return total, gradient_of(pair.stock)
+
+
+def with_kl_by_loops(pair, case, batches, betas):
+    """And with TRL's own policy loss, which is its whole loss at a coefficient of 0."""
+    pair.stock.beta = 0.0
+    loss, gradient = step(pair.stock, batches)
+    assert "kl" not in pair.stock._metrics["train"]
+    kl_loss, kl_gradient = kl_by_loops(pair, case, batches, betas)
+    return loss + kl_loss, gradient + kl_gradient
+
+
+def some_tokens_of_tools(index):
+    generator = torch.Generator().manual_seed(100 + index)
+    return (torch.rand(SAMPLES, COMPLETION, generator=generator) < 0.6).long()
+
+
+def sampling_ratio(*shape):
+    """TRL's `importance_sampling_ratio`, some of it masked out."""
+
+    def ratio(index):
+        generator = torch.Generator().manual_seed(200 + index)
+        drawn = torch.exp(0.5 * torch.randn(shape, generator=generator))
+        return drawn.masked_fill(drawn > 1.8, 0.0)
+
+    return ratio
+
+
+SAMPLING = torch.full((SAMPLES, COMPLETION), -4.0)
+"""Log-probs of vLLM, most of them above the policy's."""
+
+by_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+by_level = pytest.mark.parametrize("level", ["token", "sequence"])
+by_correction = pytest.mark.parametrize("correction", [True, False], ids=["corrected", "plain"])
+by_old = pytest.mark.parametrize("old", [True, False], ids=["off-policy", "on-policy"])
+by_accumulation = pytest.mark.parametrize("accumulation", [1, 4], ids=["one micro-batch", "four micro-batches"])
+
+
+def test_every_loss_type_of_trl_is_in_the_matrix():
+    # a new one needs its line in `normaliser`
+    assert LOSS_TYPES == ["bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo"]
+    documented = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
+    assert [name for name in LOSS_TYPES if f"'{name}'" not in documented] == []
+
+
+def test_the_settings_of_the_matrix_reach_trls_loss(pair):
+    def gradient(case, **inputs):
+        pair.set_up(case)
+        return step(pair.stock, pair.inputs(case, **inputs))[1]
+
+    named = {
+        **{loss_type: gradient(Case(loss_type=loss_type)) for loss_type in LOSS_TYPES},
+        "four micro-batches": gradient(Case(accumulation=4)),
+        "plain": gradient(Case(correction=False)),
+        "sequence": gradient(Case(level="sequence")),
+        "on-policy": gradient(Case(), old=False),
+        "tool mask": gradient(Case(), tool_mask=some_tokens_of_tools),
+        "vllm": gradient(Case(vllm=True), importance_sampling_ratio=sampling_ratio(SAMPLES, COMPLETION)),
+        "vllm sequences": gradient(Case(vllm=True), importance_sampling_ratio=sampling_ratio(SAMPLES, 1)),
+        "entropy quantile": gradient(Case(entropy_quantile=0.5)),
+        "off-policy mask": gradient(Case(off_policy_threshold=-0.1)),
+        "off-policy mask by vllm": gradient(Case(off_policy_threshold=-0.1), sampling_per_token_logps=SAMPLING),
+        "delta": gradient(Case(delta=1.05)),
+        "entropy bonus": gradient(Case(entropy_coef=0.1)),
+        "length": gradient(Case(loss_type="dr_grpo", max_completion_length=32)),
+    }
+    pair.set_up(Case())
+    pair.stock.beta = 0.0
+    named["no KL"] = step(pair.stock, pair.inputs(Case()))[1]
+    alike = [
+        (one, other)
+        for one, other in itertools.combinations(named, 2)
+        if gap(named[one], named[other]) < 1000 * TOLERANCE
+    ]
+    assert alike == []
+
+
+@by_old
+@by_level
+@by_correction
+@by_accumulation
+@pytest.mark.parametrize("weights", ["full", "lora"])
+@by_loss_type
+def test_equal_coefficients_are_trls_beta(pairs, loss_type, weights, accumulation, correction, level, old):
+    pair = pairs[weights]
+    case = Case(loss_type=loss_type, accumulation=accumulation, correction=correction, level=level)
+    pair.set_up(case)
+    batches = pair.inputs(case, old=old)
+    assert_equal_steps(step(pair.ours, batches), step(pair.stock, batches))
+    assert_equal_kl(pair.ours, pair.stock, batches)
+
+
+@by_loss_type
+def test_the_comparison_sees_a_coefficient_that_is_a_thousandth_off(pair, loss_type):
+    case = Case(loss_type=loss_type, accumulation=4)
+    pair.set_up(case)
+    coefficients(pair.ours, (BETA, BETA * 1.001))
+    batches = pair.inputs(case)
+    assert gap(step(pair.ours, batches)[1], step(pair.stock, batches)[1]) > 10 * TOLERANCE
+
+
+FEATURES = {
+    "vllm, tokens": ({"vllm": True}, {"importance_sampling_ratio": sampling_ratio(SAMPLES, COMPLETION)}),
+    "vllm, sequences": ({"vllm": True}, {"importance_sampling_ratio": sampling_ratio(SAMPLES, 1)}),
+    "tool mask": ({}, {"tool_mask": some_tokens_of_tools}),
+    "entropy quantile": ({"entropy_quantile": 0.5}, {}),
+    "off-policy mask": ({"off_policy_threshold": -0.1}, {}),
+    "off-policy mask by vllm": ({"off_policy_threshold": -0.1}, {"sampling_per_token_logps": SAMPLING}),
+    "two-sided clipping": ({"delta": 1.05}, {}),
+    "entropy bonus": ({"entropy_coef": 0.1}, {}),
+    "advantages of tokens": ({}, {"advantages": torch.linspace(-1, 1, SAMPLES * COMPLETION).view(SAMPLES, -1)}),
+    "default clamp": ({"clamp": 10.0}, {}),
+}
+"""What else shapes TRL's loss: settings, and what the micro-batch holds."""
+
+
+@by_level
+@pytest.mark.parametrize("feature", FEATURES)
+@by_loss_type
+def test_equal_coefficients_are_trls_beta_beside_trls_other_terms(pair, loss_type, feature, level):
+    changed, inputs = FEATURES[feature]
+    case = Case(loss_type=loss_type, level=level, **changed)
+    pair.set_up(case)
+    batches = pair.inputs(case, **inputs)
+    assert_equal_steps(step(pair.ours, batches), step(pair.stock, batches))
+    assert_equal_kl(pair.ours, pair.stock, batches)
+
+
+@by_correction
+@by_level
+@by_loss_type
+def test_equal_coefficients_are_trls_beta_in_an_evaluation(pair, loss_type, level, correction):
+    case = Case(loss_type=loss_type, accumulation=4, level=level, correction=correction)
+    pair.set_up(case)
+    batch = pair.inputs(case)[0]
+    losses = []
+    for trainer in (pair.ours, pair.stock):
+        trainer.model.eval()
+        with torch.no_grad():
+            losses.append(trainer.compute_loss(trainer.model, batch).item())
+        trainer.model.train()
+    assert abs(losses[0] - losses[1]) <= TOLERANCE * max(1.0, abs(losses[1]))
+
+
+@by_old
+@by_level
+@by_correction
+@by_accumulation
+@by_loss_type
+def test_different_coefficients_are_a_loops(pair, loss_type, accumulation, correction, level, old):
+    case = Case(loss_type=loss_type, accumulation=accumulation, correction=correction, level=level)
+    pair.set_up(case)
+    coefficients(pair.ours, BETAS)
+    batches = pair.inputs(case, old=old)
+    assert_equal_steps(step(pair.ours, batches), with_kl_by_loops(pair, case, batches, BETAS), LOOP_TOLERANCE)
+
+
+@by_level
+@by_correction
+@pytest.mark.parametrize("clamp", [0.0, 10.0], ids=["no clamp", "clamp"])
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_other_estimators_are_a_loops(pair, loss_type, estimator, clamp, correction, level):
+    case = Case(loss_type=loss_type, estimator=estimator, clamp=clamp, correction=correction, level=level)
+    pair.set_up(case)
+    coefficients(pair.ours, BETAS)
+    batches = pair.inputs(case)
+    assert_equal_steps(step(pair.ours, batches), with_kl_by_loops(pair, case, batches, BETAS), LOOP_TOLERANCE)
+
+
+@by_level
+@by_loss_type
+def test_different_coefficients_are_a_loops_beside_tokens_of_tools(pair, loss_type, level):
+    case = Case(loss_type=loss_type, accumulation=4, level=level)
+    pair.set_up(case)
+    coefficients(pair.ours, BETAS)
+    batches = pair.inputs(case, tool_mask=some_tokens_of_tools)
+    assert_equal_steps(step(pair.ours, batches), with_kl_by_loops(pair, case, batches, BETAS), LOOP_TOLERANCE)
+
+
+@by_correction
+@pytest.mark.parametrize("branch", [0, 1], ids=BRANCHES)
+@by_loss_type
+def test_micro_batches_of_one_branch_are_trls_with_that_branchs_beta(pair, loss_type, branch, correction):
+    case = Case(loss_type=loss_type, accumulation=4, correction=correction)
+    pair.set_up(case)
+    coefficients(pair.ours, BETAS)
+    pair.stock.beta = BETAS[branch]
+    batches = pair.inputs(case, branch_ids=torch.full((SAMPLES,), branch))
+    assert_equal_steps(step(pair.ours, batches), step(pair.stock, batches))
+    counts = dict(pair.ours._means["train"]._counts)
+    assert_equal_kl(pair.ours, pair.stock, batches)
+    assert [counts[f"kl/{name}"] > 0 for name in BRANCHES] == [branch == 0, branch == 1]
+
+
+@by_level
+@by_loss_type
+def test_whatever_stands_in_the_padding_changes_nothing(pair, loss_type, level):
+    case = Case(loss_type=loss_type, level=level, off_policy_threshold=-0.1)
+    pair.set_up(case)
+    batches = pair.inputs(case, sampling_per_token_logps=SAMPLING)
+    names = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+    littered = [
+        {**batch, **{name: batch[name].where(batch["completion_mask"].bool(), torch.nan) for name in names}}
+        for batch in batches
+    ]
+    assert littered[0]["ref_per_token_logps"].isnan().any()
+    assert_equal_steps(step(pair.ours, littered), step(pair.stock, batches))
+    assert_equal_kl(pair.ours, pair.stock, batches)
+
+
+@by_level
+@by_correction
+@by_loss_type
+def test_a_step_in_which_no_token_counts_has_no_loss_and_no_gradient(pair, loss_type, correction, level):
+    case = Case(loss_type=loss_type, accumulation=4, correction=correction, level=level)
+    pair.set_up(case)
+    nothing = torch.zeros(SAMPLES, COMPLETION, dtype=torch.long)
+    loss, gradient = step(pair.ours, pair.inputs(case, completion_mask=nothing))
+    assert loss == 0
+    assert (gradient == 0).all()
+    logged = pair.ours._means["train"].flush()
+    assert [logged[f"kl/{name}_tokens"] for name in BRANCHES] == [0, 0]
+
+
+@pytest.mark.parametrize("weights", ["full", "lora"])
+def test_the_policy_is_run_once_as_in_trl(pairs, weights):
+    pair = pairs[weights]
+    pair.set_up(Case())
+    (batch,) = pair.inputs(Case())
+    runs = {}
+    for name, trainer in {"ours": pair.ours, "stock": pair.stock}.items():
+        first_layer = next(module for path, module in trainer.model.named_modules() if path.endswith("layers.0"))
+        calls = []
+        handle = first_layer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        trainer.compute_loss(trainer.model, batch)
+        handle.remove()
+        runs[name] = len(calls)
+    assert runs == {"ours": 1, "stock": 1}
+
+
+def test_beta_is_a_number_again_after_the_loss(pair, monkeypatch):
+    pair.set_up(Case())
+    pair.ours.beta = 0.125
+    seen = []
+    upstream = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def spy(self, *args, **kwargs):
+        seen.append(type(self.beta))
+        return upstream(self, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", spy)
+    pair.ours.compute_loss(pair.ours.model, pair.inputs(Case())[0])
+    assert seen == [BranchPenalty]
+    assert pair.ours.beta == 0.125
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "loss"])
+def test_beta_is_a_number_again_after_a_loss_that_failed_and_nothing_was_measured(pair, monkeypatch, fails_in):
+    pair.set_up(Case())
+    pair.ours.beta = 0.125
+    pair.ours._means["train"].flush()
+    if fails_in == "loss":
+        pair.ours.loss_type = "no such"
+    else:
+        monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: [][0])
+    with pytest.raises((ValueError, IndexError)):
+        pair.ours.compute_loss(pair.ours.model, pair.inputs(Case())[0])
+    assert pair.ours.beta == 0.125
+    assert pair.ours._kl_sums is None
+    assert not any(pair.ours._means["train"]._counts.values())
+
+
+class Steps(TrainerCallback):
+    """The gradient of every optimizer step."""
+
+    def __init__(self, trainer):
+        self.trainer, self.gradients = trainer, []
+        trainer.add_callback(self)
+
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        self.gradients.append(gradient_of(self.trainer))
+
+
+def entries(**more):
+    return {branch: {"beta": BETA, **more} for branch in BRANCHES}
+
+
+@pytest.mark.parametrize(
+    ("lora", "ours", "both"),
+    [
+        (False, {"branch_kl": entries()}, {"loss_type": "grpo"}),
+        (False, {"branch_kl": None, "beta": BETA}, {"loss_type": "dapo", "use_bias_correction_kl": False}),
+        (False, {"branch_kl": {"fairness": {"beta": BETA}}, "beta": BETA}, {"loss_type": "dr_grpo"}),
+        (
+            False,
+            {"branch_kl": entries(low=1e-7, high=1e-6), "kl_control": False, "kl_update_steps": 1},
+            {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        ),
+        (True, {"branch_kl": entries(), "kl_log_ratio_clamp": 10.0}, {"loss_type": "cispo"}),
+        (
+            True,
+            {"branch_kl": entries()},
+            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        ),
+    ],
+    ids=["grpo", "dapo, plain", "dr_grpo", "luspo, sequence, bands", "cispo, lora, clamp", "grpo, sequence, lora"],
+)
+def test_a_run_with_equal_coefficients_is_trls_run(random_policy, services, tmp_path, lora, ours, both):
+    both = {
+        "max_steps": 4,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 2,  # every other step is off-policy
+        "optim": "sgd",
+        "learning_rate": 5.0 if lora else 0.5,
+        "lr_scheduler_type": "constant",
+        **both,
+    }
+    reward = build_reward(services.url, default_rows(), invalid_action_reward=0.0)
+
+    def as_judged(completions, **_):
+        return [0.75 if completion[0]["content"] == ACTION else 0.0 for completion in completions]
+
+    trainers = {
+        "ours": build(ScriptedTrainer, random_policy, reward, tmp_path, lora, **both, **ours),
+        "stock": build(ScriptedUpstream, random_policy, as_judged, tmp_path, lora, **both),
+    }
+    runs = {}
+    try:
+        for name, trainer in trainers.items():
+            steps = Steps(trainer)
+            trainer.train()
+            runs[name] = steps.gradients, [logs for logs in trainer.state.log_history if "kl" in logs]
+    finally:
+        trainers["ours"].finish()
+    (gradients, logs), (expected, expected_logs) = runs["ours"], runs["stock"]
+    assert len(gradients) == len(expected) == len(logs) == len(expected_logs) == 4
+    for gradient, expected_gradient, log, expected_log in zip(gradients, expected, logs, expected_logs, strict=True):
+        assert gap(gradient, expected_gradient) <= 10 * TOLERANCE  # what is left of earlier steps' differences
+        assert log["kl"] == pytest.approx(expected_log["kl"], abs=10 * TOLERANCE)
+        assert log["loss"] == pytest.approx(expected_log["loss"], abs=10 * TOLERANCE)
+        assert [log[f"beta/{branch}"] for branch in BRANCHES] == [BETA, BETA]
+    assert expected_logs[-1]["kl"] > 1e-3

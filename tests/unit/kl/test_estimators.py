@@ -1,0 +1,276 @@
+"""The estimators and what a coefficient multiplies, by hand.
+
+With p the policy's log-prob, x = ref - p, so that d/dp = -d/dx: a gradient below 0 raises p.
+"""
+
+import math
+
+import pytest
+import torch
+
+from salesrl_trl.kl.estimators import ESTIMATORS, estimate, penalty
+
+CLAMP = 10.0
+E10 = math.exp(10)  # 22026.4658
+LN2 = math.log(2)
+BEYOND = (11.0, 50.0, 500.0, -11.0, -50.0, -500.0)
+
+
+def tensor(*values, dtype=torch.float64):
+    return torch.tensor([values], dtype=dtype)  # (1, T)
+
+
+def slope(x, estimator, log_ratio_to_old=None, clamp=CLAMP, level="token", dtype=torch.float64):
+    """Value and d/dp of the penalty of one token: `log_ratio_to_old` is p - old, None for no importance ratio."""
+    policy = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
+    importance = None
+    if log_ratio_to_old is not None:
+        importance = policy + log_ratio_to_old
+        importance = importance.mean(dim=1, keepdim=True) if level == "sequence" else importance
+    value = penalty(x - policy, importance, estimator, clamp)
+    value.sum().backward()
+    return value.item(), policy.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("x", "k1", "k2", "k3"),
+    [
+        # 0: the two agree
+        (0.0, 0.0, 0.0, 0.0),
+        # 1/2: -1/2, (1/2)^2 / 2, e^(1/2) - 3/2 = 1.6487213 - 1.5
+        (0.5, -0.5, 0.125, 0.1487213),
+        # ln 2: k2 = 0.6931472^2 / 2, k3 = 2 - 1 - 0.6931472
+        (LN2, -0.6931472, 0.2402265, 0.3068528),
+        # -ln 2: k3 = 1/2 - 1 + 0.6931472
+        (-LN2, 0.6931472, 0.2402265, 0.1931472),
+        # 2: e^2 - 3
+        (2.0, -2.0, 2.0, 4.3890561),
+    ],
+    ids=["agree", "half", "twice as likely", "half as likely", "two"],
+)
+def test_each_estimator_by_hand(x, k1, k2, k3):
+    log_ratio = tensor(x)
+    expected = {"k1": k1, "k2": k2, "k3": k3}
+    assert {name: estimate(log_ratio, name).item() for name in ESTIMATORS} == pytest.approx(expected, abs=1e-7)
+
+
+def test_k1_and_k3_average_to_the_kl_and_k2_does_not():
+    probabilities = tensor(0.75, 0.25)
+    log_ratio = tensor(0.5, 0.5).log() - probabilities.log()
+    # KL = 3/4 ln(3/2) + 1/4 ln(1/2) = 0.3040988 - 0.1732868 = 0.1308120
+    # k2: 3/4 x 0.4054651^2 / 2 + 1/4 x 0.6931472^2 / 2 = 0.0616507 + 0.0600566
+    averages = {name: (probabilities * estimate(log_ratio, name)).sum().item() for name in ESTIMATORS}
+    assert averages == pytest.approx({"k1": 0.1308120, "k2": 0.1217073, "k3": 0.1308120}, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "corrected", "expected"),
+    [
+        # Over a softmax of two logits the gradient by the first is sum_i pi_i g_i (1[i = 1] - 3/4) with g the
+        # gradient by log pi_i: 3/16 x (g_1 - g_2).
+        # KL's: g = -x, so 3/16 x (0.4054651 + 0.6931472) = 0.2059898
+        ("k1", True, 0.2059898),
+        ("k3", True, 0.2059898),
+        ("k2", False, 0.2059898),
+        # g = 1 for every token
+        ("k1", False, 0.0),
+        # g = 1 - e^x = 1/3 and -1: 3/16 x 4/3, the gradient of the KL of the other direction (3/4 - 1/2)
+        ("k3", False, 0.25),
+        # g = x^2 / 2 - x = 0.0822010 + 0.4054651 and 0.2402265 - 0.6931472: 3/16 x 0.9405868
+        ("k2", True, 0.1763600),
+    ],
+    ids=["k1 corrected", "k3 corrected", "k2", "k1", "k3", "k2 corrected"],
+)
+def test_the_average_gradient_is_the_kls_where_the_docstring_says_so(estimator, corrected, expected):
+    logits = tensor(math.log(3), 0.0).requires_grad_()
+    logps = logits.log_softmax(dim=1)  # of 3/4 and 1/4
+    importance = logps - logps.detach() if corrected else None
+    value = penalty(math.log(0.5) - logps, importance, estimator, CLAMP)
+    (logps.detach().exp() * value).sum().backward()
+    assert logits.grad[0].tolist() == pytest.approx([expected, -expected], abs=1e-6)
+
+
+@pytest.mark.parametrize("level", ["none", "token", "sequence"])
+def test_within_the_clamp_value_and_gradient_are_those_of_trls_formula(level):
+    generator = torch.Generator().manual_seed(0)
+    ref, logps = (torch.empty(4, 6).uniform_(-9, 0, generator=generator) for _ in range(2))
+    old = logps + torch.empty(4, 6).uniform_(-9, 9, generator=generator)
+
+    def trls(log_ratio, importance):
+        kl = torch.exp(log_ratio) - log_ratio - 1
+        return kl if importance is None else kl * torch.exp(importance)
+
+    def ours(log_ratio, importance):
+        return penalty(log_ratio, importance, "k3", CLAMP)
+
+    def result(formula):
+        policy = logps.clone().requires_grad_()
+        importance = {
+            "none": None,
+            "token": policy - old,
+            "sequence": (policy - old).mean(dim=1, keepdim=True),
+        }[level]
+        value = formula(ref - policy, importance)
+        value.sum().backward()
+        return value.detach(), policy.grad
+
+    (value, gradient), (trls_value, trls_gradient) = result(ours), result(trls)
+    assert torch.equal(value, trls_value)
+    # sums of terms that nearly cancel, each about as large as a value of the row
+    assert ((gradient - trls_gradient).abs() <= 1e-6 * (1 + value.amax(dim=1, keepdim=True))).all()
+
+
+@pytest.mark.parametrize("importance", [None, (4, 6), (4, 1)], ids=["no ratio", "tokens", "sequences"])
+def test_a_clamp_of_0_is_trls_formula_bit_by_bit(importance):
+    generator = torch.Generator().manual_seed(1)
+    x = 20 * torch.randn(4, 6, generator=generator)
+    weights = None if importance is None else torch.randn(importance, generator=generator)
+    value = torch.exp(x) - x - 1
+    assert torch.equal(penalty(x, weights, "k3", 0), value if weights is None else value * torch.exp(weights))
+
+
+@pytest.mark.parametrize(
+    ("x", "estimator", "corrected", "value"),
+    [
+        (10.0, "k3", False, 22015.46579),  # e^10 - 11
+        (11.0, "k3", False, 44040.93159),  # e^10 - 11 + (e^10 - 1)
+        (-10.0, "k3", False, 9.00004540),  # e^-10 + 9
+        (-11.0, "k3", False, 10.0),  # e^-10 + 9 + (1 - e^-10)
+        (-500.0, "k3", False, 498.97779943),  # e^-10 + 9 + 490 (1 - e^-10) = 499 - 489 x 0.0000453999
+        (11.0, "k2", False, 60.0),  # 50 + 10
+        (-12.0, "k2", False, 70.0),  # 50 + 2 x 10
+        (11.0, "k1", False, -11.0),  # -10 - 1
+        (-500.0, "k1", False, 500.0),  # 10 + 490
+        # with a ratio in front, here 2, the line rises by the clamp
+        (10.0, "k3", True, 44030.93159),  # 2 (e^10 - 11)
+        (11.0, "k3", True, 44050.93159),  # 2 (e^10 - 11 + 10)
+        (-11.0, "k3", True, 38.00009080),  # 2 (e^-10 + 9 + 10)
+        (11.0, "k2", True, 120.0),  # 2 (50 + 10)
+        (11.0, "k1", True, 0.0),  # 2 (-10 + 10)
+        (-11.0, "k1", True, 40.0),  # 2 (10 + 10)
+    ],
+)
+def test_beyond_the_clamp_the_value_goes_on_as_a_straight_line(x, estimator, corrected, value):
+    seen, _ = slope(x, estimator, LN2 if corrected else None)
+    assert seen == pytest.approx(value, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("edge", [CLAMP, -CLAMP], ids=["upper", "lower"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("ratio", [None, 0.0, LN2, -3.0, 500.0, -500.0], ids=lambda value: f"log ratio {value}")
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_value_is_continuous_at_the_clamp(estimator, ratio, level, edge):
+    step = 1e-9
+    inside, _ = slope(edge * (1 - step), estimator, ratio, level=level)
+    beyond, _ = slope(edge * (1 + step), estimator, ratio, level=level)
+    weight = 1.0 if ratio is None else math.exp(max(-CLAMP, min(CLAMP, ratio)))
+    # the steepest, k3's, rises by e^10 - 1 a nat, over 2 x 10^-8 nats
+    assert abs(beyond - inside) <= weight * E10 * 2 * CLAMP * step
+    assert inside == pytest.approx(weight * estimate(tensor(edge), estimator).item(), rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "ratio", "upper", "lower"),
+    [
+        # d/dp k3 = 1 - e^x, d/dp k2 = -x, d/dp k1 = 1
+        ("k3", None, 1 - E10, 1 - 1 / E10),
+        ("k2", None, -10.0, 10.0),
+        ("k1", None, 1.0, 1.0),
+        # d/dp (ratio x k3) = ratio x (k3 + 1 - e^x) = -ratio x x
+        ("k3", 0.0, -10.0, 10.0),
+        ("k3", LN2, -20.0, 20.0),
+        ("k3", -LN2, -5.0, 5.0),
+    ],
+    ids=["k3", "k2", "k1", "k3 at ratio 1", "k3 at ratio 2", "k3 at ratio 1/2"],
+)
+def test_the_gradient_is_continuous_at_the_clamp(estimator, ratio, upper, lower):
+    for edge, expected in ((CLAMP, upper), (-CLAMP, lower)):
+        for factor in (1 - 1e-9, 1.0, 1 + 1e-9):
+            assert slope(edge * factor, estimator, ratio)[1] == pytest.approx(expected, rel=1e-6), factor
+
+
+@pytest.mark.parametrize("x", BEYOND)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    ("estimator", "ratio", "level", "upper", "lower"),
+    [
+        # the estimate's own slope at the clamp
+        ("k3", None, "token", 1 - E10, 1 - 1 / E10),
+        ("k2", None, "token", -10.0, 10.0),
+        # the clamp, times the ratio
+        ("k3", 0.0, "token", -10.0, 10.0),
+        ("k3", LN2, "token", -20.0, 20.0),
+        ("k3", 0.0, "sequence", -10.0, 10.0),
+        ("k3", 500.0, "token", -10 * E10, 10 * E10),  # the ratio is e^10 at most
+        ("k3", -500.0, "token", -10 / E10, 10 / E10),  # and e^-10 at least
+        ("k3", 500.0, "sequence", -10 * E10, 10 * E10),
+        ("k2", 0.0, "token", -10.0, 10.0),
+        ("k2", 500.0, "token", -10 * E10, 10 * E10),
+        ("k2", 0.0, "sequence", -10.0, 10.0),
+        ("k1", 0.0, "token", -10.0, 10.0),
+    ],
+)
+def test_beyond_the_clamp_the_gradient_pulls_the_policy_back(x, dtype, estimator, ratio, level, upper, lower):
+    value, gradient = slope(x, estimator, ratio, level=level, dtype=dtype)
+    assert math.isfinite(value)
+    # x > 0: the reference likes the token better, so p must rise, for which descent needs a gradient below 0
+    assert math.copysign(1, gradient) == -math.copysign(1, x)
+    assert gradient == pytest.approx(upper if x > 0 else lower, rel=1e-5)
+
+
+@pytest.mark.parametrize("x", [3.0, -3.0])
+@pytest.mark.parametrize("ratio", [10.5, 500.0, -10.5, -500.0])
+def test_an_importance_ratio_beyond_the_clamp_weighs_but_is_no_longer_steered(x, ratio):
+    value, gradient = slope(x, "k3", ratio, dtype=torch.float32)
+    weight = E10 if ratio > 0 else 1 / E10
+    # e^3 - 4 = 16.0855369 and e^-3 + 2 = 2.0497871; of the gradient k3's own remains, 1 - e^x
+    assert value == pytest.approx(weight * {3.0: 16.0855369, -3.0: 2.0497871}[x], rel=1e-5)
+    assert gradient == pytest.approx(weight * (1 - math.exp(x)), rel=1e-5)
+
+
+def test_one_ratio_for_a_sequence_weighs_each_of_its_tokens():
+    x = tensor(LN2, 0.0, 11.0)
+    # ratio 3: 3 (1 - ln 2), 0 and, beyond the clamp, 3 (e^10 - 11 + 10)
+    value = penalty(x, tensor(math.log(3)), "k3", CLAMP)
+    assert value.shape == (1, 3)
+    assert value[0].tolist() == pytest.approx([0.9205584, 0.0, 66076.397384], rel=1e-7)
+
+
+@pytest.mark.parametrize("x", [CLAMP + 1, 500.0, -500.0])
+def test_a_flat_clamp_in_its_place_would_let_the_policy_go(x):
+    policy = torch.zeros(1, 1, requires_grad=True)
+    estimate((x - policy).clamp(-CLAMP, CLAMP), "k3").sum().backward()
+    assert policy.grad.item() == 0
+    assert slope(x, "k3")[1] != 0
+
+
+@pytest.mark.parametrize(
+    ("x", "overflows"), [(88.0, False), (89.0, True), (500.0, True)], ids=["e^88", "e^89", "e^500"]
+)
+def test_no_clamp_at_all_would_overflow_from_89_nats(x, overflows):
+    # the largest float32 is 3.4028 x 10^38 = e^88.72
+    value, gradient = slope(x, "k3", clamp=0, dtype=torch.float32)
+    assert (value == math.inf) == overflows
+    assert (gradient == -math.inf) == overflows
+    assert all(math.isfinite(each) for each in slope(x, "k3", dtype=torch.float32))
+
+
+def test_a_line_beside_a_ratio_that_is_not_detached_would_push_away_from_the_reference():
+    policy = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    x = 11 - policy
+    (torch.exp(policy) * (E10 - 11 + CLAMP * (x.abs() - CLAMP))).sum().backward()
+    # ratio x line: the line's value, e^10 - 11 + 10, less its slope, 10; above 0 although p must rise
+    assert policy.grad.item() == pytest.approx(E10 - 11)
+    assert slope(11.0, "k3", 0.0)[1] == pytest.approx(-10)
+
+
+@pytest.mark.parametrize("importance", [None, 500.0, -500.0, math.nan])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_log_ratio_that_is_no_number_stays_none(estimator, importance):
+    assert math.isnan(slope(math.nan, estimator, importance)[0])
+
+
+@pytest.mark.parametrize("x", [0.5, 11.0])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_importance_ratio_that_is_no_number_is_not_hidden_by_its_clamp(estimator, x):
+    assert math.isnan(slope(x, estimator, math.nan)[0])

@@ -1,0 +1,399 @@
+"""The object that stands where TRL has `beta`: what it adds to the loss, and what it measures."""
+
+import math
+
+import pytest
+import torch
+
+from salesrl_trl.kl.estimators import ESTIMATORS
+from salesrl_trl.kl.penalty import LEAST_LOGP, SUMS, BranchPenalty, PenaltySettings, bounded, log_importance, loss_mask
+
+INF, NAN = math.inf, math.nan
+LN2 = math.log(2)
+LEVELS = ("token", "sequence")
+PLAIN = PenaltySettings(bias_correction=False)
+MASK = ((1, 1, 1, 0), (1, 1, 0, 0))
+"""Two samples, of 3 and 2 tokens."""
+
+
+def batch(ref, *, old=None, mask=MASK, branches=(0, 1), dtype=torch.float32, **more):
+    """TRL's micro-batch, as far as the penalty reads it. Log-probs have shape (B, T), and so has the mask."""
+    inputs = {
+        "completion_mask": torch.tensor(mask),
+        "branch_ids": torch.tensor(branches),
+        "ref_per_token_logps": torch.as_tensor(ref, dtype=dtype),
+        "advantages": torch.zeros(len(branches)),
+        **more,
+    }
+    if old is not None:
+        inputs["old_per_token_logps"] = torch.as_tensor(old, dtype=dtype)
+    return inputs
+
+
+def penalise(policy, inputs, betas=(1.0, 1.0), settings=PLAIN):
+    """What TRL adds to the per-token loss, the policy's gradient of its sum over counted tokens, and the penalty."""
+    penalty = BranchPenalty(inputs, betas, settings)
+    dtype = inputs["ref_per_token_logps"].dtype
+    policy = torch.as_tensor(policy, dtype=dtype).clone().requires_grad_()
+    term = penalty * torch.zeros_like(penalty.see(policy))
+    (term * loss_mask(inputs)).sum().backward()  # as TRL does: NaN x 0 would be NaN
+    return term.detach(), policy.grad, penalty
+
+
+def full(value):
+    return torch.full((2, 4), value)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "fair", "true"),
+    [
+        # x = ln 2 in the first sample, -ln 2 in the second
+        ("k1", -0.6931472, 0.6931472),
+        ("k2", 0.2402265, 0.2402265),  # (ln 2)^2 / 2
+        ("k3", 0.3068528, 0.1931472),  # 2 - 1 - ln 2; 1/2 - 1 + ln 2
+    ],
+)
+def test_each_sample_has_its_own_branchs_coefficient(estimator, fair, true):
+    inputs = batch(torch.tensor([[LN2], [-LN2]]).expand(2, 4) - 3)
+    settings = PenaltySettings(bias_correction=False, estimator=estimator)
+    term, _, _ = penalise(full(-3.0), inputs, betas=(0.5, 4.0), settings=settings)
+    expected = [0.5 * fair] * 3 + [0.0] + [4.0 * true] * 2 + [0.0] * 2
+    assert term.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_branch_with_a_coefficient_of_0_has_no_penalty_beside_one_that_has():
+    term, gradient, _ = penalise(full(-3.0), batch(full(-2.0)), betas=(0.0, 1.0))
+    # e - 2 = 0.7182818, and its gradient 1 - e
+    assert term.tolist()[0] == [0.0] * 4
+    assert term.tolist()[1] == pytest.approx([0.7182818, 0.7182818, 0, 0], abs=1e-6)
+    assert gradient.tolist()[0] == [0.0] * 4
+    assert gradient.tolist()[1] == pytest.approx([-1.7182818, -1.7182818, 0, 0], abs=1e-6)
+
+
+def test_the_penalty_is_unlike_zero_whatever_the_coefficients():
+    penalty = BranchPenalty(batch(full(-2.0)), (0.0, 0.0), PLAIN)
+    assert penalty != 0.0
+
+
+def test_trls_own_kl_is_replaced_and_takes_no_gradient():
+    penalty = BranchPenalty(batch(full(-2.0)), (1.0, 1.0), PLAIN)
+    policy = full(-3.0).requires_grad_()
+    penalty.see(policy)
+    theirs = full(INF).requires_grad_()
+    term = penalty * theirs
+    term.sum().backward()
+    assert term.isfinite().all()
+    assert theirs.grad is None
+    assert policy.grad is not None
+
+
+def test_a_penalty_that_saw_no_log_probs_says_so():
+    with pytest.raises(RuntimeError, match="`see`"):
+        BranchPenalty(batch(full(-2.0)), (1.0, 1.0), PLAIN) * full(0.0)
+
+
+def test_the_inputs_are_bounded_copies_and_all_else_is_handed_on():
+    old, ref, sampling = full(-INF), full(NAN), full(-2.0)
+    inputs = batch(ref, old=old, sampling_per_token_logps=sampling, pixel_values=None)
+    penalty = BranchPenalty(inputs, (1.0, 1.0), PLAIN)
+    given = penalty.inputs
+    assert given.keys() == inputs.keys()
+    assert given["advantages"] is inputs["advantages"]
+    assert given["completion_mask"] is inputs["completion_mask"]
+    assert given["pixel_values"] is None
+    assert given["old_per_token_logps"].tolist() == [[-1000.0] * 3 + [0.0], [-1000.0] * 2 + [0.0] * 2]
+    assert given["sampling_per_token_logps"].tolist() == [[-2.0] * 3 + [0.0], [-2.0] * 2 + [0.0] * 2]
+    assert given["ref_per_token_logps"].isnan().tolist() == [[True] * 3 + [False], [True] * 2 + [False] * 2]
+    assert torch.equal(inputs["old_per_token_logps"], full(-INF))  # the buffered batch is used again
+
+
+def test_log_probs_that_trl_did_not_take_stay_absent():
+    inputs = batch(full(-2.0), old_per_token_logps=None)
+    assert BranchPenalty(inputs, (1.0, 1.0), PLAIN).inputs["old_per_token_logps"] is None
+    # ratio 1: the value of k3 at 1, e - 2
+    term, _, _ = penalise(full(-3.0), inputs, settings=PenaltySettings())
+    assert term[0, 0].item() == pytest.approx(0.7182818, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [(-INF, LEAST_LOGP), (-1000.5, -1000.0), (-999.5, -999.5), (-0.0, -0.0), (NAN, NAN)],
+    ids=["-inf", "below", "above", "0", "NaN"],
+)
+def test_bounded_raises_to_the_least_log_prob_and_empties_what_does_not_count(value, kept):
+    result = bounded(torch.tensor([[value, value]]), torch.tensor([[True, False]]))
+    assert result.tolist() == [[pytest.approx(kept, nan_ok=True), 0.0]]
+
+
+def test_a_token_counts_where_the_completion_and_the_tool_mask_say_so():
+    inputs = {"completion_mask": torch.tensor([[1, 1, 1, 0]]), "tool_mask": torch.tensor([[1, 0, 1, 1]])}
+    assert loss_mask(inputs).tolist() == [[True, False, True, False]]
+    del inputs["tool_mask"]
+    assert loss_mask(inputs).tolist() == [[True, True, True, False]]
+
+
+def test_a_token_that_a_tool_wrote_has_neither_penalty_nor_measurement():
+    tool_mask = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 1]])  # leaves tokens 0 and 2 of the first, none of the second
+    term, gradient, penalty = penalise(full(-3.0), batch(full(-2.0), tool_mask=tool_mask), settings=PenaltySettings())
+    assert (term != 0).tolist() == [[True, False, True, False], [False] * 4]
+    assert (gradient != 0).tolist() == [[True, False, True, False], [False] * 4]
+    assert penalty.sums()[:, SUMS.index("tokens")].tolist() == [2, 0]
+
+
+POLICY = [[-1.0, -2.0, -3.0, 9.0], [-1.0, -5.0, 9.0, 9.0]]
+OLD = [[-1.5, -1.0, -1.0, 3.0], [-2.0, -4.0, 3.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("level", "old", "expected"),
+    [
+        ("token", OLD, [[0.5, -1.0, -2.0, 6.0], [1.0, -1.0, 6.0, 6.0]]),
+        # (0.5 - 1 - 2) / 3; (1 - 1) / 2: padding has no say
+        ("sequence", OLD, [[-2.5 / 3], [0.0]]),
+        ("token", None, [[0.0] * 4] * 2),
+        ("sequence", None, [[0.0], [0.0]]),
+    ],
+    ids=["tokens", "sequences", "tokens on-policy", "sequences on-policy"],
+)
+def test_the_log_of_the_importance_ratio_by_hand(level, old, expected):
+    policy = torch.tensor(POLICY)
+    result = log_importance(policy, None if old is None else torch.tensor(old), torch.tensor(MASK).bool(), level)
+    assert result.tolist() == [pytest.approx(each, abs=1e-6) for each in expected]
+
+
+@pytest.mark.parametrize("old", [OLD, None], ids=["off-policy", "on-policy"])
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", [[1.0] * 4] * 2),
+        # a token's share of its sequence's mean
+        ("sequence", [[1 / 3] * 3 + [0.0], [0.5] * 2 + [0.0] * 2]),
+    ],
+)
+def test_the_importance_ratio_moves_with_the_policy_even_where_it_is_1(level, expected, old):
+    policy = torch.tensor(POLICY, requires_grad=True)
+    old = None if old is None else torch.tensor(old)
+    log_importance(policy, old, torch.tensor(MASK).bool(), level).sum().backward()
+    assert policy.grad.tolist() == [pytest.approx(each, abs=1e-6) for each in expected]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_sequence_without_a_token_has_a_ratio_of_1(level):
+    mask = torch.tensor([[False] * 4])
+    ratio = log_importance(torch.zeros(1, 4), torch.zeros(1, 4), mask, level)
+    assert (ratio == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        # x = 1, so k3 = e - 2 = 0.7182818; ratios e^0.5, e^-1, e^-2 | e^1, e^-1
+        ("token", [1.1842465, 0.2642411, 0.0972089, 0.0, 1.9524924, 0.2642411, 0.0, 0.0]),
+        # e^(-2.5 / 3) = 0.4345982 | 1
+        ("sequence", [0.3121640] * 3 + [0.0] + [0.7182818] * 2 + [0.0] * 2),
+    ],
+)
+def test_the_bias_correction_weighs_with_the_ratio_of_the_configured_level(level, expected):
+    inputs = batch(torch.tensor(POLICY) + 1, old=OLD)
+    term, _, _ = penalise(POLICY, inputs, settings=PenaltySettings(level=level))
+    assert term.flatten().tolist() == pytest.approx(expected, abs=1e-5)
+    term, _, _ = penalise(POLICY, inputs, settings=PLAIN)
+    assert term.flatten().tolist() == pytest.approx([0.7182818] * 3 + [0.0] + [0.7182818] * 2 + [0.0] * 2, abs=1e-5)
+
+
+EXTREMES = {
+    # name: policy, reference, old, each of one token
+    "far above the reference": (-1.0, -501.0, -1.0),
+    "far below the reference": (-501.0, -1.0, -501.0),
+    "no log-prob in the policy": (-INF, -1.0, -1.0),
+    "no log-prob in the reference": (-1.0, -INF, -1.0),
+    "no log-prob in either": (-INF, -INF, -1.0),
+    "no log-prob when it was sampled": (-1.0, -2.0, -INF),
+    "no log-prob anywhere": (-INF, -INF, -INF),
+    "ratio far above 1": (-1.0, -2.0, -501.0),
+    "ratio far below 1": (-501.0, -502.0, -1.0),
+    "all far apart": (-501.0, -1.0, -1000.0),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("correction", [True, False], ids=["corrected", "plain"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("token", EXTREMES.values(), ids=EXTREMES)
+def test_the_loss_and_its_gradient_are_finite_at_extremes(token, estimator, correction, level):
+    policy, ref, old = (full(-1.5) for _ in range(3))
+    for logps, value in zip((policy, ref, old), token, strict=True):
+        logps[0, 1] = value
+    settings = PenaltySettings(estimator=estimator, bias_correction=correction, level=level)
+    term, gradient, penalty = penalise(policy, batch(ref, old=old), settings=settings)
+    assert term.isfinite().all()
+    assert gradient.isfinite().all()
+    assert penalty.sums().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("token", "value", "slope"),
+    [
+        # -inf counts as -1000, and can't be moved: x = -1 + 1000 = 999 and k3 goes on from 10 by its slope there,
+        # e^10 - 11 + 989 (e^10 - 1)
+        ((-INF, -1.0), 21805201.13, 0.0),
+        # x = -1000 + 1 = -999: e^-10 + 9 + 989 (1 - e^-10), slope 1 - e^-10
+        ((-1.0, -INF), 997.9551449, 0.9999546),
+        # x = -1000 + 1000
+        ((-INF, -INF), 0.0, 0.0),
+        # x = 500: e^10 - 11 + 490 (e^10 - 1), slope 1 - e^10
+        ((-501.0, -1.0), 10814493.7, -22025.4658),
+    ],
+    ids=["policy", "reference", "both", "500 nats"],
+)
+def test_a_token_without_a_log_prob_counts_as_one_of_the_least(token, value, slope):
+    policy, ref = full(-1.5), full(-1.5)
+    policy[0, 1], ref[0, 1] = token
+    term, gradient, _ = penalise(policy, batch(ref))
+    assert term[0, 1].item() == pytest.approx(value, rel=1e-6)
+    assert gradient[0, 1].item() == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("junk", [NAN, INF, -INF, 500.0, -500.0])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", ["policy", "reference", "old", "all"])
+def test_whatever_stands_in_the_padding_contributes_exactly_0(where, level, junk):
+    def logps(name, value):
+        return full(value).where(torch.tensor(MASK).bool(), torch.tensor(junk if where in (name, "all") else -1.0))
+
+    settings = PenaltySettings(level=level)
+    ref, old = logps("reference", -1.0), logps("old", -2.5)
+    term, gradient, penalty = penalise(logps("policy", -2.0), batch(ref, old=old), settings=settings)
+    outside = ~torch.tensor(MASK).bool()
+    assert (term[outside] == 0).all()
+    assert (gradient[outside] == 0).all()
+    clean_term, clean_gradient, clean = penalise(full(-2.0), batch(full(-1.0), old=full(-2.5)), settings=settings)
+    assert torch.equal(term, clean_term)
+    assert torch.equal(gradient, clean_gradient)
+    assert torch.equal(penalty.sums(), clean.sums())
+
+
+@pytest.mark.parametrize("clamp", [10.0, 0.0], ids=["clamped", "not clamped"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("broken", ["policy", "reference", "old"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_nan_where_a_token_counts_is_not_hidden(estimator, broken, level, clamp):
+    logps = {name: full(-1.5) for name in ("policy", "reference", "old")}
+    logps[broken][0, 1] = NAN
+    settings = PenaltySettings(estimator=estimator, level=level, clamp=clamp)
+    term, _, penalty = penalise(logps["policy"], batch(logps["reference"], old=logps["old"]), settings=settings)
+    assert term[0, 1].isnan()
+    kl = penalty.sums()[:, SUMS.index("kl")]
+    assert kl.isnan().tolist() == [True, False]  # of its own branch
+
+
+def test_without_the_clamp_a_far_token_overflows():
+    settings = PenaltySettings(bias_correction=False, clamp=0.0)
+    policy = full(-1.5)
+    policy[0, 1] = -501.5
+    term, _, penalty = penalise(policy, batch(full(-1.5)), settings=settings)
+    assert term[0, 1] == INF
+    assert penalty.sums()[0, SUMS.index("clamped")] == 0
+
+
+def test_without_the_clamp_a_ratio_that_overflows_leaves_its_sequences_padding_at_0():
+    settings = PenaltySettings(level="sequence", clamp=0.0)
+    penalty = BranchPenalty(batch(full(-1.0), old=full(-502.0)), (1.0, 1.0), settings)
+    term = penalty * penalty.see(full(-2.0))  # ratio e^500; 0 x inf is NaN
+    assert term.tolist() == [[INF] * 3 + [0.0], [INF] * 2 + [0.0] * 2]
+    assert penalty.sums()[:, SUMS.index("kl")].tolist() == [INF, INF]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("sign", [1, -1], ids=["above", "below"])
+def test_an_importance_ratio_of_500_nats_weighs_as_one_at_the_clamp(level, sign):
+    policy = full(-600.0)
+    inputs = batch(policy + 1, old=policy - sign * 500)
+    term, gradient, _ = penalise(policy, inputs, settings=PenaltySettings(level=level))
+    weight = math.exp(sign * 10)
+    assert term[0, 0].item() == pytest.approx(weight * 0.7182818, rel=1e-5)  # e - 2
+    assert gradient[0, 0].item() == pytest.approx(weight * -1.7182818, rel=1e-5)  # 1 - e
+
+
+def test_the_sums_by_hand():
+    # x = ref - policy; samples 0 and 3 are of branch 0, 1 and 2 of branch 1, none of branch 2
+    x = torch.tensor([[LN2, -LN2, 11.0], [LN2, 0.0, 77.0], [-12.0, 77.0, 77.0], [LN2, 10.0, -10.0]])
+    mask = ((1, 1, 1), (1, 1, 0), (1, 0, 0), (1, 1, 1))
+    inputs = batch(x - 20, mask=mask, branches=(0, 1, 1, 0))
+    _, _, penalty = penalise(torch.full((4, 3), -20.0), inputs, betas=(0.5, 7.0, 2.0))
+    kl, k1, clamped, tokens = penalty.sums().unbind(dim=1)
+    assert penalty.sums().dtype == torch.float64
+    # branch 0: 0.3068528 (of ln 2) + 0.1931472 (-ln 2) + 44040.93159 (11)
+    #           + 0.3068528 (ln 2) + 22015.46579 (10) + 9.0000454 (-10)
+    # branch 1: 0.3068528 + 0 + 11 - e^-10 (-12: e^-10 + 9 + 2 (1 - e^-10)), whatever the coefficients
+    assert kl.tolist() == pytest.approx([66066.20428, 11.3068074, 0.0], rel=1e-6)
+    # branch 0: -(ln 2 - ln 2 + 11 + ln 2 + 10 - 10); branch 1: -(ln 2 + 0 - 12); k1 is not clamped
+    assert k1.tolist() == pytest.approx([-11.6931472, 11.3068528, 0.0], rel=1e-6)
+    assert clamped.tolist() == [1, 1, 0]  # 11; -12; at the clamp is not beyond it
+    assert tokens.tolist() == [6, 3, 0]
+
+
+def test_the_kl_that_is_summed_is_weighed_as_in_the_loss():
+    # k3 at 1 is e - 2; ratios e^0.5 + e^-1 + e^-2 = 2.1519360 and e^1 + e^-1 = 3.0861613
+    inputs = batch(torch.tensor(POLICY) + 1, old=OLD)
+    _, _, penalty = penalise(POLICY, inputs, betas=(3.0, 0.1), settings=PenaltySettings())
+    kl, k1, _, tokens = penalty.sums().unbind(dim=1)
+    assert kl.tolist() == pytest.approx([1.5456965, 2.2167335], rel=1e-6)
+    assert k1.tolist() == pytest.approx([-3.0, -2.0])  # -x for each token, without a ratio
+    assert tokens.tolist() == [3, 2]
+
+
+def test_the_sums_of_an_empty_branch_are_zeros():
+    _, _, penalty = penalise(full(-3.0), batch(full(-2.0), branches=(1, 1)), settings=PenaltySettings())
+    assert penalty.sums()[0].tolist() == [0.0] * 4
+    assert penalty.sums()[1, SUMS.index("tokens")] == 5
+
+
+def test_measuring_leaves_the_gradient_alone_and_has_none():
+    def gradient(measure):
+        penalty = BranchPenalty(batch(full(-2.0), old=full(-2.5)), (0.5, 2.0), PenaltySettings())
+        policy = full(-3.0).requires_grad_()
+        term = (penalty * penalty.see(policy)).sum()
+        if measure:
+            assert not penalty.sums().requires_grad
+        term.backward()
+        return policy.grad, penalty.sums()
+
+    (measured, first), (plain, second) = gradient(True), gradient(False)
+    assert torch.equal(measured, plain)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("correction", [True, False], ids=["corrected", "plain"])
+def test_where_no_token_counts_the_penalty_is_0_and_still_on_the_graph(correction, level):
+    inputs = batch(full(NAN), old=full(NAN), mask=((0,) * 4,) * 2)
+    penalty = BranchPenalty(inputs, (1.0, 1.0), PenaltySettings(bias_correction=correction, level=level))
+    policy = full(-3.0).requires_grad_()
+    term = penalty * penalty.see(policy)
+    assert term.requires_grad
+    term.sum().backward()
+    assert (term == 0).all()
+    assert (policy.grad == 0).all()
+    assert penalty.sums().tolist() == [[0.0] * 4] * 2
+
+
+def test_half_precision_log_probs_are_subtracted_in_float32():
+    # Neighbours in bfloat16: x = -2^-7. k3 = x^2 / 2 + x^3 / 6 + ... = 0.00003051758 - 0.00000007947 = 0.0000304381;
+    # in bfloat16, e^x - x - 1 would be 127/128 + 1/128 - 1 = 0.
+    inputs = batch(full(-1.0078125), dtype=torch.bfloat16)
+    term, gradient, penalty = penalise(full(-1.0), inputs)
+    assert inputs["ref_per_token_logps"].dtype == gradient.dtype == torch.bfloat16
+    assert term.dtype == torch.float32
+    # float32 keeps 6 x 10^-8 of the 1 that e^x is near
+    assert term[0, 0].item() == pytest.approx(3.04381e-5, abs=1.2e-7)
+    assert gradient[0, 0].item() == pytest.approx(0.0077821, rel=2**-8)  # 1 - e^x, rounded to bfloat16
+    assert penalty.sums()[1].tolist() == pytest.approx([2 * 3.04381e-5, 2 / 128, 0, 2], abs=2.4e-7)
+
+
+def test_the_importance_ratio_of_half_precision_log_probs_is_taken_in_float32():
+    # p - old = 2^-7 in each token; over a token of each sample, (e - 2) e^(2^-7) = 0.7182818 x 1.0078431
+    inputs = batch(full(0.0), old=full(-1.0078125), dtype=torch.bfloat16)
+    for level in LEVELS:
+        term, _, _ = penalise(full(-1.0), inputs, settings=PenaltySettings(level=level))
+        assert term[0, 0].item() == pytest.approx(0.7239154, rel=1e-6), level
