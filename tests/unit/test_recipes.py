@@ -59,9 +59,16 @@ def test_every_knob_is_set_by_a_recipe_or_turned_by_a_test():
 
 
 def test_the_command_line_wins_over_the_recipe():
-    config = parse([*ON_CPU, "--max_steps", "7", "--branches", "fairness"], ROOT / "recipes/debug.yaml")
+    arguments = ["--max_steps", "7", "--branches", "fairness", "--branch_kl", '{"fairness": {"beta": 0.2}}']
+    config = parse([*ON_CPU, *arguments], ROOT / "recipes/debug.yaml")
     assert config.training.max_steps == 7
     assert config.training.branches == ["fairness"]
+    assert config.training.kl_targets()["fairness"].beta == 0.2
+
+
+def test_one_coefficient_for_all_can_be_asked_for_on_the_command_line():
+    config = parse([*ON_CPU, "--branch_kl", "{}", "--beta", "0.04"], ROOT / "recipes/debug.yaml")
+    assert {target.beta for target in config.training.kl_targets().values()} == {0.04}
 
 
 def test_another_recipe_can_be_named(tmp_path):
@@ -130,7 +137,7 @@ def test_a_users_rubrics_are_read_from_their_folder(tmp_path):
 
 
 def test_a_branch_of_the_data_that_is_not_configured_is_refused():
-    config = parse([*ON_CPU, "--branches", "fairness"], ROOT / "recipes/debug.yaml")
+    config = parse([*ON_CPU, "--branches", "fairness", "--branch_kl", "{}"], ROOT / "recipes/debug.yaml")
     with pytest.raises(DataError, match="branch 'hallucination' is not configured"):
         prepare(config)
 
@@ -142,10 +149,11 @@ def test_a_branch_of_the_data_that_is_not_configured_is_refused():
         (["--model_name_or_path", "./absent"], "ModelNotFoundError: `model_name_or_path` is './absent'"),
         (["--rag_base_url", "http://127.0.0.1:9"], "ServiceUnavailable: the RAG service does not answer"),
         (["--judge_base_url", "http://127.0.0.1:9/v1"], "ServiceUnavailable: the judge does not answer"),
+        (["--beta", "0.1"], "ConfigError: `beta` is 0.1 and `branch_kl` names every branch"),
         (["--num_generations", "7"], "ConfigError: a generation batch holds 48 completions"),
         (["--judge_api_key_env", "NO_SUCH_KEY"], "ConfigError: `judge_api_key_env` names"),
     ],
-    ids=["dataset", "model", "rag", "judge", "groups", "key"],
+    ids=["dataset", "model", "rag", "judge", "beta", "groups", "key"],
 )
 def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message):
     command = [sys.executable, "recipes/debug.py", *ON_CPU, *arguments]
