@@ -20,11 +20,11 @@ def hybrid_advantages(
 
         shift     = w * (mean - reference)                  0 where the row has no reference
         advantage = (reward - mean + shift) / (spread + 1e-4)
-        spread^2  = std^2 + n / (n - 1) * mean of shift^2
+        spread^2  = std^2 + |shift| * (|shift| + std of the batch)
 
-    The spread is the root mean square about the baseline, over the group or the batch as `scale_rewards` says: TRL's
-    standard deviation where the shift is 0, and never smaller than the shift, which would else be divided by 1e-4
-    where all rewards of a group are equal.
+    std is the group's or the batch's, as `scale_rewards` says, so that without a shift these are GRPO's. With one, a
+    group of equal rewards is not divided by almost nothing: its advantage is about the root of shift / std of the
+    batch where that is small, and never more than 1.
 
     Args:
         rewards (`torch.Tensor`):
@@ -50,16 +50,16 @@ def hybrid_advantages(
     missing = reference.isnan()  # (G, 1)
     shift = torch.where(missing, 0.0, weight * (mean - reference))  # (G, 1)
     advantages = grouped - mean + shift  # (G, n)
-    if scale_rewards == "group":
-        advantages = advantages / (_spread(grouped, shift, dim=1) + EPSILON)
-    elif scale_rewards == "batch":
-        advantages = advantages / (_spread(grouped.flatten(), shift.expand_as(grouped).flatten(), dim=0) + EPSILON)
+    if scale_rewards != "none":
+        batch_std = _std(rewards, dim=0)  # (1,)
+        std = batch_std if scale_rewards == "batch" else _std(grouped, dim=1)  # (1,) or (G, 1)
+        distance = shift.abs()
+        advantages = advantages / (torch.sqrt(std**2 + distance * (distance + batch_std)) + EPSILON)
     return advantages.nan_to_num(nan=0.0).flatten(), missing[scored.any(dim=1)].flatten()
 
 
-def _spread(rewards: torch.Tensor, shift: torch.Tensor, dim: int) -> torch.Tensor:
-    """Root mean square about the baseline with Bessel's correction; NaN for fewer than two rewards, as TRL's."""
+def _std(rewards: torch.Tensor, dim: int) -> torch.Tensor:
+    """With Bessel's correction, over what was scored; NaN for fewer than two rewards, as TRL's."""
     count = (~rewards.isnan()).sum(dim=dim, keepdim=True)
     variance = ((rewards - rewards.nanmean(dim=dim, keepdim=True)) ** 2).nanmean(dim=dim, keepdim=True)
-    shifted = torch.where(rewards.isnan(), torch.nan, shift**2).nanmean(dim=dim, keepdim=True)
-    return torch.sqrt((variance + shifted) * torch.where(count > 1, count / (count - 1), torch.nan))
+    return torch.sqrt(variance * torch.where(count > 1, count / (count - 1), torch.nan))

@@ -39,10 +39,20 @@ class RewardParts:
     embedding_key: str | None
     judge_keys: dict[str, str | None]
     """By provider name."""
+    reference_weighed: bool
+    """Whether the reference's score is in a reward or a baseline."""
 
 
-def prepare_reward(config: RewardConfig, branches: Sequence[str]) -> RewardParts:
+def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
     """Check what can be checked without a model: rubrics, weights, keys, and that configured addresses answer.
+
+    Args:
+        config (`RewardConfig`):
+            Settings.
+        branches (`Sequence[str]`):
+            Branch names.
+        hybrid_baseline (`bool`, *optional*, defaults to `False`):
+            Whether `hybrid_reference_weight` is more than 0.
 
     Raises:
         `SalesRLError`: what is wrong, and what to do.
@@ -64,6 +74,12 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str]) -> RewardParts
         missing=config.missing_component,
         invalid_action=config.invalid_action_reward,
     )
+    unjudged = [branch for branch in branches if not scoring.rubrics(branch)]
+    if hybrid_baseline and unjudged:
+        raise ConfigError(
+            f"`hybrid_reference_weight` is more than 0, but `branch_reward_weights` has no judge in {unjudged}, so "
+            "that the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
+        )
     rubrics = load_rubrics(_rubric_names(scoring, branches), config.rubric_dir)
     parts = RewardParts(
         scoring=scoring,
@@ -71,6 +87,7 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str]) -> RewardParts
         rag_key=read_key(config.rag_api_key_env, "rag_api_key_env"),
         embedding_key=read_key(config.embedding_api_key_env, "embedding_api_key_env"),
         judge_keys=_judge_keys(config),
+        reference_weighed=hybrid_baseline or any("margin" in weighed for weighed in scoring.weights.values()),
     )
     if config.rag_base_url is not None:
         check_rag(config.rag_base_url, parts.rag_key)
@@ -127,8 +144,7 @@ def build_reward(
         return transport(service, config.rag_max_concurrency, config.rag_timeout_s, patience_s)
 
     # Without the reference a row can still be judged: its outage is waited out only where its score is weighed.
-    weighed = any("margin" in weights for weights in parts.scoring.weights.values())
-    patience_32b_s = None if weighed else 0.0
+    patience_32b_s = None if parts.reference_weighed else 0.0
     rag = _vector_store(config, parts, retrieval, patience_32b_s) or RagClient(
         rag_base_url,
         transport_8b=retrieval("rag_8b"),

@@ -130,7 +130,7 @@ def prepare(config: RunConfig) -> Prepared:
     prepared = Prepared(
         train_rows=load_rows(data.dataset, data.train_split, branches, data.max_train_rows),
         eval_rows=_eval_rows(config),
-        reward=prepare_reward(config.reward, branches),
+        reward=prepare_reward(config.reward, branches, config.training.hybrid_reference_weight > 0),
     )
     if config.model.model_name_or_path is not None:
         check_model(config.model.model_name_or_path, config.model.model_revision, config.training.trust_remote_code)

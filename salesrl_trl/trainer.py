@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +65,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     Changes these things only:
     - `__init__`: vLLM gets the engine options TRL does not pass through, and TRL's warning of a row that could not be
       scored, which prints prompt and completion, is left out;
-    - `_get_train_sampler`: an epoch's order of prompts is the same after a resume;
+    - `_get_train_sampler` and `_run_epoch`: an epoch's order of prompts is the same after a resume;
     - `_calculate_rewards`: counts outcomes by branch over all ranks, and decides whether enough was scored;
     - `_generate_and_score_completions`: checks the first weight push, marks each sample's branch, puts the reference's
       reward into the baseline, and takes a skipped batch out of the loss;
@@ -96,6 +97,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         targets = args.kl_targets()
         self._kl = KLControl(targets, args.kl_law()) if targets else None
         self._kl_penalty = args.kl_penalty()
+        self._epoch = 0
         self._kl_sums: torch.Tensor | None = None  # (branches, len(SUMS)) since the last optimizer step, this rank's
         names = (*metric_names(args.branches), *self._report_names, *(kl_names(args.branches) if targets else ()))
         self._means = {mode: Means(names) for mode in ("train", "eval")}
@@ -118,6 +120,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             `TooFewRewardsError`: after `max_skipped_generations` skipped in a row. A checkpoint was saved before.
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
+        self._kl_sums = None  # an earlier run may have ended inside an accumulation window
         output = super().train(*args, **kwargs)
         if self._stop_reason is not None:
             raise TooFewRewardsError(self._stop_reason)
@@ -148,8 +151,11 @@ class SalesGRPOTrainer(GRPOTrainer):
         asyncio.run_coroutine_threadsafe(self._reward.aclose(), self.async_loop).result()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
-        # `state.epoch` is a fraction inside an epoch, also when a run resumes there, and whole at its start.
-        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: int((self.state.epoch or 0) + 1e-6))
+        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self._epoch)
+
+    def _run_epoch(self, *args, epoch: int, **kwargs):
+        self._epoch = epoch
+        return super()._run_epoch(*args, epoch=epoch, **kwargs)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -157,7 +163,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         means = self._means[mode]
         branches = self.args.branches
         branch_ids = [branches.index(self._reward.branch_of(example["row"])) for example in inputs]
-        table = encode(self._reward.last, branch_ids).to(self.accelerator.device)  # (B, 4)
+        table = encode(self._reward.last, branch_ids).to(self.accelerator.device)  # (B, 5)
         self._scored = gather(table).cpu()  # (world size x B, 5)
         add_rewards(means, self._scored, branches)
         reasons = [reward.reason for reward in self._reward.last if reward.outcome is not Outcome.OK]
@@ -243,6 +249,13 @@ class SalesGRPOTrainer(GRPOTrainer):
             if self.accelerator.is_main_process:
                 for decision in decisions:
                     _PLAIN_LOGGER.info(f"[BranchedKL@{self.state.global_step + 1}] {decision}")
+                for branch, (kl, *_) in zip(control.branches, totals, strict=True):
+                    if not math.isfinite(kl):
+                        _PLAIN_LOGGER.warning(
+                            f"[BranchedKL@{self.state.global_step + 1}] {branch.branch}: the KL is {kl}, which is no "
+                            "measurement: log-probs of the policy or the reference are broken, or overflow without a "
+                            "clamp"
+                        )
         add_kl(self._means[mode], totals, betas, control)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -258,6 +271,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         path = Path(checkpoint, KL_STATE_NAME)
         if path.is_file():
             self._kl.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+            betas = ", ".join(f"{each.branch} beta {each.beta:.4g}" for each in self._kl.branches)
+            logger.info(f"[BranchedKL] going on with {betas}")
         else:
             logger.warning(f"{checkpoint} holds no {KL_STATE_NAME}: the KL coefficients start as configured")
 

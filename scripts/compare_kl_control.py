@@ -2,7 +2,7 @@
 """Fixed KL coefficients beside controlled ones, in real training of the small policy: runs, figures, plot.
 
     .venv/bin/python scripts/compare_kl_control.py OUT_DIR [--seeds 1 2 3] [--plot docs/kl_control.svg]
-        [--steps 160] [--window 4] [--learning_rate 1e-3] [--branch_kl JSON] [-- more recipe settings]
+        [--steps 160] [--window 5] [--learning_rate 1e-3] [--branch_kl JSON] [-- more recipe settings]
 
 Runs the debug recipe for each arm and seed (a run that is complete in OUT_DIR is not run again), and tells for each
 branch the share of windows, after settling, whose mean KL lies in its band, and the reward before and after. The plot
@@ -26,13 +26,17 @@ COLOURS = {"fixed": "#c05020", "controlled": "#2060b0"}
 
 
 def train(arm: str, seed: int, out: Path, settings: Sequence[str]) -> None:
-    """One run of the debug recipe, unless it is there."""
+    """One run of the debug recipe, unless it is there with the same settings."""
+    kept = out.with_suffix(".json")
     if (out / "held_out.json").is_file():
+        if json.loads(kept.read_text()) != list(settings):
+            raise SystemExit(f"{out} holds a run with other settings. Remove it, or name another folder.")
         return
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/debug.yaml"]
     command += ["recipes/debug.py", "--output_dir", str(out), "--seed", str(seed)]
     command += ["--kl_control", str(arm == "controlled").lower(), *settings]
     out.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(list(settings)))
     with out.with_suffix(".log").open("w") as log:
         subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=subprocess.STDOUT)
 
@@ -68,7 +72,7 @@ def windows(steps: Sequence[tuple[float, float, float]], size: int) -> list[floa
 def share_in_band(means: Sequence[float | None], band: tuple[float, float]) -> float:
     """Share of the windows after settling that lie in the band."""
     kept = [kl for kl in means[round(SETTLING * len(means)) :] if kl is not None]
-    return sum(band[0] <= kl <= band[1] for kl in kept) / len(kept)
+    return sum(band[0] <= kl <= band[1] for kl in kept) / len(kept) if kept else float("nan")
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], bands: dict[str, tuple[float, float]], size: int, path: Path) -> None:
@@ -108,12 +112,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--window", type=int, default=4, help="kl_update_steps of the controlled arm")
+    parser.add_argument("--window", type=int, default=5, help="kl_update_steps of the controlled arm")
     parser.add_argument("--learning_rate", default="1e-3", help="constant after the warm-up")
     parser.add_argument(
         "--branch_kl",
-        default='{"fairness": {"beta": 0.03, "low": 0.15, "high": 0.3},'
-        ' "hallucination": {"beta": 0.03, "low": 0.2, "high": 0.4}}',
+        default='{"fairness": {"beta": 0.1, "low": 0.1, "high": 0.2},'
+        ' "hallucination": {"beta": 0.1, "low": 0.1, "high": 0.2}}',
     )
     parser.add_argument("--plot", type=Path)
     args, more = parser.parse_known_args(argv)

@@ -15,6 +15,9 @@ OPEN_BAND_WIDTH = 10.0
 """A band from 0 has no lower edge. Its middle is sought as if it began at `high` / 10."""
 FAR = 20.0
 """Largest distance from a band's centre, in half-widths: a KL of 0 has no logarithm."""
+RISE_PATIENCE = 6
+"""Windows without a new highest KL after which a fresh policy's first rise is over. A rise sets a new one every few
+windows, however slow and noisy it is; a KL that stands still does so ever more seldom."""
 DEFAULT_RANGE = 100.0
 """Without bounds of its own a coefficient stays within a hundredth and a hundred times its first value."""
 
@@ -48,7 +51,8 @@ class KLTarget:
             if value is None and name != "beta":
                 continue
             if not _number(value) or value < 0:
-                raise ConfigError(f"a KL target's `{name}` is {value!r}. Expected a number of 0 or more.")
+                text = " YAML reads 1e-3 as a text: write 1.0e-3." if isinstance(value, str) else ""
+                raise ConfigError(f"a KL target's `{name}` is {value!r}. Expected a number of 0 or more.{text}")
         if (self.low is None) != (self.high is None):
             raise ConfigError(f"a KL band is {self.low} to {self.high}. Expected both `low` and `high`, or neither.")
         if self.low is not None and self.high is not None and self.low >= self.high:
@@ -58,6 +62,8 @@ class KLTarget:
             raise ConfigError(f"`beta_min` is {least:g} and `beta_max` {most:g}. Expected the first to be the lesser.")
         if not least <= self.beta <= most:
             raise ConfigError(f"`beta` is {self.beta:g}. Expected it between `beta_min` {least:g} and {most:g}.")
+        if not self.has_band and (self.beta_min, self.beta_max) != (None, None):
+            raise ConfigError("bounds of a coefficient are given without `low` and `high`. Without a band it stays.")
         if self.has_band and self.beta == 0:
             raise ConfigError("a KL band is given with a `beta` of 0, which no factor can raise. Expected more.")
 
@@ -74,7 +80,9 @@ class KLTarget:
 
     def contains(self, kl: float) -> bool:
         """Whether the band does."""
-        return self.low is not None and self.high is not None and self.low <= kl <= self.high
+        if self.low is None or self.high is None:
+            return False
+        return kl <= self.high and (kl >= self.low or self.low == 0)
 
     def distance(self, kl: float) -> float:
         """Signed distance from the band's geometric centre in half-widths: -1 and 1 at its edges, within +-`FAR`."""
@@ -99,7 +107,8 @@ class ControlLaw:
         inside, d < 0           beta *= lower_factor ** (recentre * -d)
 
     and neither above nor below where d + trend_windows * (d - d') lies in the band or beyond it: the KL is on its way
-    back by itself. Nor in a first window, which has no course yet.
+    back by itself. Nor in a first window, which has no course yet; nor below the band in a fresh policy's first rise,
+    which ends in the band or after `RISE_PATIENCE` windows without a new highest KL.
 
     `recentre = 0` and `trend_windows = 0` leave the bare law. It waits at a band's edge until noise pushes the KL over
     it, and drives a coefficient towards its bound while the KL of a fresh policy rises from 0.
@@ -122,6 +131,12 @@ class ControlLaw:
     """Windows by which the KL's course is extended, 0 or more."""
 
     def __post_init__(self) -> None:
+        for name in ("update_steps", "cooldown_steps"):
+            if not isinstance(getattr(self, name), int):
+                raise ConfigError(f"`kl_{name}` is {getattr(self, name)!r}. Expected a whole number.")
+        for name in ("raise_factor", "lower_factor", "recentre", "trend_windows"):
+            if not _number(getattr(self, name)):
+                raise ConfigError(f"`kl_{name}` is {getattr(self, name)!r}. Expected a number.")
         checks = (
             (self.update_steps >= 1, "kl_update_steps", self.update_steps, "at least 1"),
             (self.cooldown_steps >= 0, "kl_cooldown_steps", self.cooldown_steps, "0 or more"),
@@ -143,17 +158,18 @@ class ControlLaw:
             kl (`float`):
                 The window's KL, in nats per token.
             previous (`float`, *optional*):
-                The distance of the window before.
+                The KL of the window before.
         """
         distance = target.distance(kl)
         if target.contains(kl):
             return self._power(self.recentre * max(-1.0, min(1.0, distance)))
         side = math.copysign(1.0, distance)
-        if self.trend_windows and previous is None:
+        if not self.trend_windows:
+            return self._power(side)
+        if previous is None:
             return 1.0
-        if previous is not None and side * (distance + self.trend_windows * (distance - previous)) <= 1:
-            return 1.0
-        return self._power(side)
+        ahead = distance + self.trend_windows * (distance - target.distance(previous))
+        return 1.0 if side * ahead <= 1 else self._power(side)
 
     def _power(self, exponent: float) -> float:
         return math.pow(self.raise_factor, exponent) if exponent > 0 else math.pow(self.lower_factor, -exponent)
@@ -204,6 +220,9 @@ class BranchController:
         self._steps = 0
         self._cooldown = 0
         self._previous: float | None = None
+        self._rising = True
+        self._highest = 0.0
+        self._since_highest = 0
         self._measured_steps = 0
         self._steps_in_band = 0
 
@@ -229,7 +248,7 @@ class BranchController:
             self._steps_in_band += self.target.contains(kl_sum / tokens)
         if self._law is None:
             return None
-        if self._cooldown:
+        if self._cooldown > 0:
             self._cooldown -= 1
             return None
         if measured:
@@ -247,14 +266,28 @@ class BranchController:
             return None
         kl, before = kl_sum / tokens, self.beta
         least, most = self.target.bounds
-        self.beta = max(least, min(most, before * law.factor(self.target, kl, self._previous)))
-        self._previous = self.target.distance(kl)
+        factor = law.factor(self.target, kl, self._previous)
+        if law.trend_windows and self._first_rise(kl):
+            factor = max(factor, 1.0)
+        self.beta = max(least, min(most, before * factor))
+        self._previous = kl
         if self.beta == before:
             return None
         self._cooldown = law.cooldown_steps
         return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.beta)
 
-    _STATE = ("_kl_sum", "_tokens", "_steps", "_cooldown", "_previous", "_measured_steps", "_steps_in_band")
+    def _first_rise(self, kl: float) -> bool:
+        """Whether the KL of a policy that started at its reference is still on its way up to the band."""
+        if self._rising and kl > self._highest:
+            self._highest, self._since_highest = kl, 0
+        else:
+            self._since_highest += 1
+        below = not self.target.contains(kl) and self.target.distance(kl) < 0
+        self._rising = self._rising and below and self._since_highest < RISE_PATIENCE
+        return self._rising
+
+    _STATE = ("_kl_sum", "_tokens", "_steps", "_cooldown", "_previous", "_rising", "_highest", "_since_highest",
+              "_measured_steps", "_steps_in_band")  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on, as JSON values."""

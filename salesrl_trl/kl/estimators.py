@@ -47,14 +47,18 @@ def penalty(
     """What a coefficient multiplies in the loss.
 
     Within +-clamp this is `ratio * estimate(x)`, with ratio = exp(log_importance) or 1. Beyond, the estimate goes on
-    as a straight line, so that nothing overflows and the gradient still pulls the policy back:
+    as the straight line that touches it at +-clamp, so that nothing overflows:
 
-        |x| > clamp:    ratio.detach() * (estimate(+-clamp) + slope * (|x| - clamp))
+        x > clamp:    ratio * (estimate(clamp) + estimate'(clamp) * (x - clamp))        and so for x < -clamp
 
-    Without a ratio the slope is the estimate's own at +-clamp. With one it is `clamp`: the whole gradient of
-    ratio * k3 is -x * grad log pi, as e^x cancels between the two factors, and goes on from there without a jump (k1's
-    jumps by 1, k2's from clamp^2 / 2 - clamp). A line beside a ratio that is not detached would push away from the
-    reference.
+    and the gradient still pulls the policy back. Without a ratio it is that line's. With one it is the line's of slope
+    `clamp`, the ratio detached:
+
+        gradient = -sign(x) * clamp * ratio * grad log pi
+
+    for the whole gradient of ratio * k3 is -x * ratio * grad log pi, as e^x cancels between the two factors, and so
+    goes on without a jump (k1's jumps by 1, k2's from clamp^2 / 2 - clamp). The value stays the estimate's: metrics
+    and control read it.
 
     Args:
         log_ratio (`torch.Tensor`):
@@ -77,12 +81,12 @@ def penalty(
         ratio = torch.exp(log_importance.clamp(-clamp, clamp)).expand_as(log_ratio)
     nearest = log_ratio.clamp(-clamp, clamp)
     inside = ratio * estimate(nearest, estimator)
-    if log_importance is None:
-        slope = _derivative(nearest.detach(), estimator) * log_ratio.detach().sign()
-    else:
-        slope = torch.full_like(log_ratio, clamp)
-    beyond = estimate(nearest.detach(), estimator) + slope * (log_ratio.abs() - clamp)
-    return torch.where(log_ratio.abs() <= clamp, inside, ratio.detach() * beyond)
+    corner = nearest.detach()
+    beyond = estimate(corner, estimator) + _derivative(corner, estimator) * (log_ratio - corner)
+    if log_importance is not None:
+        pull = clamp * log_ratio.abs()
+        beyond = ratio.detach() * (beyond.detach() + pull - pull.detach())
+    return torch.where(log_ratio.abs() <= clamp, inside, beyond)
 
 
 def _derivative(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:

@@ -184,7 +184,7 @@ def add_kl(means: Means, totals: Sequence[Sequence[float]], betas: Sequence[floa
         means.add(ALL_KL, kl, tokens)
         for kind, total in (("", kl), ("_k1", k1), ("_clamped", clamped)):
             means.add(f"{name}{kind}", total, tokens)
-        if branch.target.has_band and tokens:
+        if branch.target.has_band and tokens and math.isfinite(kl):
             means.add(f"{name}_in_band", float(branch.target.contains(kl / tokens)), 1)
         if not math.isnan(branch.share_in_band):
             means.add(f"{name}_share_in_band", branch.share_in_band, 1)

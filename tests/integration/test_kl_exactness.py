@@ -664,7 +664,11 @@ def test_a_run_with_equal_coefficients_is_trls_run(random_policy, services, tmp_
     assert len(gradients) == len(expected) == len(logs) == len(expected_logs) == 4
     for gradient, expected_gradient, log, expected_log in zip(gradients, expected, logs, expected_logs, strict=True):
         assert gap(gradient, expected_gradient) <= 10 * TOLERANCE  # what is left of earlier steps' differences
-        assert log["kl"] == pytest.approx(expected_log["kl"], abs=10 * TOLERANCE)
+        # TRL's is the mean of micro-batches' means, here of 2; ours a mean over tokens, as the branches' are
+        assert log["kl"] == pytest.approx(expected_log["kl"], rel=0.2, abs=10 * TOLERANCE)
+        tokens = [log[f"kl/{branch}_tokens"] for branch in BRANCHES]
+        sums = [log[f"kl/{branch}"] * count for branch, count in zip(BRANCHES, tokens, strict=True)]
+        assert log["kl"] == pytest.approx(sum(sums) / sum(tokens), abs=TOLERANCE)
         assert log["loss"] == pytest.approx(expected_log["loss"], abs=10 * TOLERANCE)
         assert [log[f"beta/{branch}"] for branch in BRANCHES] == [BETA, BETA]
     assert expected_logs[-1]["kl"] > 1e-3

@@ -22,7 +22,7 @@ def in_a_window(state):
 
 
 def before_a_cooldown(state):
-    return all(each["cooldown"] == COOLDOWN for each in state.values())
+    return any(each["cooldown"] == COOLDOWN for each in state.values())
 
 
 def in_a_window_and_before_a_cooldown(state):

@@ -38,18 +38,25 @@ def test_with_the_whole_weight_only_what_beats_the_reference_is_pushed_up():
     assert (values > 0).tolist() == [False, False, False, True]
 
 
-def test_scaled_by_the_root_mean_square_about_the_baseline():
-    # mean 0.5, deviations -+0.3 and -+0.1: std^2 = 0.2 / 3. shift = 0.5 x (0.5 - 0.9) = -0.2, 4/3 x 0.04 = 0.16 / 3.
-    # spread = sqrt(0.36 / 3) = 0.34641
+def test_scaled_by_the_spread_about_the_baseline():
+    # mean 0.5, deviations -+0.3 and -+0.1: std = sqrt(0.2 / 3) = 0.258199, the batch's too.
+    # shift = 0.5 x (0.5 - 0.9) = -0.2: spread^2 = 0.0666667 + 0.2 x (0.2 + 0.258199) = 0.1583065
     values, _ = advantages([0.2, 0.4, 0.6, 0.8], [0.9] * 4, 0.5)
-    expected = [deviation / (math.sqrt(0.12) + 1e-4) for deviation in (-0.5, -0.3, -0.1, 0.1)]
-    assert values.tolist() == pytest.approx(expected)
+    expected = [deviation / (math.sqrt(0.1583065) + 1e-4) for deviation in (-0.5, -0.3, -0.1, 0.1)]
+    assert values.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_equal_rewards_do_not_divide_by_almost_nothing():
-    # std 0, shift = 0.5 x (0.4 - 0.6) = -0.1, spread = 0.1 x sqrt(4 / 3): a whole, bounded step down
+    # nothing varies anywhere: shift = 0.5 x (0.4 - 0.6) = -0.1 and spread = 0.1, a whole, bounded step down
     values, _ = advantages([0.4] * 4, [0.6] * 4, 0.5)
-    assert values.tolist() == pytest.approx([-math.sqrt(3) / 2] * 4, abs=1e-3)
+    assert values.tolist() == pytest.approx([-1.0] * 4, abs=2e-3)
+
+
+def test_a_gap_as_small_as_a_judges_noise_moves_a_group_of_equal_rewards_little():
+    # the first group lies 0.01 under its reference: shift = -0.0005. std of the batch: mean 0.65, 4 x 0.0225 and
+    # 2 x (0.1225 + 0.0025), over 7: sqrt(0.34 / 7) = 0.22039. 0.0005 / sqrt(0.0005 x 0.22089) = 0.04758, less 1e-4
+    values, _ = advantages([0.8] * 4 + [0.3, 0.7, 0.3, 0.7], [0.81] * 4 + [NAN] * 4, 0.05)
+    assert values[:4].tolist() == pytest.approx([-0.0005 / (math.sqrt(0.0005 * 0.22089) + 1e-4)] * 4, rel=1e-3)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -82,9 +89,10 @@ def test_what_could_not_be_scored_has_no_advantage_and_is_out_of_every_mean():
 
 
 def test_scaled_over_the_batch():
-    # means 0.5 and 0.5, std^2 over all: 2 x 0.2 / 7; shifts -0.2 and 0: 8 / 7 x mean(0.04 x 4, 0 x 4) = 8 / 7 x 0.02
+    # means 0.5 and 0.5, std over all sqrt(2 x 0.2 / 7) = 0.239046; shifts -0.2 and 0:
+    # spread^2 = 0.0571429 + 0.2 x (0.2 + 0.239046) = 0.1449521 in the first group, 0.0571429 in the second
     rewards = [0.2, 0.4, 0.6, 0.8] * 2
     values, _ = advantages(rewards, [0.9] * 4 + [0.5] * 4, 0.5, scale="batch")
-    spread = math.sqrt((0.4 + 0.16) / 7) + 1e-4
-    deviations = (-0.5, -0.3, -0.1, 0.1, -0.3, -0.1, 0.1, 0.3)
-    assert values.tolist() == pytest.approx([deviation / spread for deviation in deviations], rel=1e-5)
+    first = [deviation / (math.sqrt(0.1449521) + 1e-4) for deviation in (-0.5, -0.3, -0.1, 0.1)]
+    second = [deviation / (math.sqrt(0.0571429) + 1e-4) for deviation in (-0.3, -0.1, 0.1, 0.3)]
+    assert values.tolist() == pytest.approx(first + second, rel=1e-5)

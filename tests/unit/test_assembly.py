@@ -170,15 +170,17 @@ def test_a_judge_that_is_down_is_told_and_the_other_is_enough(config, services, 
 
 
 @pytest.mark.parametrize(
-    ("weights", "waits"), [({"judge": 1.0}, False), ({"judge": 0.5, "margin": 0.5}, True)], ids=str
+    ("weights", "hybrid", "waits"),
+    [({"judge": 1.0}, False, False), ({"judge": 0.5, "margin": 0.5}, False, True), ({"judge": 1.0}, True, True)],
+    ids=["judge", "margin", "hybrid baseline"],
 )
 def test_an_outage_of_the_reference_is_waited_out_where_its_score_is_weighed(
-    config, services, tmp_path, weights, waits
+    config, services, tmp_path, weights, hybrid, waits
 ):
     services.answers["32b"] = [(500, {}, {}, 0)] * 5 + [(200, ANSWER, {}, 0)]
     settings = config(branch_reward_weights={"fairness": weights}, max_attempts=1, outage_patience_s=5.0)
     rows = [row(f"r{index}", message_id=f"m{index}") for index in range(6)]
-    parts = prepare_reward(settings, BRANCHES)
+    parts = prepare_reward(settings, BRANCHES, hybrid)
     reward = build_reward(settings, parts, rows, services.url, f"{services.url}/v1", output_dir=tmp_path)
 
     async def all_then_one():
@@ -189,6 +191,13 @@ def test_an_outage_of_the_reference_is_waited_out_where_its_score_is_weighed(
 
     asyncio.run(all_then_one())
     assert (reward.last[0].components["reference"] is not None) is waits
+
+
+def test_a_hybrid_baseline_wants_a_judge_in_every_branch(config):
+    settings = config(branch_reward_weights={"fairness": {"retrieval": 1.0}})
+    prepare_reward(settings, BRANCHES)
+    with pytest.raises(ConfigError, match=r"has no judge in \['fairness'\]"):
+        prepare_reward(settings, BRANCHES, True)
 
 
 def test_the_warm_up_asks_every_service_once(config, services, tmp_path):

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from salesrl_trl.kl.controller import ControlLaw, KLControl, KLTarget
+from salesrl_trl.kl.controller import BranchController, ControlLaw, KLControl, KLTarget
 
 TARGETS = {
     "fairness": KLTarget(beta=0.1, low=0.02, high=0.06),
@@ -93,6 +93,21 @@ def test_the_bare_law_stays_less():
     means = [fmean(share for run in kept for share in run.values()) for kept in (bare, full)]
     print(f"\nmean share in band: bare law {means[0]:.3f}, as it is {means[1]:.3f}")
     assert means[1] > means[0] + 0.01
+
+
+@pytest.mark.parametrize("steps", [50, 150, 300])
+def test_a_slow_first_rise_costs_little_of_the_coefficient(steps):
+    """A small learning rate takes a KL to its band in hundreds of steps, with a coefficient that suits it."""
+    target = TARGETS["fairness"]
+    left = []
+    for seed in range(50):
+        rng = random.Random(seed)
+        branch = BranchController("fairness", target, ControlLaw(update_steps=WINDOW))
+        for step in range(steps):
+            branch.observe(target.low * step / steps * math.exp(rng.gauss(0, 0.15)), 1)
+        left.append(branch.beta / target.beta)
+    print(f"\n{steps} steps to the band: {min(left):.2f} to {max(left):.2f} of the coefficient left")
+    assert fmean(left) > 0.6
 
 
 @pytest.mark.parametrize(("drive", "bound"), [(1e6, 1), (1e-6, 0)], ids=["too strong", "too weak"])

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.controller import FAR, BranchController, ControlLaw, KLControl, KLTarget
+from salesrl_trl.kl.controller import FAR, RISE_PATIENCE, BranchController, ControlLaw, KLControl, KLTarget
 
 BARE = {"recentre": 0.0, "trend_windows": 0.0}
 TARGET = KLTarget(beta=0.1, low=0.02, high=0.08)  # centre sqrt(0.02 * 0.08) = 0.04, half-width ln(2)
@@ -33,6 +33,8 @@ def controller(target=TARGET, **law):
         ({"beta_min": 1.0, "beta_max": 0.5}, "Expected the first to be the lesser"),
         ({"beta_min": 0.2}, "Expected it between `beta_min` 0.2 and 10"),
         ({"beta_max": 0.05}, "Expected it between `beta_min` 0.001 and 0.05"),
+        ({"beta": "1e-3"}, "write 1.0e-3"),
+        ({"beta_max": 0.5}, "Without a band it stays"),
         ({"beta": 0.0, "low": 0.02, "high": 0.06}, "no factor can raise"),
         ({"beta": 0.0, "low": 0.02, "high": 0.06, "beta_max": 1.0}, "no factor can raise"),
     ],
@@ -47,7 +49,11 @@ def test_a_target_that_cannot_work_is_refused(settings, message):
     "settings",
     [
         {"update_steps": 0},
+        {"update_steps": 2.5},
         {"cooldown_steps": -1},
+        {"cooldown_steps": 0.5},
+        {"raise_factor": math.inf},
+        {"trend_windows": math.inf},
         {"raise_factor": 1.0},
         {"lower_factor": 0.0},
         {"lower_factor": 1.0},
@@ -64,7 +70,7 @@ def test_a_law_that_cannot_work_is_refused_by_its_setting(settings):
 
 def test_bounds_are_a_hundredth_and_a_hundred_times_the_first_coefficient_unless_given():
     assert KLTarget(beta=0.5).bounds == (0.005, 50.0)
-    assert KLTarget(beta=0.5, beta_min=0.1, beta_max=0.9).bounds == (0.1, 0.9)
+    assert KLTarget(beta=0.5, low=0.1, high=0.2, beta_min=0.1, beta_max=0.9).bounds == (0.1, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +146,25 @@ def test_a_fresh_policy_whose_kl_rises_from_nothing_keeps_its_coefficient():
     for kl in (0.0, 1e-4, 1e-3, 1e-2):  # each far below the band, and rising fast
         branch.observe(kl, 1)
     assert branch.beta == 0.1
+    for _ in range(RISE_PATIENCE - 1):
+        branch.observe(1e-2, 1)
+    assert branch.beta == 0.1
     branch.observe(1e-2, 1)  # it rises no more
     assert branch.beta == pytest.approx(0.085)
+
+
+def test_a_first_rise_ends_in_the_band():
+    branch = controller(trend_windows=2.0)
+    for kl in (1e-3, 0.03, 1e-2, 1e-2):  # below, inside, falling back below: d = -2, then it stays there
+        branch.observe(kl, 1)
+    assert branch.beta == pytest.approx(0.1 * 0.85**2)
+
+
+def test_a_negative_estimate_lies_in_a_band_without_a_lower_edge():
+    open_band = KLTarget(beta=0.1, low=0.0, high=0.1)
+    branch = controller(open_band)
+    assert branch.observe(-1e-6, 1) is None
+    assert branch.share_in_band == 1.0
 
 
 def test_a_window_is_the_token_mean_over_its_steps():

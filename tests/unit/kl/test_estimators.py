@@ -141,13 +141,13 @@ def test_a_clamp_of_0_is_trls_formula_bit_by_bit(importance):
         (-12.0, "k2", False, 70.0),  # 50 + 2 x 10
         (11.0, "k1", False, -11.0),  # -10 - 1
         (-500.0, "k1", False, 500.0),  # 10 + 490
-        # with a ratio in front, here 2, the line rises by the clamp
+        # with a ratio in front, here 2, the value is twice that; only its gradient is another
         (10.0, "k3", True, 44030.93159),  # 2 (e^10 - 11)
-        (11.0, "k3", True, 44050.93159),  # 2 (e^10 - 11 + 10)
-        (-11.0, "k3", True, 38.00009080),  # 2 (e^-10 + 9 + 10)
+        (11.0, "k3", True, 88081.86318),  # 2 (e^10 - 11 + e^10 - 1)
+        (-11.0, "k3", True, 20.0),  # 2 (e^-10 + 9 + 1 - e^-10)
         (11.0, "k2", True, 120.0),  # 2 (50 + 10)
-        (11.0, "k1", True, 0.0),  # 2 (-10 + 10)
-        (-11.0, "k1", True, 40.0),  # 2 (10 + 10)
+        (11.0, "k1", True, -22.0),  # 2 (-10 - 1)
+        (-11.0, "k1", True, 22.0),  # 2 (10 + 1)
     ],
 )
 def test_beyond_the_clamp_the_value_goes_on_as_a_straight_line(x, estimator, corrected, value):
@@ -230,10 +230,10 @@ def test_an_importance_ratio_beyond_the_clamp_weighs_but_is_no_longer_steered(x,
 
 def test_one_ratio_for_a_sequence_weighs_each_of_its_tokens():
     x = tensor(LN2, 0.0, 11.0)
-    # ratio 3: 3 (1 - ln 2), 0 and, beyond the clamp, 3 (e^10 - 11 + 10)
+    # ratio 3: 3 (1 - ln 2), 0 and, beyond the clamp, 3 (e^10 - 11 + e^10 - 1)
     value = penalty(x, tensor(math.log(3)), "k3", CLAMP)
     assert value.shape == (1, 3)
-    assert value[0].tolist() == pytest.approx([0.9205584, 0.0, 66076.397384], rel=1e-7)
+    assert value[0].tolist() == pytest.approx([0.9205584, 0.0, 132122.794769], rel=1e-7)
 
 
 @pytest.mark.parametrize("x", [CLAMP + 1, 500.0, -500.0])

@@ -50,13 +50,26 @@ def write_run(folder, kl):
     (folder / "held_out.json").write_text(json.dumps(evaluations))
 
 
-def test_a_finished_run_is_read_and_not_run_again(compare, tmp_path, capsys):
+def test_a_finished_run_is_read_and_not_run_again(compare, tmp_path, capsys, monkeypatch):
     band = '{"fairness": {"beta": 0.1, "low": 0.1, "high": 0.2}}'
-    for arm, kl in (("fixed", [0.5] * 8), ("controlled", [0.5, 9.0, 0.5, 0.5, 0.15, 0.15, 0.1, 0.5])):
-        (tmp_path / f"{arm}-1").mkdir()
-        write_run(tmp_path / f"{arm}-1", kl)
+    kl = {"fixed-1": [0.5] * 8, "controlled-1": [0.5, 9.0, 0.5, 0.5, 0.15, 0.15, 0.1, 0.5]}
+    launched = []
+
+    def launch(command, **_):
+        folder = Path(command[command.index("--output_dir") + 1])
+        launched.append((folder.name, command[command.index("--kl_control") + 1]))
+        folder.mkdir()
+        write_run(folder, kl[folder.name])
+
+    monkeypatch.setattr(compare.subprocess, "run", launch)
     plot = tmp_path / "kl.svg"
-    compare.main([str(tmp_path), "--seeds", "1", "--window", "2", "--branch_kl", band, "--plot", str(plot)])
+    arguments = [str(tmp_path), "--seeds", "1", "--window", "2", "--branch_kl", band]
+    compare.main(arguments)
+    capsys.readouterr()
+    compare.main([*arguments, "--plot", str(plot)])
+    assert launched == [("fixed-1", "false"), ("controlled-1", "true")]
+    with pytest.raises(SystemExit, match="a run with other settings"):
+        compare.main([*arguments, "--steps", "20"])
     told = capsys.readouterr().out.splitlines()
     # windows of two steps: 0.5, 0.5, 0.15, 0.3. The first 0.3 x 4, so one, is given to settling: one of three in band
     assert told[1].startswith("controlled seed 1: fairness 33% in band, beta 0.1 -> 0.8, reward 0.400 -> 0.400;")
