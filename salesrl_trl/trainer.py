@@ -100,6 +100,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._epoch = 0
         self._kl_sums: torch.Tensor | None = None  # (branches, len(SUMS)) since the last optimizer step, this rank's
         names = (*metric_names(args.branches), *self._report_names, *(kl_names(args.branches) if targets else ()))
+        if args.hybrid_reference_weight:
+            names = (*names, BASELINE_FALLBACK)
         self._means = {mode: Means(names) for mode in ("train", "eval")}
         self._bias = {mode: JudgeBias() for mode in ("train", "eval")}
         self._skipping = False

@@ -29,7 +29,7 @@ USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")
 CACHES = ("answers", "references")
 ALL_KL = "kl"
 BASELINE_FALLBACK = "failures/baseline_fallback"
-"""Share of groups whose baseline had no reference's reward in it."""
+"""Share of groups whose baseline had no reference's reward in it; only where it is to have one."""
 
 
 def reward_of(branch: str) -> str:
@@ -90,8 +90,8 @@ def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str
 def metric_names(branches: Sequence[str]) -> tuple[str, ...]:
     """Every name that comes from rewards, in a fixed order: the same keys on every rank at every step."""
     per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
-    return (*per_branch, *(fraction_of(outcome) for outcome in OUTCOMES), REFERENCE_MISSING, BASELINE_FALLBACK,
-            SKIPPED_UPDATE, REWARD_SECONDS, JUDGE_SECONDS)  # fmt: skip
+    return (*per_branch, *(fraction_of(outcome) for outcome in OUTCOMES), REFERENCE_MISSING, SKIPPED_UPDATE,
+            REWARD_SECONDS, JUDGE_SECONDS)  # fmt: skip
 
 
 class Means:
