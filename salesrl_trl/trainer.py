@@ -54,7 +54,7 @@ _UNSCORABLE_WARNING = LeaveOut("All reward functions returned None")
 _UPSTREAM_LOGGER = logging.getLogger("trl.trainer.grpo_trainer")
 
 KL_STATE_NAME = "kl_control.json"
-"""In every checkpoint: coefficients, windows under way, shares of steps in band."""
+"""In every checkpoint that holds an optimizer: coefficients, windows under way, shares of steps in band."""
 
 _LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
@@ -163,11 +163,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         mode = "train" if self.model.training else "eval"
         means = self._means[mode]
-        branches = self.args.branches
-        branch_ids = [branches.index(self._reward.branch_of(example["row"])) for example in inputs]
-        table = encode(self._reward.last, branch_ids).to(self.accelerator.device)  # (B, 5)
+        table = encode(self._reward.last, self._branch_ids(inputs)).to(self.accelerator.device)  # (B, 5)
         self._scored = gather(table).cpu()  # (world size x B, 5)
-        add_rewards(means, self._scored, branches)
+        add_rewards(means, self._scored, self.args.branches)
         reasons = [reward.reason for reward in self._reward.last if reward.outcome is not Outcome.OK]
         self.failures.update(gather_object(reasons))
         report = encode_report(self._reward.take_report()).to(self.accelerator.device)  # (1, columns)
@@ -180,6 +178,9 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._log_components()
         return rewards_per_func
 
+    def _branch_ids(self, inputs: list[dict[str, Any]]) -> list[int]:
+        return [self.args.branches.index(self._reward.branch_of(example["row"])) for example in inputs]
+
     def _log_components(self) -> None:
         """What each reward was made of, beside TRL's table of completions."""
         rewards = self._reward.last
@@ -191,8 +192,8 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
         self._check_weights()
-        branches = [self.args.branches.index(self._reward.branch_of(example["row"])) for example in inputs]
-        output["branch_ids"] = torch.tensor(branches).to(self.accelerator.device, non_blocking=True)  # (B,)
+        branch_ids = torch.tensor(self._branch_ids(inputs))  # (B,)
+        output["branch_ids"] = branch_ids.to(self.accelerator.device, non_blocking=True)
         if self.args.hybrid_reference_weight and self.model.training:
             output["advantages"] = self._hybrid_advantages(len(inputs))
         if self._skipping and self.model.training:

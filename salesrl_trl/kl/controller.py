@@ -278,12 +278,12 @@ class BranchController:
 
     def _first_rise(self, kl: float) -> bool:
         """Whether the KL of a policy that started at its reference is still on its way up to the band."""
-        if self._rising and kl > self._highest:
-            self._highest, self._since_highest = kl, 0
-        else:
-            self._since_highest += 1
+        if not self._rising:
+            return False
+        self._since_highest = 0 if kl > self._highest else self._since_highest + 1
+        self._highest = max(self._highest, kl)
         below = not self.target.contains(kl) and self.target.distance(kl) < 0
-        self._rising = self._rising and below and self._since_highest < RISE_PATIENCE
+        self._rising = below and self._since_highest < RISE_PATIENCE
         return self._rising
 
     _STATE = ("_kl_sum", "_tokens", "_steps", "_cooldown", "_previous", "_rising", "_highest", "_since_highest",

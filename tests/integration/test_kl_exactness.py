@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 from peft import LoraConfig
+from support.keyed import make_tiny_policy
 from support.loopback import ACTION, build_reward
 from support.scripted import ScriptedTrainer, ScriptedUpstream, default_rows, settings
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.policy import build_tokenizer
 
 BETA = 0.5
 BETAS = (0.25, 1.5)
@@ -123,26 +123,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def make_random_policy(path, vocab_size=None):
-    """A model with random weights, and its tokenizer."""
-    tokenizer = build_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocab_size or len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+def make_random_policy(path, **shape):
+    """Two layers, so that a gradient goes through one."""
+    return make_tiny_policy(path, hidden_size=64, intermediate_size=96, num_hidden_layers=2, **shape)
 
 
 def build(kind, path, reward, output_dir, lora=False, **given):
@@ -224,7 +207,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """A pair that trains all weights, and one that trains an adapter."""
-    path = make_random_policy(tmp_path_factory.mktemp("small"), VOCAB_SIZE)
+    path = make_random_policy(tmp_path_factory.mktemp("small"), vocab_size=VOCAB_SIZE)
     built = {name: Pair(path, tmp_path_factory.mktemp(name), lora=name == "lora") for name in ("full", "lora")}
     yield built
     for pair in built.values():

@@ -104,25 +104,26 @@ class StopAt(TrainerCallback):
         control.should_save = control.should_training_stop = state.global_step == self.step
 
 
-def make_tiny_policy(path):
-    """The smallest policy with everything: random weights, one layer."""
+def make_tiny_policy(path, **shape):
+    """The smallest policy with everything: random weights, one layer unless `shape` says otherwise."""
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    defaults = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    Qwen2ForCausalLM(Qwen2Config(**{**defaults, **shape})).save_pretrained(path)
     tokenizer.save_pretrained(path)
+    return path
 
 
 def keyed_rows(branches):
