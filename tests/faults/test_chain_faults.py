@@ -1,16 +1,22 @@
 """The whole chain under load and under faults: figures of docs/EXPERIMENTS.md."""
 
 import asyncio
+import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import aiohttp
 import pytest
 from faults.fault_server import seconds_of
 from support.loopback import action, build_reward, row, score_batch
 
 from salesrl_trl.hostmem import collect_as_usual, collect_seldom
 from salesrl_trl.types import Outcome
+
+MOST_TIMES_BARE = 3.5
+"""CPU of a call over that of aiohttp alone. The target of 0.5 ms was set where aiohttp alone takes 0.13 to 0.14 ms; one
+machine's own speed moves both by half from minute to minute, their ratio (2.4 to 2.8) much less."""
 
 
 @pytest.fixture
@@ -48,13 +54,15 @@ def test_everything_dead_is_missing_with_a_reason_and_soon(dead_url):
 
 
 def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault):
-    """Three batches: one that opens its connections, a dense one for the CPU's share, and one of real latencies.
+    """A batch that opens its connections, dense ones for the CPU's share, and one of real latencies.
 
-    CPU is judged by the dense one. Where answers come one by one over many seconds, waking up for each is what costs:
-    on two cores bare aiohttp, without any of this package, then takes 0.6 ms a call.
+    CPU is judged by the dense ones, against a bare aiohttp session that makes the same calls of the same server in
+    turn with them: a machine twice as slow is so for both. Where answers come one by one over many seconds, waking up
+    for each is what costs: on two cores bare aiohttp then takes 0.6 ms a call.
     """
     medians, sigma = {"8b": 5.6, "32b": 2.0, "completions": 3.2}, 0.3
-    server = fault("latency", seconds=medians, sigma=sigma, quick=2125 + 2000)
+    rounds = 3
+    server = fault("latency", seconds=medians, sigma=sigma, quick=2125 + rounds * 2 * 2000)
     limits = {"max_concurrency": 1000, "initial_concurrency": 1000, "hedge_fraction": 0.0}
     rows = [row(f"r{index}", message_id=f"m{index}") for index in range(125)]
     reward = build_reward(server.url, rows, timeout_s=60.0, deadline_s=60.0, limits=limits)
@@ -80,25 +88,45 @@ def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault):
         sent = {name: each["sent"] for name, each in reward.take_report().traffic.items()}
         return seconds, 1000 * cpu / sum(sent.values()), sent
 
-    async def all_three():
-        results = [await measured(kind) for kind in ("fresh", "dense", "real")]
+    async def bare(session, kind):
+        """CPU of the same 2,000 calls through nothing but aiohttp, in ms a call."""
+        completions = batch(kind)["completions"]
+
+        async def chain(completion):
+            for path in ("/v1/rag/8b", "/v1/chat/completions"):
+                async with session.post(server.url + path, data=json.dumps({"context": completion})) as response:
+                    assert response.status == 200
+                    json.loads(await response.read())
+
+        cpu = time.process_time()
+        await asyncio.gather(*map(chain, completions))
+        return 1000 * (time.process_time() - cpu) / (2 * len(completions))
+
+    async def all_of_them():
+        fresh = await measured("fresh")
+        dense, alone = [], []
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            for index in range(rounds):
+                alone.append(await bare(session, f"bare {index}"))
+                dense.append((await measured(f"dense {index}"))[1])
+        real = await measured("real")
         await reward.aclose()
-        return results
+        return fresh, min(dense), min(alone), real
 
     collect_seldom()
     try:
-        (_, fresh_ms, fresh_sent), (_, dense_ms, _), (seconds, sparse_ms, sent) = asyncio.run(all_three())
+        (_, fresh_ms, fresh_sent), dense_ms, bare_ms, (seconds, sparse_ms, sent) = asyncio.run(all_of_them())
     finally:
         collect_as_usual()
     print(
         f"1,000 chains of 5.6 s + 3.2 s: {seconds:.2f} s, {seconds / slowest:.3f} of the slowest one's {slowest:.2f} "
-        f"s; CPU a call {dense_ms:.3f} ms in a dense batch, {fresh_ms:.3f} ms where every call opens a connection, "
-        f"{sparse_ms:.3f} ms where answers trickle in over {seconds:.0f} s"
+        f"s; CPU a call {dense_ms:.3f} ms in a dense batch ({bare_ms:.3f} ms by aiohttp alone), {fresh_ms:.3f} ms "
+        f"where every call opens a connection, {sparse_ms:.3f} ms where answers trickle in over {seconds:.0f} s"
     )
     assert fresh_sent == {"rag_8b": 1000, "rag_32b": 125, "judge": 1000}
     assert sent == {"rag_8b": 1000, "rag_32b": 0, "judge": 1000}
     assert seconds <= 1.05 * slowest
-    assert dense_ms < 0.5
+    assert dense_ms < MOST_TIMES_BARE * bare_ms
 
 
 def test_a_warm_up_ends_with_the_deadline(fault):
