@@ -15,7 +15,7 @@ from salesrl_trl.hostmem import collect_as_usual, collect_seldom
 from salesrl_trl.types import Outcome
 
 MOST_TIMES_BARE = 3.5
-"""CPU of a call over that of aiohttp alone. The target of 0.5 ms was set where aiohttp alone takes 0.13 to 0.14 ms. The
+"""CPU of a call over that of aiohttp alone. The target of 0.5 ms was set where aiohttp alone takes 0.13 to 0.14 ms. A
 machine's own speed moves both by half from minute to minute, their ratio (2.4 to 2.8) much less."""
 
 
