@@ -1,6 +1,7 @@
 """What a person reads while a run goes on.
 
-Owns the line per step and its wording. Figures come from the trainer's log; nothing is measured here but elapsed time.
+Owns the line per step and its wording, and TensorBoard's layout. Figures come from the trainer's log; nothing is
+measured here but elapsed time.
 """
 
 import json
@@ -13,7 +14,11 @@ from typing import Any
 
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
+from salesrl_trl.kl.controller import KLTarget
+from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.layout import custom_scalars
 from salesrl_trl.telemetry.metrics import JUDGE_SECONDS, REWARD_SECONDS, fraction_of, reward_of, usage_of
 from salesrl_trl.types import Outcome
 
@@ -37,9 +42,13 @@ class StepLine(TrainerCallback):
         self._providers = providers
         self._failures = failures
         self._started = self._last = time.perf_counter()
+        self._first_step = self._last_step = 0
+        self._evaluating = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._started = self._last = time.perf_counter()
+        self._first_step = self._last_step = state.global_step
+        self._evaluating = 0.0
 
     def on_log(
         self,
@@ -52,10 +61,16 @@ class StepLine(TrainerCallback):
         if not state.is_world_process_zero or logs is None or "reward" not in logs:
             return
         now = time.perf_counter()
-        line = step_line(state.global_step, state.max_steps, logs, self._branches, self._failures, now - self._last)
-        logger.info(f"{line} | elapsed {now - self._started:.0f} s")
-        logger.info(judge_line(state.global_step, logs, self._providers))
-        self._last = now
+        step, elapsed = state.global_step, now - self._started
+        seconds = (now - self._last) / max(step - self._last_step, 1)
+        # evaluations are few and far between: the average is of training, and so is what it promises
+        self._evaluating += (logs.get(perf.time_of(perf.EVALUATION)) or 0.0) * (step - self._last_step)
+        average = (elapsed - self._evaluating) / max(step - self._first_step, 1)
+        line = step_line(step, state.max_steps, logs, self._branches, self._failures, seconds)
+        progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
+        logger.info(" | ".join(part for part in (line, progress, shares(logs)) if part))
+        logger.info(judge_line(step, logs, self._providers))
+        self._last, self._last_step = now, step
 
 
 def step_line(
@@ -77,6 +92,27 @@ def step_line(
     )
 
 
+SHOWN_SHARE = 0.01
+"""Phases with less of a step are not worth a place in the line."""
+
+
+def shares(logs: Mapping[str, Any]) -> str:
+    """`reward_wait 78%, generation 14%, backward 5%`: of the step's wall time, largest first; empty where it was not
+    measured."""
+    wall = logs.get(perf.STEP_SECONDS)
+    if not wall:
+        return ""
+    parts = sorted(((logs.get(perf.time_of(phase)) or 0.0) / wall, phase) for phase in perf.PHASES)
+    return ", ".join(f"{phase} {share:.0%}" for share, phase in reversed(parts) if share >= SHOWN_SHARE)
+
+
+def clock(seconds: float) -> str:
+    """`1:31` minutes and seconds, `2:01:31` with hours."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def judge_line(step: int, logs: Mapping[str, Any], providers: Sequence[str]) -> str:
     """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first verdict asked for to the last that
     came, and verdicts by provider, per generation batch."""
@@ -88,6 +124,29 @@ def judge_line(step: int, logs: Mapping[str, Any], providers: Sequence[str]) -> 
 def figure(value: Any) -> str:
     """A figure to two places, `n/a` where there is none."""
     return f"{value:.2f}" if isinstance(value, int | float) else "n/a"
+
+
+class ScalarLayout(TrainerCallback):
+    """Groups the figures under TensorBoard's "Custom Scalars" tab.
+
+    Args:
+        branches (`Sequence[str]`):
+            Branch names.
+        targets (`Mapping[str, KLTarget]`):
+            KL targets by branch, where there are any.
+        tensorboard (`TensorBoardCallback`):
+            Whose file the layout goes into.
+    """
+
+    def __init__(
+        self, branches: Sequence[str], targets: Mapping[str, KLTarget], tensorboard: TensorBoardCallback
+    ) -> None:
+        self._layout = custom_scalars(branches, [name for name, target in targets.items() if target.has_band])
+        self._tensorboard = tensorboard
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._tensorboard.tb_writer is not None:
+            self._tensorboard.tb_writer.add_custom_scalars(self._layout)
 
 
 class HeldOut(TrainerCallback):

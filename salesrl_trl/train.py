@@ -5,6 +5,7 @@ the model's path stops here, before any model is loaded, with one message and ex
 """
 
 import contextlib
+import dataclasses
 import difflib
 import logging
 import sys
@@ -21,18 +22,22 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PrinterCallback
+from transformers.integrations import TensorBoardCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from salesrl_trl.assembly import RewardParts, build_reward, prepare_reward
-from salesrl_trl.callbacks import HeldOut, StepLine
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, WarmStartConfig
+from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.data.sources import build_dataset, is_file, load_rows
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.hostmem import collect_seldom, keep_freed_memory
 from salesrl_trl.policy import PROMPT_STYLE, cached_policy
 from salesrl_trl.preflight import check_model
+from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.services.launcher import EmbeddedServices
+from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import LeaveOut
 from salesrl_trl.types import SalesRow
 
@@ -53,6 +58,7 @@ class RunConfig:
     data: DataConfig
     reward: RewardConfig
     warm_start: WarmStartConfig
+    telemetry: TelemetryConfig
     training: SalesGRPOConfig
     model: ModelConfig
 
@@ -88,7 +94,7 @@ def parse(argv: Sequence[str], default_config: Path) -> RunConfig:
     argv = list(argv)
     if "--config" not in argv:
         argv = ["--config", str(default_config), *argv]
-    parser = _Parser((DataConfig, RewardConfig, WarmStartConfig, SalesGRPOConfig, ModelConfig), allow_abbrev=False)
+    parser = _Parser(tuple(field.type for field in dataclasses.fields(RunConfig)), allow_abbrev=False)
     if argv[-1] == "--config":
         raise ConfigError("`--config` has no file behind it. Expected a recipe's YAML.")
     _check_keys(Path(argv[argv.index("--config") + 1]), {action.dest for action in parser._actions})
@@ -120,6 +126,7 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Look at everything that can be looked at without a model. Raises `SalesRLError`."""
     data, branches = config.data, config.training.branches
+    config.telemetry.check_branches(branches)
     if config.training.n_gpu > 1:
         raise ConfigError(
             f"one process sees {config.training.n_gpu} GPUs. Expected one GPU for each process: transformers would "
@@ -144,7 +151,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 def _eval_rows(config: RunConfig) -> list[SalesRow]:
     data, training = config.data, config.training
-    if not training.held_out_eval and training.eval_strategy == "no":
+    if not training.held_out_eval and training.eval_strategy == "no" and not config.telemetry.quick_eval_steps:
         return []
     if data.eval_dataset is None and is_file(data.dataset):
         raise ConfigError(
@@ -202,40 +209,73 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
         process_index=config.training.process_index,
     )
     held_out = HeldOut(config.training.branches)
-    trainer = _build_trainer(config, prepared, reward, held_out)
-    collect_seldom()
-    if config.reward.warm_up_services:
-        trainer.warm_up()
-    trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
-    trainer.save_model(config.training.output_dir)
-    if config.training.held_out_eval:
-        trainer.evaluate()
-        held_out.conclude(Path(config.training.output_dir))
-    trainer.finish()
+    instruments = _instruments(config, reward)
+    try:
+        instruments.start(PartialState().is_main_process)
+        trainer = _build_trainer(config, prepared, reward, held_out, instruments)
+        collect_seldom()
+        if config.reward.warm_up_services:
+            with instruments.timeline.phase("warm_up"):
+                trainer.warm_up()
+        trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
+        with instruments.timeline.phase(perf.CHECKPOINT):
+            trainer.save_model(config.training.output_dir)
+        if config.training.held_out_eval:
+            trainer.evaluate()
+            held_out.conclude(Path(config.training.output_dir))
+        trainer.finish()
+    finally:
+        instruments.close()
+
+
+def _instruments(config: RunConfig, reward: SalesReward) -> Instruments:
+    telemetry = config.telemetry
+    settings = InstrumentSettings(
+        enabled=telemetry.timing,
+        perf_steps=telemetry.perf_logging_steps,
+        trace_steps=telemetry.traced_steps(),
+        trace_bytes=int(telemetry.trace_max_mb * 1e6),
+        heartbeat_s=telemetry.heartbeat_s,
+        peak_flops=None if telemetry.peak_tflops is None else telemetry.peak_tflops * 1e12,
+    )
+    instruments = Instruments(settings, config.training.device, Path(config.training.output_dir))
+    instruments.details[perf.REWARD_WAIT] = reward.status
+    return instruments
 
 
 def _build_trainer(
-    config: RunConfig, prepared: Prepared, reward: SalesReward, held_out: HeldOut
+    config: RunConfig, prepared: Prepared, reward: SalesReward, held_out: HeldOut, instruments: Instruments
 ) -> "SalesGRPOTrainer":
-    from salesrl_trl.trainer import SalesGRPOTrainer  # brings vLLM: bad input is told without waiting for it
+    phase, telemetry = instruments.timeline.phase, config.telemetry
+    with phase("policy"):
+        from salesrl_trl.trainer import SalesGRPOTrainer  # brings vLLM: bad input is told without waiting for it
 
-    path = config.model.model_name_or_path
-    if path is None:
-        path = str(cached_policy(config.warm_start.warm_start_steps, config.warm_start.warm_start_seed))
-    trainer = SalesGRPOTrainer(
-        _load_model(path, config.model, config.training.trust_remote_code),
-        reward,
-        config.training,
-        train_dataset=build_dataset(prepared.train_rows, config.data.prompt_style),
-        eval_dataset=_eval_dataset(prepared, config.data.prompt_style),
-        processing_class=AutoTokenizer.from_pretrained(
-            path, revision=config.model.model_revision, trust_remote_code=config.training.trust_remote_code
-        ),
-        peft_config=get_peft_config(config.model),
-        callbacks=[held_out],
-    )
+        path = config.model.model_name_or_path
+        if path is None:
+            path = str(cached_policy(config.warm_start.warm_start_steps, config.warm_start.warm_start_seed))
+        model = _load_model(path, config.model, config.training.trust_remote_code)
+    with phase("engine"):
+        trainer = SalesGRPOTrainer(
+            model,
+            reward,
+            config.training,
+            instruments=instruments,
+            quick_eval=QuickEvalSettings(
+                steps=telemetry.quick_eval_steps, rows=telemetry.quick_eval_rows, best=telemetry.quick_eval_best
+            ),
+            train_dataset=build_dataset(prepared.train_rows, config.data.prompt_style),
+            eval_dataset=_eval_dataset(prepared, config.data.prompt_style),
+            processing_class=AutoTokenizer.from_pretrained(
+                path, revision=config.model.model_revision, trust_remote_code=config.training.trust_remote_code
+            ),
+            peft_config=get_peft_config(config.model),
+            callbacks=[held_out],
+        )
     trainer.remove_callback(PrinterCallback)  # a page of figures a step; StepLine says what matters, TensorBoard all
     trainer.add_callback(StepLine(config.training.branches, reward.provider_names, trainer.failures))
+    for callback in list(trainer.callback_handler.callbacks):
+        if isinstance(callback, TensorBoardCallback):  # before ours, so that its file is open
+            trainer.add_callback(ScalarLayout(config.training.branches, config.training.kl_targets(), callback))
     return trainer
 
 

@@ -5,18 +5,22 @@ Owns the wiring between TRL and this package and no arithmetic of its own.
 
 import asyncio
 import contextlib
+import copy
+import functools
 import json
 import logging
 import math
-from collections import Counter
-from collections.abc import Iterator
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather, gather_object
+from accelerate.utils import broadcast_object_list, gather, gather_object
 from datasets import Dataset
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
@@ -26,12 +30,27 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable, TooFewRewardsError, WeightSyncError
 from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.controller import KLControl
+from salesrl_trl.kl.estimators import penalty
 from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.quick_eval import (
+    BEST_NAME,
+    COLUMNS,
+    OVERALL,
+    RECORD_NAME,
+    QuickEvalHistory,
+    QuickEvalSettings,
+    QuickEvaluation,
+    evaluation_of,
+    spread,
+)
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.sampling import OrderByEpoch
+from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import LeaveOut
 from salesrl_trl.telemetry.metrics import (
     BASELINE_FALLBACK,
+    FAILURE_REASONS,
     SKIPPED_UPDATE,
     JudgeBias,
     Means,
@@ -42,6 +61,7 @@ from salesrl_trl.telemetry.metrics import (
     encode_report,
     kl_names,
     metric_names,
+    quick_of,
     report_names,
 )
 from salesrl_trl.types import Outcome
@@ -74,6 +94,9 @@ class SalesGRPOTrainer(GRPOTrainer):
     - `_get_per_token_logps_and_entropies`: hands that penalty the policy's log-probs;
     - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: the coefficients' state goes along;
     - `log`: adds the package's metrics, under the same keys at every step;
+    - `_maybe_log_save_evaluate`: a quick evaluation after it, where one is due;
+    - `get_batch_samples`, `_generate`, `training_step`, `evaluate`, `_save_checkpoint`, and those above: tell the
+      instruments which phase of a step it is; so do vLLM's weight push and accelerate's `backward`;
     - `warm_up` and `finish`, which TRL does not have, ask every service once and close the connections;
     - `train`: raises `TooFewRewardsError` when that is why training stopped.
 
@@ -84,15 +107,36 @@ class SalesGRPOTrainer(GRPOTrainer):
             The reward chain.
         args (`SalesGRPOConfig`):
             Settings.
+        instruments (`Instruments`, *optional*):
+            What is measured of the run. Phases only, without a trace and heartbeats, when not given.
+        quick_eval (`QuickEvalSettings`, *optional*):
+            Greedy evaluations every few steps on a sample of `eval_dataset`. None when not given.
         kwargs:
             `GRPOTrainer`'s own. The datasets hold the columns `prompt` and `row`.
     """
 
     args: SalesGRPOConfig
     beta: float | BranchPenalty
+    num_generations_eval: int
+    _logs: dict[str, Any]
 
-    def __init__(self, model: PreTrainedModel, reward: SalesReward, args: SalesGRPOConfig, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        reward: SalesReward,
+        args: SalesGRPOConfig,
+        instruments: Instruments | None = None,
+        quick_eval: QuickEvalSettings | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._reward = reward
+        self._instruments = instruments or Instruments(
+            InstrumentSettings(heartbeat_s=0.0), args.device, Path(args.output_dir)
+        )
+        self._timeline = self._instruments.timeline
+        self._quick_eval = quick_eval or QuickEvalSettings()
+        self._quick_history = QuickEvalHistory(Path(args.output_dir, RECORD_NAME), self._quick_eval.best)
+        self._tuner: BaseTunerLayer | None = None
         self._report_names = report_names(reward.provider_names, reward.service_names)
         targets = args.kl_targets()
         self._kl = KLControl(targets, args.kl_law()) if targets else None
@@ -110,10 +154,17 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._weights_checked = False
         self.failures: Counter[str] = Counter()
         """Reason code to count over the current logging interval, on all ranks."""
+        self._reasons: dict[str, set[str]] = {"train": set(), "eval": set()}  # every reason seen so far
         _UPSTREAM_LOGGER.addFilter(_UNSCORABLE_WARNING)  # once: a logger takes the same filter no second time
         with vllm_engine_options(_engine_options(model, args)), _reference_wanted(args, bool(targets)):
             super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
         self.add_callback(_SkipAndStop(self))
+        self.add_callback(_Steps(self))
+        self._tuner = next((each for each in self.model.modules() if isinstance(each, BaseTunerLayer)), None)
+        self.accelerator.backward = self._phased(perf.BACKWARD, self.accelerator.backward)
+        if self.use_vllm:
+            self.vllm_generation.sync_weights = self._phased(perf.WEIGHT_PUSH, self.vllm_generation.sync_weights)
+        self._quick_rows = self._quick_sample()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`.
@@ -123,7 +174,12 @@ class SalesGRPOTrainer(GRPOTrainer):
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
         self._kl_sums = None  # an earlier run may have ended inside an accumulation window
-        output = super().train(*args, **kwargs)
+        self._instruments.start(self.accelerator.is_main_process)
+        try:
+            output = super().train(*args, **kwargs)
+        except BaseException:
+            self._instruments.close(self.accelerator)  # what was measured of the step that failed is not lost
+            raise
         if self._stop_reason is not None:
             raise TooFewRewardsError(self._stop_reason)
         return output
@@ -149,8 +205,42 @@ class SalesGRPOTrainer(GRPOTrainer):
             )
 
     def finish(self) -> None:
-        """Close the reward's connections, on the event loop they belong to. The trainer can't score after this."""
+        """Close the reward's connections, on the event loop they belong to, and the instruments. The trainer can't
+        score after this."""
         asyncio.run_coroutine_threadsafe(self._reward.aclose(), self.async_loop).result()
+        self._instruments.close(self.accelerator)
+
+    def _phased(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as a phase of the step."""
+
+        @functools.wraps(function)
+        def phased(*args: Any, **kwargs: Any) -> Any:
+            with self._timeline.phase(name):
+                return function(*args, **kwargs)
+
+        return phased
+
+    def get_batch_samples(self, *args, **kwargs):
+        with self._timeline.phase(perf.DATA_LOADING):
+            return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:  # what comes until the step's end: clipping, the optimizer, the schedule
+            self._timeline.begin(perf.OPTIMIZER)
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._timeline.phase(perf.EVALUATION):
+            return super().evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, *args, **kwargs):
+        with self._timeline.phase(perf.CHECKPOINT):
+            return super()._save_checkpoint(*args, **kwargs)
+
+    def _generate(self, prompts):
+        with self._timeline.phase(perf.GENERATION):
+            return super()._generate(prompts)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
         return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self._epoch)
@@ -160,17 +250,22 @@ class SalesGRPOTrainer(GRPOTrainer):
         return super()._run_epoch(*args, epoch=epoch, **kwargs)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        with self._timeline.phase(perf.REWARD_WAIT):
+            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._timeline.begin(perf.ADVANTAGES)
+        self._completion_ids = completion_ids_list
         mode = "train" if self.model.training else "eval"
         means = self._means[mode]
-        table = encode(self._reward.last, self._branch_ids(inputs)).to(self.accelerator.device)  # (B, 5)
-        self._scored = gather(table).cpu()  # (world size x B, 5)
+        table = encode(self._reward.last, self._branch_ids(inputs)).to(self.accelerator.device)  # (B, columns)
+        self._scored = gather(table).cpu()  # (world size x B, columns)
         add_rewards(means, self._scored, self.args.branches)
         reasons = [reward.reason for reward in self._reward.last if reward.outcome is not Outcome.OK]
         self.failures.update(gather_object(reasons))
-        report = encode_report(self._reward.take_report()).to(self.accelerator.device)  # (1, columns)
-        add_report(means, self._bias[mode], gather(report).cpu(), self._report_names)
+        report = self._reward.take_report()
+        encoded = encode_report(report).to(self.accelerator.device)  # (1, columns)
+        add_report(means, self._bias[mode], gather(encoded).cpu(), self._report_names)
         if mode == "train":
+            self._instruments.see_rewards(report)
             scored = ~torch.isnan(rewards_per_func).all(dim=1)  # (world size x B,), the same on every rank
             self._decide(scored.float().mean().item())
         means.add(SKIPPED_UPDATE, float(self._skipping and mode == "train"), 1)
@@ -200,11 +295,12 @@ class SalesGRPOTrainer(GRPOTrainer):
             # No token counts: the loss and its gradient are zero under every normaliser.
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
+        self._timeline.end(perf.ADVANTAGES)
         return output
 
     def _hybrid_advantages(self, size: int) -> torch.Tensor:
         """This rank's advantages against the hybrid baseline, shape (size,), in place of TRL's also in its table."""
-        _, _, values, _, references = self._scored.to(torch.float32).unbind(dim=1)  # each (world size x B,)
+        values, references = self._scored.to(torch.float32)[:, [2, 4]].unbind(dim=1)  # each (world size x B,)
         weight = self.reward_weights[0].item()
         advantages, missing = hybrid_advantages(
             values * weight,
@@ -221,6 +317,12 @@ class SalesGRPOTrainer(GRPOTrainer):
         return advantages[first : first + size].to(self.accelerator.device)
 
     def _compute_loss(self, model, inputs):
+        if self.model.training:
+            self._instruments.see_batch(inputs["prompt_mask"], inputs["completion_mask"])
+        with self._timeline.phase(perf.FORWARD):
+            return self._loss_with_branch_kl(model, inputs)
+
+    def _loss_with_branch_kl(self, model, inputs):
         if self._kl is None:
             return super()._compute_loss(model, inputs)
         betas = self._kl.betas
@@ -238,11 +340,20 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._follow_kl(self._kl, totals, betas)
         return loss
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         if isinstance(self.beta, BranchPenalty):
-            logps = self.beta.see(logps)
-        return logps, *others
+            logps, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            return self.beta.see(logps), *others
+        if torch.is_grad_enabled():
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        with self._timeline.phase(perf.REFERENCE_LOGPROBS if self._is_reference(model) else perf.OLD_LOGPROBS):
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+    def _is_reference(self, model) -> bool:
+        """Whether `model` stands for the reference policy now: TRL's own copy, or the policy without its adapter."""
+        if self._tuner is None:
+            return model is self.ref_model
+        return self._tuner.disable_adapters or "ref" in self._tuner.active_adapters
 
     def _follow_kl(self, control: KLControl, totals: list[list[float]], betas: list[float]) -> None:
         """One optimizer step's KL over all ranks: the coefficients of the next one, and metrics."""
@@ -282,10 +393,138 @@ class SalesGRPOTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
         if self._metrics[mode]:  # transformers also logs summaries, at which nothing was measured
-            for name, value in {**self._means[mode].flush(), **self._bias[mode].flush()}.items():
+            figures = {**self._means[mode].flush(), **self._bias[mode].flush()}
+            if mode == "train":
+                figures |= self._instruments.figures(self.accelerator)
+            self._reasons[mode] |= set(self.failures)
+            figures |= {f"{FAILURE_REASONS}/{reason}": self.failures[reason] for reason in self._reasons[mode]}
+            for name, value in figures.items():
                 self._metrics[mode][name] = [value]
         super().log(logs, start_time)
         self.failures.clear()
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._quick_eval.steps and self.state.global_step % self._quick_eval.steps == 0:
+            self._evaluate_quickly()
+
+    def _quick_sample(self) -> list[dict[str, Any]]:
+        """This rank's part of the rows of a quick evaluation; the same all through the run."""
+        if not self._quick_eval.steps:
+            return []
+        if not isinstance(self.eval_dataset, Dataset):
+            raise ConfigError(
+                f"a quick evaluation takes its rows from `eval_dataset`, which is {type(self.eval_dataset).__name__}. "
+                "Expected a dataset. Give one, or set `quick_eval_steps: 0`."
+            )
+        processes, index = self.accelerator.num_processes, self.accelerator.process_index
+        branch_ids = [self.args.branches.index(self._reward.branch_of(row)) for row in self.eval_dataset["row"]]
+        chosen = spread(branch_ids, self._quick_eval.rows, len(self.args.branches), processes)
+        if not chosen:
+            raise ConfigError(
+                f"a quick evaluation of {self._quick_eval.rows} rows ({len(branch_ids)} held out) leaves none for "
+                f"some of {processes} processes. Expected at least one each: raise `quick_eval_rows`."
+            )
+        return [self.eval_dataset[place] for place in chosen[index::processes]]
+
+    def _evaluate_quickly(self) -> None:
+        """Answer the sample greedily; tell, record, and keep the policy if it is the best so far."""
+        started = time.perf_counter()
+        with self._timeline.phase(perf.EVALUATION):
+            table = gather(self._quick_table()).cpu()  # (world size x rows, columns)
+        betas = {} if self._kl is None else dict(zip(self.args.branches, self._kl.betas, strict=True))
+        step, seconds = self.state.global_step, time.perf_counter() - started
+        evaluation = evaluation_of(table, self.args.branches, betas, step, seconds)
+        is_best = self._quick_history.add(evaluation)
+        if self.accelerator.is_main_process:
+            self._quick_history.write()
+            _PLAIN_LOGGER.info(evaluation.line())
+            _PLAIN_LOGGER.info(self._quick_history.front_line())
+        super(GRPOTrainer, self).log(_quick_metrics(evaluation))
+        if is_best:
+            folder = Path(self.args.output_dir, BEST_NAME)
+            with self._timeline.phase(perf.CHECKPOINT):
+                self.save_model(str(folder))
+            if self.accelerator.is_main_process:
+                score = evaluation.score(self._quick_eval.best or OVERALL)
+                _PLAIN_LOGGER.info(f"[Best@{step}] {self._quick_eval.best} {score:.3f}, saved in {folder}")
+
+    def _quick_table(self) -> torch.Tensor:
+        """This rank's rows of the table of a quick evaluation, shape (rows, len(`COLUMNS`)), float64."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with self._greedily(), self._set_aside():
+                output = self._generate_and_score_completions([dict(row) for row in self._quick_rows])
+                kl, tokens = self._greedy_kl(output)  # each (rows,)
+                rewards, lengths = self._reward.last, [len(ids) for ids in self._completion_ids]
+                ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+                truncated = [float(not ids or ids[-1] not in ends) for ids in self._completion_ids]
+        finally:
+            self.model.train(was_training)
+        values = [math.nan if reward.value is None else reward.value for reward in rewards]
+        columns = (self._branch_ids(self._quick_rows), values, truncated, lengths)
+        table = torch.tensor(list(zip(*columns, strict=True)), dtype=torch.float64)  # (rows, 4)
+        return torch.cat((table.to(kl.device), torch.stack((kl, tokens), dim=1)), dim=1).reshape(-1, len(COLUMNS))
+
+    def _greedy_kl(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the KL and number of tokens of each completion, both shape (rows,), float64; NaN and 0 without a
+        reference policy."""
+        mask = output["completion_mask"].bool()  # (rows, T)
+        reference = output.get("ref_per_token_logps")
+        if reference is None:
+            nothing = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
+            return nothing * math.nan, nothing
+        logps = output.get("old_per_token_logps")
+        if logps is None:
+            ids = torch.cat((output["prompt_ids"], output["completion_ids"]), dim=1)
+            attended = torch.cat((output["prompt_mask"], output["completion_mask"]), dim=1)
+            with torch.no_grad():
+                logps, *_ = self._get_per_token_logps_and_entropies(
+                    self.model, ids, attended, mask.size(1), batch_size=self.args.per_device_eval_batch_size
+                )
+        log_ratio = torch.where(mask, (reference - logps).double(), 0.0)  # (rows, T)
+        settings = self.args.kl_penalty()
+        kl = penalty(log_ratio, None, settings.estimator, settings.clamp)
+        return torch.where(mask, kl, 0.0).sum(dim=1), mask.sum(dim=1).double()
+
+    @contextlib.contextmanager
+    def _greedily(self) -> Iterator[None]:
+        """Each prompt once, and always the likeliest token."""
+        generations, self.num_generations_eval = self.num_generations_eval, 1
+        owner = self.vllm_generation if self.use_vllm else self.generation_config
+        names = ("temperature", "generation_kwargs") if self.use_vllm else ("do_sample",)
+        kept = {name: getattr(owner, name) for name in names}
+        if self.use_vllm:
+            owner.temperature = 0.0
+            sampled = {"temperature", "top_p", "top_k", "min_p", "n", "best_of"}
+            owner.generation_kwargs = {k: v for k, v in kept["generation_kwargs"].items() if k not in sampled}
+        else:
+            owner.do_sample = False
+        try:
+            yield
+        finally:
+            self.num_generations_eval = generations
+            for name, value in kept.items():
+                setattr(owner, name, value)
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """What is gathered for the next line of an evaluation, and TRL's table of completions, stay as they are."""
+        kept = (self._metrics["eval"], self._means["eval"], self._bias["eval"], self._logs, self.failures)
+        self._metrics["eval"], self._logs = defaultdict(list), copy.deepcopy(self._logs)
+        self._means["eval"], self._bias["eval"] = Means(self._means["eval"].names), JudgeBias()
+        self.failures = Counter()
+        try:
+            yield
+        finally:
+            self._metrics["eval"], self._means["eval"], self._bias["eval"], self._logs, self.failures = kept
+
+    def _resume_quick_eval(self) -> None:
+        """Take up the record of the run that goes on; every rank the main one's, for all save the best together."""
+        records = [self._quick_history.read() if self.accelerator.is_main_process else []]
+        broadcast_object_list(records)
+        self._quick_history.resume(records[0], self.state.global_step)
 
     def _decide(self, scored_fraction: float) -> None:
         """Skip a batch of which too little was scored; ask for a stop after too many in a row."""
@@ -356,6 +595,40 @@ class _SkipAndStop(TrainerCallback):
         if self._trainer._stop_reason is not None:
             control.should_save = True
             control.should_training_stop = True
+
+
+class _Steps(TrainerCallback):
+    """Tells the instruments where steps begin and end."""
+
+    def __init__(self, trainer: SalesGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        trainer = self._trainer
+        if trainer.is_deepspeed_enabled:  # its optimizer steps inside `backward`
+            engine = trainer.accelerator.deepspeed_engine_wrapped
+            engine.engine.step = trainer._phased(perf.OPTIMIZER, engine.engine.step)
+        if trainer._quick_eval.steps:
+            trainer._resume_quick_eval()
+        trainer._instruments.see_model(trainer.accelerator.unwrap_model(trainer.model))
+        trainer._instruments.step, trainer._instruments.last_step = state.global_step, state.max_steps
+        trainer._timeline.starts()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer._timeline.end(perf.OPTIMIZER)
+        self._trainer._instruments.step_ends()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer._timeline.stops()
+
+
+def _quick_metrics(evaluation: QuickEvaluation) -> dict[str, float | None]:
+    """As they are logged. TensorBoard leaves out what could not be measured."""
+    figures: dict[str, float | None] = {f"quick_eval/{OVERALL}": evaluation.reward}
+    for branch, each in evaluation.branches.items():
+        for what in ("score", "truncated", "length", "kl", "beta"):
+            figures[quick_of(branch, what)] = getattr(each, what)
+    return figures
 
 
 def _engine_options(model: PreTrainedModel, args: SalesGRPOConfig) -> dict[str, Any]:

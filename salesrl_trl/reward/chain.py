@@ -7,6 +7,7 @@ is the transport's; what a verdict is worth is `scoring`'s; what is asked once o
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from salesrl_trl.reward.rag import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.transport import Transport
 from salesrl_trl.reward.verdict import verdict_from_json, verdict_to_json
+from salesrl_trl.timing import Span
 from salesrl_trl.types import Action, Answer, InvalidAction, Outcome, Reward, SalesRow, Verdict
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ CANCEL_GRACE_S = 1.0
 
 
 @dataclass(slots=True)
-class _Span:
+class _Extent:
     """From the first start to the last end of something that many do at once."""
 
     first: float | None = None
@@ -65,6 +67,46 @@ class BatchReport:
     """Every verdict."""
     cache_hits: Mapping[str, int]
     """Calls saved, for `"answers"` and `"references"`."""
+    started: float = 0.0
+    """When the batch began, on `time.perf_counter`'s scale."""
+    spans: Sequence[Span] = ()
+    """Every stage of every completion, on a track of its place in the batch; references on one beside it."""
+
+
+class _Stages:
+    """What the stages of one completion took, and which is under way.
+
+    Args:
+        place (`int`):
+            The completion's, in the batch.
+        under_way (`Counter[str]`):
+            Completions by the stage they are in, of the whole batch.
+    """
+
+    def __init__(self, place: int, under_way: Counter[str]) -> None:
+        self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self._track = f"reward {place}"
+        self._under_way = under_way
+
+    async def timed(self, call: Awaitable[T], stage: str) -> T:
+        """Await `call` as a stage."""
+        self._under_way[stage] += 1
+        failed, started = True, time.perf_counter()
+        try:
+            result = await call
+            failed = False
+            return result
+        finally:
+            self._under_way[stage] -= 1
+            self.record(stage, started, failed)
+
+    def record(self, stage: str, started: float, failed: bool = False) -> None:
+        """A stage that began at `started` is over now."""
+        ended = time.perf_counter()
+        self.seconds[stage] = ended - started
+        track = f"{self._track} reference" if stage == "rag_32b" else self._track
+        self.spans.append(Span(name=stage, started=started, ended=ended, track=track, failed=failed))
 
 
 class SalesReward:
@@ -119,10 +161,12 @@ class SalesReward:
         self._answers = Memo(self._stores[0], answer_to_json, answer_from_json)
         self._verdicts = Memo(self._stores[0], verdict_to_json, verdict_from_json)
         self._references = Memo(self._stores[1], answer_to_json, answer_from_json)
-        self._judging = _Span()
+        self._judging = _Extent()
         self._told: set[str] = set()
         self.last: list[Reward] = []
-        self._seconds = 0.0
+        self._extent = _Extent()
+        self._stages: list[_Stages] = []
+        self._under_way: Counter[str] = Counter()
 
     @property
     def provider_names(self) -> tuple[str, ...]:
@@ -156,18 +200,27 @@ class SalesReward:
             `list[float | None]`: in the order of `completions`.
         """
         started = time.perf_counter()
-        judging = self._judging = _Span()
-        seconds: list[dict[str, float]] = [{} for _ in completions]
+        judging = self._judging = _Extent()
+        under_way: Counter[str] = Counter()
+        self._under_way = under_way
+        self._stages = [_Stages(place, under_way) for place in range(len(completions))]
         with deadline(self._deadline_s):
             chains = [
                 asyncio.create_task(self._score(index, _text(completion), stages, judging))
-                for index, completion, stages in zip(row, completions, seconds, strict=True)
+                for index, completion, stages in zip(row, completions, self._stages, strict=True)
             ]
-        self.last = await self._collect(chains, seconds)
+        self.last = await self._collect(chains, [stages.seconds for stages in self._stages])
         for store in self._stores:
             store.flush()
-        self._seconds = time.perf_counter() - started
+        self._extent = _Extent()
+        self._extent.extend(started)
         return [reward.value for reward in self.last]
+
+    def status(self) -> str:
+        """How many completions are in which stage at the moment, for a person who waits. From any thread."""
+        stages = {name: count for name, count in dict(self._under_way).items() if count}
+        told = ", ".join(f"{count} in {name}" for name, count in stages.items())
+        return f"of {len(self._stages)} completions {told or 'none is in a stage'}"
 
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
@@ -176,7 +229,7 @@ class SalesReward:
     def take_report(self) -> BatchReport:
         """What happened since the last time. Every provider and service is in it, also those that were not asked."""
         report = BatchReport(
-            seconds=self._seconds,
+            seconds=self._extent.seconds,
             judge_seconds=self._judging.seconds,
             usage=self._judge.take_usage(),
             traffic={
@@ -185,6 +238,8 @@ class SalesReward:
             },
             records=self._judge.take_records(),
             cache_hits={"answers": self._answers.hits + self._verdicts.hits, "references": self._references.hits},
+            started=self._extent.first or 0.0,
+            spans=[span for stages in self._stages for span in stages.spans],
         )
         self._answers.hits = self._verdicts.hits = self._references.hits = 0
         return report
@@ -274,42 +329,45 @@ class SalesReward:
             logger.error(f"the reward raised {name} at {place}; completions it happens to are missing")
         return missing(Outcome.INFRA, f"raised_{name}", {})
 
-    async def _score(self, index: int, completion: str, seconds: dict[str, float], judging: _Span) -> Reward:
+    async def _score(self, index: int, completion: str, stages: _Stages, judging: _Extent) -> Reward:
+        began = time.perf_counter()
         action = parse_action(completion)
+        stages.record("parse", began)
         if isinstance(action, InvalidAction):
-            return self._scoring.score_invalid(action)
+            return self._scoring.score_invalid(action, stages.seconds)
         row = self._rows[index]
-        reference_asked = asyncio.ensure_future(self._reference_or_none(row, seconds))
+        reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
         try:
-            candidate = await _timed(self._candidate(row, action), "rag_8b", seconds)
+            candidate = await stages.timed(self._candidate(row, action), "rag_8b")
             if is_hollow(candidate.text):
-                return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), seconds)
+                return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), stages.seconds)
             reference, started = await reference_asked, time.perf_counter()
             try:
-                return await self._judged(row, action, candidate, reference, seconds)
+                return await self._judged(row, action, candidate, reference, stages)
             finally:
                 judging.extend(started)
         except ServiceError as error:
-            return missing(Outcome.INFRA, error.code, seconds)
+            return missing(Outcome.INFRA, error.code, stages.seconds)
         finally:
             reference_asked.cancel()
 
-    async def _reference_or_none(self, row: SalesRow, seconds: dict[str, float]) -> Answer | None:
+    async def _reference_or_none(self, row: SalesRow, stages: _Stages) -> Answer | None:
         """The reference answer, or `None`: without it the judge scores the candidate alone."""
         if not self._scoring.rubrics(row.branch):
             return None
         try:
-            return await _timed(self._reference(row), "rag_32b", seconds)
+            return await stages.timed(self._reference(row), "rag_32b")
         except ServiceError:
             return None
 
     async def _judged(
-        self, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, seconds: dict[str, float]
+        self, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, stages: _Stages
     ) -> Reward:
         """Every judgement the branch weighs, at once."""
+        seconds = stages.seconds
         wanted = self._scoring.rubrics(row.branch)
         asked = (self._verdict(rubric, row, action, candidate, reference) for rubric in wanted.values())
-        results = await _timed(asyncio.gather(*(_or_error(each) for each in asked)), "judge", seconds)
+        results = await stages.timed(asyncio.gather(*(_or_error(each) for each in asked)), "judge")
         verdicts = {
             name: None if isinstance(result, ServiceError) else result
             for name, result in zip(wanted, results, strict=True)
@@ -384,14 +442,6 @@ async def _or_error(call: Awaitable[T]) -> T | ServiceError:
         return await call
     except ServiceError as error:
         return error
-
-
-async def _timed(call: Awaitable[T], stage: str, seconds: dict[str, float]) -> T:
-    started = time.perf_counter()
-    try:
-        return await call
-    finally:
-        seconds[stage] = time.perf_counter() - started
 
 
 def _text(completion: Any) -> str:

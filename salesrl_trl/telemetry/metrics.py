@@ -27,6 +27,12 @@ POSITION_GAP = "judge/position_gap"
 USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")
 """What is told of each judge provider, per generation batch."""
 CACHES = ("answers", "references")
+STAGES = ("parse", "rag_8b", "rag_32b", "judge")
+"""Of a reward, in their order; the references are asked for beside the 8B answer."""
+STAGE_SHARES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
+"""Percentiles of a stage's seconds over the completions that had it."""
+FAILURE_REASONS = "failures/reason"
+"""Behind it each reason code that has been seen, with the completions it happened to since the last line."""
 ALL_KL = "kl"
 BASELINE_FALLBACK = "failures/baseline_fallback"
 """Share of groups whose baseline had no reference's reward in it; only where it is to have one."""
@@ -40,6 +46,21 @@ def reward_of(branch: str) -> str:
 def reference_of(branch: str) -> str:
     """Mean judge score of the frozen 32B answers beside a branch's scored completions."""
     return f"reference/{branch}"
+
+
+def quick_of(branch: str, what: str) -> str:
+    """A figure of a quick evaluation: `score`, `truncated`, `length`, `kl` or `beta`."""
+    return f"quick_eval/{branch}/{what}"
+
+
+def stage_of(stage: str, share: str) -> str:
+    """Seconds of a stage of the rewards at one of `STAGE_SHARES`."""
+    return f"time/{stage}_{share}_s"
+
+
+def slowest_of(stage: str) -> str:
+    """What a stage took of the completion that was scored last."""
+    return f"time/slowest_{stage}_s"
 
 
 def fraction_of(outcome: Outcome) -> str:
@@ -74,9 +95,9 @@ def beta_of(branch: str) -> str:
 
 def kl_names(branches: Sequence[str]) -> tuple[str, ...]:
     """Every name of `add_kl`: beside those above k1, whether the step's KL lay in the band, the share of the run's
-    steps of which that is true, the share of tokens whose log-ratio was clamped, tokens per optimizer step; and the KL
-    of all branches together, in place of TRL's own `kl`, which one token far off makes infinite."""
-    kinds = ("", "_k1", "_in_band", "_share_in_band", "_clamped", "_tokens")
+    steps of which that is true, the share of tokens whose log-ratio was clamped, tokens per optimizer step, the band's
+    edges; and the KL of all branches together, in place of TRL's own `kl`, which one token far off makes infinite."""
+    kinds = ("", "_k1", "_in_band", "_share_in_band", "_clamped", "_tokens", "_low", "_high")
     return (ALL_KL, *(name for b in branches for name in (beta_of(b), *(f"{kl_of(b)}{kind}" for kind in kinds))))
 
 
@@ -90,8 +111,22 @@ def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str
 def metric_names(branches: Sequence[str]) -> tuple[str, ...]:
     """Every name that comes from rewards, in a fixed order: the same keys on every rank at every step."""
     per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
+    stages = [stage_of(stage, share) for stage in STAGES for share in STAGE_SHARES] + [*map(slowest_of, STAGES)]
     return (*per_branch, *(fraction_of(outcome) for outcome in OUTCOMES), REFERENCE_MISSING, SKIPPED_UPDATE,
-            REWARD_SECONDS, JUDGE_SECONDS)  # fmt: skip
+            REWARD_SECONDS, JUDGE_SECONDS, *stages)  # fmt: skip
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value at or below which a share of the values lies (nearest rank), 0 of none.
+
+    Args:
+        values (`Sequence[float]`):
+            In any order.
+        share (`float`):
+            In (0, 1].
+    """
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else 0.0
 
 
 class Means:
@@ -103,6 +138,7 @@ class Means:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
         self._sums = dict.fromkeys(names, 0.0)
         self._counts = dict.fromkeys(names, 0.0)
 
@@ -125,8 +161,8 @@ def encode(rewards: Sequence[Reward], branch_ids: Sequence[int]) -> torch.Tensor
     """Per-completion figures that travel between ranks.
 
     Returns:
-        `torch.Tensor` of shape (B, 5), float64: branch id, index into `OUTCOMES`, value, the reference's judge score
-        and its reward, the last three NaN where there is none.
+        `torch.Tensor` of shape (B, 5 + len(`STAGES`)), float64: branch id, index into `OUTCOMES`, value, the
+        reference's judge score and its reward, seconds by stage; from the value on NaN where there is none.
     """
     rows = [
         (
@@ -135,10 +171,11 @@ def encode(rewards: Sequence[Reward], branch_ids: Sequence[int]) -> torch.Tensor
             math.nan if reward.value is None else reward.value,
             _number(reward.components.get("reference")),
             _number(reward.reference_value),
+            *(reward.seconds.get(stage, math.nan) for stage in STAGES),
         )
         for reward, branch_id in zip(rewards, branch_ids, strict=True)
     ]
-    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 5)
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 5 + len(STAGES))
 
 
 def add_rewards(means: Means, table: torch.Tensor, branches: Sequence[str]) -> None:
@@ -148,11 +185,11 @@ def add_rewards(means: Means, table: torch.Tensor, branches: Sequence[str]) -> N
         means (`Means`):
             Made with `metric_names(branches)`.
         table (`torch.Tensor`):
-            Shape (world size x B, 5).
+            Shape (world size x B, columns of `encode`).
         branches (`Sequence[str]`):
             Branch names by id.
     """
-    branch_ids, outcomes, values, references, _ = table.unbind(dim=1)  # each (N,)
+    branch_ids, outcomes, values, references = table[:, :4].unbind(dim=1)  # each (N,)
     for branch_id, branch in enumerate(branches):
         in_branch = branch_ids == branch_id
         for name, column in ((reward_of(branch), values), (reference_of(branch), references)):
@@ -162,6 +199,29 @@ def add_rewards(means: Means, table: torch.Tensor, branches: Sequence[str]) -> N
         means.add(fraction_of(outcome), (outcomes == index).sum().item(), len(table))
     judged = outcomes == OUTCOMES.index(Outcome.OK)
     means.add(REFERENCE_MISSING, (judged & torch.isnan(references)).sum().item(), max(judged.sum().item(), 1))
+    add_stages(means, table[:, -len(STAGES) :])
+
+
+def add_stages(means: Means, seconds: torch.Tensor) -> None:
+    """Add what the stages of a batch took: percentiles over completions, and the split of the slowest one.
+
+    Args:
+        means (`Means`):
+            Made with `metric_names`.
+        seconds (`torch.Tensor`):
+            Shape (N, len(`STAGES`)), NaN where a completion did not come to a stage.
+    """
+    for index, stage in enumerate(STAGES):
+        known = seconds[:, index][~torch.isnan(seconds[:, index])].tolist()
+        for name, share in STAGE_SHARES.items():
+            means.add(stage_of(stage, name), percentile(known, share), int(bool(known)))
+    if not len(seconds):
+        return
+    split = torch.nan_to_num(seconds)
+    parse, rag_8b, rag_32b, judge = split.unbind(dim=1)
+    slowest = split[(parse + torch.maximum(rag_8b, rag_32b) + judge).argmax()].tolist()
+    for stage, value in zip(STAGES, slowest, strict=True):
+        means.add(slowest_of(stage), value, 1)
 
 
 def add_kl(means: Means, totals: Sequence[Sequence[float]], betas: Sequence[float], control: KLControl) -> None:
@@ -184,6 +244,8 @@ def add_kl(means: Means, totals: Sequence[Sequence[float]], betas: Sequence[floa
         means.add(ALL_KL, kl, tokens)
         for kind, total in (("", kl), ("_k1", k1), ("_clamped", clamped)):
             means.add(f"{name}{kind}", total, tokens)
+        for edge, nats in (("low", branch.target.low), ("high", branch.target.high)):
+            means.add(f"{name}_{edge}", nats or 0.0, int(nats is not None))
         if branch.target.has_band and tokens and math.isfinite(kl):
             means.add(f"{name}_in_band", float(branch.target.contains(kl / tokens)), 1)
         if not math.isnan(branch.share_in_band):

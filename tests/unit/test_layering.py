@@ -13,6 +13,8 @@ ORDER = (
     "errors",
     "fencing",
     "hostmem",
+    "timing",
+    "pareto",
     "data",
     "services",
     "reward",
@@ -23,11 +25,13 @@ ORDER = (
     "sampling",
     "config",
     "telemetry",
+    "quick_eval",
     "trainer",
     "callbacks",
     "preflight",
     "assembly",
     "train",
+    "report",
 )
 
 

@@ -1,0 +1,64 @@
+"""`python -m salesrl_trl.report OUTPUT_DIR [--html FILE] [--text FILE] [--logging_dir DIR]`.
+
+Reads a run's folder, finished or not, writes one HTML page and one text, and prints the text. Owns the command line
+and where the files go. Exit code 2, with one message, for a folder or a machine that it cannot work with.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.report.page import html_page, text_page
+from salesrl_trl.report.plots import draw, require_matplotlib
+from salesrl_trl.report.records import read_run
+
+PROGRAM = "python -m salesrl_trl.report"
+BAD_INPUT = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments; the process's own when not given.
+
+    Returns:
+        `int`: exit code, 0 or 2.
+    """
+    args = _parser().parse_args(argv)
+    html = args.html or args.output_dir / "report.html"
+    text = args.text or args.output_dir / "report.txt"
+    try:
+        require_matplotlib()
+        run = read_run(args.output_dir, args.logging_dir)
+        told = text_page(run)
+        _write(text, told)
+        _write(html, html_page(run, draw(run)))
+    except (ConfigError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    print(f"{told}\nPage: {html}\nText: {text}")
+    return 0
+
+
+def _write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="One page about a run: HTML, and text for a terminal.")
+    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's folder")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="defaults to OUTPUT_DIR/report.html")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="defaults to OUTPUT_DIR/report.txt")
+    parser.add_argument(
+        "--logging_dir", type=Path, metavar="DIR", help="where the TensorBoard files are, if not below OUTPUT_DIR"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

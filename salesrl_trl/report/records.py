@@ -1,0 +1,372 @@
+"""What a run left in its folder, read into frozen carriers.
+
+Owns the names of the TensorBoard tags that the report reads, the merge of several event files, and what happens to a
+record that was cut off. Derives nothing: shares, means and advice are `figures`'. `telemetry/metrics.py`, which writes
+these names, imports torch; the report is to start without it, and a test compares the two.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from salesrl_trl.errors import ConfigError
+
+TRAIN = "train/"
+"""What transformers puts before every training figure."""
+REWARD = "reward"
+SKIPPED_UPDATE = "failures/skipped_update"
+REASON = "failures/reason/"
+OUTCOMES = ("ok", "invalid_action", "judge_invalid", "infra")
+STEP_SECONDS = "time/step_s"
+REWARD_SECONDS = "time/reward_s"
+REWARD_EXPOSED = "time/reward_exposed_s"
+REWARD_HIDDEN = "time/reward_hidden_s"
+REWARD_WAIT = "reward_wait"
+UNACCOUNTED = "unaccounted"
+PHASES = (
+    "data_loading", "weight_push", "generation", "old_logprobs", "reference_logprobs", REWARD_WAIT, "advantages",
+    "forward", "backward", "optimizer", "checkpoint", "evaluation", UNACCOUNTED,
+)  # fmt: skip
+"""Phases of a step, in their order; together they are `time/step_s`."""
+STAGES = ("parse", "rag_8b", "rag_32b", "judge")
+"""Stages of one completion's reward, in their order."""
+
+QUICK_TAGS = "quick_eval/"
+
+EVENT_FILES = "events.out.tfevents.*"
+RUNS = "runs"
+"""transformers' folder for event files inside a run's folder."""
+QUICK_EVAL = "quick_eval.jsonl"
+HELD_OUT = "held_out.json"
+TRACE = "trace.json"
+
+
+def reward_of(branch: str) -> str:
+    """Mean reward of a branch's scored completions."""
+    return f"reward/{branch}"
+
+
+def reference_of(branch: str) -> str:
+    """Mean judge score of the frozen 32B answers beside them."""
+    return f"reference/{branch}"
+
+
+def outcome_of(outcome: str) -> str:
+    """Share of completions that ended so; one of `OUTCOMES`."""
+    return f"outcome/{outcome}"
+
+
+def kl_of(branch: str, kind: str = "") -> str:
+    """A branch's KL in nats per token, or with a `kind` (`"_low"`, `"_high"`, `"_in_band"`, `"_share_in_band"`) what
+    belongs to it."""
+    return f"kl/{branch}{kind}"
+
+
+def beta_of(branch: str) -> str:
+    """Coefficient that a branch's loss had."""
+    return f"beta/{branch}"
+
+
+def phase_of(phase: str) -> str:
+    """Seconds of a step that went into a phase; one of `PHASES`."""
+    return f"time/{phase}_s"
+
+
+def stage_of(stage: str, kind: str) -> str:
+    """Seconds of a reward stage over a step's completions; `kind` is `"p50"`, `"p95"` or `"max"`."""
+    return f"time/{stage}_{kind}_s"
+
+
+def slowest_of(stage: str) -> str:
+    """What a stage took of a step's slowest completion."""
+    return f"time/slowest_{stage}_s"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuickBranch:
+    """One branch in a quick evaluation; `None` for a figure that could not be had."""
+
+    score: float | None
+    """Mean score of the branch's rows."""
+    truncated: float | None = None
+    """Share of completions that reached the length limit."""
+    length: float | None = None
+    """Mean length of a completion, in tokens."""
+    kl: float | None = None
+    """KL to the reference, in nats per token."""
+    beta: float | None = None
+    """The branch's KL coefficient at that step."""
+    rows: float | None = None
+    """Rows that were evaluated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuickEval:
+    """One line of `quick_eval.jsonl`."""
+
+    step: int
+    """Optimizer step after which it was made."""
+    mode: str
+    """How was sampled: `"greedy"`."""
+    reward: float | None
+    """Mean reward over all branches."""
+    seconds: float | None
+    """What it cost."""
+    best: bool
+    """Whether it was the best one so far."""
+    branches: Mapping[str, QuickBranch]
+    """By branch name."""
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """Score by branch: a point for `pareto_front`."""
+        return {branch: each.score for branch, each in self.branches.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOut:
+    """One entry of `held_out.json`."""
+
+    step: int
+    """Optimizer step after which it was made; 0 is before training."""
+    figures: Mapping[str, float | None]
+    """`{"reward": 0.29, "fairness": 0.36, "valid_actions": 0.95}`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Everything the report knows of a run."""
+
+    folder: Path
+    """The run's `output_dir`."""
+    series: Mapping[str, Mapping[int, float]]
+    """By tag without `train/`, then by step, ascending: `{"reward": {1: 0.3, 2: 0.32}}`. Finite figures only."""
+    steps: tuple[int, ...]
+    """Steps at which training figures were logged, ascending. May be empty: stopped before the first."""
+    branches: tuple[str, ...]
+    """By name."""
+    seconds: tuple[float, float] | None
+    """Wall times of the first and the last event, in seconds since 1970; `None` where nothing was written."""
+    starts: int
+    """Event files with training figures: more than one for a run that was resumed."""
+    infinite: int
+    """Figures that were infinite. They are in no series, and neither is NaN, which stands for "nothing measured"."""
+    quick_evals: tuple[QuickEval, ...]
+    """By step."""
+    held_out: tuple[HeldOut, ...]
+    """By step."""
+    unread: tuple[str, ...]
+    """In words, what was there and could not be read."""
+    kept: tuple[str, ...]
+    """Names of checkpoint folders, `best` first."""
+    has_trace: bool
+    """Whether `trace.json` is there."""
+
+    def of(self, tag: str) -> Mapping[int, float]:
+        """A tag's figures by step; empty where it was never logged."""
+        return self.series.get(tag, {})
+
+
+def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
+    """Read a run's folder.
+
+    Args:
+        folder (`Path`):
+            The run's `output_dir`. Of an unfinished, killed or resumed run as well.
+        logging_dir (`Path`, *optional*):
+            Where the TensorBoard files are, if not below `folder`.
+
+    Returns:
+        [`Run`]: what is there.
+
+    Raises:
+        `ConfigError`: if there is no such folder, no event file in it, or the folder holds several runs.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder. Expected the `output_dir` of a run.")
+    events = _Events()
+    for path in _event_files(folder, logging_dir):
+        events.read(path)
+    series = {tag: dict(sorted(values.items())) for tag, values in sorted(events.values.items())}
+    quick_evals, unread = _quick_evals(folder / QUICK_EVAL)
+    held_out, not_held = _held_out(folder / HELD_OUT)
+    return Run(
+        folder=folder,
+        series=series,
+        steps=_steps(series),
+        branches=_branches(series),
+        seconds=(events.first_s, events.last_s) if math.isfinite(events.first_s) else None,
+        starts=events.starts,
+        infinite=events.infinite,
+        quick_evals=quick_evals,
+        held_out=held_out,
+        unread=(*unread, *not_held),
+        kept=_kept(folder),
+        has_trace=(folder / TRACE).is_file(),
+    )
+
+
+def _steps(series: Mapping[str, Mapping[int, float]]) -> tuple[int, ...]:
+    """Steps of training: a quick evaluation may come before the first and has no step of its own."""
+    trained = (values for tag, values in series.items() if not tag.startswith(QUICK_TAGS))
+    return tuple(sorted({step for values in trained for step in values if step > 0}))
+
+
+def _branches(series: Mapping[str, Any]) -> tuple[str, ...]:
+    starts = (reward_of(""), beta_of(""))
+    return tuple(sorted({tag.removeprefix(start) for tag in series for start in starts if tag.startswith(start)}))
+
+
+def _event_files(folder: Path, logging_dir: Path | None) -> list[Path]:
+    """Every event file of one run. A folder above several runs is refused: their steps would be merged into one."""
+    top = logging_dir or folder
+    if not top.is_dir():
+        raise ConfigError(f"{top} is no folder. Expected the one with the run's TensorBoard files.")
+    files = sorted(path for path in top.rglob(EVENT_FILES) if path.is_file())
+    if not files:
+        raise ConfigError(
+            f"{top} holds no TensorBoard file ({EVENT_FILES}). Expected the `output_dir` of a run with "
+            "`report_to: tensorboard`; if its files were put elsewhere, name the place with --logging_dir."
+        )
+    others = sorted({str(owner) for path in files if (owner := _owner(path.relative_to(top))) != Path()})
+    if others and logging_dir is None:
+        raise ConfigError(f"{folder} holds the runs of other folders: {', '.join(others)}. Expected one run's folder.")
+    return files
+
+
+def _owner(path: Path) -> Path:
+    """The folder that a relative event file's `runs/` lies in: `debug` for `debug/runs/Aug01_host/events...`."""
+    folders = path.parent.parts
+    inner = len(folders) - 1 - folders[::-1].index(RUNS) if RUNS in folders else 0
+    return Path(*folders[:inner])
+
+
+class _Events:
+    """Scalars of several event files, merged by tag and step: of two with one step, the one written later counts."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[int, float]] = {}
+        self.first_s = math.inf
+        self.last_s = -math.inf
+        self.starts = 0
+        self.infinite = 0
+        self._written: dict[tuple[str, int], float] = {}
+
+    def read(self, path: Path) -> None:
+        """Add a file, up to a record that was cut off."""
+        # The accumulator above this loader drops what a resume repeats; here the later one is to win instead.
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+        trained = False
+        for event in LegacyEventFileLoader(str(path)).Load():
+            self.first_s, self.last_s = min(self.first_s, event.wall_time), max(self.last_s, event.wall_time)
+            for value in event.summary.value:
+                if value.tag.startswith(TRAIN) and (number := _scalar(value)) is not None:
+                    trained = True
+                    self._add(value.tag.removeprefix(TRAIN), event.step, event.wall_time, number)
+        self.starts += trained
+
+    def _add(self, tag: str, step: int, written_s: float, number: float) -> None:
+        if written_s < self._written.get((tag, step), -math.inf):
+            return
+        self._written[tag, step] = written_s
+        values = self.values.setdefault(tag, {})
+        values.pop(step, None)
+        if math.isfinite(number):
+            values[step] = number
+        else:
+            self.infinite += math.isinf(number)
+
+
+def _scalar(value: Any) -> float | None:
+    """The number of a summary's value; `None` for texts, histograms and the like."""
+    kind = value.WhichOneof("value")
+    if kind == "simple_value":
+        return float(value.simple_value)
+    if kind != "tensor" or value.metadata.plugin_data.plugin_name != "scalars":
+        return None
+    from tensorboard.util.tensor_util import make_ndarray
+
+    return float(make_ndarray(value.tensor).reshape(-1)[0])
+
+
+def _quick_evals(path: Path) -> tuple[tuple[QuickEval, ...], tuple[str, ...]]:
+    """The evaluations, the later of two with one step and mode, and in words what could not be read."""
+    if not path.is_file():
+        return (), ()
+    found: dict[tuple[int, str], QuickEval] = {}
+    bad = 0
+    for record in _json_lines(path):
+        evaluation = _quick_eval(record)
+        if evaluation is None:
+            bad += 1
+        else:
+            found[evaluation.step, evaluation.mode] = evaluation
+    lines = f"1 line of {QUICK_EVAL} could not be read and counts" if bad == 1 else (
+        f"{bad} lines of {QUICK_EVAL} could not be read and count")
+    unread = (f"{lines} for nothing",) if bad else ()
+    return tuple(found[key] for key in sorted(found)), unread
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    """A JSON value for each line that holds something; `None` for one that was cut off."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.strip():
+            yield _parsed(line)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _quick_eval(record: Any) -> QuickEval | None:
+    if not isinstance(record, dict) or (step := _number(record.get("step"))) is None:
+        return None
+    branches = record.get("branches")
+    return QuickEval(
+        step=int(step),
+        mode=str(record.get("mode") or "evaluation"),
+        reward=_number(record.get("reward")),
+        seconds=_number(record.get("seconds")),
+        best=record.get("best") is True,
+        branches={
+            branch: QuickBranch(**{name: _number(each.get(name)) for name in QuickBranch.__slots__})
+            for branch, each in (branches.items() if isinstance(branches, dict) else ())
+            if isinstance(each, dict)
+        },
+    )
+
+
+def _held_out(path: Path) -> tuple[tuple[HeldOut, ...], tuple[str, ...]]:
+    if not path.is_file():
+        return (), ()
+    records = _parsed(path.read_text(encoding="utf-8", errors="replace"))
+    if not isinstance(records, list):
+        return (), (f"{HELD_OUT} could not be read",)
+    found = {
+        int(step): HeldOut(step=int(step), figures={k: _number(v) for k, v in record.items() if k != "step"})
+        for record in records
+        if isinstance(record, dict) and (step := _number(record.get("step"))) is not None
+    }
+    return tuple(found[step] for step in sorted(found)), ()
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or `None`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
+
+
+def _kept(folder: Path) -> tuple[str, ...]:
+    """`best`, then the checkpoints by step."""
+    checkpoints = [path.name for path in folder.glob("checkpoint-*") if path.is_dir()]
+    checkpoints.sort(key=lambda name: (len(name), name))  # checkpoint-20 before checkpoint-100
+    return (*(["best"] if (folder / "best").is_dir() else []), *checkpoints)

@@ -1,0 +1,75 @@
+"""What only the device knows: when it reached a mark, and how full its memory is.
+
+Owns the events behind a timeline's marks on a GPU, and the reading of memory. What the figures are called is `perf`'s.
+"""
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from salesrl_trl.timing import Clock, HostClock, Mark
+
+GIB = 2.0**30
+LARGEST_DRIFT = 1e-4
+"""By how much of an interval a GPU's clock may run ahead of the host's before it is held back. Crystals are within
+half of it."""
+
+
+class EventClock:
+    """Marks are CUDA events: recording one takes some microseconds and never waits for the device.
+
+    When a mark was reached is known from the time between events. How that scale lies on the host's follows from one
+    fact: the device reaches no mark before the host has issued it. At the moment of a step at which the device is
+    idle, which GRPO always has while it waits for rewards, it is reached at once, so that the largest such difference
+    is exact.
+    """
+
+    def __init__(self) -> None:
+        self._anchor: Mark | None = None
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return Mark(event)
+
+    def settle(self, marks: Sequence[Mark]) -> None:
+        marks[-1].event.synchronize()
+        anchor = self._anchor or marks[0]
+        since = [anchor.event.elapsed_time(mark.event) / 1000 for mark in marks]
+        start = max(mark.host - seconds for mark, seconds in zip(marks, since, strict=True))
+        latest = 0.0
+        if anchor.time is not None:
+            start, latest = max(start, anchor.time - LARGEST_DRIFT * since[-1]), anchor.time
+        for mark, seconds in zip(marks, since, strict=True):
+            latest = mark.time = max(latest, start + seconds)
+        self._anchor = marks[-1]
+
+    def is_reached(self, mark: Mark) -> bool:
+        return bool(mark.event.query())
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Events on a CUDA or ROCm device, the host's own clock elsewhere."""
+    return EventClock() if device.type == "cuda" else HostClock()
+
+
+def device_name(device: torch.device) -> str:
+    """As the driver says it: `"NVIDIA H200"`; the device's type where there is no driver to ask: `"cpu"`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def memory_gib(device: torch.device) -> tuple[float, float, float, float]:
+    """Allocated, reserved and most allocated memory of the device since the last call, NaN without a GPU; and the host
+    memory of this process. In GiB. What a colocated vLLM has allocated through PyTorch is in it."""
+    host = psutil.Process().memory_info().rss / GIB
+    if device.type != "cuda":
+        return (float("nan"), float("nan"), float("nan"), host)
+    figures = (
+        torch.cuda.memory_allocated(device) / GIB,
+        torch.cuda.memory_reserved(device) / GIB,
+        torch.cuda.max_memory_allocated(device) / GIB,
+        host,
+    )
+    torch.cuda.reset_peak_memory_stats(device)
+    return figures

@@ -1,0 +1,92 @@
+"""A line while a phase lasts long: which one, since when, and what to look at.
+
+Owns the thread and the advice. It reads, and never touches, what the training thread does.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from salesrl_trl.telemetry import perf
+
+logger = logging.getLogger(__name__)
+
+ADVICE = {
+    "policy": "reading or making the policy; on a network disk this is the disk",
+    "engine": "vLLM starts: it compiles and captures CUDA graphs the first time (vllm_enforce_eager: true skips that)",
+    "warm_up": "the services are asked once: are they up, and is the first call to them slow?",
+    perf.DATA_LOADING: "the data loader: dataloader_num_workers, and the disk that the dataset lies on",
+    perf.WEIGHT_PUSH: "the weights' way into vLLM; under ZeRO-3 they are gathered first. A late rank holds it up",
+    perf.GENERATION: "vLLM generates: max_completion_length, vllm_gpu_memory_utilization, vllm_enforce_eager. The "
+    "first time it may compile. nvidia-smi shows whether the GPU works",
+    perf.OLD_LOGPROBS: "per_device_train_batch_size bounds how much of a batch is done at once",
+    perf.REFERENCE_LOGPROBS: "per_device_train_batch_size bounds how much of a batch is done at once",
+    perf.REWARD_WAIT: "the services: their logs, rag_max_concurrency, judge_max_concurrency, reward_deadline_s",
+    perf.ADVANTAGES: "ranks wait for each other here: look at what the others do",
+    perf.FORWARD: "if the GPU idles, a rank waits for another one",
+    perf.BACKWARD: "if the GPU idles, a rank waits for another one; a first DeepSpeed run compiles an operator here",
+    perf.OPTIMIZER: "with an offloaded optimizer this is the host's memory",
+    perf.CHECKPOINT: "the disk under output_dir",
+    perf.EVALUATION: "the held-out rows: max_eval_rows, per_device_eval_batch_size, num_generations_eval",
+}
+"""By phase. Those before training are named by `train.run`."""
+
+
+class Heartbeat:
+    """Looks at the current phase now and then, and tells of one that lasts: after `after_s`, then at every doubling.
+
+    Args:
+        current (`Callable[[], tuple[str, float] | None]`):
+            The phase under way and its seconds; called from the heartbeat's thread.
+        after_s (`float`):
+            Seconds after which a phase is told of.
+        where (`Callable[[], str]`):
+            What stands before the phase: `"step 3/100"`.
+        details (`dict[str, Callable[[], str]]`):
+            What more is known during a phase, for example which calls are out.
+    """
+
+    def __init__(
+        self,
+        current: Callable[[], tuple[str, float] | None],
+        after_s: float,
+        where: Callable[[], str],
+        details: dict[str, Callable[[], str]],
+    ) -> None:
+        self._current = current
+        self._after_s = after_s
+        self._where = where
+        self._details = details
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more. Returns when the thread has ended."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        told: tuple[str, float] = ("", 0.0)  # the phase that was told of, and the seconds at which to tell again
+        last_seconds = 0.0
+        while not self._stopped.wait(min(self._after_s / 4, 1.0)):
+            now = self._current()
+            if now is None:
+                continue
+            name, seconds = now
+            if name != told[0] or seconds < last_seconds:
+                told = (name, self._after_s)
+            last_seconds = seconds
+            if seconds >= told[1]:
+                logger.info(self.line(name, seconds))
+                told = (name, 2 * told[1])
+
+    def line(self, phase: str, seconds: float) -> str:
+        """`[Heartbeat] step 1/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ...`"""
+        detail = f": {self._details[phase]()}" if phase in self._details else ""
+        advice = f". Look at: {ADVICE[phase]}" if phase in ADVICE else ""
+        return f"[Heartbeat] {self._where()}: {phase} for {seconds:.0f} s{detail}{advice}"

@@ -1,0 +1,70 @@
+"""How TensorBoard's "Custom Scalars" tab groups the figures.
+
+Owns the layout alone. The tags are the metrics' names as transformers writes them, behind `train/`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.metrics import (
+    FAILURE_REASONS,
+    JUDGE_SECONDS,
+    REWARD_SECONDS,
+    SKIPPED_UPDATE,
+    beta_of,
+    fraction_of,
+    kl_of,
+    quick_of,
+    reference_of,
+    reward_of,
+)
+from salesrl_trl.types import Outcome
+
+
+def custom_scalars(branches: Sequence[str], banded: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
+    """Category to chart to its kind and tags, for `SummaryWriter.add_custom_scalars`.
+
+    Args:
+        branches (`Sequence[str]`):
+            Branch names.
+        banded (`Sequence[str]`):
+            Of them, those whose KL has a band.
+    """
+    quick = ("score", "truncated", "length", "kl")
+    return {
+        "Rewards by branch": {
+            "reward": _lines(*map(reward_of, branches)),
+            "32B reference": _lines(*map(reference_of, branches)),
+            **{f"quick evaluation: {what}": _lines(*(quick_of(each, what) for each in branches)) for what in quick},
+        },
+        "KL with band and beta": {
+            **{
+                f"KL of {branch}": ["Margin", [_tag(kl_of(branch)), _tag(f"{kl_of(branch)}_low"),
+                                               _tag(f"{kl_of(branch)}_high")]]
+                for branch in banded
+            },
+            **{f"KL of {branch}": _lines(kl_of(branch)) for branch in branches if branch not in banded},
+            "beta": _lines(*map(beta_of, branches)),
+        },
+        "Step time by phase": {
+            "seconds": _lines(*map(perf.time_of, perf.PHASES), perf.STEP_SECONDS),
+            "rewards": _lines(REWARD_SECONDS, perf.REWARD_EXPOSED, perf.REWARD_HIDDEN, JUDGE_SECONDS),
+            "utilisation": _lines(perf.MFU_MODEL, perf.MFU_STEP, "perf/compute_ratio", "perf/data_loading_ratio"),
+            "memory": _lines(*perf.MEMORY),
+        },
+        "Failures by reason": {
+            "completions": ["Multiline", [f"^train/{FAILURE_REASONS}/"]],
+            "outcomes": _lines(*map(fraction_of, Outcome), SKIPPED_UPDATE),
+        },
+    }  # fmt: skip
+
+
+def _lines(*names: str) -> list[Any]:
+    # the plugin reads a line's tags as regular expressions
+    return ["Multiline", [f"^{re.escape(_tag(name))}$" for name in names]]
+
+
+def _tag(name: str) -> str:
+    return f"train/{name}"

@@ -1,0 +1,150 @@
+"""The numbers, and the advice at its thresholds."""
+
+import pytest
+
+from salesrl_trl.report import figures
+from salesrl_trl.report.records import read_run
+
+
+def run_of(run_folder, steps):
+    run_folder.events(steps)
+    return read_run(run_folder.path)
+
+
+def test_first_and_last_are_means_over_a_tenth_of_the_steps():
+    # A tenth of 20 steps is 2: (1 + 2) / 2 and (19 + 20) / 2.
+    found = figures.change({step: float(step) for step in range(1, 21)})
+    assert (found.first, found.last, found.over, found.of) == (1.5, 19.5, 2, 20)
+    # A tenth of 19 is 1.9, so 1.
+    assert figures.change({step: float(step) for step in range(1, 20)}).over == 1
+    assert figures.change({}) is None
+
+
+def test_phases_are_shares_of_all_steps_also_where_one_was_not_in_every_step(run_folder):
+    run = run_of(run_folder, {
+        1: {"time/step_s": 2.0, "time/forward_s": 1.0},
+        2: {"time/step_s": 6.0, "time/forward_s": 3.0, "time/checkpoint_s": 2.0},
+    })  # fmt: skip
+    # forward 4 s and checkpoint 2 s of 8 s; per step 2 s and 1 s.
+    assert [(each.name, each.share, each.seconds) for each in figures.phases(run)] == [
+        ("forward", 0.5, 2.0),
+        ("checkpoint", 0.25, 1.0),
+    ]
+
+
+def test_failures_are_what_was_counted_since_the_last_line_and_skips_are_a_mean_per_step(run_folder):
+    run = run_of(run_folder, {
+        5: {"failures/reason/a": 3.0, "failures/skipped_update": 0.2},
+        10: {"failures/reason/a": 0.0, "failures/reason/b": 4.0, "failures/skipped_update": 0.0},
+        15: {"failures/reason/a": 0.0, "failures/reason/c": 0.0, "failures/skipped_update": 0.4},
+    })  # fmt: skip
+    assert figures.failures(run) == {"b": 4.0, "a": 3.0}
+    # Every 5 steps: 5 x (0.2 + 0 + 0.4).
+    assert figures.skipped_updates(run) == pytest.approx(3.0)
+
+
+def test_the_share_in_band_is_of_the_steps_and_else_the_runs_own_last_figure(run_folder):
+    run = run_of(run_folder, {
+        1: {"kl/a_in_band": 1.0, "kl/a_share_in_band": 1.0, "kl/b_share_in_band": 0.9, "kl/c": 1.0, "beta/c": 0.0},
+        2: {"kl/a_in_band": 0.0, "kl/a_share_in_band": 0.5, "kl/b_share_in_band": 0.7},
+    })  # fmt: skip
+    assert figures.share_in_band(run, "a") == 0.5
+    assert figures.share_in_band(run, "b") == pytest.approx(0.7)
+    assert figures.share_in_band(run, "c") is None
+
+
+def test_the_best_evaluation_is_the_last_marked_and_else_the_highest(run_folder):
+    run_folder.quick_evals(
+        {"step": 1, "mode": "greedy", "reward": 0.9, "best": False},
+        {"step": 2, "mode": "greedy", "reward": 0.1, "best": True},
+        {"step": 3, "mode": "greedy", "reward": 0.2, "best": True},
+        {"step": 4, "mode": "greedy", "reward": None},
+    )
+    evals = run_of(run_folder, {1: {"reward": 0.1}}).quick_evals
+    assert figures.best_eval(evals).step == 3
+    assert figures.best_eval([evals[0], evals[3]]).step == 1
+    assert figures.best_eval([evals[3]]) is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "most", "expected"),
+    [
+        ([1, 2, 3], 3, [(1,), (2,), (3,)]),
+        # ceil(5 / 3) = 2 in a bin.
+        ([1, 2, 3, 4, 5], 3, [(1, 2), (3, 4), (5,)]),
+        ([], 3, []),
+    ],
+)
+def test_bins_hold_neighbours_and_are_bounded(steps, most, expected):
+    assert figures.bins(steps, most) == expected
+
+
+@pytest.mark.parametrize("many", [1, 199, 200, 201, 10_000])
+def test_however_long_a_run_is_it_has_no_more_bins(many):
+    groups = figures.bins(range(many), 200)
+    assert len(groups) <= 200
+    assert [step for group in groups for step in group] == list(range(many))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(None, "n/a"), (0.0, "0 s"), (0.0805, "80.5 ms"), (0.25, "0.25 s"), (9.999, "10.0 s"), (99.97, "1 min 40 s"),
+     (3599.6, "1 h 0 min"), (7800.0, "2 h 10 min")],
+)  # fmt: skip
+def test_seconds_in_words(value, words):
+    assert figures.seconds(value) == words
+
+
+@pytest.mark.parametrize(("value", "words"), [(None, "n/a"), (0.0, "0 %"), (0.004, "0.4 %"), (0.62, "62 %")])
+def test_percent_in_words(value, words):
+    assert figures.percent(value) == words
+
+
+CALM = {
+    "time/step_s": 10.0, "time/reward_wait_s": 3.0, "time/data_loading_s": 0.5, "time/unaccounted_s": 0.2,
+    "kl/a": 0.1, "kl/a_in_band": 0.5, "outcome/ok": 0.95, "failures/reason/x": 1.0, "failures/skipped_update": 0.0,
+}  # fmt: skip
+"""Each figure at the edge at which nothing is said yet: 30 %, 5 %, 2 %, half of the steps, 5 % failed. TensorBoard keeps
+32 bits, so the ones below are a bit on the calm side."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"time/reward_wait_s": 6.2, "time/judge_p95_s": 4.1, "time/rag_8b_p95_s": 1.0},
+         "Training waits for rewards during 62 % of the step. The slowest stage is judge (p95 4.10 s)"),
+        ({"time/data_loading_s": 0.6}, "Data loading takes 6.0 % of the step"),
+        ({"time/unaccounted_s": 0.3}, "3.0 % of the step belongs to no phase"),
+        ({"kl/a_in_band": 0.25}, "The KL lay outside its band for most of the run: a (in band 25 %)"),
+        ({"outcome/ok": 0.9, "outcome/infra": 0.1, "failures/reason/y": 3.0},
+         "The most frequent failure is y (75 % of the failures). 10 % of the completions did not end well, mostly as "
+         "infra."),
+        ({"failures/skipped_update": 1.0}, "1 update was skipped"),
+    ],
+    ids=["exposed", "loading", "unaccounted", "band", "failures", "skipped"],
+)  # fmt: skip
+def test_advice_begins_beyond_its_threshold(run_folder, changed, words):
+    calm = {tag: figure * 0.999 if tag.startswith("time/") and tag != "time/step_s" else figure
+            for tag, figure in CALM.items()}  # fmt: skip
+    calm["outcome/ok"] = 0.951
+    run_folder.events({1: calm})
+    assert figures.advice(read_run(run_folder.path)) == ()
+    run_folder.events({1: {**calm, **changed}}, started_s=1_800_000_000.0)
+    (sentence,) = figures.advice(read_run(run_folder.path))
+    assert sentence.startswith(words)
+
+
+def test_advice_is_five_sentences_at_most_and_the_costly_ones_stay(run_folder):
+    run = run_of(run_folder, {
+        1: {"time/step_s": 10.0, "time/reward_wait_s": 6.0, "time/data_loading_s": 1.0, "time/unaccounted_s": 1.0,
+            "kl/a": 1.0, "kl/a_in_band": 0.0, "beta/a": 0.1, "outcome/ok": 0.5, "failures/reason/x": 1.0,
+            "failures/skipped_update": 1.0}
+    })  # fmt: skip
+    told = figures.advice(run)
+    assert len(told) == 5
+    assert told[0].startswith("1 update was skipped")
+    assert not any("belongs to no phase" in sentence for sentence in told)
+
+
+def test_a_run_without_figures_gets_no_advice(run_folder):
+    assert figures.advice(run_of(run_folder, {})) == ()
