@@ -449,10 +449,6 @@ class TelemetryConfig:
             _check(value >= 0, f"`{name}` is {value}. Expected 0 for never, or more.")
         peak = self.peak_tflops
         _check(peak is None or peak > 0, f"`peak_tflops` is {peak}. Expected more than 0, such as 989.4.")
-        _check(
-            self.quick_eval_best is None or self.quick_eval_steps > 0,
-            "`quick_eval_best` is given without `quick_eval_steps`. Expected both, for the best is found by them.",
-        )
         self.traced_steps()
 
     def traced_steps(self) -> range:

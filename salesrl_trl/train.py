@@ -157,7 +157,7 @@ def _eval_rows(config: RunConfig) -> list[SalesRow]:
         raise ConfigError(
             f"`dataset` is the file {data.dataset} and `eval_dataset` is not given: evaluated on its training rows, a "
             "policy's figures say nothing. Expected a file of held-out rows in `eval_dataset`. Give one, or set "
-            "`held_out_eval: false`."
+            "`held_out_eval: false` and `quick_eval_steps: 0`."
         )
     return load_rows(data.eval_dataset or data.dataset, data.eval_split, training.branches, data.max_eval_rows)
 

@@ -19,7 +19,7 @@ MOST_BRANCHES = 3
 MOST_PHASES = 4
 """Phases in the text, by their share, for the same reason."""
 MOST_ROWS = 30
-"""Quick evaluations in a table; of more, those of the front and the last are shown."""
+"""Quick evaluations in a table; of more, those of the front, the best and the last are shown."""
 NOTHING_STANDS_OUT = "Nothing stands out: every figure that is looked at is within its usual range."
 NO_FIGURES = "No training figure was logged, so there is nothing to look at."
 VIEWER = "https://ui.perfetto.dev"
@@ -42,7 +42,6 @@ thead th { color: #616e7c; font-weight: 600; }
 tbody th { font-weight: 500; }
 table.wide tbody th { width: 15rem; color: #52606d; }
 td.n, th.n { text-align: right; }
-td.front { font-weight: 600; }
 ol { padding-left: 1.3rem; max-width: 46rem; }
 li { margin: .35rem 0; }
 p, li { text-wrap: pretty; }
@@ -290,9 +289,10 @@ def _quick_evals(run: Run, pictures: Pictures) -> str:
 
 def _eval_table(evals: Sequence[QuickEval], best: Sequence[int]) -> str:
     branches = sorted({branch for each in evals for branch in each.branches})
-    kept = [at for at in range(len(evals)) if len(evals) <= MOST_ROWS or at in best or at == len(evals) - 1]
-    head = ("Step", "Reward", *map(shown, branches), "On the front", "Best")
     top = figures.best_eval(evals)
+    told = {*best, len(evals) - 1, *(at for at, each in enumerate(evals) if each is top)}
+    kept = [at for at in range(len(evals)) if len(evals) <= MOST_ROWS or at in told]
+    head = ("Step", "Reward", *map(shown, branches), "On the front", "Best")
     rows = [
         (
             str(evals[at].step),

@@ -22,7 +22,6 @@ SKIPPED_UPDATE = "failures/skipped_update"
 REASON = "failures/reason/"
 OUTCOMES = ("ok", "invalid_action", "judge_invalid", "infra")
 STEP_SECONDS = "time/step_s"
-REWARD_SECONDS = "time/reward_s"
 REWARD_EXPOSED = "time/reward_exposed_s"
 REWARD_HIDDEN = "time/reward_hidden_s"
 REWARD_WAIT = "reward_wait"
@@ -306,8 +305,11 @@ def _quick_evals(path: Path) -> tuple[tuple[QuickEval, ...], tuple[str, ...]]:
             bad += 1
         else:
             found[evaluation.step, evaluation.mode] = evaluation
-    lines = f"1 line of {QUICK_EVAL} could not be read and counts" if bad == 1 else (
-        f"{bad} lines of {QUICK_EVAL} could not be read and count")
+    lines = (
+        f"1 line of {QUICK_EVAL} could not be read and counts"
+        if bad == 1
+        else (f"{bad} lines of {QUICK_EVAL} could not be read and count")
+    )
     unread = (f"{lines} for nothing",) if bad else ()
     return tuple(found[key] for key in sorted(found)), unread
 

@@ -53,16 +53,13 @@ SCORES = st.one_of(st.none(), st.integers(0, 4).map(float), st.just(math.nan))
 def test_a_point_is_on_the_front_if_and_only_if_it_is_whole_and_none_dominates_it(rows):
     points = [dict(zip("abc", row, strict=False)) for row in rows]
 
-    whole = [row for row in rows if all(x is not None and not math.isnan(x) for x in row)]
-    expected = []
-    for index, row in enumerate(rows):
-        beaten = False
-        for other in whole:
-            nowhere_lower = all(o >= x for o, x in zip(other, row, strict=True)) if row in whole else True
-            somewhere_higher = any(o > x for o, x in zip(other, row, strict=True)) if row in whole else True
-            beaten = beaten or (nowhere_lower and somewhere_higher)
-        if row in whole and not beaten:
-            expected.append(index)
+    whole = {index: row for index, row in enumerate(rows) if all(x is not None and not math.isnan(x) for x in row)}
 
+    def beats(one, other):
+        nowhere_lower = not any(x < y for x, y in zip(one, other, strict=True))
+        somewhere_higher = any(x > y for x, y in zip(one, other, strict=True))
+        return nowhere_lower and somewhere_higher
+
+    expected = [index for index, row in whole.items() if not any(beats(other, row) for other in whole.values())]
     assert pareto_front(points) == tuple(expected)
     assert bool(expected) == bool(whole)

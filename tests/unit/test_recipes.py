@@ -119,7 +119,8 @@ def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
         prepare(parse(asked, ROOT / "recipes/debug.yaml"))
     given = prepare(parse([*asked, "--eval_dataset", str(rows)], ROOT / "recipes/debug.yaml"))
     assert len(given.eval_rows) == 1
-    without = prepare(parse([*asked, "--held_out_eval", "false"], ROOT / "recipes/debug.yaml"))
+    none = ["--held_out_eval", "false", "--quick_eval_steps", "0"]
+    without = prepare(parse([*asked, *none], ROOT / "recipes/debug.yaml"))
     assert without.eval_rows == []
 
 

@@ -15,7 +15,7 @@ def test_a_judged_action_gets_the_judges_score_of_the_candidate(score, services)
     (reward,) = score([ACTION]).last
     assert (reward.outcome, reward.value) == (Outcome.OK, VERDICT["candidate"])
     assert reward.components == {"judge": 0.75, "reference": 0.5, "margin": 0.25, "retrieval": 0.5, "format": 1.0}
-    assert set(reward.seconds) == {"rag_8b", "rag_32b", "judge"}
+    assert set(reward.seconds) == {"parse", "rag_8b", "rag_32b", "judge"}
 
 
 def test_trls_conversational_completions_are_read(score):

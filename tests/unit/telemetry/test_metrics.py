@@ -83,7 +83,7 @@ def test_a_flush_starts_over():
 
 
 def test_an_empty_batch_encodes_to_no_rows():
-    assert encode([], []).shape == (0, 5)
+    assert encode([], []).shape == (0, 9)
 
 
 def test_two_ranks_gathered_give_what_one_rank_would():
