@@ -240,7 +240,8 @@ def _idle(model: nn.Module) -> set[nn.Module]:
     tops: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
-            runs = "" if module.disable_adapters else next(iter(module.active_adapters), "")
+            # Disabled or not: a copy that is disabled is frozen, and costs what the original does.
+            runs = next(iter(module.active_adapters), "")
             tops += [copy for adapter, copy in module.modules_to_save.items() if adapter != runs]
             tops += [module.original_module] if runs in module.modules_to_save else []
         elif isinstance(module, LoraLayer):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, WarmStartConfig
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.train import parse, prepare
 
@@ -47,7 +47,7 @@ def test_a_recipe_has_its_script_its_launch_command_and_its_accelerate_configura
 def test_every_knob_is_set_by_a_recipe_or_turned_by_a_test():
     own = {
         field.name
-        for config in (DataConfig, RewardConfig, WarmStartConfig, SalesGRPOConfig)
+        for config in (DataConfig, RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig)
         for field in dataclasses.fields(config)
         if field.name in config.__annotations__ and field.metadata.get("help")
     }

@@ -203,10 +203,10 @@ def test_the_adapter_that_runs_is_the_one_that_is_counted():
 
 
 def test_a_disabled_adapter_costs_nothing():
-    model = lora(llama())
-    dense = llama().requires_grad_(False)
+    model = lora(llama(), modules_to_save=["lm_head"])
+    frozen = llama().requires_grad_(False)
     with model.disable_adapter():
-        assert model_flops(model) == model_flops(dense)
+        assert model_flops(model) == model_flops(frozen)
 
 
 def test_weights_that_zero_3_took_away_count_in_full():
@@ -287,6 +287,9 @@ def test_a_config_without_layer_types_means_every_layer(window, windows):
 
 
 def test_a_window_that_is_switched_off_is_none():
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
+    model.config.use_sliding_window = False  # Qwen's configs then say no width either; others may leave it
+    assert model_flops(model).windows == (None,)
     assert model_flops(qwen2(use_sliding_window=False, sliding_window=5)).windows == (None,)
 
 
@@ -331,6 +334,14 @@ def packed(model, names):
     return model
 
 
+def with_other_matrix_under_zero_3():
+    model = with_other_matrix()
+    for parameter in model.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    return model
+
+
 def with_other_names():
     model = llama()
     for layer in model.model.layers:
@@ -350,6 +361,7 @@ UNKNOWN = {
     "no layers": (lambda: with_field("num_hidden_layers", 5), "no list of 5 decoder layers"),
     "no head": (lambda: llama().model, "no output head"),
     "matrix in no linear": (with_other_matrix, "Bilinear"),
+    "matrix in no linear under zero-3": (with_other_matrix_under_zero_3, "Bilinear"),
     "unknown projections": (with_other_names, "by any name that is known"),
     "packed weights": (lambda: packed(llama(), {*ATTENTION}), "by any name that is known"),
     "lora on packed weights": (lambda: packed(lora(llama()), {"base_layer"}), "sits on a Packed"),

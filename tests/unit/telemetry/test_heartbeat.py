@@ -1,0 +1,92 @@
+"""The line while a phase lasts long."""
+
+import logging
+import threading
+import time
+
+import pytest
+
+from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.heartbeat import ADVICE, Heartbeat
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO, logger="salesrl_trl")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def wait_for(condition):
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < 10
+        time.sleep(0.01)
+
+
+def heartbeat(current, after_s=0.1, **details):
+    return Heartbeat(current, after_s, lambda: "step 3/21", details)
+
+
+def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
+    beat = heartbeat(lambda: None, reward_wait=lambda: "of 64 completions 52 in judge")
+    line = beat.line("reward_wait", 12.3)
+    assert line.startswith("[Heartbeat] step 3/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ")
+    assert "judge_max_concurrency" in line
+
+
+def test_every_phase_of_training_has_an_advice():
+    assert set(perf.PHASES) - {"unaccounted"} <= set(ADVICE)
+
+
+def test_a_long_phase_is_told_of_at_each_doubling(lines):
+    began = time.perf_counter()
+    beat = heartbeat(lambda: ("generation", time.perf_counter() - began))
+    beat.start()
+    wait_for(lambda: len(lines()) >= 3)
+    beat.stop()
+    # 0.1, 0.2 and 0.4 s after it began, seen within a quarter of 0.1 s
+    assert 0.4 <= time.perf_counter() - began
+    assert all("generation for 0 s" in line for line in lines())
+
+
+def test_short_phases_are_not_told_of(lines):
+    looked = threading.Event()
+    count = [0]
+
+    def current():
+        count[0] += 1
+        if count[0] > 20:
+            looked.set()
+        return ("forward", "backward")[count[0] % 2], 0.05
+
+    beat = heartbeat(current)
+    beat.start()
+    assert looked.wait(10)
+    beat.stop()
+    assert lines() == []
+
+
+def test_the_same_phase_once_more_is_told_of_anew(lines):
+    """A rest between two long phases of the same name: the second is told of at its own 0.1 s, not at 0.2 s."""
+    seconds = iter([0.11, 0.15, 0.01, 0.11, 0.15])
+    done = threading.Event()
+
+    def current():
+        now = next(seconds, None)
+        if now is None:
+            done.set()
+            return None
+        return "generation", now
+
+    beat = heartbeat(current)
+    beat.start()
+    assert done.wait(10)
+    beat.stop()
+    assert len(lines()) == 2
+
+
+def test_stopping_ends_the_thread():
+    beat = heartbeat(lambda: None, after_s=60.0)
+    beat.start()
+    beat.stop()
+    assert "heartbeat" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,63 @@
+"""TensorBoard's layout: every chart's lines are metrics that exist, and every chart is legal."""
+
+import re
+
+from tensorboard.plugins.custom_scalar import layout_pb2
+from torch.utils.tensorboard.summary import custom_scalars as as_protobuf
+
+from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.layout import custom_scalars
+from salesrl_trl.telemetry.metrics import kl_names, metric_names, quick_of
+
+BRANCHES = ("fairness", "hallucination")
+TAGS = {
+    f"train/{name}"
+    for name in (
+        *metric_names(BRANCHES), *kl_names(BRANCHES), *perf.TIMES, *perf.THROUGHPUT, *perf.MEMORY, "time/judge_s",
+        "failures/reason/rag_8b_timeout",
+        *(quick_of(branch, what) for branch in BRANCHES for what in ("score", "truncated", "length", "kl", "beta")),
+    )
+}  # fmt: skip
+
+
+def charts(banded=BRANCHES):
+    return [
+        (category, title, kind, tags)
+        for category, group in custom_scalars(BRANCHES, banded).items()
+        for title, (kind, tags) in group.items()
+    ]
+
+
+def test_every_line_of_every_chart_is_a_metric():
+    for _, title, kind, tags in charts():
+        for tag in tags:
+            found = [each for each in TAGS if (each == tag if kind == "Margin" else re.search(tag, each))]
+            assert found, (title, tag)
+            # a regular expression is to find its own metric only, but for the failures' reasons
+            assert len(found) == 1 or title == "completions"
+
+
+def test_the_four_groups_are_there():
+    assert list(custom_scalars(BRANCHES, BRANCHES)) == [
+        "Rewards by branch", "KL with band and beta", "Step time by phase", "Failures by reason"
+    ]  # fmt: skip
+
+
+def test_a_branch_with_a_band_has_its_edges_drawn_and_one_without_has_a_line():
+    kinds = {title: (kind, tags) for _, title, kind, tags in charts(banded=("fairness",))}
+    band = ["train/kl/fairness", "train/kl/fairness_low", "train/kl/fairness_high"]
+    assert kinds["KL of fairness"] == ("Margin", band)
+    assert kinds["KL of hallucination"] == ("Multiline", [r"^train/kl/hallucination$"])
+
+
+def test_every_phase_is_in_the_step_time():
+    (tags,) = [tags for _, title, _, tags in charts() if title == "seconds"]
+    for phase in perf.PHASES:
+        assert any(re.search(tag, f"train/time/{phase}_s") for tag in tags)
+
+
+def test_tensorboard_takes_it():
+    summary = as_protobuf(custom_scalars(BRANCHES, BRANCHES))
+    layout = layout_pb2.Layout.FromString(summary.value[0].tensor.string_val[0])
+    assert [category.title for category in layout.category] == list(custom_scalars(BRANCHES, BRANCHES))
+    assert sum(len(category.chart) for category in layout.category) == len(charts())

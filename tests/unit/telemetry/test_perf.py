@@ -1,0 +1,104 @@
+"""From ranks' sums to the figures of a step."""
+
+import math
+
+import pytest
+
+from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.metrics import REWARD_SECONDS
+from salesrl_trl.telemetry.perf import PHASES, Sums, added, perf_figures, time_figures
+
+NAN = math.nan
+
+
+def sums(phases=None, **given):
+    figures = {"steps": 2, "makespan": 6.0, "exposed": 5.0, "batches": 2, "flops": 4e12, "tokens": 100.0}
+    figures |= {"samples": 8.0, "memory": (1.0, 2.0, 3.0, 4.0), **given}
+    return Sums(phases={phase: 0.0 for phase in PHASES} | (phases or {}), **figures)
+
+
+def test_a_row_is_a_sums_again():
+    one = sums({"forward": 1.0, "unaccounted": 0.25})
+    assert Sums.from_row(one.row()) == one
+
+
+def test_phases_are_means_over_ranks_and_steps_and_sum_to_the_step():
+    ranks = [sums({"forward": 2.0, "reward_wait": 6.0}), sums({"forward": 6.0, "reward_wait": 2.0})]
+    figures = time_figures(ranks)
+    assert set(figures) == {*perf.TIMES, REWARD_SECONDS}
+    # (2 + 6) / 2 ranks / 2 steps, and the same for the wait
+    assert figures["time/forward_s"] == figures["time/reward_wait_s"] == 2.0
+    assert figures["time/step_s"] == 4.0
+
+
+def test_hidden_and_exposed_rewards_are_the_slowest_ranks_and_sum_to_its_makespan():
+    ranks = [sums(makespan=6.0, exposed=5.0), sums(makespan=10.0, exposed=4.0), sums(makespan=8.0, exposed=8.0)]
+    figures = time_figures(ranks)
+    # two batches: 10 / 2, of which 4 / 2 exposed
+    assert (figures[REWARD_SECONDS], figures[perf.REWARD_EXPOSED], figures[perf.REWARD_HIDDEN]) == (5.0, 2.0, 3.0)
+
+
+def test_without_a_scored_batch_there_is_no_time_of_rewards():
+    figures = time_figures([sums({"forward": 2.0}, batches=0, makespan=0.0, exposed=0.0)])
+    assert REWARD_SECONDS not in figures  # what the batch itself reported stays
+    assert math.isnan(figures[perf.REWARD_EXPOSED])
+    assert math.isnan(figures[perf.REWARD_HIDDEN])
+
+
+def test_without_a_step_every_name_is_there_and_nothing_is_made_up():
+    times, throughput = time_figures([sums(steps=0)]), perf_figures([sums(steps=0, memory=(NAN, NAN, NAN, 4.0))], 1e15)
+    assert set(times) == set(perf.TIMES)
+    assert all(math.isnan(value) for value in times.values())
+    assert set(throughput) == {*perf.THROUGHPUT, *perf.MEMORY}
+    assert [name for name, value in throughput.items() if not math.isnan(value)] == ["memory/host_gib"]
+
+
+def test_throughput_of_two_ranks():
+    phases = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "generation": 2.0, "data_loading": 0.5,
+              "reward_wait": 4.0}  # fmt: skip
+    figures = perf_figures([sums(phases), sums(phases)], 10e12)
+    # 10 s of wall time for two steps on both ranks
+    assert figures["perf/forward_s"] == 0.5
+    assert figures["perf/backward_s"] == 1.0
+    assert figures["perf/optimizer_s"] == 0.25
+    assert figures["perf/data_loading_s"] == 0.25
+    assert figures["perf/data_loading_ratio"] == 0.05
+    assert figures["perf/compute_ratio"] == pytest.approx((1 + 2 + 0.5 + 2) / 10)
+    assert figures["perf/tokens_per_s"] == 2 * 100 / 10
+    assert figures["perf/samples_per_s"] == 2 * 8 / 10
+    # 4 TFLOP in 3 s of 10 TFLOP/s, and in 10 s
+    assert figures[perf.MFU_MODEL] == pytest.approx(4 / 30)
+    assert figures[perf.MFU_STEP] == pytest.approx(4 / 100)
+
+
+def test_utilisation_does_not_depend_on_the_number_of_ranks():
+    one = sums({"forward": 1.0, "backward": 2.0, "generation": 1.0})
+    alone, eight = perf_figures([one], 10e12), perf_figures([one] * 8, 10e12)
+    assert alone[perf.MFU_MODEL] == pytest.approx(eight[perf.MFU_MODEL])
+    assert alone[perf.MFU_STEP] == pytest.approx(eight[perf.MFU_STEP])
+    assert eight["perf/samples_per_s"] == 8 * alone["perf/samples_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("flops", "peak"),
+    [(4e12, None), (NAN, 10e12), (400e12, 10e12)],
+    ids=["chip unknown", "model unknown", "more than the chip can do"],
+)
+def test_utilisation_that_cannot_be_known_is_no_number(flops, peak):
+    figures = perf_figures([sums({"forward": 1.0, "backward": 2.0}, flops=flops)], peak)
+    assert math.isnan(figures[perf.MFU_MODEL])
+    assert figures["perf/forward_s"] == 0.5
+
+
+def test_memory_is_the_fullest_ranks_wherever_it_stands():
+    ranks = [sums(memory=(NAN, NAN, NAN, 1.0)), sums(memory=(1.0, 5.0, 7.0, 2.0)), sums(memory=(2.0, 4.0, 6.0, 0.5))]
+    figures = perf_figures(ranks, None)
+    assert [figures[name] for name in perf.MEMORY] == [2.0, 5.0, 7.0, 2.0]
+
+
+def test_two_stretches_add_up_and_memory_is_the_later_with_the_higher_peak():
+    first = sums({"forward": 1.0}, memory=(1.0, 2.0, 9.0, 4.0))
+    both = added([first], [sums({"forward": 3.0}, steps=3, memory=(5.0, 6.0, 7.0, 8.0))])
+    assert both[0].phases["forward"] == 4.0
+    assert (both[0].steps, both[0].batches, both[0].flops, both[0].tokens) == (5, 4, 8e12, 200.0)
+    assert both[0].memory == (5.0, 6.0, 9.0, 8.0)
