@@ -29,6 +29,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.policy import build_tokenizer
 from salesrl_trl.reward.chain import BatchReport
+from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Outcome, Reward
 
@@ -123,7 +124,15 @@ class Clock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._started)
 
 
-def build(arm: str, shape: str, model_dir: str, output_dir: str, updates: int) -> GRPOTrainer:
+def build(
+    arm: str,
+    shape: str,
+    model_dir: str,
+    output_dir: str,
+    updates: int,
+    reward: "InstantReward | None" = None,
+    instruments: Instruments | None = None,
+) -> GRPOTrainer:
     """A trainer of one arm, with nothing else to do than to train."""
     settings: dict[str, Any] = {
         "output_dir": output_dir,
@@ -133,7 +142,7 @@ def build(arm: str, shape: str, model_dir: str, output_dir: str, updates: int) -
         "gradient_accumulation_steps": BATCH[shape][1],
         "num_generations": 8,
         "max_completion_length": TOKENS[shape],
-        "gradient_checkpointing": shape != "tiny",
+        "gradient_checkpointing": shape == "0.5b",
         "learning_rate": 1e-6,
         "max_steps": updates,
         "logging_steps": 1,
@@ -146,11 +155,13 @@ def build(arm: str, shape: str, model_dir: str, output_dir: str, updates: int) -
     common = {"train_dataset": Dataset.from_list(rows), "processing_class": build_tokenizer(), "callbacks": [Clock()]}
     trainer: GRPOTrainer
     if arm == "stock":
-        trainer = Stock(model, reward_funcs=InstantReward(), args=GRPOConfig(beta=BETA, **settings), **common)
+        trainer = Stock(
+            model, reward_funcs=reward or InstantReward(), args=GRPOConfig(beta=BETA, **settings), **common
+        )
     else:
         bands = {branch: {"beta": BETA, "low": 0.02, "high": 0.06} for branch in BRANCHES}
         config = SalesGRPOConfig(branch_kl=bands, kl_update_steps=1, held_out_eval=False, **settings)
-        trainer = Branched(model, InstantReward(), config, **common)
+        trainer = Branched(model, reward or InstantReward(), config, instruments=instruments, **common)
     trainer.length = TOKENS[shape]
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""What measuring costs: step time with the instruments on over step time with them off, in one training run.
+
+    .venv/bin/python scripts/bench_timing.py [--shape 0.5b|demo|tiny] [--updates 6] [--rounds 10] [--json FILE]
+
+One trainer trains random weights on completions of random tokens, made and scored in no time (scripts/bench_kl.py),
+with four spans of a reward for each completion. Its instruments (phases, sums, metrics, trace, heartbeat) are turned
+on and off by blocks of updates (on, off, off, on, ...). An update is timed from its beginning to that of the next one,
+so that its log line counts, with the device synchronised there; the first of each block is left out. Four blocks are a
+round; the figure is the median over rounds of the round's time with instruments over its time without.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_kl import BATCH, SHAPES, TOKENS, InstantReward, build
+from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
+from trl import GRPOTrainer
+
+from salesrl_trl.reward.chain import BatchReport
+from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
+from salesrl_trl.telemetry.metrics import STAGES
+from salesrl_trl.timing import UNACCOUNTED, Span
+
+# the demo's policy and batch
+SHAPES["demo"] = {
+    "vocab_size": 3072,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+TOKENS["demo"], BATCH["demo"] = 32, (48, 1)
+ORDER = (True, False, False, True)
+"""Instruments on or off, by block of a round."""
+
+
+class SpannedReward(InstantReward):
+    """Instant, with the spans that a chain of calls would leave."""
+
+    def take_report(self) -> BatchReport:
+        """A span for each stage of each completion."""
+        now = time.perf_counter()
+        spans = [
+            Span(name=stage, started=now, ended=now, track=f"reward {place}")
+            for place in range(len(self.last))
+            for stage in STAGES
+        ]
+        return replace(super().take_report(), started=now, spans=spans)
+
+
+class Switch(TrainerCallback):
+    """Turns the instruments on and off, and keeps each update's seconds."""
+
+    def __init__(self, instruments: Instruments, updates: int) -> None:
+        self.seconds: dict[int, list[float]] = {}
+        """By block."""
+        self._instruments = instruments
+        self._updates = updates
+        self._step = -1
+        self._started = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._step >= 0:
+            self.seconds.setdefault(self._step // self._updates, []).append(now - self._started)
+        self._step += 1
+        self._instruments.enabled = ORDER[self._step // self._updates % len(ORDER)]
+        self._started = time.perf_counter()
+
+
+def measure(shape: str, updates: int, rounds: int) -> dict[str, Any]:
+    """Step times with and without, and their ratio."""
+    set_seed(0)
+    with tempfile.TemporaryDirectory() as scratch:
+        Qwen2ForCausalLM(Qwen2Config(**SHAPES[shape])).save_pretrained(f"{scratch}/model")
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        settings = InstrumentSettings(trace_steps=range(2**62), trace_bytes=10**9)
+        instruments = Instruments(settings, device, Path(scratch, "run"))
+        steps = (rounds + 1) * len(ORDER) * updates + 1  # a round to warm up
+        trainer = build("branches", shape, f"{scratch}/model", f"{scratch}/run", steps, SpannedReward(), instruments)
+        switch = Switch(instruments, updates)
+        trainer.add_callback(switch)
+        trainer.train()
+        instruments.close()
+        trace_bytes = Path(scratch, "run", "trace.json").stat().st_size
+    by_round: dict[bool, list[float]] = {True: [], False: []}
+    for index in range(1, rounds + 1):
+        blocks = {True: [], False: []}
+        for place, on in enumerate(ORDER):
+            blocks[on] += switch.seconds[index * len(ORDER) + place][1:]
+        for on, seconds in blocks.items():
+            by_round[on].append(statistics.median(seconds))
+    ratios = [on / off for on, off in zip(by_round[True], by_round[False], strict=True)]
+    return {
+        "shape": shape,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "rounds": rounds,
+        "median_s": {"with": statistics.median(by_round[True]), "without": statistics.median(by_round[False])},
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "mfu": {name: _median(trainer, name) for name in (perf.MFU_MODEL, perf.MFU_STEP)},
+        "unaccounted": _median(trainer, perf.time_of(UNACCOUNTED)) / _median(trainer, perf.STEP_SECONDS),
+        "trace_bytes": trace_bytes,
+    }
+
+
+def _median(trainer: GRPOTrainer, name: str) -> float:
+    """Of a metric over the updates that have it, 0 where none has."""
+    values = [entry[name] for entry in trainer.state.log_history if entry.get(name) is not None]
+    return statistics.median(values) if values else 0.0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if torch.cuda.is_available() else "demo")
+    parser.add_argument("--updates", type=int, default=6, help="updates in a block, the first of which is left out")
+    parser.add_argument("--rounds", type=int, default=10, help="of four blocks each")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    args = parser.parse_args(argv)
+    figures = measure(args.shape, args.updates, args.rounds)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    medians, ratios = figures["median_s"], figures["ratios"]
+    mfu = ", ".join(f"{name} {value:.3f}" if value else f"{name} n/a" for name, value in figures["mfu"].items())
+    print(
+        f"{figures['device']}, {figures['shape']}, {figures['rounds']} rounds: with {medians['with']:.4f} s, "
+        f"without {medians['without']:.4f} s, ratio {figures['ratio']:.4f} ({min(ratios):.4f} to {max(ratios):.4f}); "
+        f"{mfu}; unaccounted {figures['unaccounted']:.2%} of a step"
+    )
+
+
+if __name__ == "__main__":
+    main()
