@@ -142,7 +142,7 @@ def build(
         "gradient_accumulation_steps": BATCH[shape][1],
         "num_generations": 8,
         "max_completion_length": TOKENS[shape],
-        "gradient_checkpointing": shape == "0.5b",
+        "gradient_checkpointing": shape in ("0.5b", "7b"),
         "learning_rate": 1e-6,
         "max_steps": updates,
         "logging_steps": 1,

@@ -41,6 +41,16 @@ SHAPES["demo"] = {
     "num_key_value_heads": 8,
 }
 TOKENS["demo"], BATCH["demo"] = 32, (48, 1)
+# Qwen2.5-7B
+SHAPES["7b"] = {
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+TOKENS["7b"], BATCH["7b"] = 512, (8, 8)
 ORDER = (True, False, False, True)
 """Instruments on or off, by block of a round."""
 
@@ -85,8 +95,13 @@ def measure(shape: str, updates: int, rounds: int) -> dict[str, Any]:
     """Step times with and without, and their ratio."""
     set_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
-        Qwen2ForCausalLM(Qwen2Config(**SHAPES[shape])).save_pretrained(f"{scratch}/model")
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        with device:
+            model = Qwen2ForCausalLM._from_config(
+                Qwen2Config(**SHAPES[shape]), dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+            )
+        model.save_pretrained(f"{scratch}/model")
+        del model
         settings = InstrumentSettings(trace_steps=range(2**62), trace_bytes=10**9)
         instruments = Instruments(settings, device, Path(scratch, "run"))
         steps = (rounds + 1) * len(ORDER) * updates + 1  # a round to warm up

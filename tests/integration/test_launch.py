@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.runs import check_times, scalars, spans
 
+from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.metrics import metric_names
 
 ROOT = Path(__file__).parents[2]
@@ -32,17 +33,6 @@ def launch(recipe, *arguments, accelerate=(), succeeds=True, **environment):
     return done.stderr
 
 
-def scalars(output_dir):
-    """Every TensorBoard scalar of a run: name to its values by step."""
-    values = {}
-    for events in sorted(output_dir.rglob("events.out.tfevents.*")):
-        accumulator = EventAccumulator(str(events))
-        accumulator.Reload()
-        for tag in accumulator.Tags()["scalars"]:
-            values.setdefault(tag, []).extend(item.value for item in accumulator.Scalars(tag))
-    return values
-
-
 def check_run(output_dir, steps):
     logged = scalars(output_dir)
     differences = logged["train/sampling/sampling_logp_difference/mean"]
@@ -50,6 +40,12 @@ def check_run(output_dir, steps):
     assert max(differences) < 0.02  # nats; noise between two implementations, far from that of other weights
     for name in metric_names(["fairness", "hallucination"]):
         assert f"train/{name}" in logged or "reward/" in name or "reference/" in name  # an empty branch logs nothing
+    for name in (*perf.TIMES, *perf.THROUGHPUT, *perf.MEMORY):
+        assert f"train/{name}" in logged or not torch.cuda.is_available() and ("mfu" in name or "gpu" in name)
+    phases = check_times(output_dir, steps)
+    for phase in (perf.DATA_LOADING, perf.WEIGHT_PUSH, perf.GENERATION, perf.OLD_LOGPROBS, perf.REFERENCE_LOGPROBS,
+                  perf.REWARD_WAIT, perf.ADVANTAGES, perf.FORWARD, perf.BACKWARD, perf.OPTIMIZER):  # fmt: skip
+        assert all(step[phase] > 0 for step in phases), phase
     assert (output_dir / "model.safetensors").is_file() or (output_dir / "pytorch_model.bin").is_file()
 
 

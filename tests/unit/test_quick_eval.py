@@ -38,9 +38,7 @@ def test_figures_by_branch():
     )
     found = evaluation_of(rows, BRANCHES, {"fairness": 0.1}, 20, 1.5)
     # KL: 8 nats over 40 tokens; 4 over 20
-    assert found.branches["fairness"] == BranchFigures(
-        rows=2, score=0.5, truncated=0.5, length=20.0, kl=0.2, beta=0.1
-    )
+    assert found.branches["fairness"] == BranchFigures(rows=2, score=0.5, truncated=0.5, length=20.0, kl=0.2, beta=0.1)
     assert found.branches["hallucination"] == BranchFigures(
         rows=1, score=0.25, truncated=1.0, length=20.0, kl=0.2, beta=None
     )

@@ -1,0 +1,78 @@
+"""Time on a GPU: events against a synchronised clock, a real run whose phases add up, and what measuring costs."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import check_times, scalars
+
+from salesrl_trl.telemetry.device import EventClock
+from salesrl_trl.timing import Timeline
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def multiply(matrix, times):
+    for _ in range(times):
+        matrix = torch.nn.functional.normalize(matrix @ matrix)
+    return matrix
+
+
+def test_a_phase_lasts_as_long_as_the_device_works_on_it_without_a_synchronise():
+    matrix = torch.rand(4096, 4096, device="cuda")
+    multiply(matrix, 3)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    multiply(matrix, 60)
+    torch.cuda.synchronize()
+    alone = time.perf_counter() - started
+
+    timeline = Timeline(EventClock())
+    timeline.starts()
+    walls = []
+    for _ in range(5):
+        started = time.perf_counter()
+        with timeline.phase("forward") as timing:
+            multiply(matrix, 60)  # issued, not done
+        issued = timing.cost_time
+        with timeline.phase("reward_wait"):
+            time.sleep(2 * alone)
+        with timeline.phase("backward"):
+            multiply(matrix, 60)
+        timeline.step_ends()
+        torch.cuda.synchronize()  # the test's own, so that its clock and the steps' agree
+        walls.append(time.perf_counter() - started)
+    steps = timeline.take()
+    print(f"forward {alone:.4f} s by a synchronised clock, issued in {issued:.4f} s; steps {steps}, walls {walls}")
+    assert issued < 0.5 * alone
+    for step, wall in list(zip(steps, walls, strict=True))[1:]:
+        assert sum(step.seconds.values()) == pytest.approx(step.wall, rel=1e-9)
+        assert step.wall == pytest.approx(wall, rel=0.02)
+        assert step.seconds["forward"] == pytest.approx(alone, rel=0.1)
+        assert step.seconds["backward"] == pytest.approx(alone, rel=0.1)
+        # the wait begins when the device is done with the forward pass, and the host began to wait long before
+        assert step.seconds["reward_wait"] == pytest.approx(2 * alone - (alone - issued), rel=0.1)
+
+
+def test_the_phases_of_a_real_run_add_up(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/debug.yaml"]
+    command += ["recipes/debug.py", "--max_steps", "12", "--max_eval_rows", "16", "--output_dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    for step in check_times(tmp_path, 12):
+        print({phase: round(seconds, 4) for phase, seconds in step.items() if seconds > 1e-4})
+    logged = scalars(tmp_path)
+    for name in ("perf/mfu_model", "perf/mfu_step", "memory/gpu_peak_gib", "memory/gpu_reserved_gib"):
+        print(name, logged[f"train/{name}"])
+    assert all(0 < step <= model <= 1 for step, model in zip(
+        logged["train/perf/mfu_step"], logged["train/perf/mfu_model"], strict=True))  # fmt: skip
+
+
+def test_measuring_costs_at_most_half_a_hundredth(tmp_path):
+    figures = tmp_path / "figures.json"
+    subprocess.run([sys.executable, "scripts/bench_timing.py", "--json", str(figures)], cwd=ROOT, check=True)
+    assert json.loads(figures.read_text())["ratio"] <= 1.005

@@ -1,0 +1,60 @@
+"""What a run leaves on disk."""
+
+import json
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.metrics import REWARD_SECONDS
+
+
+def events(output_dir):
+    """Every TensorBoard scalar of a run: name to its events, in the order they were written."""
+    found = {}
+    for path in sorted(output_dir.rglob("events.out.tfevents.*")):
+        accumulator = EventAccumulator(str(path), size_guidance={"scalars": 0})
+        accumulator.Reload()
+        for tag in accumulator.Tags()["scalars"]:
+            found.setdefault(tag, []).extend(accumulator.Scalars(tag))
+    return found
+
+
+def scalars(output_dir):
+    """The same by values alone."""
+    return {tag: [event.value for event in each] for tag, each in events(output_dir).items()}
+
+
+def check_times(output_dir, steps):
+    """Phases sum to the step, the step is what passed between two lines by TensorBoard's own clock, and the rewards'
+    time is hidden or exposed. Returns the seconds by phase of each step."""
+    logged = events(output_dir)
+    by_phase = {
+        phase: {event.step: event.value for event in logged[f"train/{perf.time_of(phase)}"]} for phase in perf.PHASES
+    }
+    lines = {event.step: event for event in logged[f"train/{perf.STEP_SECONDS}"]}
+    assert sorted(lines) == list(range(1, steps + 1))
+    for step, line in lines.items():
+        total = sum(values[step] for values in by_phase.values())
+        assert abs(total - line.value) <= 1e-5 * line.value
+        if step - 1 in lines:
+            passed = line.wall_time - lines[step - 1].wall_time
+            assert abs(line.value - passed) <= 0.02 * passed, (step, line.value, passed)
+        assert by_phase["unaccounted"][step] <= 0.05 * line.value, (step, by_phase["unaccounted"][step], line.value)
+    for makespan, exposed, hidden in zip(
+        *(logged[f"train/{name}"] for name in (REWARD_SECONDS, perf.REWARD_EXPOSED, perf.REWARD_HIDDEN)), strict=True
+    ):
+        assert abs(exposed.value + hidden.value - makespan.value) <= 1e-5 * makespan.value
+        assert exposed.value >= 0
+        assert hidden.value >= -1e-6
+    return [{phase: values[step] for phase, values in by_phase.items()} for step in sorted(lines)]
+
+
+def spans(output_dir):
+    """The events of a run's trace that have a duration, by the name of their track; it is valid JSON."""
+    trace = json.loads((output_dir / "trace.json").read_text(encoding="utf-8"))
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+    found = {}
+    for event in trace:
+        if event["ph"] == "X":
+            found.setdefault((event["pid"], names[event["pid"], event["tid"]]), []).append(event)
+    return found
