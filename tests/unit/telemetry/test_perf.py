@@ -14,7 +14,7 @@ NAN = math.nan
 def sums(phases=None, **given):
     figures = {"steps": 2, "makespan": 6.0, "exposed": 5.0, "batches": 2, "flops": 4e12, "tokens": 100.0}
     figures |= {"samples": 8.0, "memory": (1.0, 2.0, 3.0, 4.0), **given}
-    return Sums(phases={phase: 0.0 for phase in PHASES} | (phases or {}), **figures)
+    return Sums(phases=dict.fromkeys(PHASES, 0.0) | (phases or {}), **figures)
 
 
 def test_a_row_is_a_sums_again():
