@@ -136,6 +136,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._timeline = self._instruments.timeline
         self._quick_eval = quick_eval or QuickEvalSettings()
         self._quick_history = QuickEvalHistory(Path(args.output_dir, RECORD_NAME), self._quick_eval.best)
+        self._quick_step = 0
         self._tuner: BaseTunerLayer | None = None
         self._report_names = report_names(reward.provider_names, reward.service_names)
         targets = args.kl_targets()
@@ -225,7 +226,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
+        with self._timeline.phase(perf.BATCHING):  # less the phases inside it
+            loss = super().training_step(*args, **kwargs)
         if self.accelerator.sync_gradients:  # what comes until the step's end: clipping, the optimizer, the schedule
             self._timeline.begin(perf.OPTIMIZER)
         return loss
@@ -391,6 +393,10 @@ class SalesGRPOTrainer(GRPOTrainer):
             logger.warning(f"{checkpoint} holds no {KL_STATE_NAME}: the KL coefficients start as configured")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        with self._timeline.phase(perf.LOGGING):
+            self._log_with_figures(logs, start_time)
+
+    def _log_with_figures(self, logs: dict[str, float], start_time: float | None) -> None:
         mode = "train" if self.model.training else "eval"
         if self._metrics[mode]:  # transformers also logs summaries, at which nothing was measured
             figures = {**self._means[mode].flush(), **self._bias[mode].flush()}
@@ -405,7 +411,10 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self._quick_eval.steps and self.state.global_step % self._quick_eval.steps == 0:
+        step = self.state.global_step
+        due = self._quick_eval.steps and step % self._quick_eval.steps == 0
+        if due and step != self._quick_step:  # at the end of an epoch this is called once more
+            self._quick_step = step
             self._evaluate_quickly()
 
     def _quick_sample(self) -> list[dict[str, Any]]:
@@ -524,7 +533,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         """Take up the record of the run that goes on; every rank the main one's, for all save the best together."""
         records = [self._quick_history.read() if self.accelerator.is_main_process else []]
         broadcast_object_list(records)
-        self._quick_history.resume(records[0], self.state.global_step)
+        self._quick_step = self.state.global_step
+        self._quick_history.resume(records[0], self._quick_step)
 
     def _decide(self, scored_fraction: float) -> None:
         """Skip a batch of which too little was scored; ask for a stop after too many in a row."""

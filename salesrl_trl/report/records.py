@@ -28,7 +28,7 @@ REWARD_WAIT = "reward_wait"
 UNACCOUNTED = "unaccounted"
 PHASES = (
     "data_loading", "weight_push", "generation", "old_logprobs", "reference_logprobs", REWARD_WAIT, "advantages",
-    "forward", "backward", "optimizer", "checkpoint", "evaluation", UNACCOUNTED,
+    "batching", "forward", "backward", "optimizer", "logging", "checkpoint", "evaluation", UNACCOUNTED,
 )  # fmt: skip
 """Phases of a step, in their order; together they are `time/step_s`."""
 STAGES = ("parse", "rag_8b", "rag_32b", "judge")

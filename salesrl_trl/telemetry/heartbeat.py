@@ -26,6 +26,8 @@ ADVICE = {
     perf.FORWARD: "if the GPU idles, a rank waits for another one",
     perf.BACKWARD: "if the GPU idles, a rank waits for another one; a first DeepSpeed run compiles an operator here",
     perf.OPTIMIZER: "with an offloaded optimizer this is the host's memory",
+    perf.BATCHING: "a collective in which ranks wait for each other, or very long completions",
+    perf.LOGGING: "the disk under output_dir, and what else report_to names",
     perf.CHECKPOINT: "the disk under output_dir",
     perf.EVALUATION: "the held-out rows: max_eval_rows, per_device_eval_batch_size, num_generations_eval",
 }

@@ -21,13 +21,16 @@ ADVANTAGES = "advantages"
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
+BATCHING = "batching"
+"""Tokens to tensors, shuffling, splitting, and what else a training step does around its passes."""
+LOGGING = "logging"
 CHECKPOINT = "checkpoint"
 EVALUATION = "evaluation"
-PHASES = (DATA_LOADING, WEIGHT_PUSH, GENERATION, OLD_LOGPROBS, REFERENCE_LOGPROBS, REWARD_WAIT, ADVANTAGES, FORWARD,
-          BACKWARD, OPTIMIZER, CHECKPOINT, EVALUATION, UNACCOUNTED)  # fmt: skip
+PHASES = (DATA_LOADING, WEIGHT_PUSH, GENERATION, OLD_LOGPROBS, REFERENCE_LOGPROBS, REWARD_WAIT, ADVANTAGES, BATCHING,
+          FORWARD, BACKWARD, OPTIMIZER, LOGGING, CHECKPOINT, EVALUATION, UNACCOUNTED)  # fmt: skip
 """Every part of a step, in the order of a step. They sum to `STEP_SECONDS`."""
 OPAQUE_PHASES = (EVALUATION, CHECKPOINT)
-"""An evaluation generates and scores too: that is evaluation."""
+"""An evaluation generates, scores and logs too: that is evaluation."""
 COMPUTE_PHASES = (WEIGHT_PUSH, GENERATION, OLD_LOGPROBS, REFERENCE_LOGPROBS, FORWARD, BACKWARD, OPTIMIZER)
 """Phases in which the accelerator works."""
 

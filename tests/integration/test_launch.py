@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import check_times, scalars
+from support.runs import check_times, scalars, spans
 
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.metrics import metric_names
@@ -54,10 +54,19 @@ def test_the_debug_recipe_trains_and_evaluates_from_nothing_but_this_checkout(tm
         "debug",
         *("--max_steps", "3", "--max_eval_rows", "8", "--warm_start_steps", "40"),
         *("--per_device_train_batch_size", "16", "--output_dir", str(tmp_path / "run")),
+        *("--quick_eval_steps", "2", "--quick_eval_rows", "4"),
         SALESRL_CACHE_DIR=str(tmp_path / "cache"),
     )
     check_run(tmp_path / "run", steps=3)
     assert "[Step 3/3] reward fairness=" in told
+    assert "[QuickEval@2] mode=greedy fairness=" in told
+    assert (tmp_path / "run/best/model.safetensors").is_file()
+    names = {span["name"] for span in spans(tmp_path / "run")[0, "phases"]}
+    assert {"policy", "engine", "warm_up", *perf.PHASES} - {"unaccounted"} <= names
+    report = [sys.executable, "-m", "salesrl_trl.report", str(tmp_path / "run")]
+    text = subprocess.run(report, capture_output=True, text=True, check=True).stdout
+    assert "Steps done                 3" in text
+    assert "Best quick evaluation      step 2" in text
     assert [entry["step"] for entry in json.loads((tmp_path / "run" / "held_out.json").read_text())] == [0, 3]
 
 
@@ -80,11 +89,28 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
         *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"),
         *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
         *("--max_eval_rows", "8", "--per_device_eval_batch_size", "4", "--save_steps", "2", *ON_CPU),
+        *("--quick_eval_steps", "1", "--quick_eval_rows", "4", "--trace_steps", "1:2"),
         accelerate=() if torch.cuda.is_available() else ("--mixed_precision", "no"),
     )
     check_run(tmp_path / "run", steps=2)
     assert told.count("[Step 2/2]") == 1  # the main process alone speaks
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert told.count("[QuickEval@1]") == 1
+    assert (tmp_path / "run" / "best").is_dir()
+    tracks = spans(tmp_path / "run")
+    for rank in range(2):
+        # DeepSpeed's optimizer steps inside `backward`
+        inside = [
+            (each, outer)
+            for each in tracks[rank, "phases"]
+            for outer in tracks[rank, "phases"]
+            if (each["name"], outer["name"]) == ("optimizer", "backward")
+            and outer["ts"] <= each["ts"] <= outer["ts"] + outer["dur"]
+        ]
+        assert len(inside) >= 2
+        # both ranks' clocks lie on one scale: a step begins when it does on the other one
+        for mine, others in zip(tracks[rank, "steps"], tracks[1 - rank, "steps"], strict=True):
+            assert abs(mine["ts"] - others["ts"]) < 1e6
 
 
 def test_a_run_whose_services_die_saves_and_stops_with_the_reason(policy_path, tmp_path, httpserver):

@@ -54,15 +54,21 @@ def settings(output_dir, **given):
     }
 
 
-def build_trainer(policy_path, reward, texts, rows, output_dir, **given):
-    """Our trainer with scripted completions."""
-    trainer = ScriptedTrainer(
+OF_THE_TRAINER = ("instruments", "quick_eval", "peft_config", "callbacks")
+"""What goes to the trainer itself; all else that a test gives is a setting."""
+
+
+def build_trainer(policy_path, reward, texts, rows, output_dir, kind=ScriptedTrainer, **given):
+    """Our trainer with scripted completions, or one of another `kind`."""
+    own = {name: given.pop(name) for name in OF_THE_TRAINER if name in given}
+    trainer = kind(
         AutoModelForCausalLM.from_pretrained(policy_path),
         reward,
         SalesGRPOConfig(**settings(output_dir, **{"held_out_eval": False, **given})),
         train_dataset=build_dataset(rows, "compact"),
         eval_dataset=build_dataset(rows, "compact"),
         processing_class=AutoTokenizer.from_pretrained(policy_path),
+        **own,
     )
     trainer.texts = texts
     return trainer

@@ -1,0 +1,356 @@
+"""Time, trace and quick evaluations of real runs in this process: that they add up, disturb nothing, and survive what
+ends a run."""
+
+import asyncio
+import concurrent.futures
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from support.loopback import VERDICT, action, chat_completion
+from support.runs import check_times, scalars, spans
+from support.scripted import default_rows
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.quick_eval import QuickEvalSettings
+from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
+from salesrl_trl.telemetry.metrics import REWARD_SECONDS
+from salesrl_trl.trainer import SalesGRPOTrainer
+
+DIFFERENT = tuple(action(query=f"q{index}") for index in range(96))
+"""Actions that no cache answers."""
+SLOW_VERDICT = chat_completion(json.dumps(VERDICT))
+RUNNER = Path(__file__).parents[1] / "support/short_run.py"
+
+
+@pytest.fixture
+def instruments(tmp_path):
+    def build(**settings):
+        settings = {"trace_steps": range(1, 1000), "heartbeat_s": 0.0, **settings}
+        return Instruments(InstrumentSettings(**settings), torch.device("cpu"), tmp_path / "run")
+
+    return build
+
+
+class AtStep(TrainerCallback):
+    """Does something when a step begins."""
+
+    def __init__(self, step, act):
+        self._step = step
+        self._act = act
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self._step:
+            self._act()
+
+
+def step_logs(trainer):
+    return [entry for entry in trainer.state.log_history if "reward" in entry]
+
+
+def raise_(error):
+    raise error
+
+
+def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, services, instruments, tmp_path):
+    services.set("judge", SLOW_VERDICT, delay_s=0.3)
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=6)
+    trainer.train()
+    for step, phases in enumerate(check_times(tmp_path / "run", 6), start=1):
+        assert phases[perf.REWARD_WAIT] >= 0.3, step
+        assert phases[perf.EVALUATION] == phases[perf.CHECKPOINT] == phases[perf.WEIGHT_PUSH] == 0
+    for logs in step_logs(trainer):
+        assert logs[REWARD_SECONDS] >= 0.3
+        # nothing runs behind the wait yet but what the trainer does until it waits
+        assert logs[perf.REWARD_EXPOSED] == pytest.approx(logs[REWARD_SECONDS], abs=0.02)
+        assert logs["time/judge_p50_s"] >= 0.3 > logs["time/rag_8b_max_s"]
+        assert logs["time/slowest_judge_s"] <= logs["time/judge_max_s"]
+        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[perf.STEP_SECONDS], rel=1e-6)
+        assert logs[perf.MFU_MODEL] is logs[perf.MFU_STEP] is None  # a CPU's peak is in no table
+    keys = [set(logs) for logs in step_logs(trainer)]
+    assert all(each == keys[0] for each in keys)
+
+
+def test_tokens_are_counted_without_padding(scripted_trainer, services, instruments):
+    texts = (action(query="q"), action(query="a much longer query than the other one"))
+    trainer = scripted_trainer(texts, instruments=instruments(), max_steps=1)
+    trainer.train()
+    (logs,) = step_logs(trainer)
+    # four prompts, each of its own length, and their completions with an end token
+    tokenizer, rows = trainer.processing_class, trainer.train_dataset
+    completions = [len(tokenizer(text)["input_ids"]) + 1 for text in texts]
+    prompts = {len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
+                   ["input_ids"]) for row in rows}  # fmt: skip
+    assert len(prompts) == 1
+    wanted = 2 * sum(completions) + 4 * prompts.pop()
+    assert logs["perf/tokens_per_s"] * logs[perf.STEP_SECONDS] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_utilisation_is_known_where_the_peak_is_given(scripted_trainer, services, instruments):
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(peak_flops=1e12), max_steps=2)
+    trainer.train()
+    for logs in step_logs(trainer):
+        assert 0 < logs[perf.MFU_STEP] < logs[perf.MFU_MODEL] < 1
+        passes = logs["perf/forward_s"] + logs["perf/backward_s"]
+        assert logs[perf.MFU_MODEL] * passes == pytest.approx(logs[perf.MFU_STEP] * logs[perf.STEP_SECONDS], rel=1e-6)
+
+
+def test_more_than_the_chip_can_do_is_told_instead_of_shown(scripted_trainer, services, instruments, caplog):
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(peak_flops=1e3), max_steps=2)
+    with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
+        trainer.train()
+    assert [logs[perf.MFU_MODEL] for logs in step_logs(trainer)] == [None, None]
+    assert sum("more floating-point operations than 'cpu' can do" in each.message for each in caplog.records) == 1
+
+
+def test_throughput_is_logged_as_often_as_is_set_and_over_all_steps_since(scripted_trainer, services, instruments):
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(perf_steps=2), max_steps=4)
+    trainer.train()
+    logs = step_logs(trainer)
+    assert ["perf/samples_per_s" in each for each in logs] == [False, True, False, True]
+    assert all(perf.STEP_SECONDS in each for each in logs)
+    both = logs[2][perf.STEP_SECONDS] + logs[3][perf.STEP_SECONDS]
+    assert logs[3]["perf/samples_per_s"] == pytest.approx(8 / both, rel=1e-6)
+
+
+def test_without_timing_nothing_is_measured_and_nothing_else_changes(
+    scripted_trainer, services, instruments, tmp_path
+):
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(enabled=False), max_steps=2)
+    trainer.train()
+    for logs in step_logs(trainer):
+        assert perf.STEP_SECONDS not in logs
+        assert "perf/samples_per_s" not in logs
+        assert logs["reward"] is not None
+        assert logs[REWARD_SECONDS] > 0
+    assert not (tmp_path / "run/trace.json").exists()
+
+
+def test_an_evaluation_and_a_checkpoint_are_counted_as_such(scripted_trainer, services, instruments):
+    trainer = scripted_trainer(
+        DIFFERENT, instruments=instruments(), max_steps=3, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+        save_steps=1, num_generations_eval=2, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    services.set("judge", SLOW_VERDICT, delay_s=0.2)
+    trainer.train()
+    first, second, third = step_logs(trainer)[0], step_logs(trainer)[1], step_logs(trainer)[2]
+    assert first["time/evaluation_s"] == first["time/checkpoint_s"] == 0
+    for logs in (second, third):  # what comes after an update is in the next one's time
+        assert logs["time/evaluation_s"] >= 0.4  # two batches of it wait 0.2 s each
+        assert logs["time/checkpoint_s"] > 0
+        assert 0.2 <= logs["time/reward_wait_s"] < 0.4  # that of training alone
+
+
+def test_the_policys_and_the_references_log_probs_are_told_apart_with_an_adapter(
+    scripted_trainer, services, instruments, tmp_path
+):
+    adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = scripted_trainer(
+        DIFFERENT, instruments=instruments(), peft_config=adapter, max_steps=4, num_iterations=2, use_cpu=True
+    )
+    assert trainer.ref_model is None
+    trainer.train()
+    trainer.finish()
+    names = [span["name"] for span in spans(tmp_path / "run")[0, "phases"]]
+    # four updates on two generation batches: each batch has both log-probs once
+    assert names.count("old_logprobs") == names.count("reference_logprobs") == 2
+
+
+def test_the_trace_has_a_track_for_each_reward_and_one_for_the_phases(
+    scripted_trainer, services, instruments, tmp_path
+):
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(trace_steps=range(2, 4)), max_steps=5)
+    trainer.train()
+    trainer.finish()
+    tracks = spans(tmp_path / "run")
+    assert [each["name"] for each in tracks[0, "steps"]] == ["step 2", "step 3"]
+    rewards = {name for pid, name in tracks if pid != 0}
+    assert rewards == {f"reward {place}{what}" for place in range(4) for what in ("", " reference")}
+    for place in range(4):
+        chain = tracks[100_000, f"reward {place}"]
+        assert [each["name"] for each in chain] == ["parse", "rag_8b", "judge"] * 2
+        waits = [each for each in tracks[0, "phases"] if each["name"] == "reward_wait"]
+        for each, wait in zip((chain[:3], chain[3:]), waits, strict=True):
+            for span in each:
+                assert wait["ts"] <= span["ts"]
+                assert span["ts"] + span["dur"] <= wait["ts"] + wait["dur"]
+
+
+def check_what_is_left(output_dir, failed_phase, steps):
+    """A readable trace whose last step failed in a phase, and the event file of the steps before."""
+    tracks = spans(output_dir)
+    failed = {each["name"] for each in tracks[0, "phases"] if each.get("args", {}).get("failed")}
+    assert failed_phase in failed
+    assert [each["name"] for each in tracks[0, "steps"]] == [f"step {step}" for step in range(1, steps + 2)]
+    assert tracks[0, "steps"][-1]["args"] == {"failed": True}
+    assert len(scalars(output_dir)[f"train/{perf.STEP_SECONDS}"]) == steps
+
+
+def test_a_reward_that_raises_leaves_trace_and_events(scripted_trainer, services, instruments, tmp_path):
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=4)
+
+    async def broken(**_):
+        raise RuntimeError("broken")
+
+    # the chain itself turns every error into a missing reward: this is one in what TRL calls
+    trainer.add_callback(AtStep(2, lambda: trainer.reward_funcs.__setitem__(0, broken)))
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.train()
+    check_what_is_left(tmp_path / "run", "reward_wait", steps=2)
+
+
+def test_a_step_that_is_cancelled_leaves_trace_and_events(scripted_trainer, services, instruments, tmp_path):
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=4)
+
+    async def cancelled(**_):
+        raise asyncio.CancelledError
+
+    trainer.add_callback(AtStep(1, lambda: trainer.reward_funcs.__setitem__(0, cancelled)))
+    with pytest.raises(concurrent.futures.CancelledError):
+        trainer.train()
+    check_what_is_left(tmp_path / "run", "reward_wait", steps=1)
+
+
+def test_an_interrupt_from_the_keyboard_leaves_trace_and_events(scripted_trainer, services, instruments, tmp_path):
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=4)
+    trainer.add_callback(AtStep(3, lambda: setattr(trainer, "_compute_loss", lambda *_: raise_(KeyboardInterrupt()))))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    check_what_is_left(tmp_path / "run", "batching", steps=3)
+
+
+def test_a_process_that_is_killed_leaves_trace_and_events(policy_path, services, tmp_path):
+    services.set("judge", SLOW_VERDICT, delay_s=0.2)
+    command = [sys.executable, str(RUNNER), str(policy_path), services.url, str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(RUNNER.parents[1])}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for line in process.stderr:
+                if "[Step 3/" in line:
+                    break
+            time.sleep(0.1)  # into the next step
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+    tracks = spans(tmp_path / "run")
+    assert [each["name"] for each in tracks[0, "steps"]][:3] == ["step 1", "step 2", "step 3"]
+    assert len(scalars(tmp_path / "run")[f"train/{perf.STEP_SECONDS}"]) >= 3
+
+
+def test_a_second_training_measures_its_own_steps(scripted_trainer, services, instruments):
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), max_steps=2)
+    trainer.train()
+    trainer.train()
+    logs = [each[perf.STEP_SECONDS] for each in step_logs(trainer)]
+    assert len(logs) >= 2
+    assert all(math.isfinite(each) and each > 0 for each in logs)
+
+
+QUICK = QuickEvalSettings(steps=2, rows=4, best="worst_branch")
+UNSCRIPTED = {"kind": SalesGRPOTrainer, "max_completion_length": 12, "beta": 0.1, "num_generations_eval": 2}
+
+
+def losses(trainer):
+    return [(logs["loss"], logs["grad_norm"], logs["reward"], logs["kl"]) for logs in step_logs(trainer)]
+
+
+def test_quick_evaluations_disturb_neither_training_nor_evaluation(scripted_trainer, services):
+    """The same run, sampled from its own policy, with and without them: equal to the last bit."""
+    runs = []
+    for quick in (None, QUICK):
+        torch.manual_seed(7)
+        trainer = scripted_trainer(
+            quick_eval=quick, **UNSCRIPTED, eval_strategy="steps", eval_steps=4, max_steps=4, seed=3
+        )
+        trainer.train()
+        evaluated = next(each for each in trainer.state.log_history if "eval_reward" in each)
+        timed = {key for key in evaluated if "time/" in key or "runtime" in key or "per_second" in key}
+        timed |= {key for key in evaluated if "services/" in key or "cache/" in key}  # what one has asked before
+        runs.append((losses(trainer), {k: v for k, v in evaluated.items() if k not in timed}, trainer))
+    (plain, plain_eval, _), (with_quick, quick_eval, trainer) = runs
+    assert with_quick == plain
+    assert {k: str(v) for k, v in quick_eval.items()} == {k: str(v) for k, v in plain_eval.items()}
+    logged = [entry for entry in trainer.state.log_history if "quick_eval/reward" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4]
+
+
+def test_a_quick_evaluation_is_greedy_and_measures_the_kl(scripted_trainer, services, tmp_path):
+    """At a rate of 0 the policy stays: twice the same answers, at a temperature at which samples never agree."""
+    quick = QuickEvalSettings(steps=1, rows=4)
+    trainer = scripted_trainer(
+        quick_eval=quick, **UNSCRIPTED, temperature=5.0, max_steps=2, learning_rate=0.0, warmup_steps=0
+    )
+    asked = []
+    score = trainer._reward.__call__
+
+    class Listening(type(trainer._reward)):
+        async def __call__(self, *, completions, **kwargs):
+            asked.append([str(each) for each in completions])
+            return await score(completions=completions, **kwargs)
+
+    trainer._reward.__class__ = Listening
+    trainer.train()
+    training, quick_answers = asked[0::2], asked[1::2]
+    assert quick_answers[0] == quick_answers[1]
+    assert training[0] != training[1]
+    records = [json.loads(line) for line in (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        for branch in record["branches"].values():
+            assert branch["rows"] == 2
+            assert branch["kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is its reference
+            assert branch["beta"] == 0.1
+            assert 0 < branch["length"] <= 12
+            assert 0 <= branch["truncated"] <= 1
+
+
+def test_a_policy_that_moved_has_a_kl_and_the_best_one_is_kept(scripted_trainer, services, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        trainer = scripted_trainer(quick_eval=QUICK, **UNSCRIPTED, max_steps=2, learning_rate=1e-2, warmup_steps=0)
+        trainer.train()
+    (record,) = [json.loads(line) for line in (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()]
+    assert record["best"]
+    assert all(branch["kl"] > 1e-4 for branch in record["branches"].values())
+    told = [each.message for each in caplog.records]
+    assert any(line.startswith("[QuickEval@2] mode=greedy fairness=") for line in told)
+    assert any(line.startswith("[Best@2] worst_branch") for line in told)
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "run/best").state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in trainer.model.state_dict().items())
+
+
+def test_a_resumed_run_goes_on_with_the_record_of_the_one_before(scripted_trainer, services, tmp_path):
+    arguments = {**UNSCRIPTED, "save_strategy": "steps", "save_steps": 2, "quick_eval": QUICK}
+    scripted_trainer(**arguments, max_steps=4).train()
+    before = (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()
+    again = scripted_trainer(**arguments, max_steps=6)
+    again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    after = (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in after] == [2, 4, 6]
+    seconds_aside = [{**json.loads(line), "seconds": 0, "best": 0} for line in (before[0], after[0])]
+    assert seconds_aside[0] == seconds_aside[1]
+
+
+def test_a_fresh_run_forgets_an_earlier_ones_record(scripted_trainer, services, tmp_path):
+    for _ in range(2):
+        scripted_trainer(**UNSCRIPTED, quick_eval=QUICK, max_steps=2).train()
+    lines = (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2]
+
+
+def test_a_quick_evaluation_without_held_out_rows_is_refused(scripted_trainer, services, monkeypatch):
+    datasets = iter([build_dataset(default_rows(), "compact"), None])
+    monkeypatch.setattr("support.scripted.build_dataset", lambda rows, style: next(datasets))
+    with pytest.raises(ConfigError, match="takes its rows from `eval_dataset`, which is NoneType"):
+        scripted_trainer(**UNSCRIPTED, quick_eval=QUICK)
