@@ -43,7 +43,7 @@ def check_run(output_dir, steps):
     for name in (*perf.TIMES, *perf.THROUGHPUT, *perf.MEMORY):
         assert f"train/{name}" in logged or (not torch.cuda.is_available() and ("mfu" in name or "gpu" in name))
     phases = check_times(output_dir, steps)
-    for phase in (perf.DATA_LOADING, perf.WEIGHT_PUSH, perf.GENERATION, perf.OLD_LOGPROBS, perf.REFERENCE_LOGPROBS,
+    for phase in (perf.DATA_LOADING, perf.GENERATION, perf.OLD_LOGPROBS, perf.REFERENCE_LOGPROBS,
                   perf.REWARD_WAIT, perf.ADVANTAGES, perf.FORWARD, perf.BACKWARD, perf.OPTIMIZER):  # fmt: skip
         assert all(step[phase] > 0 for step in phases), phase
     assert (output_dir / "model.safetensors").is_file() or (output_dir / "pytorch_model.bin").is_file()
