@@ -209,7 +209,8 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
         process_index=config.training.process_index,
     )
     held_out = HeldOut(config.training.branches)
-    instruments = _instruments(config, reward)
+    instruments = build_instruments(config)
+    instruments.details[perf.REWARD_WAIT] = reward.status
     try:
         instruments.start(PartialState().is_main_process)
         trainer = _build_trainer(config, prepared, reward, held_out, instruments)
@@ -228,7 +229,8 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
         instruments.close()
 
 
-def _instruments(config: RunConfig, reward: SalesReward) -> Instruments:
+def build_instruments(config: RunConfig) -> Instruments:
+    """The instruments that the settings ask for."""
     telemetry = config.telemetry
     settings = InstrumentSettings(
         enabled=telemetry.timing,
@@ -238,9 +240,7 @@ def _instruments(config: RunConfig, reward: SalesReward) -> Instruments:
         heartbeat_s=telemetry.heartbeat_s,
         peak_flops=None if telemetry.peak_tflops is None else telemetry.peak_tflops * 1e12,
     )
-    instruments = Instruments(settings, config.training.device, Path(config.training.output_dir))
-    instruments.details[perf.REWARD_WAIT] = reward.status
-    return instruments
+    return Instruments(settings, config.training.device, Path(config.training.output_dir))
 
 
 def _build_trainer(

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from salesrl_trl.callbacks import HeldOut, StepLine, figure, judge_line, step_line
+from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine, clock, figure, judge_line, shares, step_line
+from salesrl_trl.kl.controller import KLTarget
 
 BRANCHES = ("fairness", "hallucination")
 LOGS = {
@@ -33,6 +34,55 @@ def test_the_judges_line_says_seconds_and_verdicts_by_provider():
     assert judge_line(5, logs, ("openai", "backup", "idle")) == (
         "[Judge@step5] time=3.2s providers={'openai': 8, 'backup': 0.5, 'idle': 0}"
     )
+
+
+def test_the_shares_of_a_step_come_largest_first_and_crumbs_are_left_out():
+    logs = {"time/step_s": 10.0, "time/reward_wait_s": 7.8, "time/generation_s": 1.4, "time/unaccounted_s": 0.1,
+            "time/optimizer_s": 0.05, "time/backward_s": None}  # fmt: skip
+    assert shares(logs) == "reward_wait 78%, generation 14%, unaccounted 1%"
+    assert shares({}) == shares({"time/step_s": None}) == ""
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (91.4, "1:31"), (3599.6, "1:00:00"), (7291, "2:01:31")])
+def test_durations_read_like_a_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_average_and_eta_are_of_training_and_leave_evaluations_out(caplog, monkeypatch):
+    now = iter([0.0, 0.0, 20.0, 24.0])  # built, begun, and two lines: at 20 s and 24 s
+    monkeypatch.setattr("salesrl_trl.callbacks.time.perf_counter", lambda: next(now))
+    callback = StepLine(BRANCHES, ("openai",), Counter())
+    state = TrainerState(global_step=0, max_steps=12, is_world_process_zero=True)
+    callback.on_train_begin(None, state, TrainerControl())
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        for step, evaluation in ((1, 16.0), (2, 0.0)):
+            state.global_step = step
+            logs = {**LOGS, "time/step_s": 4.0, "time/evaluation_s": evaluation}
+            callback.on_log(None, state, TrainerControl(), logs=logs)
+    # 24 s for two steps, less 16 s of evaluation: 4 s each, and ten more to come
+    assert "| 4.0 s, rewards 0.26 s | avg 4.0 s, elapsed 0:24, ETA 0:40" in caplog.records[2].message
+
+
+def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_one():
+    class Writer:
+        def __init__(self):
+            self.layouts = []
+
+        def add_custom_scalars(self, layout):
+            self.layouts.append(layout)
+
+    class Callback:
+        tb_writer = None
+
+    tensorboard = Callback()
+    banded = {"fairness": KLTarget(beta=0.1, low=0.02, high=0.06), "hallucination": KLTarget(beta=0.1)}
+    layout = ScalarLayout(BRANCHES, banded, tensorboard)
+    layout.on_train_begin(None, TrainerState(), TrainerControl())  # another rank has no writer
+    tensorboard.tb_writer = Writer()
+    layout.on_train_begin(None, TrainerState(), TrainerControl())
+    (written,) = tensorboard.tb_writer.layouts
+    assert written["KL with band and beta"]["KL of fairness"][0] == "Margin"
+    assert written["KL with band and beta"]["KL of hallucination"][0] == "Multiline"
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.126, "0.13"), (1, "1.00"), (None, "n/a"), ("x", "n/a")])

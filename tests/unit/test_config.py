@@ -2,7 +2,7 @@
 
 import pytest
 
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, WarmStartConfig
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import ControlLaw
 from salesrl_trl.kl.penalty import PenaltySettings
@@ -131,8 +131,34 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
         (RewardConfig, {"rag_base_url": "rag.internal:8801"}, "starts with http:// or https://"),
         (RewardConfig, {"judge_base_url": "localhost"}, "starts with http:// or https://"),
         (WarmStartConfig, {"warm_start_steps": 0}, "Expected more than 0"),
+        (TelemetryConfig, {"perf_logging_steps": 0}, "`perf_logging_steps` is 0. Expected more than 0"),
+        (TelemetryConfig, {"trace_max_mb": 0}, "`trace_max_mb` is 0. Expected more than 0"),
+        (TelemetryConfig, {"quick_eval_rows": 0}, "`quick_eval_rows` is 0. Expected more than 0"),
+        (TelemetryConfig, {"heartbeat_s": -1}, "`heartbeat_s` is -1. Expected 0 for never, or more"),
+        (TelemetryConfig, {"quick_eval_steps": -1}, "`quick_eval_steps` is -1. Expected 0 for never, or more"),
+        (TelemetryConfig, {"peak_tflops": 0.0}, "`peak_tflops` is 0.0. Expected more than 0, such as 989.4"),
+        (TelemetryConfig, {"trace_steps": "5"}, "`trace_steps` is '5'. Expected FIRST:LAST"),
+        (TelemetryConfig, {"trace_steps": "9:5"}, "Expected FIRST:LAST"),
+        (TelemetryConfig, {"trace_steps": "a:b"}, "Expected FIRST:LAST"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(config, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         config(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"),
+    [("1:50", (1, 50), (0, 51)), ("100:", (100, 10**9), (99,)), ("7:7", (7,), (6, 8)), ("", (), (0, 1))],
+)
+def test_the_steps_of_a_trace(text, inside, outside):
+    steps = TelemetryConfig(trace_steps=text).traced_steps()
+    assert all(step in steps for step in inside)
+    assert not any(step in steps for step in outside)
+
+
+def test_the_best_policy_is_found_by_something_that_there_is():
+    for best in ("reward", "worst_branch", "fairness", None):
+        TelemetryConfig(quick_eval_best=best).check_branches(["fairness", "tone"])
+    with pytest.raises(ConfigError, match=r"'honesty'\. Expected one of: reward, worst_branch, fairness, tone"):
+        TelemetryConfig(quick_eval_best="honesty").check_branches(["fairness", "tone"])

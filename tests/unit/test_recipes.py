@@ -11,7 +11,8 @@ import yaml
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.train import parse, prepare
+from salesrl_trl.telemetry.instruments import InstrumentSettings
+from salesrl_trl.train import build_instruments, parse, prepare
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -163,3 +164,14 @@ def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, m
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert "warm start" not in done.stderr
+
+
+def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
+    given = {"timing": "false", "perf_logging_steps": 3, "trace_steps": "4:6", "trace_max_mb": 2.5, "heartbeat_s": 7,
+             "peak_tflops": 400, "output_dir": tmp_path}  # fmt: skip
+    arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    instruments = build_instruments(parse([*ON_CPU, *arguments], ROOT / "recipes/debug.yaml"))
+    assert not instruments.enabled
+    assert instruments._settings == InstrumentSettings(
+        enabled=False, perf_steps=3, trace_steps=range(4, 7), trace_bytes=2_500_000, heartbeat_s=7.0, peak_flops=4e14
+    )

@@ -11,6 +11,7 @@ import textwrap
 
 import pytest
 import trl.trainer.grpo_trainer as grpo_trainer
+from accelerate import Accelerator
 from transformers import Trainer
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -59,6 +60,17 @@ PINS = {
     # SalesVLLMGeneration.sync_weights replaces the colocate branch on a CPU
     (VLLMGeneration, "sync_weights"): "9c4671d678ef",
     (VLLMGeneration, "_iter_named_params"): "6d5a7763acd5",
+    # the phases of a step: what each of these holds, and that the optimizer steps between the last training_step and
+    # on_step_end (in `backward` under DeepSpeed)
+    (GRPOTrainer, "_generate"): "c43183674d09",
+    (GRPOTrainer, "training_step"): "96c133253ca1",
+    (GRPOTrainer, "_save_checkpoint"): "96c508fc0fca",
+    (Trainer, "training_step"): "285b156bfe97",
+    (Trainer, "get_batch_samples"): "ce1d3f8e633c",
+    (Trainer, "evaluate"): "3f3b306bcfa5",
+    (Accelerator, "backward"): "79c32c236a8b",
+    # a quick evaluation comes after a step's log, evaluation and checkpoint; called once more at an epoch's end
+    (Trainer, "_maybe_log_save_evaluate"): "c3945a2525b7",
     # on_pre_optimizer_step comes after clipping and before optimizer.step
     (Trainer, "_run_epoch"): "de4852a9dfd7",
 }

@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from support.loopback import ACTION, ANSWER, VERDICT, action, chat_completion, row
+from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat_completion, row, score_batch
 
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.types import Outcome
@@ -244,3 +244,36 @@ def test_nothing_secret_and_nothing_a_customer_said_is_logged(score, services, c
     assert "rag-secret" not in told
     assert "judge-secret" not in told
     assert "nurse" not in told
+
+
+def test_every_stage_is_a_span_on_its_completions_track(score, services):
+    services.set("judge", {}, status=400)
+    report = score([ACTION, "hello"]).take_report()
+    spans = {(span.track, span.name): span for span in report.spans}
+    assert set(spans) == {("reward 0", "parse"), ("reward 0", "rag_8b"), ("reward 0 reference", "rag_32b"),
+                          ("reward 0", "judge"), ("reward 1", "parse")}  # fmt: skip
+    for span in report.spans:
+        assert report.started <= span.started <= span.ended <= report.started + report.seconds
+    assert spans["reward 0", "rag_8b"].ended <= spans["reward 0", "judge"].started
+
+
+def test_a_call_that_is_cut_off_by_the_deadline_is_a_failed_span(score, services):
+    services.set("8b", ANSWER, delay_s=2.0)
+    report = score([ACTION], deadline_s=0.3).take_report()
+    failed = {span.name: span for span in report.spans if span.failed}
+    assert set(failed) == {"rag_8b"}
+    assert 0.2 < failed["rag_8b"].seconds < 1.9
+
+
+def test_a_person_who_waits_is_told_what_is_out(services):
+    seen = []
+
+    def judge(system, user):
+        seen.append(reward.status())
+        return VERDICT
+
+    services.judge_by(judge)
+    reward = build_reward(services.url, [row()])
+    assert reward.status() == "of 0 completions none is in a stage"
+    score_batch(reward, [ACTION])
+    assert seen == ["of 1 completions 1 in judge"]
