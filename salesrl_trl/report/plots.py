@@ -154,6 +154,12 @@ def _kl(run: Run, branch: str) -> bytes:
     return _finished(figure, axes, right)
 
 
+TALL = 3.0
+"""A bar so many times as high as nearly all others is cut off."""
+FEWEST_TO_CUT = 10
+"""Of fewer bars none is the exception."""
+
+
 def _step_time(run: Run) -> bytes | None:
     if not run.of(STEP_SECONDS):
         return None
@@ -383,6 +389,21 @@ def _stacked(
         axes.bar(lefts, heights, drawn, bottoms, align="edge", color=colour, lw=0, label=_words(name))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set_xlim(lefts[0], lefts[-1] + widths[-1])
+    _cut_off(axes, [left + width / 2 for left, width in zip(lefts, widths, strict=True)], bottoms)
+
+
+def _cut_off(axes: "Axes", places: Sequence[float], heights: Sequence[float]) -> None:
+    """Let a few bars that tower over the rest, such as a first step with an evaluation, run out of the picture with
+    their height beside them: else nothing of the others could be seen."""
+    usual = sorted(heights)[math.ceil(0.95 * len(heights)) - 1]
+    tall = [(place, height) for place, height in zip(places, heights, strict=True) if height > TALL * usual > 0]
+    if not tall or len(heights) < FEWEST_TO_CUT:
+        return
+    axes.set_ylim(top=1.3 * usual)
+    for place, height in tall:
+        axes.annotate(
+            f" {height:.3g} ↑", (place, 1.3 * usual), va="top", fontsize=7, color=MUTED, annotation_clip=False
+        )
 
 
 def _words(name: str) -> str:

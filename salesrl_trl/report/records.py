@@ -265,7 +265,7 @@ class _Events:
             self.first_s, self.last_s = min(self.first_s, event.wall_time), max(self.last_s, event.wall_time)
             for value in event.summary.value:
                 if value.tag.startswith(TRAIN) and (number := _scalar(value)) is not None:
-                    trained = True
+                    trained = trained or value.tag != TRAIN + "epoch"  # which a last evaluation's own file has too
                     self._add(value.tag.removeprefix(TRAIN), event.step, event.wall_time, number)
         self.starts += trained
 

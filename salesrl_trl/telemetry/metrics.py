@@ -244,9 +244,10 @@ def add_kl(means: Means, totals: Sequence[Sequence[float]], betas: Sequence[floa
         means.add(ALL_KL, kl, tokens)
         for kind, total in (("", kl), ("_k1", k1), ("_clamped", clamped)):
             means.add(f"{name}{kind}", total, tokens)
-        for edge, nats in (("low", branch.target.low), ("high", branch.target.high)):
-            means.add(f"{name}_{edge}", nats or 0.0, int(nats is not None))
         if branch.target.has_band and tokens and math.isfinite(kl):
+            # where there is no KL there are no edges either: TensorBoard draws a band over equal steps alone
+            for edge, nats in (("low", branch.target.low), ("high", branch.target.high)):
+                means.add(f"{name}_{edge}", nats or 0.0, 1)
             means.add(f"{name}_in_band", float(branch.target.contains(kl / tokens)), 1)
         if not math.isnan(branch.share_in_band):
             means.add(f"{name}_share_in_band", branch.share_in_band, 1)

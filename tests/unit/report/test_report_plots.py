@@ -99,3 +99,24 @@ def test_a_missing_matplotlib_is_told_with_how_to_install_it(run_folder, monkeyp
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'salesrl_trl\[plots\]'"):
         draw(read_run(run_folder.path))
+
+
+@pytest.mark.parametrize(
+    ("heights", "top"),
+    [
+        ([15.9] + [1.5] * 30, 1.3 * 1.5),  # a first step with an evaluation
+        ([4.0] + [1.5] * 30, None),  # not three times as high
+        ([15.9] + [1.5] * 5, None),  # too few to say what is usual
+        ([15.9] * 5 + [1.5] * 30, None),  # too many to be exceptions
+        ([15.9] + [0.0] * 30, None),  # nothing else to be seen
+    ],
+)
+def test_a_bar_that_towers_over_nearly_all_others_is_cut_off_and_its_height_told(heights, top):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    axes.bar(range(len(heights)), heights)
+    before = axes.get_ylim()[1]
+    plots._cut_off(axes, list(range(len(heights))), heights)
+    assert axes.get_ylim()[1] == pytest.approx(before if top is None else top)
+    assert [each.get_text().strip() for each in axes.texts] == ([] if top is None else ["15.9 ↑"])

@@ -193,3 +193,9 @@ def test_the_report_starts_without_what_is_heavy():
     )
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert json.loads(told) == []
+
+
+def test_the_file_of_a_last_evaluation_is_no_start(run_folder):
+    run_folder.events({1: {"reward": 0.1}, 2: {"reward": 0.2}})
+    run_folder.events({2: {"epoch": 1.0}}, started_s=1_700_009_000.0)
+    assert read_run(run_folder.path).starts == 1
