@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.report import plots
 from salesrl_trl.report.plots import draw
 from salesrl_trl.report.records import read_run
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from salesrl_trl.kl.controller import KLControl, KLTarget
 from salesrl_trl.reward.chain import BatchReport
 from salesrl_trl.reward.judge import JudgeRecord
 from salesrl_trl.reward.provider import ProviderUsage
@@ -14,11 +15,13 @@ from salesrl_trl.telemetry.metrics import (
     POSITION_GAP,
     JudgeBias,
     Means,
+    add_kl,
     add_report,
     add_rewards,
     bias_sums,
     encode,
     encode_report,
+    kl_names,
     metric_names,
     percentile,
     report_names,
@@ -204,3 +207,17 @@ def test_a_stage_that_no_completion_came_to_has_no_time():
     flushed = means_of(([invalid], [0])).flush()
     assert math.isnan(flushed["time/judge_p50_s"])
     assert flushed["time/parse_p50_s"] == 0.004
+
+
+def test_a_band_is_drawn_where_there_is_a_kl_and_nowhere_else():
+    """TensorBoard draws a band over equal steps alone."""
+    targets = {"fairness": KLTarget(beta=0.1, low=0.02, high=0.06), "hallucination": KLTarget(beta=0.1)}
+    control, means = KLControl(targets, None), Means(kl_names(BRANCHES))
+    add_kl(means, [[0.3, 0.2, 0.0, 10.0], [0.3, 0.2, 0.0, 10.0]], [0.1, 0.1], control)
+    flushed = means.flush()
+    assert flushed["kl/fairness"] == 0.03
+    assert (flushed["kl/fairness_low"], flushed["kl/fairness_high"]) == (0.02, 0.06)
+    assert math.isnan(flushed["kl/hallucination_low"])  # it has none
+    add_kl(means, [[0.0, 0.0, 0.0, 0.0], [0.3, 0.2, 0.0, 10.0]], [0.1, 0.1], control)  # no row of fairness
+    flushed = means.flush()
+    assert all(math.isnan(flushed[f"kl/fairness{edge}"]) for edge in ("", "_low", "_high"))
