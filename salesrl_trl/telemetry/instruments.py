@@ -112,6 +112,8 @@ class Instruments:
             self._flops = model_flops(model)
         except UnknownFlops as error:
             self._say_once(f"no MFU: {error}")
+        except Exception as error:  # a model of another make is no reason to end its training
+            self._say_once(f"no MFU: this model can't be counted ({type(error).__name__}: {error})")
         if self._peak is None and self._device.type != "cpu":
             self._say_once(
                 f"no MFU: the bf16 peak of {device_name(self._device)!r} is not in the table. Give `peak_tflops`."
@@ -181,8 +183,9 @@ class Instruments:
         spans = self._take_spans([] if cut_off is None else [cut_off])
         if self._trace is not None:
             rank = 0 if accelerator is None else accelerator.process_index
-            self._trace.write(rank, spans, _clock_offset())
-            self._trace.close()
+            self._write(self._trace, rank, spans, _clock_offset())
+            if self._trace is not None:
+                self._trace.close()
             self._trace = None
 
     def _where(self) -> str:
@@ -233,12 +236,23 @@ class Instruments:
         if self._trace is None:
             return
         for rank, offset, theirs in everywhere:
-            self._trace.write(rank, theirs, offset)
-        if self._trace.full:
+            self._write(self._trace, rank, theirs, offset)
+        if self._trace is not None and self._trace.full:
             self._say_once(
                 f"{self._trace.path} is full at {self._settings.trace_bytes / 1e6:.0f} MB: later spans are left out "
                 "(`trace_steps` chooses others)"
             )
+
+    def _write(self, trace: TraceWriter, rank: int, spans: Sequence[Span], offset: float) -> None:
+        """A disk that is full ends the trace, not the run."""
+        if self._trace is None:
+            return
+        try:
+            trace.write(rank, spans, offset)
+        except OSError as error:
+            trace.close()
+            self._trace = None
+            logger.warning(f"the trace ends here: {trace.path} can't be written ({type(error).__name__})")
 
     def _check_utilisation(self, figures: dict[str, float]) -> None:
         """More than the chip can do is a wrong peak: it is told instead of shown."""

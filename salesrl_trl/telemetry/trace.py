@@ -6,6 +6,7 @@ so that a run that was cut off leaves a trace that can be read.
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
+import errno
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,9 +42,8 @@ class TraceWriter:
         self.full = False
         """Whether spans were left out."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb")
+        self._file = path.open("wb", buffering=0)
         self._file.write(b"[" + _TAIL)
-        self._file.flush()
 
     def __enter__(self) -> "TraceWriter":
         return self
@@ -63,6 +63,9 @@ class TraceWriter:
                 In any order.
             clock_offset (`float`, *optional*, defaults to `0.0`):
                 What to add to the rank's `time.perf_counter` for a scale that all ranks share, in seconds.
+
+        Raises:
+            `OSError`: it could not be written. The file holds what it held before.
         """
         events: list[dict[str, Any]] = []
         for span in spans:
@@ -104,10 +107,21 @@ class TraceWriter:
             last = events[-1]
             note = {"name": "the trace is full", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": last.get("ts", 0.0)}
             content = (b"\n" if self._empty else b",\n") + json.dumps(note, separators=(",", ":")).encode()
-        self._file.seek(position)
-        self._file.write(content + _TAIL)
-        self._file.flush()
+        self._replace_tail(position, content + _TAIL)
         self._empty = False
+
+    def _replace_tail(self, position: int, content: bytes) -> None:
+        """Write from `position` on, or leave the file as it was: what is full is the disk, not what it holds."""
+        self._file.seek(position)
+        try:
+            written = self._file.write(content)
+            if written != len(content):
+                raise OSError(errno.ENOSPC, "no space left for the trace")
+        except OSError:
+            self._file.seek(position)
+            self._file.write(_TAIL)
+            self._file.truncate()
+            raise
 
 
 STEPS_TRACK = "steps"

@@ -1,6 +1,8 @@
 """The trace file: what is on which track, and that it can be read whenever the run ends."""
 
 import json
+import subprocess
+import sys
 
 from salesrl_trl.telemetry.trace import REWARDS_PROCESS, STEPS_TRACK, TraceWriter
 from salesrl_trl.timing import Span
@@ -91,3 +93,26 @@ def test_an_earlier_runs_trace_is_replaced(tmp_path):
         with TraceWriter(tmp_path / "t.json", 10**6) as trace:
             trace.write(0, [span()])
     assert len(read(tmp_path / "t.json")) == 1
+
+
+def test_a_full_disk_leaves_what_was_written_before(tmp_path):
+    """A file system that takes no more than 4 KiB, as /dev/full takes nothing: by the process's own limit."""
+    path = tmp_path / "t.json"
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from salesrl_trl.telemetry.trace import TraceWriter
+from salesrl_trl.timing import Span
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+with TraceWriter(Path(sys.argv[1]), 10**6) as trace:
+    for count in range(100):
+        try:
+            trace.write(0, [Span(name=f"span {count}", started=1.0, ended=2.0)] * 5)
+        except OSError:
+            print(count)
+            break
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert 0 < path.stat().st_size <= 4096
+    assert len(read(path)) == 5 * int(done.stdout) > 0
