@@ -42,13 +42,13 @@ class StepLine(TrainerCallback):
         self._providers = providers
         self._failures = failures
         self._started = self._last = time.perf_counter()
-        self._first_step = self._last_step = 0
-        self._evaluating = 0.0
+        self._last_step = 0
+        self._after_first: tuple[float, int] | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._started = self._last = time.perf_counter()
-        self._first_step = self._last_step = state.global_step
-        self._evaluating = 0.0
+        self._last_step = state.global_step
+        self._after_first = None
 
     def on_log(
         self,
@@ -63,9 +63,13 @@ class StepLine(TrainerCallback):
         now = time.perf_counter()
         step, elapsed = state.global_step, now - self._started
         seconds = (now - self._last) / max(step - self._last_step, 1)
-        # evaluations are few and far between: the average is of training, and so is what it promises
-        self._evaluating += (logs.get(perf.time_of(perf.EVALUATION)) or 0.0) * (step - self._last_step)
-        average = (elapsed - self._evaluating) / max(step - self._first_step, 1)
+        # The first line's steps have an evaluation before them, compile, and open connections: they tell nothing of
+        # those to come, unless there are no others yet.
+        if self._after_first is None:
+            average = seconds - (logs.get(perf.time_of(perf.EVALUATION)) or 0.0)
+            self._after_first = (now, step)
+        else:
+            average = (now - self._after_first[0]) / max(step - self._after_first[1], 1)
         line = step_line(step, state.max_steps, logs, self._branches, self._failures, seconds)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
         logger.info(" | ".join(part for part in (line, progress, shares(logs)) if part))

@@ -409,14 +409,15 @@ class TelemetryConfig:
 
     Args:
         timing (`bool`, *optional*, defaults to `True`):
-            Measure the phases of each step, throughput and memory.
+            Measure the phases of each step, throughput and memory. Without it there are no heartbeats and no trace.
         perf_logging_steps (`int`, *optional*, defaults to `1`):
             Log throughput, utilisation and memory at every so many-th step, over the steps since the last time; takes
             effect at steps that are logged at all (`logging_steps`).
         peak_tflops (`float`, *optional*):
             Dense bf16 peak of one device in TFLOP/s, for utilisation on a chip that the table does not know.
         trace_steps (`str`, *optional*, defaults to `"1:50"`):
-            Steps that go into `trace.json`: first and last, `"100:"` for all from there on, `""` for no trace.
+            Steps that go into `trace.json`: first and last, `"100:"` for all from there on, `""` for no trace. A step
+            that fails goes into it whatever its number.
         trace_max_mb (`float`, *optional*, defaults to `64.0`):
             Largest trace in MB. Spans beyond it are left out.
         heartbeat_s (`float`, *optional*, defaults to `10.0`):
@@ -427,7 +428,8 @@ class TelemetryConfig:
             Held-out rows of such an evaluation, the same all through the run, spread evenly over the branches.
         quick_eval_best (`str`, *optional*):
             Keep the best policy in `OUTPUT_DIR/best`, by `reward` (the mean over all rows), `worst_branch`, or the
-            score of the branch named here.
+            score of the branch named here. An evaluation of which less than `min_valid_reward_fraction` of a branch
+            could be scored is never the best.
     """
 
     timing: bool = field(default=True, metadata=_help("measure phases, throughput and memory"))
@@ -460,7 +462,7 @@ class TelemetryConfig:
         _check(
             len(steps) > 0,
             f"`trace_steps` is {self.trace_steps!r}. Expected FIRST:LAST such as '1:50', FIRST: for all from there "
-            "on, or nothing for no trace.",
+            "on, or nothing for no trace; in YAML between quotes, or 1:50 is read as 110.",
         )
         return steps
 

@@ -19,6 +19,10 @@ RECORD_NAME = "quick_eval.jsonl"
 """In the output folder: one evaluation a line."""
 BEST_NAME = "best"
 """In the output folder: the best policy so far."""
+NOTE_NAME = "quick_eval.json"
+"""In its folder: the evaluation by which it is."""
+SHOWN_ON_FRONT = 5
+"""Evaluations on the front that a line names: the latest."""
 OVERALL = "reward"
 WORST_BRANCH = "worst_branch"
 """The score of the branch that does worst: what is raised when no branch is to pay for another."""
@@ -44,8 +48,10 @@ class BranchFigures:
 
     rows: int
     """Completions."""
+    scored: int
+    """Those of them that could be scored."""
     score: float | None
-    """Mean reward of those that could be scored."""
+    """Mean reward of those."""
     truncated: float | None
     """Share that came to `max_completion_length` without an end."""
     length: float | None
@@ -71,13 +77,20 @@ class QuickEvaluation:
     mode: str = "greedy"
     """How completions were chosen."""
 
-    def score(self, by: str) -> float | None:
-        """The figure the best policy is the best by; `None` where it could not be measured."""
-        if by == OVERALL:
-            return self.reward
-        scores = [figures.score for name, figures in self.branches.items() if by in (name, WORST_BRANCH)]
+    def score(self, by: str, least_scored: float = 0.0) -> float | None:
+        """The figure the best policy is the best by; `None` where it could not be measured, or less than a share of
+        the completions it is about could be scored: a few that were lucky are no evaluation."""
+        about = [figures for name, figures in self.branches.items() if by in (name, WORST_BRANCH, OVERALL)]
+        about = [figures for figures in about if figures.rows]
+        scores = [figures.score for figures in about if figures.scored >= least_scored * figures.rows]
         known = [score for score in scores if score is not None]
-        return min(known) if known and len(known) == len(scores) else None
+        if not known or len(known) < len(about):
+            return None
+        return self.reward if by == OVERALL else min(known)
+
+    def scores(self, least_scored: float) -> dict[str, float | None]:
+        """By branch, to be compared with other evaluations; `None` as in `score`."""
+        return {name: self.score(name, least_scored) for name in self.branches}
 
     def line(self) -> str:
         """`[QuickEval@20] mode=greedy fairness=0.41 ... truncated F=0% ... length F=28 ... KL F=0.12 ... beta
@@ -89,7 +102,11 @@ class QuickEvaluation:
                 f"{letters[name]}={_shown(getattr(figures, what), form)}" for name, figures in self.branches.items()
             )
 
-        scores = " ".join(f"{name}={_shown(figures.score, '.2f')}" for name, figures in self.branches.items())
+        scores = " ".join(
+            f"{name}={_shown(figures.score, '.2f')}"
+            + (f" ({figures.scored} of {figures.rows} scored)" if figures.scored < figures.rows else "")
+            for name, figures in self.branches.items()
+        )
         return (
             f"[QuickEval@{self.step}] mode={self.mode} {scores} truncated {each('truncated', '.0%')} "
             f"length {each('length', '.0f')} KL {each('kl', '.3f')} beta {each('beta', '.3g')}"
@@ -119,7 +136,7 @@ def evaluation_of(
     Args:
         table (`torch.Tensor`):
             Shape (N, len(`COLUMNS`)): branch id, reward (NaN where it could not be scored), 1 if truncated, tokens,
-            sum of the KL over tokens and tokens in it, both NaN without a reference policy.
+            sum of the KL over tokens and tokens in it, NaN and 0 without a reference policy.
         branches (`Sequence[str]`):
             Branch names by id.
         betas (`Mapping[str, float]`):
@@ -136,6 +153,7 @@ def evaluation_of(
         total = tokens.sum().item()
         figures[branch] = BranchFigures(
             rows=len(rows),
+            scored=int((~torch.isnan(scores)).sum().item()),
             score=_mean(scores),
             truncated=_mean(truncated),
             length=_mean(lengths),
@@ -153,11 +171,14 @@ class QuickEvalHistory:
             The record.
         best (`str`, *optional*):
             What the best is the best by.
+        least_scored (`float`):
+            Share in [0, 1] of a branch's completions that have to be scored for its score to be compared.
     """
 
-    def __init__(self, path: Path, best: str | None) -> None:
+    def __init__(self, path: Path, best: str | None, least_scored: float) -> None:
         self._path = path
         self._best = best
+        self._least_scored = least_scored
         self.evaluations: list[QuickEvaluation] = []
         self.best: QuickEvaluation | None = None
 
@@ -187,15 +208,17 @@ class QuickEvalHistory:
             for each in self.evaluations
         ]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        fresh.replace(self._path)  # a run that is cut off leaves the one or the other, whole
 
     def add(self, evaluation: QuickEvaluation) -> bool:
         """Add one; returns whether it is the best so far."""
         self.evaluations.append(evaluation)
         if self._best is None:
             return False
-        score = evaluation.score(self._best)
-        known = None if self.best is None else self.best.score(self._best)
+        score = evaluation.score(self._best, self._least_scored)
+        known = None if self.best is None else self.best.score(self._best, self._least_scored)
         if score is None or (known is not None and score <= known):
             return False
         self.best = evaluation
@@ -203,17 +226,19 @@ class QuickEvalHistory:
 
     def front(self) -> list[QuickEvaluation]:
         """Evaluations that no other one beats in one branch without losing in another, in the order of their steps."""
-        scores = [{name: figures.score for name, figures in each.branches.items()} for each in self.evaluations]
+        scores = [each.scores(self._least_scored) for each in self.evaluations]
         return [self.evaluations[index] for index in pareto_front(scores)]
 
     def front_line(self) -> str:
-        """`[Pareto@40] 2 of 4 evaluations on the front: step 20 (fairness 0.40, hallucination 0.52), ...`."""
+        """`[Pareto@40] 2 of 4 evaluations on the front: step 20 (fairness 0.40, hallucination 0.52), ...`: the latest
+        `SHOWN_ON_FRONT` of them."""
         front = self.front()
-        told = ", ".join(
+        left_out = "..., " if len(front) > SHOWN_ON_FRONT else ""
+        told = left_out + ", ".join(
             f"step {each.step} ("
             + ", ".join(f"{name} {_shown(figures.score, '.2f')}" for name, figures in each.branches.items())
             + ")"
-            for each in front
+            for each in front[-SHOWN_ON_FRONT:]
         )
         step = self.evaluations[-1].step
         return f"[Pareto@{step}] {len(front)} of {len(self.evaluations)} evaluations on the front: {told or 'none'}"
@@ -223,14 +248,17 @@ def initials(names: Sequence[str]) -> dict[str, str]:
     """The shortest capitalised beginnings that tell names apart: `{"fairness": "F", "hallucination": "H"}`."""
     short = {}
     for name in names:
-        others = [other for other in names if other != name]
-        length = next((n for n in range(1, len(name)) if not any(o.startswith(name[:n]) for o in others)), len(name))
+        others = [other.capitalize() for other in names if other != name]
+        length = next(
+            (n for n in range(1, len(name)) if not any(o.startswith(name[:n].capitalize()) for o in others)), len(name)
+        )
         short[name] = name[:length].capitalize()
     return short
 
 
 def spread(branch_ids: Sequence[int], rows: int, branches: int, multiple: int) -> list[int]:
-    """Which rows to evaluate: the first of each branch in turn, a multiple of the number of processes.
+    """Which rows to evaluate: the first of each branch in turn, a multiple of the number of processes and at least one
+    for each.
 
     Args:
         branch_ids (`Sequence[int]`):
@@ -247,8 +275,8 @@ def spread(branch_ids: Sequence[int], rows: int, branches: int, multiple: int) -
     """
     by_branch = [[index for index, each in enumerate(branch_ids) if each == branch] for branch in range(branches)]
     turns = max((len(each) for each in by_branch), default=0)
-    chosen = [each[turn] for turn in range(turns) for each in by_branch if turn < len(each)][:rows]
-    return chosen[: len(chosen) // multiple * multiple]
+    chosen = [each[turn] for turn in range(turns) for each in by_branch if turn < len(each)]
+    return chosen[: min(max(rows, multiple), len(chosen)) // multiple * multiple]
 
 
 def _mean(values: torch.Tensor) -> float | None:

@@ -10,6 +10,7 @@ what was forgotten shows up as unaccounted instead of getting lost.
 
 import functools
 import inspect
+import math
 import threading
 import time
 from collections import deque
@@ -28,8 +29,13 @@ PHASES_TRACK = "phases"
 """Where a timeline's phases lie in a trace, beside the tracks of other threads' spans."""
 MAX_STEPS_PENDING = 8
 """Finished steps that wait for `take`; then those the device is done with are settled, so that marks don't pile up."""
+MAX_STEPS_KEPT = 10_000
+"""Settled steps that nobody takes, for example where nothing is logged; the oldest are dropped beyond it."""
 MAX_SPANS_PENDING = 100_000
-"""Spans that wait for `take_spans`; the oldest are dropped beyond it. A step has some hundreds."""
+"""Spans that nobody takes; the oldest are dropped beyond it, and counted. A step has some dozens, and four for each
+completion where rewards are traced."""
+CLOSE_PATIENCE_S = 5.0
+"""What a device is given at the end to be done. One that hangs or has failed is left: then the host's times count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +132,8 @@ class TimingContext:
         ended = time.perf_counter()
         under_way = _open.get()
         mine = [index for index, (owner, _) in enumerate(under_way) if owner is self]
-        # A generator's block may be left in another context than it was entered in: then it is the latest.
+        # A generator's block may be left in another context than it was entered in: then it is the latest. Generators
+        # that take turns want a context each.
         timing = under_way[mine[-1]][1] if mine else self._latest
         if mine:
             _open.set(under_way[: mine[-1]] + under_way[mine[-1] + 1 :])
@@ -148,6 +155,11 @@ class TimingContext:
         self.__exit__(kind, error, trace)
 
     def __call__(self, function: F) -> F:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{function.__qualname__} is a generator: calling it takes no time. Expected a function or a "
+                "coroutine function. Use the context inside it."
+            )
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
@@ -267,17 +279,21 @@ class Timeline:
         self._thread = threading.get_ident()
         self._stack: tuple[_OpenPhase, ...] = ()
         self._step: _Step | None = None
+        self._cut_at = 0.0
         self._finished: list[_Step] = []
-        self._taken: list[StepTimes] = []
-        self._closed_phases: list[tuple[str, Mark, Mark, bool]] = []
-        self._spans: deque[Span] = deque(maxlen=MAX_SPANS_PENDING)
+        self._taken: deque[StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
+        self._closed_phases: list[tuple[str, Mark, Mark, bool]] = []  # of which a mark is not settled yet
+        self._spans: deque[Span] = deque()
+        self.dropped_spans = 0
+        """Spans that were dropped because nobody took them."""
 
     @property
     def current(self) -> tuple[str, float] | None:
-        """The outermost open phase that matters and the seconds since it began on the host; from any thread."""
+        """The innermost open phase, or the opaque one it lies in, and the seconds since it began on the host;
+        `UNACCOUNTED` and the seconds since the last one ended where a step has none. From any thread."""
         stack = self._stack
         if not stack:
-            return None
+            return None if self._step is None else (UNACCOUNTED, time.perf_counter() - self._cut_at)
         shown = self._shown(stack)
         return shown.timing.name, shown.timing.cost_time
 
@@ -301,8 +317,8 @@ class Timeline:
             self._close(phase)
 
     def begin(self, name: str) -> None:
-        """Open a phase whose end lies in another function. `end` it there; `step_ends` and `close` do so too."""
-        if self.enabled:
+        """Open a phase whose end lies in another function: `end` it there. `starts` and `close` end it too."""
+        if self.enabled and threading.get_ident() == self._thread:
             self._open(name)
 
     def end(self, name: str) -> None:
@@ -312,8 +328,13 @@ class Timeline:
             self._close(phase)
 
     def starts(self) -> None:
-        """The first step begins now. What was measured of one under way is dropped."""
-        self._step = _Step(self._clock.mark(), self._owner()) if self.enabled else None
+        """The first step begins now, on this thread. What is left of an earlier run's steps is dropped."""
+        self._thread = threading.get_ident()
+        self._stack = ()
+        self._finished.clear()
+        self._taken.clear()
+        self._cut_at = time.perf_counter()
+        self._step = _Step(self._clock.mark(), UNACCOUNTED) if self.enabled else None
 
     def stops(self) -> None:
         """There are no more steps. Phases go on being kept."""
@@ -336,40 +357,50 @@ class Timeline:
     def add(self, spans: Iterable[Span]) -> None:
         """Keep spans that were measured elsewhere; from any thread."""
         self._spans.extend(spans)
+        while len(self._spans) > MAX_SPANS_PENDING:
+            self._spans.popleft()
+            self.dropped_spans += 1
 
     def take(self) -> list[StepTimes]:
         """The steps that ended since the last time. Waits until the device is done with them."""
         self._settle(self._finished)
-        taken, self._taken = self._taken, []
+        taken = list(self._taken)
+        self._taken.clear()
         return taken
 
     def take_spans(self) -> list[Span]:
         """What ended since the last time: phases as far as they are settled, and spans of others."""
-        settled = [each for each in self._closed_phases if each[2].time is not None and each[1].time is not None]
-        self._closed_phases = [each for each in self._closed_phases if each[2].time is None or each[1].time is None]
-        spans = [
-            Span(name=name, started=start.time or 0.0, ended=end.time or 0.0, failed=failed)
-            for name, start, end, failed in settled
-        ]
+        spans = []
         while self._spans:
             spans.append(self._spans.popleft())
         return spans
 
     def close(self) -> StepTimes | None:
-        """End what is open, as failed, and settle everything. Returns the step that was cut off, if there was one."""
+        """End what is open, as failed, and settle everything; a device that does not answer is not waited for longer
+        than `CLOSE_PATIENCE_S`. Returns the step that was cut off, if there was one."""
         while self._stack:
             self._stack[-1].timing.failed = True
             self._close(self._stack[-1])
         last = self._step
+        end = self._clock.mark()
+        if not self._is_reached_soon(end):
+            self._clock = HostClock()
         self._settle(self._finished)
         if last is not None:
-            last.marks.append(self._clock.mark())
+            last.marks.append(end)
             last.owners.append(UNACCOUNTED)
-            self._settle_marks(last.marks)
-        loose = [mark for _, start, end, _ in self._closed_phases for mark in (start, end) if mark.time is None]
-        self._settle_marks(loose)
+            self._settle_marks(last.marks, end.host)
         self._step = None
+        self._settle([])
         return last.times(complete=False) if last is not None and len(last.marks) > 1 else None
+
+    def _is_reached_soon(self, mark: Mark) -> bool:
+        patience_ends = time.monotonic() + CLOSE_PATIENCE_S
+        while not self._clock.is_reached(mark):
+            if time.monotonic() > patience_ends:
+                return False
+            time.sleep(0.01)
+        return True
 
     def _open(self, name: str) -> _OpenPhase:
         mark = self._clock.mark()
@@ -385,11 +416,13 @@ class Timeline:
         index = self._stack.index(phase)
         for each in reversed(self._stack[index:]):
             each.timing.ended = mark.host
+            each.timing.failed = each.timing.failed or phase.timing.failed
             self._closed_phases.append((each.timing.name, each.mark, mark, each.timing.failed))
         self._stack = self._stack[:index]
         self._cut(mark)
 
     def _cut(self, mark: Mark) -> None:
+        self._cut_at = mark.host
         if self._step is not None:
             self._step.marks.append(mark)
             self._step.owners.append(self._owner())
@@ -402,14 +435,22 @@ class Timeline:
 
     def _settle(self, steps: list[_Step]) -> None:
         for step in list(steps):
-            self._settle_marks(step.marks)
+            self._settle_marks(step.marks, step.marks[-1].host)
             self._taken.append(step.times())
             self._finished.remove(step)
         if self._step is None:  # phases outside of any step
-            loose = [mark for _, start, end, _ in self._closed_phases for mark in (start, end) if mark.time is None]
-            self._settle_marks(loose)
+            self._settle_marks([], math.inf)
 
-    def _settle_marks(self, marks: Sequence[Mark]) -> None:
-        waiting = sorted((mark for mark in marks if mark.time is None), key=lambda mark: mark.host)
+    def _settle_marks(self, marks: Sequence[Mark], until: float) -> None:
+        """Settle marks, and those of phases that were closed before `until` by the host's clock."""
+        phases = [mark for _, start, end, _ in self._closed_phases for mark in (start, end) if end.host <= until]
+        waiting = {mark for mark in (*marks, *phases) if mark.time is None}
         if waiting:
-            self._clock.settle(waiting)
+            self._clock.settle(sorted(waiting, key=lambda mark: mark.host))
+        still_open = []
+        for name, start, end, failed in self._closed_phases:
+            if start.time is None or end.time is None:
+                still_open.append((name, start, end, failed))
+            else:
+                self.add([Span(name=name, started=start.time, ended=end.time, failed=failed)])
+        self._closed_phases = still_open

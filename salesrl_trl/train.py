@@ -139,6 +139,12 @@ def prepare(config: RunConfig) -> Prepared:
         eval_rows=_eval_rows(config),
         reward=prepare_reward(config.reward, branches, config.training.hybrid_reference_weight > 0),
     )
+    processes, held_out = config.training.world_size, len(prepared.eval_rows)
+    if config.telemetry.quick_eval_steps and held_out < processes:
+        raise ConfigError(
+            f"a quick evaluation has {held_out} held-out rows for {processes} processes. Expected one for each. Hold "
+            "out more (`max_eval_rows`), or set `quick_eval_steps: 0`."
+        )
     if config.model.model_name_or_path is not None:
         check_model(config.model.model_name_or_path, config.model.model_revision, config.training.trust_remote_code)
     elif data.prompt_style != PROMPT_STYLE:
@@ -210,7 +216,7 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
     )
     held_out = HeldOut(config.training.branches)
     instruments = build_instruments(config)
-    instruments.details[perf.REWARD_WAIT] = reward.status
+    instruments.details |= dict.fromkeys((perf.REWARD_WAIT, perf.EVALUATION), reward.status)
     try:
         instruments.start(PartialState().is_main_process)
         trainer = _build_trainer(config, prepared, reward, held_out, instruments)

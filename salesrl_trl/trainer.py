@@ -5,20 +5,18 @@ Owns the wiring between TRL and this package and no arithmetic of its own.
 
 import asyncio
 import contextlib
-import copy
 import functools
 import json
 import logging
 import math
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather, gather_object
+from accelerate.utils import gather, gather_object
 from datasets import Dataset
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.data import Sampler
@@ -28,21 +26,11 @@ from trl import GRPOTrainer
 from salesrl_trl.advantages import hybrid_advantages
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable, TooFewRewardsError, WeightSyncError
+from salesrl_trl.evaluator import QuickEvaluator
 from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.controller import KLControl
-from salesrl_trl.kl.estimators import penalty
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.quick_eval import (
-    BEST_NAME,
-    COLUMNS,
-    OVERALL,
-    RECORD_NAME,
-    QuickEvalHistory,
-    QuickEvalSettings,
-    QuickEvaluation,
-    evaluation_of,
-    spread,
-)
+from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.sampling import OrderByEpoch
 from salesrl_trl.telemetry import perf
@@ -61,7 +49,6 @@ from salesrl_trl.telemetry.metrics import (
     encode_report,
     kl_names,
     metric_names,
-    quick_of,
     report_names,
 )
 from salesrl_trl.types import Outcome
@@ -117,8 +104,6 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     args: SalesGRPOConfig
     beta: float | BranchPenalty
-    num_generations_eval: int
-    _logs: dict[str, Any]
 
     def __init__(
         self,
@@ -134,9 +119,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             InstrumentSettings(heartbeat_s=0.0), args.device, Path(args.output_dir)
         )
         self._timeline = self._instruments.timeline
-        self._quick_eval = quick_eval or QuickEvalSettings()
-        self._quick_history = QuickEvalHistory(Path(args.output_dir, RECORD_NAME), self._quick_eval.best)
-        self._quick_step = 0
+        self._quick_eval: QuickEvaluator | None = None
         self._tuner: BaseTunerLayer | None = None
         self._report_names = report_names(reward.provider_names, reward.service_names)
         targets = args.kl_targets()
@@ -165,7 +148,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         self.accelerator.backward = self._phased(perf.BACKWARD, self.accelerator.backward)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self._phased(perf.WEIGHT_PUSH, self.vllm_generation.sync_weights)
-        self._quick_rows = self._quick_sample()
+        if quick_eval is not None and quick_eval.steps:
+            self._quick_eval = QuickEvaluator(self, quick_eval)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`.
@@ -176,10 +160,12 @@ class SalesGRPOTrainer(GRPOTrainer):
         """
         self._kl_sums = None  # an earlier run may have ended inside an accumulation window
         self._instruments.start(self.accelerator.is_main_process)
+        self._timeline.begin("prepare")
         try:
             output = super().train(*args, **kwargs)
-        except BaseException:
-            self._instruments.close(self.accelerator)  # what was measured of the step that failed is not lost
+        except BaseException:  # what was measured of the step that failed is not lost
+            self._timeline.add(self._reward.unreported_spans())
+            self._instruments.close(self.accelerator)
             raise
         if self._stop_reason is not None:
             raise TooFewRewardsError(self._stop_reason)
@@ -256,7 +242,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._timeline.begin(perf.ADVANTAGES)
         self._completion_ids = completion_ids_list
-        mode = "train" if self.model.training else "eval"
+        mode = self._mode
         means = self._means[mode]
         table = encode(self._reward.last, self._branch_ids(inputs)).to(self.accelerator.device)  # (B, columns)
         self._scored = gather(table).cpu()  # (world size x B, columns)
@@ -287,6 +273,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._log_completion_extra(name, [reward.components.get(name) for reward in rewards])
 
     def _generate_and_score_completions(self, inputs):
+        self._mode = "train" if self.model.training else "eval"  # generation may turn the model to training
         output = super()._generate_and_score_completions(inputs)
         self._check_weights()
         branch_ids = torch.tensor(self._branch_ids(inputs))  # (B,)
@@ -321,20 +308,18 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         if self.model.training:
             self._instruments.see_batch(inputs["prompt_mask"], inputs["completion_mask"])
-        with self._timeline.phase(perf.FORWARD):
-            return self._loss_with_branch_kl(model, inputs)
-
-    def _loss_with_branch_kl(self, model, inputs):
         if self._kl is None:
-            return super()._compute_loss(model, inputs)
+            with self._timeline.phase(perf.FORWARD):
+                return super()._compute_loss(model, inputs)
         betas = self._kl.betas
         penalty = BranchPenalty(inputs, betas, self._kl_penalty)
         beta, self.beta = self.beta, penalty
         try:
-            loss = super()._compute_loss(model, penalty.inputs)
+            with self._timeline.phase(perf.FORWARD):
+                loss = super()._compute_loss(model, penalty.inputs)
+                sums = penalty.sums()
         finally:
             self.beta = beta
-        sums = penalty.sums()
         self._kl_sums = sums if self._kl_sums is None else self._kl_sums + sums
         if self.accelerator.sync_gradients:
             totals = self.accelerator.reduce(self._kl_sums, reduction="sum").tolist()
@@ -411,130 +396,8 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        step = self.state.global_step
-        due = self._quick_eval.steps and step % self._quick_eval.steps == 0
-        if due and step != self._quick_step:  # at the end of an epoch this is called once more
-            self._quick_step = step
-            self._evaluate_quickly()
-
-    def _quick_sample(self) -> list[dict[str, Any]]:
-        """This rank's part of the rows of a quick evaluation; the same all through the run."""
-        if not self._quick_eval.steps:
-            return []
-        if not isinstance(self.eval_dataset, Dataset):
-            raise ConfigError(
-                f"a quick evaluation takes its rows from `eval_dataset`, which is {type(self.eval_dataset).__name__}. "
-                "Expected a dataset. Give one, or set `quick_eval_steps: 0`."
-            )
-        processes, index = self.accelerator.num_processes, self.accelerator.process_index
-        branch_ids = [self.args.branches.index(self._reward.branch_of(row)) for row in self.eval_dataset["row"]]
-        chosen = spread(branch_ids, self._quick_eval.rows, len(self.args.branches), processes)
-        if not chosen:
-            raise ConfigError(
-                f"a quick evaluation of {self._quick_eval.rows} rows ({len(branch_ids)} held out) leaves none for "
-                f"some of {processes} processes. Expected at least one each: raise `quick_eval_rows`."
-            )
-        return [self.eval_dataset[place] for place in chosen[index::processes]]
-
-    def _evaluate_quickly(self) -> None:
-        """Answer the sample greedily; tell, record, and keep the policy if it is the best so far."""
-        started = time.perf_counter()
-        with self._timeline.phase(perf.EVALUATION):
-            table = gather(self._quick_table()).cpu()  # (world size x rows, columns)
-        betas = {} if self._kl is None else dict(zip(self.args.branches, self._kl.betas, strict=True))
-        step, seconds = self.state.global_step, time.perf_counter() - started
-        evaluation = evaluation_of(table, self.args.branches, betas, step, seconds)
-        is_best = self._quick_history.add(evaluation)
-        if self.accelerator.is_main_process:
-            self._quick_history.write()
-            _PLAIN_LOGGER.info(evaluation.line())
-            _PLAIN_LOGGER.info(self._quick_history.front_line())
-        super(GRPOTrainer, self).log(_quick_metrics(evaluation))
-        if is_best:
-            folder = Path(self.args.output_dir, BEST_NAME)
-            with self._timeline.phase(perf.CHECKPOINT):
-                self.save_model(str(folder))
-            if self.accelerator.is_main_process:
-                score = evaluation.score(self._quick_eval.best or OVERALL)
-                _PLAIN_LOGGER.info(f"[Best@{step}] {self._quick_eval.best} {score:.3f}, saved in {folder}")
-
-    def _quick_table(self) -> torch.Tensor:
-        """This rank's rows of the table of a quick evaluation, shape (rows, len(`COLUMNS`)), float64."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with self._greedily(), self._set_aside():
-                output = self._generate_and_score_completions([dict(row) for row in self._quick_rows])
-                kl, tokens = self._greedy_kl(output)  # each (rows,)
-                rewards, lengths = self._reward.last, [len(ids) for ids in self._completion_ids]
-                ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-                truncated = [float(not ids or ids[-1] not in ends) for ids in self._completion_ids]
-        finally:
-            self.model.train(was_training)
-        values = [math.nan if reward.value is None else reward.value for reward in rewards]
-        columns = (self._branch_ids(self._quick_rows), values, truncated, lengths)
-        table = torch.tensor(list(zip(*columns, strict=True)), dtype=torch.float64)  # (rows, 4)
-        return torch.cat((table.to(kl.device), torch.stack((kl, tokens), dim=1)), dim=1).reshape(-1, len(COLUMNS))
-
-    def _greedy_kl(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of the KL and number of tokens of each completion, both shape (rows,), float64; NaN and 0 without a
-        reference policy."""
-        mask = output["completion_mask"].bool()  # (rows, T)
-        reference = output.get("ref_per_token_logps")
-        if reference is None:
-            nothing = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
-            return nothing * math.nan, nothing
-        logps = output.get("old_per_token_logps")
-        if logps is None:
-            ids = torch.cat((output["prompt_ids"], output["completion_ids"]), dim=1)
-            attended = torch.cat((output["prompt_mask"], output["completion_mask"]), dim=1)
-            with torch.no_grad():
-                logps, *_ = self._get_per_token_logps_and_entropies(
-                    self.model, ids, attended, mask.size(1), batch_size=self.args.per_device_eval_batch_size
-                )
-        log_ratio = torch.where(mask, (reference - logps).double(), 0.0)  # (rows, T)
-        settings = self.args.kl_penalty()
-        kl = penalty(log_ratio, None, settings.estimator, settings.clamp)
-        return torch.where(mask, kl, 0.0).sum(dim=1), mask.sum(dim=1).double()
-
-    @contextlib.contextmanager
-    def _greedily(self) -> Iterator[None]:
-        """Each prompt once, and always the likeliest token."""
-        generations, self.num_generations_eval = self.num_generations_eval, 1
-        owner = self.vllm_generation if self.use_vllm else self.generation_config
-        names = ("temperature", "generation_kwargs") if self.use_vllm else ("do_sample",)
-        kept = {name: getattr(owner, name) for name in names}
-        if self.use_vllm:
-            owner.temperature = 0.0
-            sampled = {"temperature", "top_p", "top_k", "min_p", "n", "best_of"}
-            owner.generation_kwargs = {k: v for k, v in kept["generation_kwargs"].items() if k not in sampled}
-        else:
-            owner.do_sample = False
-        try:
-            yield
-        finally:
-            self.num_generations_eval = generations
-            for name, value in kept.items():
-                setattr(owner, name, value)
-
-    @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[None]:
-        """What is gathered for the next line of an evaluation, and TRL's table of completions, stay as they are."""
-        kept = (self._metrics["eval"], self._means["eval"], self._bias["eval"], self._logs, self.failures)
-        self._metrics["eval"], self._logs = defaultdict(list), copy.deepcopy(self._logs)
-        self._means["eval"], self._bias["eval"] = Means(self._means["eval"].names), JudgeBias()
-        self.failures = Counter()
-        try:
-            yield
-        finally:
-            self._metrics["eval"], self._means["eval"], self._bias["eval"], self._logs, self.failures = kept
-
-    def _resume_quick_eval(self) -> None:
-        """Take up the record of the run that goes on; every rank the main one's, for all save the best together."""
-        records = [self._quick_history.read() if self.accelerator.is_main_process else []]
-        broadcast_object_list(records)
-        self._quick_step = self.state.global_step
-        self._quick_history.resume(records[0], self._quick_step)
+        if self._quick_eval is not None:
+            self._quick_eval.evaluate_if_due()
 
     def _decide(self, scored_fraction: float) -> None:
         """Skip a batch of which too little was scored; ask for a stop after too many in a row."""
@@ -618,11 +481,11 @@ class _Steps(TrainerCallback):
         if trainer.is_deepspeed_enabled:  # its optimizer steps inside `backward`
             engine = trainer.accelerator.deepspeed_engine_wrapped
             engine.engine.step = trainer._phased(perf.OPTIMIZER, engine.engine.step)
-        if trainer._quick_eval.steps:
-            trainer._resume_quick_eval()
+        if trainer._quick_eval is not None:
+            trainer._quick_eval.run_begins()
         trainer._instruments.see_model(trainer.accelerator.unwrap_model(trainer.model))
-        trainer._instruments.step, trainer._instruments.last_step = state.global_step, state.max_steps
-        trainer._timeline.starts()
+        trainer._timeline.end("prepare")
+        trainer._instruments.run_begins(state.global_step, state.max_steps)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._timeline.end(perf.OPTIMIZER)
@@ -630,15 +493,6 @@ class _Steps(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._timeline.stops()
-
-
-def _quick_metrics(evaluation: QuickEvaluation) -> dict[str, float | None]:
-    """As they are logged. TensorBoard leaves out what could not be measured."""
-    figures: dict[str, float | None] = {f"quick_eval/{OVERALL}": evaluation.reward}
-    for branch, each in evaluation.branches.items():
-        for what in ("score", "truncated", "length", "kl", "beta"):
-            figures[quick_of(branch, what)] = getattr(each, what)
-    return figures
 
 
 def _engine_options(model: PreTrainedModel, args: SalesGRPOConfig) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.policy import build_tokenizer
 from salesrl_trl.reward.chain import BatchReport
 from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.timing import Span
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Outcome, Reward
 
@@ -100,6 +101,10 @@ class InstantReward:
     def branch_of(self, index: int) -> str:
         """Rows take turns."""
         return BRANCHES[index % len(BRANCHES)]
+
+    def unreported_spans(self) -> list[Span]:
+        """None."""
+        return []
 
     def take_report(self) -> BatchReport:
         """An empty one."""

@@ -190,6 +190,7 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
     events = _Events()
     for path in _event_files(folder, logging_dir):
         events.read(path)
+    events.forget_what_was_gone_back_behind()
     series = {tag: dict(sorted(values.items())) for tag, values in sorted(events.values.items())}
     quick_evals, unread = _quick_evals(folder / QUICK_EVAL)
     held_out, not_held = _held_out(folder / HELD_OUT)
@@ -199,7 +200,7 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         steps=_steps(series),
         branches=_branches(series),
         seconds=(events.first_s, events.last_s) if math.isfinite(events.first_s) else None,
-        starts=events.starts,
+        starts=len(events.starts),
         infinite=events.infinite,
         quick_evals=quick_evals,
         held_out=held_out,
@@ -251,7 +252,8 @@ class _Events:
         self.values: dict[str, dict[int, float]] = {}
         self.first_s = math.inf
         self.last_s = -math.inf
-        self.starts = 0
+        self.starts: list[tuple[float, int]] = []
+        """When each start wrote its first figures of training, and of which step they were."""
         self.infinite = 0
         self._written: dict[tuple[str, int], float] = {}
 
@@ -260,14 +262,24 @@ class _Events:
         # The accumulator above this loader drops what a resume repeats; here the later one is to win instead.
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-        trained = False
+        trained: tuple[float, int] | None = None
         for event in LegacyEventFileLoader(str(path)).Load():
             self.first_s, self.last_s = min(self.first_s, event.wall_time), max(self.last_s, event.wall_time)
             for value in event.summary.value:
                 if value.tag.startswith(TRAIN) and (number := _scalar(value)) is not None:
-                    trained = trained or value.tag != TRAIN + "epoch"  # which a last evaluation's own file has too
+                    if trained is None and value.tag != TRAIN + "epoch":  # which a last evaluation's own file has too
+                        trained = (event.wall_time, event.step)
                     self._add(value.tag.removeprefix(TRAIN), event.step, event.wall_time, number)
-        self.starts += trained
+        if trained is not None:
+            self.starts.append(trained)
+
+    def forget_what_was_gone_back_behind(self) -> None:
+        """A start at a step that an earlier one had passed does all from there on anew: a resume from an earlier
+        checkpoint, or another run in the same folder."""
+        for started_s, first in self.starts:
+            for tag, values in self.values.items():
+                for step in [each for each in values if each >= first and self._written[tag, each] < started_s]:
+                    del values[step]
 
     def _add(self, tag: str, step: int, written_s: float, number: float) -> None:
         if written_s < self._written.get((tag, step), -math.inf):

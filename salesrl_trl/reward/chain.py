@@ -88,25 +88,35 @@ class _Stages:
         self.spans: list[Span] = []
         self._track = f"reward {place}"
         self._under_way = under_way
+        self._open: dict[str, float] = {}
 
     async def timed(self, call: Awaitable[T], stage: str) -> T:
         """Await `call` as a stage."""
         self._under_way[stage] += 1
         failed, started = True, time.perf_counter()
+        self._open[stage] = started
         try:
             result = await call
             failed = False
             return result
         finally:
             self._under_way[stage] -= 1
+            del self._open[stage]
             self.record(stage, started, failed)
 
     def record(self, stage: str, started: float, failed: bool = False) -> None:
         """A stage that began at `started` is over now."""
-        ended = time.perf_counter()
-        self.seconds[stage] = ended - started
+        span = self._span(stage, started, failed)
+        self.seconds[stage] = span.seconds
+        self.spans.append(span)
+
+    def so_far(self) -> list[Span]:
+        """What is over, and as failed what is not. From any thread."""
+        return [*self.spans, *(self._span(stage, started, True) for stage, started in list(self._open.items()))]
+
+    def _span(self, stage: str, started: float, failed: bool) -> Span:
         track = f"{self._track} reference" if stage == "rag_32b" else self._track
-        self.spans.append(Span(name=stage, started=started, ended=ended, track=track, failed=failed))
+        return Span(name=stage, started=started, ended=time.perf_counter(), track=track, failed=failed)
 
 
 class SalesReward:
@@ -218,9 +228,14 @@ class SalesReward:
 
     def status(self) -> str:
         """How many completions are in which stage at the moment, for a person who waits. From any thread."""
-        stages = {name: count for name, count in dict(self._under_way).items() if count}
-        told = ", ".join(f"{count} in {name}" for name, count in stages.items())
-        return f"of {len(self._stages)} completions {told or 'none is in a stage'}"
+        if not self._stages:
+            return "none is being scored"
+        told = ", ".join(f"{count} in {name}" for name, count in dict(self._under_way).items() if count)
+        return f"of {len(self._stages)} completions {told}" if told else "this rank's are scored, another's may be out"
+
+    def unreported_spans(self) -> list[Span]:
+        """The stages of a batch of which no report was taken, for example since it was cut off. From any thread."""
+        return [span for stages in self._stages for span in stages.so_far()]
 
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
@@ -242,6 +257,7 @@ class SalesReward:
             spans=[span for stages in self._stages for span in stages.spans],
         )
         self._answers.hits = self._verdicts.hits = self._references.hits = 0
+        self._stages = []
         return report
 
     async def warm_up(self) -> dict[str, float | ServiceError]:

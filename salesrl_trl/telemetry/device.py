@@ -29,11 +29,20 @@ class EventClock:
         self._anchor: Mark | None = None
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        try:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+        except RuntimeError:  # a device that has failed: the error that says so is not to be hidden by this one
+            return Mark()
         return Mark(event)
 
     def settle(self, marks: Sequence[Mark]) -> None:
+        for mark in marks:
+            if mark.event is None:
+                mark.time = mark.host
+        marks = [mark for mark in marks if mark.event is not None]
+        if not marks:
+            return
         marks[-1].event.synchronize()
         anchor = self._anchor or marks[0]
         since = [anchor.event.elapsed_time(mark.event) / 1000 for mark in marks]
@@ -43,10 +52,17 @@ class EventClock:
             start, latest = max(start, anchor.time - LARGEST_DRIFT * since[-1]), anchor.time
         for mark, seconds in zip(marks, since, strict=True):
             latest = mark.time = max(latest, start + seconds)
+        for mark in marks[:-1]:
+            mark.event = None  # the device has a pool of them
+        if self._anchor is not None:
+            self._anchor.event = None
         self._anchor = marks[-1]
 
     def is_reached(self, mark: Mark) -> bool:
-        return bool(mark.event.query())
+        try:
+            return mark.event is not None and bool(mark.event.query())
+        except RuntimeError:
+            return False
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -60,7 +76,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_gib(device: torch.device) -> tuple[float, float, float, float]:
-    """Allocated, reserved and most allocated memory of the device since the last call, NaN without a GPU; and the host
+    """Allocated, reserved and most allocated memory of the device since `forget_peak`, NaN without a GPU; and the host
     memory of this process. In GiB. What a colocated vLLM has allocated through PyTorch is in it."""
     host = psutil.Process().memory_info().rss / GIB
     if device.type != "cuda":
@@ -71,5 +87,10 @@ def memory_gib(device: torch.device) -> tuple[float, float, float, float]:
         torch.cuda.max_memory_allocated(device) / GIB,
         host,
     )
-    torch.cuda.reset_peak_memory_stats(device)
     return figures
+
+
+def forget_peak(device: torch.device) -> None:
+    """The most allocated memory is counted anew from now on, for all who ask PyTorch."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)

@@ -4,14 +4,17 @@ Owns the thread and the advice. It reads, and never touches, what the training t
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 
 from salesrl_trl.telemetry import perf
+from salesrl_trl.timing import UNACCOUNTED
 
 logger = logging.getLogger(__name__)
 
 ADVICE = {
+    "prepare": "optimizer and data loader are set up, a checkpoint is read; DeepSpeed may compile an operator",
     "policy": "reading or making the policy; on a network disk this is the disk",
     "engine": "vLLM starts: it compiles and captures CUDA graphs the first time (vllm_enforce_eager: true skips that)",
     "warm_up": "the services are asked once: are they up, and is the first call to them slow?",
@@ -28,6 +31,7 @@ ADVICE = {
     perf.OPTIMIZER: "with an offloaded optimizer this is the host's memory",
     perf.BATCHING: "a collective in which ranks wait for each other, or very long completions",
     perf.LOGGING: "the disk under output_dir, and what else report_to names",
+    UNACCOUNTED: "callbacks, and collectives in which ranks wait for each other",
     perf.CHECKPOINT: "the disk under output_dir",
     perf.EVALUATION: "the held-out rows: max_eval_rows, per_device_eval_batch_size, num_generations_eval",
 }
@@ -84,8 +88,14 @@ class Heartbeat:
                 told = (name, self._after_s)
             last_seconds = seconds
             if seconds >= told[1]:
-                logger.info(self.line(name, seconds))
-                told = (name, 2 * told[1])
+                self._say(name, seconds)
+                told = (name, self._after_s * 2 ** (math.floor(math.log2(seconds / self._after_s)) + 1))
+
+    def _say(self, phase: str, seconds: float) -> None:
+        try:
+            logger.info(self.line(phase, seconds))
+        except Exception as error:  # what is told beside the phase is not worth the thread
+            logger.warning(f"[Heartbeat] {phase} for {seconds:.0f} s ({type(error).__name__} while asking for more)")
 
     def line(self, phase: str, seconds: float) -> str:
         """`[Heartbeat] step 1/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ...`"""

@@ -4,9 +4,11 @@ Owns the timeline, what was trained on, the trace and the heartbeat, and brings 
 the arithmetic of the figures are `perf`'s; the trainer says what happens when.
 """
 
+import itertools
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,11 @@ from torch import nn
 
 from salesrl_trl.reward.chain import BatchReport
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.device import clock_of, device_name, memory_gib
+from salesrl_trl.telemetry.device import clock_of, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops, peak_bf16_flops
 from salesrl_trl.telemetry.heartbeat import Heartbeat
 from salesrl_trl.telemetry.trace import STEPS_TRACK, TraceWriter
-from salesrl_trl.timing import Span, StepTimes, Timeline, overlap
+from salesrl_trl.timing import MAX_STEPS_KEPT, Span, StepTimes, Timeline, overlap
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,8 @@ class InstrumentSettings:
     perf_steps: int = 1
     """Throughput, utilisation and memory are logged at every so many-th step, over the steps since the last time."""
     trace_steps: range = range(0)
-    """Steps that go into the trace; what lies before the first step goes with it."""
+    """Steps that go into the trace; what lies before a run's first step goes with it. One that fails always does,
+    unless there is to be no trace at all."""
     trace_bytes: int = 64_000_000
     """Largest trace."""
     heartbeat_s: float = 10.0
@@ -72,13 +75,16 @@ class Instruments:
         self._peak = settings.peak_flops or peak_bf16_flops(device_name(device))
         self._flops: ModelFlops | None = None
         self._trained: torch.Tensor | None = None  # sums of what was trained on since the last figures, on the device
-        self._makespans: list[tuple[float, float]] = []
+        self._makespans: deque[tuple[float, float]] = deque(maxlen=MAX_STEPS_KEPT)
         self._waits: list[tuple[float, float]] = []
         self._due: list[perf.Sums] | None = None  # by rank, since throughput was logged
         self._trace: TraceWriter | None = None
+        self._is_traced = False  # by this rank, at steps that are to be traced
+        self._clock_offset = time.time() - time.perf_counter()  # to the time of day, which machines share
         self._told: set[str] = set()
         self._heartbeat: Heartbeat | None = None
         self._running = False
+        self._first_step = 0
         self.details: dict[str, Callable[[], str]] = {}
         """What more a heartbeat says of a phase; called from its thread."""
         self.last_step = 0
@@ -103,8 +109,15 @@ class Instruments:
                 lambda: self.timeline.current, self._settings.heartbeat_s, self._where, self.details
             )
             self._heartbeat.start()
-        if self._settings.trace_steps:
-            self._trace = TraceWriter(self._output_dir / TRACE_NAME, self._settings.trace_bytes)
+        self._is_traced = bool(self._settings.trace_steps)
+
+    def run_begins(self, step: int, last_step: int) -> None:
+        """Training begins, after `step` optimizer steps of an earlier one. What is left of that is dropped."""
+        self.step = self._first_step = step
+        self.last_step = last_step
+        self._makespans.clear()
+        self._waits, self._trained, self._due = [], None, None
+        self.timeline.starts()
 
     def see_model(self, model: nn.Module) -> None:
         """Learn what a token costs. A model whose cost can't be known is told of, and has no utilisation."""
@@ -142,7 +155,8 @@ class Instruments:
         """A batch of training was scored."""
         if self.enabled:
             self._makespans.append((report.started, report.started + report.seconds))
-            self.timeline.add(report.spans)
+            if self.step + 1 in self._settings.trace_steps:
+                self.timeline.add(report.spans)
 
     def step_ends(self) -> None:
         """An optimizer step is done."""
@@ -157,16 +171,20 @@ class Instruments:
         if not self.enabled:
             return {}
         steps = self.timeline.take()
-        spans = self._take_spans(steps)
+        spans = self.timeline.take_spans()
+        self._waits += [(span.started, span.ended) for span in spans if span.name == perf.REWARD_WAIT]
+        if self.timeline.dropped_spans:
+            self._say_once("the trace has gaps: more spans between two log lines than are kept (log more often)")
         row = torch.tensor([self._sums(steps).row()], dtype=torch.float64).to(self._device)  # (1, columns)
         ranks = [perf.Sums.from_row(each) for each in gather(row).tolist()]
-        self._write_trace(accelerator, spans)
+        self._write_trace(accelerator, steps, spans)
         self._due = ranks if self._due is None else perf.added(self._due, ranks)
         figures = perf.time_figures(ranks)
         if self.step % self._settings.perf_steps == 0:
             figures |= perf.perf_figures(self._due, self._peak)
             self._check_utilisation(figures)
             self._due = None
+            forget_peak(self._device)
         return figures
 
     def close(self, accelerator: Accelerator | None = None) -> None:
@@ -175,26 +193,26 @@ class Instruments:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
-        try:
-            cut_off = self.timeline.close()
-        except RuntimeError as error:  # the device is in no state to be asked any more
-            self._say_once(f"the last step can't be told, since the device failed ({type(error).__name__})")
-            cut_off = None
-        spans = self._take_spans([] if cut_off is None else [cut_off])
+        steps = self.timeline.take()
+        cut_off = self.timeline.close()
+        spans = [*self.timeline.take_spans(), *self._step_spans([*steps, *([cut_off] if cut_off else [])])]
+        if self._is_traced and (self._trace is not None or cut_off is not None):
+            self._write([(0 if accelerator is None else accelerator.process_index, self._clock_offset, spans)])
         if self._trace is not None:
-            rank = 0 if accelerator is None else accelerator.process_index
-            self._write(self._trace, rank, spans, _clock_offset())
-            if self._trace is not None:
-                self._trace.close()
-            self._trace = None
+            self._trace.close()
+        self._trace, self._is_traced = None, False
 
     def _where(self) -> str:
-        return f"step {self.step + 1}/{self.last_step}" if self.last_step else "before the first step"
+        if not self.last_step:
+            return "before the first step"
+        done = self.step >= self.last_step
+        return f"after step {self.step}/{self.last_step}" if done else f"step {self.step + 1}/{self.last_step}"
 
     def _sums(self, steps: Sequence[StepTimes]) -> perf.Sums:
         seconds = {phase: sum(step.seconds.get(phase, 0.0) for step in steps) for phase in perf.PHASES}
         exposed = sum(overlap(makespan, wait) for makespan in self._makespans for wait in self._waits)
-        makespans, self._makespans, self._waits = self._makespans, [], []
+        makespans, self._waits = list(self._makespans), []
+        self._makespans.clear()
         tokens, samples, flops = 0.0, 0.0, math.nan
         if self._trained is not None:
             tokens, samples, *sums = self._trained.tolist()
@@ -212,47 +230,61 @@ class Instruments:
             memory=memory_gib(self._device),
         )
 
-    def _take_spans(self, steps: Sequence[StepTimes]) -> list[Span]:
-        """What ended, with a span for each step; the waits for rewards are remembered."""
-        spans = self.timeline.take_spans()
-        self._waits += [(span.started, span.ended) for span in spans if span.name == perf.REWARD_WAIT]
+    def _step_spans(self, steps: Sequence[StepTimes]) -> list[Span]:
+        """A span for each step."""
         first = self.step - sum(step.complete for step in steps) + 1
-        return spans + [
+        return [
             Span(
-                name=f"step {first + index}",
+                name=f"step {number}",
                 started=step.started,
                 ended=step.ended,
                 track=STEPS_TRACK,
                 failed=not step.complete,
             )
-            for index, step in enumerate(steps)
+            for number, step in enumerate(steps, start=first)
         ]
 
-    def _write_trace(self, accelerator: Accelerator, spans: list[Span]) -> None:
-        """Bring all ranks' spans to the main one; in a step that is traced, which is the same for all."""
-        if self.step not in self._settings.trace_steps:
+    def _write_trace(self, accelerator: Accelerator, steps: Sequence[StepTimes], spans: Sequence[Span]) -> None:
+        """Bring the spans of traced steps from all ranks to the main one; a collective where there are such steps,
+        which is the same for all ranks."""
+        first = self.step - len(steps) + 1
+        traced = [step for number, step in enumerate(steps, start=first) if number in self._settings.trace_steps]
+        if not traced:
             return
-        everywhere = gather_object([(accelerator.process_index, _clock_offset(), spans)])
-        if self._trace is None:
+        before = first == self._first_step + 1 and first in self._settings.trace_steps  # the start-up goes with it
+        chosen = [
+            span
+            for span in (*spans, *self._step_spans(steps))
+            if (before and span.ended <= steps[0].started)
+            or any(step.started < span.ended <= step.ended for step in traced)
+        ]
+        everywhere = gather_object([(accelerator.process_index, self._clock_offset, chosen)])
+        if self._is_traced:
+            self._write(everywhere)
+
+    def _write(self, everywhere: Sequence[tuple[int, float, Sequence[Span]]]) -> None:
+        """Spans by rank and its clock's offset. A disk that is full ends the trace, not the run."""
+        starts = [span.started + offset for _, offset, spans in everywhere for span in spans]
+        if not starts:
             return
-        for rank, offset, theirs in everywhere:
-            self._write(self._trace, rank, theirs, offset)
-        if self._trace is not None and self._trace.full:
+        path = self._output_dir / TRACE_NAME
+        try:
+            if self._trace is None:
+                put_aside(path)
+                self._trace = TraceWriter(path, self._settings.trace_bytes, origin=min(starts))
+            for rank, offset, spans in everywhere:
+                self._trace.write(rank, spans, offset)
+        except OSError as error:
+            logger.warning(f"the trace ends here: {path} can't be written ({type(error).__name__})")
+            if self._trace is not None:
+                self._trace.close()
+            self._trace, self._is_traced = None, False
+            return
+        if self._trace.full:
             self._say_once(
-                f"{self._trace.path} is full at {self._settings.trace_bytes / 1e6:.0f} MB: later spans are left out "
+                f"{path} is full at {self._settings.trace_bytes / 1e6:.0f} MB: later spans are left out "
                 "(`trace_steps` chooses others)"
             )
-
-    def _write(self, trace: TraceWriter, rank: int, spans: Sequence[Span], offset: float) -> None:
-        """A disk that is full ends the trace, not the run."""
-        if self._trace is None:
-            return
-        try:
-            trace.write(rank, spans, offset)
-        except OSError as error:
-            trace.close()
-            self._trace = None
-            logger.warning(f"the trace ends here: {trace.path} can't be written ({type(error).__name__})")
 
     def _check_utilisation(self, figures: dict[str, float]) -> None:
         """More than the chip can do is a wrong peak: it is told instead of shown."""
@@ -269,6 +301,8 @@ class Instruments:
             logger.warning(line)
 
 
-def _clock_offset() -> float:
-    """What makes `time.perf_counter` the time of day, which machines share."""
-    return time.time() - time.perf_counter()
+def put_aside(path: Path) -> None:
+    """Give a file that is there a name with a number: what an earlier start has left is not written over."""
+    if path.exists():
+        number = next(n for n in itertools.count(1) if not path.with_stem(f"{path.stem}-{n}").exists())
+        path.rename(path.with_stem(f"{path.stem}-{number}"))

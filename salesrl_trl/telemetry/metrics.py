@@ -30,7 +30,7 @@ CACHES = ("answers", "references")
 STAGES = ("parse", "rag_8b", "rag_32b", "judge")
 """Of a reward, in their order; the references are asked for beside the 8B answer."""
 STAGE_SHARES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
-"""Percentiles of a stage's seconds over the completions that had it."""
+"""Percentiles of a stage's seconds over the completions of a batch that had it."""
 FAILURE_REASONS = "failures/reason"
 """Behind it each reason code that has been seen, with the completions it happened to since the last line."""
 ALL_KL = "kl"
@@ -56,6 +56,10 @@ def quick_of(branch: str, what: str) -> str:
 def stage_of(stage: str, share: str) -> str:
     """Seconds of a stage of the rewards at one of `STAGE_SHARES`."""
     return f"time/{stage}_{share}_s"
+
+
+LARGEST = frozenset(stage_of(stage, "max") for stage in STAGES)
+"""Of several batches the largest counts, not the mean."""
 
 
 def slowest_of(stage: str) -> str:
@@ -130,7 +134,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Means:
-    """Means over whatever was added since the last `flush`.
+    """Means over whatever was added since the last `flush`, or the largest of it for the names in `LARGEST`.
 
     Args:
         names (`Sequence[str]`):
@@ -139,11 +143,15 @@ class Means:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
+        self._largest = frozenset(names) & LARGEST
         self._sums = dict.fromkeys(names, 0.0)
         self._counts = dict.fromkeys(names, 0.0)
 
     def add(self, name: str, total: float, count: float) -> None:
-        """Add a sum over `count` items."""
+        """Add a sum over `count` items; of a name in `LARGEST` one item."""
+        if name in self._largest:
+            self._sums[name], self._counts[name] = max(self._sums[name], total), min(self._counts[name] + count, 1)
+            return
         self._sums[name] += total
         self._counts[name] += count
 

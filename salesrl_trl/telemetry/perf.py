@@ -162,7 +162,8 @@ def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, f
     figures["perf/samples_per_s"] = sum(rank.samples for rank in ranks) / wall
     flops = sum(rank.flops for rank in ranks) / len(ranks)
     figures[MFU_MODEL] = mfu(flops, seconds[FORWARD] + seconds[BACKWARD], peak_flops)
-    figures[MFU_STEP] = mfu(flops, wall, peak_flops)
+    if not math.isnan(figures[MFU_MODEL]):  # a peak that can't be is one for neither
+        figures[MFU_STEP] = mfu(flops, wall, peak_flops)
     return figures
 
 

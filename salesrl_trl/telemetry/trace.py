@@ -31,13 +31,15 @@ class TraceWriter:
             The file. One that is there is replaced.
         max_bytes (`int`):
             Largest size. Spans beyond it are left out, and the trace says so.
+        origin (`float`):
+            Where the trace's time begins, on the scale that all ranks share, in seconds.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, origin: float) -> None:
         self.path = path
         self._max_bytes = max_bytes
         self._tracks: dict[tuple[int, str], int] = {}
-        self._started: float | None = None
+        self._origin = origin
         self._empty = True
         self.full = False
         """Whether spans were left out."""
@@ -69,11 +71,12 @@ class TraceWriter:
         """
         events: list[dict[str, Any]] = []
         for span in spans:
-            started = span.started + clock_offset
-            self._started = started if self._started is None else self._started
             process, track = self._place(rank, span.track, events)
             event: dict[str, Any] = {"name": span.name, "ph": "X", "pid": process, "tid": track}
-            event |= {"ts": round((started - self._started) * 1e6, 1), "dur": round(span.seconds * 1e6, 1)}
+            event |= {
+                "ts": round((span.started + clock_offset - self._origin) * 1e6, 1),
+                "dur": round(span.seconds * 1e6, 1),
+            }
             if span.failed:
                 event |= {"cname": "terrible", "args": {"failed": True}}
             events.append(event)

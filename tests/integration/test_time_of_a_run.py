@@ -5,11 +5,11 @@ import asyncio
 import concurrent.futures
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -253,9 +253,59 @@ def test_a_second_training_measures_its_own_steps(scripted_trainer, services, in
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(), max_steps=2)
     trainer.train()
     trainer.train()
-    logs = [each[perf.STEP_SECONDS] for each in step_logs(trainer)]
-    assert len(logs) >= 2
-    assert all(math.isfinite(each) and each > 0 for each in logs)
+    assert [each[perf.STEP_SECONDS] > 0 for each in step_logs(trainer)] == [True, True]  # the log starts over
+
+
+def test_a_training_after_one_that_failed_has_none_of_its_time(scripted_trainer, services, instruments, tmp_path):
+    services.set("judge", SLOW_VERDICT, delay_s=1.0)
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), max_steps=2)
+    stop = AtStep(1, lambda: setattr(trainer, "_compute_loss", lambda *_: raise_(KeyboardInterrupt())))
+    trainer.add_callback(stop)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(stop)
+    del trainer._compute_loss
+    services.set("judge", SLOW_VERDICT)
+    trainer.train()
+    for logs in step_logs(trainer):
+        assert logs[perf.STEP_SECONDS] < 1.0
+        assert logs[REWARD_SECONDS] < 0.5
+        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[perf.STEP_SECONDS], rel=1e-6)
+    assert (tmp_path / "run/trace-1.json").is_file()  # that of the one that failed
+
+
+def test_with_a_line_every_few_steps_figures_are_means_and_the_trace_has_its_steps(
+    scripted_trainer, services, instruments, tmp_path
+):
+    trainer = scripted_trainer(
+        DIFFERENT, instruments=instruments(trace_steps=range(2, 4)), max_steps=8, logging_steps=4
+    )
+    trainer.train()
+    trainer.finish()
+    assert len(step_logs(trainer)) == 2
+    for logs in step_logs(trainer):
+        total = sum(logs[perf.time_of(phase)] for phase in perf.PHASES)
+        assert total == pytest.approx(logs[perf.STEP_SECONDS], rel=1e-6)
+        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[perf.STEP_SECONDS], rel=1e-6)
+    tracks = spans(tmp_path / "run")
+    assert [each["name"] for each in tracks[0, "steps"]] == ["step 2", "step 3"]
+    assert [each["name"] for each in tracks[0, "phases"]].count("forward") == 2
+    assert [each["name"] for each in tracks[100_000, "reward 0"]].count("judge") == 2
+
+
+def test_a_step_that_hangs_in_its_rewards_shows_which_calls_were_out(
+    scripted_trainer, services, instruments, tmp_path
+):
+    services.set("judge", SLOW_VERDICT, delay_s=5.0)
+    trainer = scripted_trainer(DIFFERENT, instruments=instruments(trace_steps=range(50, 60)), max_steps=2)
+    interrupt = threading.Timer(1.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+    trainer.add_callback(AtStep(0, interrupt.start))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    tracks = spans(tmp_path / "run")  # of a step that fails there is a trace whatever its number
+    for place in range(4):
+        stages = {each["name"]: each.get("args") for each in tracks[100_000, f"reward {place}"]}
+        assert stages == {"parse": None, "rag_8b": None, "judge": {"failed": True}}
 
 
 QUICK = QuickEvalSettings(steps=2, rows=4, best="worst_branch")
@@ -328,6 +378,45 @@ def test_a_policy_that_moved_has_a_kl_and_the_best_one_is_kept(scripted_trainer,
     assert any(line.startswith("[Best@2] worst_branch") for line in told)
     kept = AutoModelForCausalLM.from_pretrained(tmp_path / "run/best").state_dict()
     assert all(torch.equal(kept[name], value) for name, value in trainer.model.state_dict().items())
+    assert json.loads((tmp_path / "run/best/quick_eval.json").read_text())["step"] == 2
+    assert not list((tmp_path / "run").glob("best.*"))  # nothing half done
+
+
+def test_the_best_of_steps_that_a_run_goes_back_behind_is_put_aside(scripted_trainer, services, tmp_path):
+    arguments = {**UNSCRIPTED, "save_strategy": "steps", "save_steps": 2, "quick_eval": QUICK}
+    scripted_trainer(**arguments, max_steps=4).train()
+    note = tmp_path / "run/best/quick_eval.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "step": 4}))  # as if step 4 had been the best
+    scripted_trainer(**arguments, max_steps=4).train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert (tmp_path / "run/best.earlier/model.safetensors").is_file()
+    assert json.loads(note.read_text())["step"] == 4  # of this run: with its own best gone, the next one is
+
+
+def test_many_rows_are_answered_in_batches_of_the_evaluations_size(scripted_trainer, services, tmp_path):
+    quick = QuickEvalSettings(steps=1, rows=7)
+    trainer = scripted_trainer(quick_eval=quick, **UNSCRIPTED, max_steps=1, per_device_eval_batch_size=4)
+    sizes = []
+    generate = trainer._generate
+    trainer._generate = lambda prompts: sizes.append((len(prompts), trainer.model.training)) or generate(prompts)
+    trainer.train()
+    assert sizes == [(4, True), (4, False), (3, False)]
+    (record,) = [json.loads(line) for line in (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()]
+    assert sum(branch["rows"] for branch in record["branches"].values()) == 7
+
+
+def test_a_quick_evaluation_whose_services_fail_has_no_score_and_says_why(
+    scripted_trainer, services, tmp_path, caplog
+):
+    services.set("8b", {}, status=500)
+    trainer = scripted_trainer(
+        DIFFERENT, chain={"attempts": 1}, quick_eval=QuickEvalSettings(steps=1, rows=4, best="reward"), max_steps=1
+    )
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        trainer.train()
+    (line,) = [each.message for each in caplog.records if each.message.startswith("[QuickEval@1]")]
+    assert "fairness=n/a (0 of 2 scored)" in line
+    assert line.endswith("failures rag_8b_http_500=4")
+    assert not (tmp_path / "run/best").exists()
 
 
 def test_a_resumed_run_goes_on_with_the_record_of_the_one_before(scripted_trainer, services, tmp_path):

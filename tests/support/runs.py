@@ -38,8 +38,11 @@ def check_times(output_dir, steps):
         assert abs(total - line.value) <= 1e-5 * line.value
         if step - 1 in lines:
             passed = line.wall_time - lines[step - 1].wall_time
-            assert abs(line.value - passed) <= 0.02 * passed, (step, line.value, passed)
+            # 2 % of the step, and what a busy machine takes between a step's end and its line
+            assert abs(line.value - passed) <= 0.02 * passed + 0.02, (step, line.value, passed)
         assert by_phase["unaccounted"][step] <= 0.05 * line.value, (step, by_phase["unaccounted"][step], line.value)
+    passed = lines[steps].wall_time - lines[1].wall_time  # which evens out over a run
+    assert abs(sum(lines[step].value for step in range(2, steps + 1)) - passed) <= 0.02 * passed + 0.02
     for makespan, exposed, hidden in zip(
         *(logged[f"train/{name}"] for name in (REWARD_SECONDS, perf.REWARD_EXPOSED, perf.REWARD_HIDDEN)), strict=True
     ):

@@ -48,19 +48,23 @@ def test_durations_read_like_a_clock(seconds, text):
     assert clock(seconds) == text
 
 
-def test_average_and_eta_are_of_training_and_leave_evaluations_out(caplog, monkeypatch):
-    now = iter([0.0, 0.0, 20.0, 24.0])  # built, begun, and two lines: at 20 s and 24 s
+def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
+    now = iter([0.0, 0.0, 20.0, 23.0, 28.0])  # built, begun, and three lines: at 20 s, 23 s and 28 s
     monkeypatch.setattr("salesrl_trl.callbacks.time.perf_counter", lambda: next(now))
     callback = StepLine(BRANCHES, ("openai",), Counter())
     state = TrainerState(global_step=0, max_steps=12, is_world_process_zero=True)
     callback.on_train_begin(None, state, TrainerControl())
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        for step, evaluation in ((1, 16.0), (2, 0.0)):
+        for step, evaluation in ((1, 16.0), (2, 0.0), (3, 2.0)):
             state.global_step = step
             logs = {**LOGS, "time/step_s": 4.0, "time/evaluation_s": evaluation}
             callback.on_log(None, state, TrainerControl(), logs=logs)
-    # 24 s for two steps, less 16 s of evaluation: 4 s each, and ten more to come
-    assert "| 4.0 s, rewards 0.26 s | avg 4.0 s, elapsed 0:24, ETA 0:40" in caplog.records[2].message
+    lines = [record.message for record in caplog.records[::2]]
+    # 20 s, of which 16 s for the evaluation before it: 4 s, and eleven more to come
+    assert "| 20.0 s, rewards 0.26 s | avg 4.0 s, elapsed 0:20, ETA 0:44" in lines[0]
+    assert "| 3.0 s, rewards 0.26 s | avg 3.0 s, elapsed 0:23, ETA 0:30" in lines[1]
+    # 3 s and 5 s, an evaluation on the way included: there will be more of them
+    assert "| 5.0 s, rewards 0.26 s | avg 4.0 s, elapsed 0:28, ETA 0:36" in lines[2]
 
 
 def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_one():

@@ -26,6 +26,7 @@ ORDER = (
     "config",
     "telemetry",
     "quick_eval",
+    "evaluator",
     "trainer",
     "callbacks",
     "preflight",

@@ -20,7 +20,7 @@ NAN = math.nan
 
 def evaluation(step, fairness, hallucination, reward=0.5):
     def figures(score):
-        return BranchFigures(rows=4, score=score, truncated=0.25, length=30.0, kl=0.1, beta=0.05)
+        return BranchFigures(rows=4, scored=4, score=score, truncated=0.25, length=30.0, kl=0.1, beta=0.05)
 
     branches = {"fairness": figures(fairness), "hallucination": figures(hallucination)}
     return QuickEvaluation(step=step, reward=reward, branches=branches, seconds=1.0)
@@ -38,9 +38,11 @@ def test_figures_by_branch():
     )
     found = evaluation_of(rows, BRANCHES, {"fairness": 0.1}, 20, 1.5)
     # KL: 8 nats over 40 tokens; 4 over 20
-    assert found.branches["fairness"] == BranchFigures(rows=2, score=0.5, truncated=0.5, length=20.0, kl=0.2, beta=0.1)
+    assert found.branches["fairness"] == BranchFigures(
+        rows=2, scored=1, score=0.5, truncated=0.5, length=20.0, kl=0.2, beta=0.1
+    )
     assert found.branches["hallucination"] == BranchFigures(
-        rows=1, score=0.25, truncated=1.0, length=20.0, kl=0.2, beta=None
+        rows=1, scored=1, score=0.25, truncated=1.0, length=20.0, kl=0.2, beta=None
     )
     assert found.reward == 0.375
     assert (found.step, found.seconds, found.mode) == (20, 1.5, "greedy")
@@ -49,7 +51,7 @@ def test_figures_by_branch():
 def test_an_empty_branch_and_no_reference_are_no_numbers():
     found = evaluation_of(table((0, 0.5, 0, 10, NAN, 0)), BRANCHES, {}, 1, 0.0)
     assert found.branches["fairness"].kl is None
-    empty = BranchFigures(rows=0, score=None, truncated=None, length=None, kl=None, beta=None)
+    empty = BranchFigures(rows=0, scored=0, score=None, truncated=None, length=None, kl=None, beta=None)
     assert found.branches["hallucination"] == empty
 
 
@@ -68,6 +70,7 @@ def test_the_line():
         (["harm", "hallucination"], ["Har", "Hal"]),
         (["tone", "tone_of_voice"], ["Tone", "Tone_"]),
         (["only"], ["O"]),
+        (["harm", "Hallucination"], ["Har", "Hal"]),
     ],
 )
 def test_initials_tell_branches_apart(names, short):
@@ -77,14 +80,14 @@ def test_initials_tell_branches_apart(names, short):
 def test_the_best_by_each_rule():
     first, second = evaluation(10, 0.2, 0.9, reward=0.6), evaluation(20, 0.4, 0.5, reward=0.5)
     for by, best in (("reward", 10), ("worst_branch", 20), ("fairness", 20), ("hallucination", 10)):
-        history = QuickEvalHistory(None, by)
+        history = QuickEvalHistory(None, by, 0.5)
         history.add(first)
         history.add(second)
         assert history.best.step == best, by
 
 
 def test_only_a_better_one_is_the_best_and_an_unmeasured_one_never():
-    history = QuickEvalHistory(None, "worst_branch")
+    history = QuickEvalHistory(None, "worst_branch", 0.5)
     assert not history.add(evaluation(10, None, 0.9))
     assert history.add(evaluation(20, 0.4, 0.5))
     assert not history.add(evaluation(30, 0.4, 0.5))
@@ -93,13 +96,13 @@ def test_only_a_better_one_is_the_best_and_an_unmeasured_one_never():
 
 
 def test_without_a_rule_there_is_no_best():
-    history = QuickEvalHistory(None, None)
+    history = QuickEvalHistory(None, None, 0.5)
     assert not history.add(evaluation(10, 0.4, 0.5))
     assert history.best is None
 
 
 def test_the_front_and_its_line():
-    history = QuickEvalHistory(None, None)
+    history = QuickEvalHistory(None, None, 0.5)
     for step, fairness, hallucination in ((10, 0.1, 0.9), (20, 0.4, 0.5), (30, 0.3, 0.5), (40, 0.9, None)):
         history.add(evaluation(step, fairness, hallucination))
     # 30 is beaten by 20; 40 can't be compared
@@ -112,11 +115,11 @@ def test_the_front_and_its_line():
 
 def test_a_record_is_taken_up_again_up_to_the_step_that_a_run_goes_on_from(tmp_path):
     path = tmp_path / "run/quick_eval.jsonl"
-    history = QuickEvalHistory(path, "fairness")
+    history = QuickEvalHistory(path, "fairness", 0.5)
     for step, score in ((10, 0.3), (20, 0.5), (30, 0.9)):
         history.add(evaluation(step, score, None))
         history.write()
-    again = QuickEvalHistory(path, "fairness")
+    again = QuickEvalHistory(path, "fairness", 0.5)
     again.resume(again.read(), 20)
     assert again.evaluations == history.evaluations[:2]
     assert again.best == history.evaluations[1]
@@ -126,7 +129,7 @@ def test_a_record_is_taken_up_again_up_to_the_step_that_a_run_goes_on_from(tmp_p
 
 def test_a_record_that_was_cut_off_is_read_as_far_as_it_is_whole(tmp_path):
     path = tmp_path / "quick_eval.jsonl"
-    history = QuickEvalHistory(path, None)
+    history = QuickEvalHistory(path, None, 0.5)
     assert history.read() == []
     history.add(evaluation(10, 0.3, 0.4))
     history.write()
@@ -141,3 +144,32 @@ def test_rows_are_spread_over_branches_and_shared_evenly():
     assert spread(branch_ids, 99, 2, 1) == [0, 4, 1, 5, 2, 7, 3, 6]  # as many as there are
     assert spread([0, 0, 0], 2, 2, 1) == [0, 1]  # a branch without rows
     assert spread([0], 8, 1, 2) == []
+    assert spread(branch_ids, 1, 2, 3) == [0, 4, 1]  # at least one for each process
+
+
+def outage(step, scored, score):
+    """16 rows a branch, of which so many of fairness could be scored."""
+    fairness = BranchFigures(rows=16, scored=scored, score=score, truncated=0.0, length=30.0, kl=0.1, beta=0.05)
+    whole = BranchFigures(rows=16, scored=16, score=0.5, truncated=0.0, length=30.0, kl=0.1, beta=0.05)
+    return QuickEvaluation(step=step, reward=score, branches={"fairness": fairness, "hallucination": whole}, seconds=1)
+
+
+@pytest.mark.parametrize("by", ["reward", "worst_branch", "fairness"])
+def test_a_few_lucky_rows_in_an_outage_are_not_the_best(by):
+    history = QuickEvalHistory(None, by, 0.5)
+    assert history.add(outage(20, 16, 0.4))
+    assert not history.add(outage(40, 1, 0.9))
+    assert not history.add(outage(60, 0, None))
+    assert history.best.step == 20
+    assert [each.step for each in history.front()] == [20]
+    assert "fairness=0.90 (1 of 16 scored)" in history.evaluations[1].line()
+    assert history.add(outage(80, 8, 0.45))  # half of them is enough
+
+
+def test_the_line_of_a_long_front_names_its_latest():
+    history = QuickEvalHistory(None, None, 0.5)
+    for step in range(1, 9):
+        history.add(evaluation(step, step / 10, 1 - step / 10))
+    line = history.front_line()
+    assert line.startswith("[Pareto@8] 8 of 8 evaluations on the front: ..., step 4 (")
+    assert line.count("step") == 5

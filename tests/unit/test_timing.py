@@ -76,6 +76,18 @@ def test_a_block_that_raises_has_its_time_and_the_error_passes_through():
     assert context.cost_time == timing.cost_time
 
 
+def test_a_generator_is_refused_because_calling_it_takes_no_time():
+    def generator():
+        yield 1
+
+    async def asynchronous():
+        yield 1
+
+    for each in (generator, asynchronous):
+        with pytest.raises(TypeError, match="is a generator"):
+            TimingContext("g")(each)
+
+
 def test_before_the_first_entry_no_time_was_spent():
     assert TimingContext("block").cost_time == 0.0
 
@@ -120,12 +132,11 @@ def test_a_decorated_coroutine_is_timed_until_it_ends():
         await asyncio.sleep(seconds)
 
     async def both():
-        await asyncio.gather(fetch(0.02), fetch(0.05))
+        await asyncio.gather(fetch(0.02), fetch(0.5))
 
     asyncio.run(both())
     short, long = sorted(span.seconds for span in timeline.take_spans())
-    assert 0.02 <= short < 0.045
-    assert long >= 0.05
+    assert 0.02 <= short < 0.5 <= long
 
 
 def test_tasks_that_share_a_context_do_not_mix_their_times():
@@ -137,31 +148,29 @@ def test_tasks_that_share_a_context_do_not_mix_their_times():
         return timing.cost_time
 
     async def many():
-        return await asyncio.gather(*(one(seconds) for seconds in (0.09, 0.06, 0.03)))
+        return await asyncio.gather(*(one(seconds) for seconds in (0.8, 0.4, 0.01)))
 
-    taken = asyncio.run(many())
-    assert taken == sorted(taken, reverse=True)
-    assert taken[2] < 0.06 <= taken[1]
+    first, second, third = asyncio.run(many())
+    assert third < 0.4 <= second < 0.8 <= first
 
 
 def test_threads_that_share_a_context_do_not_mix_their_times():
     context, taken = TimingContext("shared"), {}
-    barrier = threading.Barrier(8)
+    barrier = threading.Barrier(4)
 
     def one(index):
         barrier.wait()
         with context as timing:
-            time.sleep(0.02 * (index + 1))
+            time.sleep(0.8 if index >= 2 else 0.01)
         taken[index] = timing.cost_time
 
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(8)]
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    # each slept 0.02 s more than the one before: mixed up, one would have another one's time
-    assert all(0.02 * (index + 1) <= taken[index] < 0.02 * (index + 1) + 0.1 for index in range(8))
-    assert [taken[index] for index in range(8)] == sorted(taken.values())
+    # two sleep long and two hardly at all: mixed up, one would have another one's time
+    assert max(taken[0], taken[1]) < 0.8 <= min(taken[2], taken[3])
 
 
 def test_a_generator_closed_elsewhere_still_ends_its_own_timing():
@@ -269,6 +278,7 @@ def test_steps_that_nobody_takes_do_not_keep_their_marks(clock, timeline):
             spend(clock, 1)
         timeline.step_ends()
     assert len(timeline._finished) <= MAX_STEPS_PENDING
+    assert len(timeline._closed_phases) <= MAX_STEPS_PENDING + 1
     assert [step.wall for step in timeline.take()] == [1] * (5 * MAX_STEPS_PENDING)
 
 
@@ -361,6 +371,67 @@ def test_the_current_phase_is_the_innermost_that_is_not_inside_an_opaque_one(tim
         name, seconds = timeline.current
         assert name == "evaluation"
         assert seconds >= 0
+
+
+def test_a_new_run_starts_with_nothing_of_an_earlier_one(clock, timeline):
+    timeline.starts()
+    timeline.begin("optimizer")  # left open by an error that somebody caught
+    spend(clock, 5)
+    timeline.step_ends()
+    timeline.starts()
+    spend(clock, 1)
+    timeline.step_ends()
+    assert [step.seconds for step in timeline.take()] == [{UNACCOUNTED: 1}]
+
+
+def test_a_run_on_another_thread_than_the_one_that_built_it_is_measured(clock, timeline):
+    def train():
+        timeline.starts()
+        with timeline.phase("generation"):
+            spend(clock, 2)
+        timeline.step_ends()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert timeline.take()[0].seconds == {UNACCOUNTED: 0, "generation": 2}
+
+
+def test_an_error_marks_what_was_open_inside_the_phase_too(clock, timeline):
+    timeline.starts()
+    with pytest.raises(ValueError, match="mine"), timeline.phase("batching"):
+        timeline.begin("advantages")
+        raise ValueError("mine")
+    timeline.close()
+    assert {span.name: span.failed for span in timeline.take_spans()} == {"advantages": True, "batching": True}
+
+
+def test_between_phases_a_step_is_at_nothing_for_as_long_as_that_lasts(timeline):
+    assert timeline.current is None
+    timeline.starts()
+    name, seconds = timeline.current
+    assert name == UNACCOUNTED
+    assert seconds >= 0
+    timeline.stops()
+    assert timeline.current is None
+
+
+def test_spans_that_nobody_takes_are_dropped_from_the_oldest_and_counted(timeline, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.timing.MAX_SPANS_PENDING", 3)
+    timeline.add([Span(name=str(index), started=0.0, ended=1.0) for index in range(5)])
+    assert [span.name for span in timeline.take_spans()] == ["2", "3", "4"]
+    assert timeline.dropped_spans == 2
+
+
+def test_a_device_that_hangs_is_left_and_the_hosts_times_count(clock, timeline, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.timing.CLOSE_PATIENCE_S", 0.05)
+    clock.is_reached = lambda mark: False
+    timeline.starts()
+    with timeline.phase("forward"):
+        spend(clock, 2)
+        clock.behind = 1e9
+    cut_off = timeline.close()
+    assert cut_off.seconds == {UNACCOUNTED: 0, "forward": 2}
 
 
 @given(

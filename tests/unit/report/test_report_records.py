@@ -199,3 +199,14 @@ def test_the_file_of_a_last_evaluation_is_no_start(run_folder):
     run_folder.events({1: {"reward": 0.1}, 2: {"reward": 0.2}})
     run_folder.events({2: {"epoch": 1.0}}, started_s=1_700_009_000.0)
     assert read_run(run_folder.path).starts == 1
+
+
+def test_what_a_later_start_goes_back_behind_is_forgotten(run_folder):
+    """Another run in the same folder, and a resume from an earlier checkpoint, which has not come so far yet."""
+    run_folder.events({step: {"reward": 0.9, "failures/reason/old": 2.0} for step in range(1, 11)})
+    run_folder.events({step: {"reward": 0.1} for step in (1, 2, 3)}, started_s=1_700_009_000.0)
+    run_folder.events({3: {"reward": 0.2}}, started_s=1_700_020_000.0)
+    run = read_run(run_folder.path)
+    assert run.of("reward") == pytest.approx({1: 0.1, 2: 0.1, 3: 0.2})
+    assert run.of("failures/reason/old") == {}
+    assert run.starts == 3

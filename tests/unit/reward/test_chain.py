@@ -274,6 +274,10 @@ def test_a_person_who_waits_is_told_what_is_out(services):
 
     services.judge_by(judge)
     reward = build_reward(services.url, [row()])
-    assert reward.status() == "of 0 completions none is in a stage"
+    assert reward.status() == "none is being scored"
     score_batch(reward, [ACTION])
     assert seen == ["of 1 completions 1 in judge"]
+    assert reward.status() == "this rank's are scored, another's may be out"
+    assert [span.name for span in reward.unreported_spans()] == ["parse", "rag_8b", "rag_32b", "judge"]
+    reward.take_report()
+    assert reward.unreported_spans() == []

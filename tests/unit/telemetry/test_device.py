@@ -69,8 +69,30 @@ def test_a_device_whose_clock_runs_fast_is_held_back():
 
 def test_the_last_mark_is_waited_for_once():
     marks = [mark(1.0, 1.0), mark(2.0, 2.0)]
+    events = [each.event for each in marks]
     times(EventClock(), marks)
-    assert [each.event.waited for each in marks] == [False, True]
+    assert [each.waited for each in events] == [False, True]
+
+
+def test_events_are_given_back_but_for_the_last_one_which_the_next_step_is_measured_from():
+    clock = EventClock()
+    first, second = [mark(1.0, 1.0), mark(2.0, 2.0)], [mark(3.0, 3.0), mark(4.0, 4.0)]
+    times(clock, first)
+    assert [each.event is None for each in first] == [True, False]
+    times(clock, second)
+    assert [each.event is None for each in (*first, *second)] == [True, True, True, False]
+
+
+def test_a_device_that_has_failed_leaves_the_hosts_times(monkeypatch):
+    def broken(**_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    clock = EventClock()
+    times(clock, [mark(10.0, 1000.0)])
+    monkeypatch.setattr(torch.cuda, "Event", broken)
+    lost = clock.mark()
+    assert not clock.is_reached(lost)
+    assert times(clock, [mark(11.0, 1001.0), lost]) == [11.0, lost.host]
 
 
 def test_a_cpu_has_the_hosts_clock_a_name_and_no_device_memory():
