@@ -11,6 +11,7 @@ import torch
 from salesrl_trl.timing import Clock, HostClock, Mark
 
 GIB = 2.0**30
+_PROCESS = psutil.Process()
 LARGEST_DRIFT = 1e-4
 """By how much of an interval a GPU's clock may run ahead of the host's before it is held back. Crystals are within
 half of it."""
@@ -78,16 +79,13 @@ def device_name(device: torch.device) -> str:
 def memory_gib(device: torch.device) -> tuple[float, float, float, float]:
     """Allocated, reserved and most allocated memory of the device since `forget_peak`, NaN without a GPU; and the host
     memory of this process. In GiB. What a colocated vLLM has allocated through PyTorch is in it."""
-    host = psutil.Process().memory_info().rss / GIB
+    host = _PROCESS.memory_info().rss / GIB
     if device.type != "cuda":
         return (float("nan"), float("nan"), float("nan"), host)
-    figures = (
-        torch.cuda.memory_allocated(device) / GIB,
-        torch.cuda.memory_reserved(device) / GIB,
-        torch.cuda.max_memory_allocated(device) / GIB,
-        host,
-    )
-    return figures
+    # one call, without the flattening that each of torch.cuda.memory_allocated() and its like does
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+    return (allocated["current"] / GIB, reserved["current"] / GIB, allocated["peak"] / GIB, host)
 
 
 def forget_peak(device: torch.device) -> None:
