@@ -29,6 +29,8 @@ from salesrl_trl.timing import MAX_STEPS_KEPT, Span, StepTimes, Timeline, overla
 logger = logging.getLogger(__name__)
 
 TRACE_NAME = "trace.json"
+BATCHES_KEPT = 256
+"""Micro-batches whose lengths are kept before they are summed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,8 @@ class Instruments:
         self._output_dir = output_dir
         self._peak = settings.peak_flops or peak_bf16_flops(device_name(device))
         self._flops: ModelFlops | None = None
-        self._trained: torch.Tensor | None = None  # sums of what was trained on since the last figures, on the device
+        self._lengths: list[tuple[torch.Tensor, torch.Tensor]] = []  # of prompts and completions that were trained on
+        self._trained: torch.Tensor | None = None  # sums over those before, since the last figures; on the device
         self._makespans: deque[tuple[float, float]] = deque(maxlen=MAX_STEPS_KEPT)
         self._waits: list[tuple[float, float]] = []
         self._due: list[perf.Sums] | None = None  # by rank, since throughput was logged
@@ -116,7 +119,7 @@ class Instruments:
         self.step = self._first_step = step
         self.last_step = last_step
         self._makespans.clear()
-        self._waits, self._trained, self._due = [], None, None
+        self._waits, self._lengths, self._trained, self._due = [], [], None, None
         self.timeline.starts()
 
     def see_model(self, model: nn.Module) -> None:
@@ -143,13 +146,9 @@ class Instruments:
         """
         if not self.enabled:
             return
-        completions = completion_mask.sum(dim=1)  # (B,)
-        lengths = prompt_mask.sum(dim=1) + completions  # (B,)
-        samples = torch.full((), float(len(lengths)), dtype=torch.float64, device=lengths.device)
-        sums = torch.stack((lengths.sum().to(torch.float64), samples))
-        if self._flops is not None:
-            sums = torch.cat((sums, self._flops.sums(lengths, completions)))
-        self._trained = sums if self._trained is None else self._trained + sums
+        self._lengths.append((prompt_mask.sum(dim=1), completion_mask.sum(dim=1)))  # each (B,)
+        if len(self._lengths) >= BATCHES_KEPT:
+            self._count_lengths()
 
     def see_rewards(self, report: BatchReport) -> None:
         """A batch of training was scored."""
@@ -202,6 +201,19 @@ class Instruments:
             self._trace.close()
         self._trace, self._is_traced = None, False
 
+    def _count_lengths(self) -> None:
+        """Add what was trained on to the sums: seldom, for it is a dozen of small kernels. Waits for no device."""
+        if not self._lengths:
+            return
+        prompts, completions = (torch.cat(each) for each in zip(*self._lengths, strict=True))  # each (N,)
+        self._lengths = []
+        lengths = prompts + completions
+        samples = torch.ones_like(lengths, dtype=torch.float64).sum()
+        sums = torch.stack((lengths.sum().to(torch.float64), samples))
+        if self._flops is not None:
+            sums = torch.cat((sums, self._flops.sums(lengths, completions)))
+        self._trained = sums if self._trained is None else self._trained + sums
+
     def _where(self) -> str:
         if not self.last_step:
             return "before the first step"
@@ -214,6 +226,7 @@ class Instruments:
         makespans, self._waits = list(self._makespans), []
         self._makespans.clear()
         tokens, samples, flops = 0.0, 0.0, math.nan
+        self._count_lengths()
         if self._trained is not None:
             tokens, samples, *sums = self._trained.tolist()
             flops = self._flops.total(sums) if self._flops is not None else math.nan

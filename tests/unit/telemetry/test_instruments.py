@@ -87,8 +87,10 @@ def test_a_batch_is_counted_on_its_device_without_waiting(build):
     """On the meta device nothing can be read."""
     instruments = build()
     mask = torch.ones(4, 8, dtype=torch.long, device="meta")
-    instruments.see_batch(mask, mask)
+    for _ in range(module.BATCHES_KEPT):
+        instruments.see_batch(mask, mask)
     assert instruments._trained.device.type == "meta"
+    assert instruments._lengths == []
 
 
 def test_padding_is_not_counted(build):
