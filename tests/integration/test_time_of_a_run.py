@@ -56,6 +56,21 @@ class AtStep(TrainerCallback):
             self._act()
 
 
+class StepClock(TrainerCallback):
+    """Seconds from one step's end to the next, by a clock of its own."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_train_begin(self, args, state, control, **_):
+        self._last = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self._last = now
+
+
 def step_logs(trainer):
     return [entry for entry in trainer.state.log_history if "reward" in entry]
 
@@ -67,7 +82,11 @@ def raise_(error):
 def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, services, instruments, tmp_path):
     services.set("judge", SLOW_VERDICT, delay_s=0.3)
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=6)
+    clock = StepClock()
+    trainer.add_callback(clock)
     trainer.train()
+    for logs, seconds in zip(step_logs(trainer), clock.seconds, strict=True):
+        assert logs[perf.STEP_SECONDS] == pytest.approx(seconds, rel=0.02)
     for step, phases in enumerate(check_times(tmp_path / "run", 6), start=1):
         assert phases[perf.REWARD_WAIT] >= 0.3, step
         assert phases[perf.EVALUATION] == phases[perf.CHECKPOINT] == phases[perf.WEIGHT_PUSH] == 0
