@@ -20,7 +20,7 @@ from accelerate.utils import gather, gather_object
 from datasets import Dataset
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
 from salesrl_trl.advantages import hybrid_advantages
@@ -138,7 +138,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._weights_checked = False
         self.failures: Counter[str] = Counter()
         """Reason code to count over the current logging interval, on all ranks."""
-        self._reasons: dict[str, set[str]] = {"train": set(), "eval": set()}  # every reason seen so far
+        self._reasons: set[str] = set()  # every one that was seen in training so far, on any rank
         _UPSTREAM_LOGGER.addFilter(_UNSCORABLE_WARNING)  # once: a logger takes the same filter no second time
         with vllm_engine_options(_engine_options(model, args)), _reference_wanted(args, bool(targets)):
             super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
@@ -278,9 +278,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._check_weights()
         branch_ids = torch.tensor(self._branch_ids(inputs))  # (B,)
         output["branch_ids"] = branch_ids.to(self.accelerator.device, non_blocking=True)
-        if self.args.hybrid_reference_weight and self.model.training:
+        if self.args.hybrid_reference_weight and self._mode == "train":
             output["advantages"] = self._hybrid_advantages(len(inputs))
-        if self._skipping and self.model.training:
+        if self._skipping and self._mode == "train":
             # No token counts: the loss and its gradient are zero under every normaliser.
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
@@ -387,11 +387,16 @@ class SalesGRPOTrainer(GRPOTrainer):
             figures = {**self._means[mode].flush(), **self._bias[mode].flush()}
             if mode == "train":
                 figures |= self._instruments.figures(self.accelerator)
-            self._reasons[mode] |= set(self.failures)
-            figures |= {f"{FAILURE_REASONS}/{reason}": self.failures[reason] for reason in self._reasons[mode]}
+                self._reasons |= set(self.failures)
             for name, value in figures.items():
                 self._metrics[mode][name] = [value]
+        is_a_step = mode == "train" and bool(self._metrics[mode])
         super().log(logs, start_time)
+        if is_a_step and self._reasons:
+            # an entry of its own: that of a step has the same keys at every step, and which reasons come is not known
+            Trainer.log(
+                self, {f"{FAILURE_REASONS}/{reason}": self.failures[reason] for reason in sorted(self._reasons)}
+            )
         self.failures.clear()
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):

@@ -16,7 +16,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -208,17 +208,31 @@ def _clock(trainer: GRPOTrainer) -> Clock:
     return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Clock))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and tell."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--updates", type=int, default=5, help="updates in a block, the first of which is left out")
+def run_bench(
+    argv: Sequence[str] | None,
+    description: str | None,
+    measure: Callable[[str, int, int], dict[str, Any]],
+    shape: str,
+    updates: int,
+) -> dict[str, Any]:
+    """The figures of `measure(shape, updates, rounds)` by the command line, which may ask for a file of them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if torch.cuda.is_available() else shape)
+    parser.add_argument(
+        "--updates", type=int, default=updates, help="updates in a block, the first of which is left out"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="of four blocks each")
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args(argv)
     figures = measure(args.shape, args.updates, args.rounds)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and tell."""
+    figures = run_bench(argv, __doc__, measure, "tiny", 5)
     medians, ratios = figures["median_s"], figures["ratios"]
     print(f"{figures['device']}, {figures['shape']}, {figures['rounds']} rounds: stock TRL {medians['stock']:.4f} s, "
           f"branches {medians['branches']:.4f} s, ratio {figures['ratio']:.4f} "

@@ -12,8 +12,6 @@ stands what the host spends inside the instruments in a step, which is less nois
 call waits for it.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_kl import BATCH, SHAPES, TOKENS, InstantReward, build
+from bench_kl import BATCH, SHAPES, TOKENS, InstantReward, build, run_bench
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOTrainer
 
@@ -172,15 +170,7 @@ def _median(trainer: GRPOTrainer, name: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and tell."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if torch.cuda.is_available() else "demo")
-    parser.add_argument("--updates", type=int, default=6, help="updates in a block, the first of which is left out")
-    parser.add_argument("--rounds", type=int, default=10, help="of four blocks each")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    args = parser.parse_args(argv)
-    figures = measure(args.shape, args.updates, args.rounds)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    figures = run_bench(argv, __doc__, measure, "demo", 6)
     medians, ratios = figures["median_s"], figures["ratios"]
     mfu = ", ".join(f"{name} {value:.3f}" if value else f"{name} n/a" for name, value in figures["mfu"].items())
     print(

@@ -70,6 +70,16 @@ def test_a_batch_that_could_not_be_scored_moves_nothing(scripted_trainer, servic
         assert (logs["outcome/infra"], logs["failures/skipped_update"], logs["reward"]) == (1.0, 1.0, None)
 
 
+def test_reasons_are_an_entry_of_their_own_and_go_on_once_they_have_been_seen(scripted_trainer):
+    texts = (*DIFFERENT[:4], *DIFFERENT[4:7], BAD, *DIFFERENT[7:11])  # the second of three steps has one that is none
+    trainer = scripted_trainer(texts=texts, max_steps=3)
+    trainer.train()
+    keys = [set(logs) for logs in step_logs(trainer)]
+    assert keys == [keys[0]] * 3
+    entries = [entry for entry in trainer.state.log_history if "failures/reason/not_json" in entry]
+    assert [(entry["step"], entry["failures/reason/not_json"]) for entry in entries] == [(2, 1), (3, 0)]
+
+
 def test_momentum_does_not_move_the_policy_on_a_skipped_batch(scripted_trainer, services):
     texts = [
         text for first, second in zip(DIFFERENT[::2], DIFFERENT[1::2], strict=True) for text in (first, second, BAD)

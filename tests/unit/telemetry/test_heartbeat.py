@@ -23,6 +23,20 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
+def looks(seconds):
+    """What each look at a phase sees, and an event for when all has been seen."""
+    left, done = iter(seconds), threading.Event()
+
+    def current():
+        now = next(left, None)
+        if now is None:
+            done.set()
+            return None
+        return "generation", now
+
+    return done, current
+
+
 def heartbeat(current, after_s=0.1, **details):
     return Heartbeat(current, after_s, lambda: "step 3/21", details)
 
@@ -50,16 +64,7 @@ def test_a_long_phase_is_told_of_at_each_doubling(lines):
 
 
 def test_after_a_late_look_the_next_line_comes_at_the_next_doubling(lines):
-    seconds = iter([4.6, 4.7, 4.8, 6.3, 6.5])  # of 0.1 s: 3.2 s has passed long ago, the next is 6.4 s
-    done = threading.Event()
-
-    def current():
-        now = next(seconds, None)
-        if now is None:
-            done.set()
-            return None
-        return "generation", now
-
+    done, current = looks([4.6, 4.7, 4.8, 6.3, 6.5])  # of 0.1 s: 3.2 s has passed long ago, the next is 6.4 s
     beat = heartbeat(current)
     beat.start()
     assert done.wait(10)
@@ -95,16 +100,7 @@ def test_short_phases_are_not_told_of(lines):
 
 def test_the_same_phase_once_more_is_told_of_anew(lines):
     """A rest between two long phases of the same name: the second is told of at its own 0.1 s, not at 0.2 s."""
-    seconds = iter([0.11, 0.15, 0.01, 0.11, 0.15])
-    done = threading.Event()
-
-    def current():
-        now = next(seconds, None)
-        if now is None:
-            done.set()
-            return None
-        return "generation", now
-
+    done, current = looks([0.11, 0.15, 0.01, 0.11, 0.15])
     beat = heartbeat(current)
     beat.start()
     assert done.wait(10)
