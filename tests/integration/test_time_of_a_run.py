@@ -94,7 +94,8 @@ def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, 
         assert logs[REWARD_SECONDS] >= 0.3
         # nothing runs behind the wait yet but what the trainer does until it waits
         assert logs[perf.REWARD_EXPOSED] == pytest.approx(logs[REWARD_SECONDS], abs=0.02)
-        assert logs["time/judge_p50_s"] >= 0.3 > logs["time/rag_8b_max_s"]
+        assert logs["time/judge_p50_s"] >= 0.3
+        assert logs["time/rag_8b_p50_s"] <= logs["time/rag_8b_max_s"] < logs[REWARD_SECONDS]
         assert logs["time/slowest_judge_s"] <= logs["time/judge_max_s"]
         assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[perf.STEP_SECONDS], rel=1e-6)
         assert logs[perf.MFU_MODEL] is logs[perf.MFU_STEP] is None  # a CPU's peak is in no table
@@ -162,14 +163,14 @@ def test_an_evaluation_and_a_checkpoint_are_counted_as_such(scripted_trainer, se
         DIFFERENT, instruments=instruments(), max_steps=3, eval_strategy="steps", eval_steps=1, save_strategy="steps",
         save_steps=1, num_generations_eval=2, per_device_eval_batch_size=4,
     )  # fmt: skip
-    services.set("judge", SLOW_VERDICT, delay_s=0.2)
+    services.set("judge", SLOW_VERDICT, delay_s=0.5)
     trainer.train()
     first, second, third = step_logs(trainer)[0], step_logs(trainer)[1], step_logs(trainer)[2]
     assert first["time/evaluation_s"] == first["time/checkpoint_s"] == 0
     for logs in (second, third):  # what comes after an update is in the next one's time
-        assert logs["time/evaluation_s"] >= 0.4  # two batches of it wait 0.2 s each
+        assert logs["time/evaluation_s"] >= 1.0  # two batches of it wait 0.5 s each
         assert logs["time/checkpoint_s"] > 0
-        assert 0.2 <= logs["time/reward_wait_s"] < 0.4  # that of training alone
+        assert 0.5 <= logs["time/reward_wait_s"] < 1.0  # that of training alone
 
 
 def test_the_policys_and_the_references_log_probs_are_told_apart_with_an_adapter(
@@ -276,7 +277,7 @@ def test_a_second_training_measures_its_own_steps(scripted_trainer, services, in
 
 
 def test_a_training_after_one_that_failed_has_none_of_its_time(scripted_trainer, services, instruments, tmp_path):
-    services.set("judge", SLOW_VERDICT, delay_s=1.0)
+    services.set("judge", SLOW_VERDICT, delay_s=2.0)
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(), max_steps=2)
     stop = AtStep(1, lambda: setattr(trainer, "_compute_loss", lambda *_: raise_(KeyboardInterrupt())))
     trainer.add_callback(stop)
@@ -287,8 +288,8 @@ def test_a_training_after_one_that_failed_has_none_of_its_time(scripted_trainer,
     services.set("judge", SLOW_VERDICT)
     trainer.train()
     for logs in step_logs(trainer):
-        assert logs[perf.STEP_SECONDS] < 1.0
-        assert logs[REWARD_SECONDS] < 0.5
+        assert logs[perf.STEP_SECONDS] < 1.9
+        assert logs[REWARD_SECONDS] < 1.0
         assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[perf.STEP_SECONDS], rel=1e-6)
     assert (tmp_path / "run/trace-1.json").is_file()  # that of the one that failed
 
@@ -315,9 +316,9 @@ def test_with_a_line_every_few_steps_figures_are_means_and_the_trace_has_its_ste
 def test_a_step_that_hangs_in_its_rewards_shows_which_calls_were_out(
     scripted_trainer, services, instruments, tmp_path
 ):
-    services.set("judge", SLOW_VERDICT, delay_s=5.0)
+    services.set("judge", SLOW_VERDICT, delay_s=8.0)
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(trace_steps=range(50, 60)), max_steps=2)
-    interrupt = threading.Timer(1.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+    interrupt = threading.Timer(3.0, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
     trainer.add_callback(AtStep(0, interrupt.start))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
