@@ -602,7 +602,11 @@ class SalesGRPOConfig(GRPOConfig):
         """Coefficient and band of every branch, in the order of `branches`; empty where there is no KL at all."""
         given = {} if self.branch_kl is None else _json("branch_kl", self.branch_kl, dict)
         unknown = sorted(set(given) - set(self.branches))
-        _check(not unknown, f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(self.branches)}.")
+        _check(
+            not unknown,
+            f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(self.branches)}. Name your "
+            "branches in it, or give `--branch_kl {} --beta 0.05` for one coefficient.",
+        )
         _check(
             not self.beta or set(given) != set(self.branches),
             f"`beta` is {self.beta} and `branch_kl` names every branch, so that `beta` says nothing. Expected one of "

@@ -348,20 +348,30 @@ def _failure_total(run: Run) -> str:
     return "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
 
 
+def rate(run: Run, tag: str, *times: str) -> float | None:
+    """A rate over the run: the mean of the steps' rates, each by the seconds it is about (the step's, if no `times`
+    are named). A long step with an evaluation counts by its length, as it does in the run's own time."""
+    rates, seconds = run.of(tag), [run.of(time) for time in times or (STEP_SECONDS,)]
+    weights = {step: sum(each.get(step, 0.0) for each in seconds) for step in rates}
+    total = sum(weights.values())
+    return sum(rates[step] * weights[step] for step in rates) / total if total else mean(rates.values())
+
+
 def _mfu(run: Run) -> str:
-    model, step = (mean(run.of(f"perf/mfu_{part}").values()) for part in ("model", "step"))
+    model = rate(run, "perf/mfu_model", "time/forward_s", "time/backward_s")
+    step = rate(run, "perf/mfu_step")
     if model is None and step is None:
         return f"{NOT_KNOWN} (the chip's peak is not known, or it was not logged)"
     return f"{percent(model)} while the model computes, {percent(step)} of the whole step"
 
 
 def _compute(run: Run) -> str:
-    share = mean(run.of("perf/compute_ratio").values())
+    share = rate(run, "perf/compute_ratio")
     return "was not logged" if share is None else f"{percent(share)} of the step"
 
 
 def _throughput(run: Run) -> str:
-    tokens, samples = (mean(run.of(f"perf/{what}_per_s").values()) for what in ("tokens", "samples"))
+    tokens, samples = (rate(run, f"perf/{what}_per_s") for what in ("tokens", "samples"))
     if tokens is None and samples is None:
         return "was not logged"
     words = [f"{value:,.3g} {what}/s" if value < 1000 else f"{value:,.0f} {what}/s"

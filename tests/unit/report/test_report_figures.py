@@ -145,3 +145,17 @@ def test_advice_is_five_sentences_at_most_and_the_costly_ones_stay(run_folder):
 
 def test_a_run_without_figures_gets_no_advice(run_folder):
     assert figures.advice(run_of(run_folder, {})) == ()
+
+
+def test_a_rate_over_the_run_counts_each_step_by_its_length(run_folder):
+    # 9 s at 10 a second and 1 s at 100 a second: 190 in 10 s, where the mean of the two rates would say 55
+    run_folder.events({1: {"perf/samples_per_s": 10.0, "time/step_s": 9.0},
+                       2: {"perf/samples_per_s": 100.0, "time/step_s": 1.0}})  # fmt: skip
+    assert figures.rate(read_run(run_folder.path), "perf/samples_per_s") == pytest.approx(19.0)
+
+
+def test_a_rate_without_times_is_the_mean(run_folder):
+    run_folder.events({1: {"perf/samples_per_s": 10.0}, 2: {"perf/samples_per_s": 100.0}})
+    run = read_run(run_folder.path)
+    assert figures.rate(run, "perf/samples_per_s") == pytest.approx(55.0)
+    assert figures.rate(run, "perf/tokens_per_s") is None
