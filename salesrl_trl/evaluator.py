@@ -105,18 +105,17 @@ class QuickEvaluator:
             )
             is_best = self._history.add(evaluation)
         with trainer._timeline.phase(perf.CHECKPOINT):
-            if is_best:
-                self._keep(evaluation)
+            kept = is_best and self._keep(evaluation)
         with trainer._timeline.phase(perf.LOGGING):
             if trainer.accelerator.is_main_process:
-                self._tell(evaluation, reasons, is_best)
+                self._tell(evaluation, reasons, kept)
             Trainer.log(trainer, _metrics(evaluation))  # without what TRL gathers for a step
 
-    def _tell(self, evaluation: QuickEvaluation, reasons: Counter[str], is_best: bool) -> None:
+    def _tell(self, evaluation: QuickEvaluation, reasons: Counter[str], kept: bool) -> None:
         failed = "".join(f" {reason}={count}" for reason, count in sorted(reasons.items()))
         logger.info(evaluation.line() + (f" failures{failed}" if failed else ""))
         logger.info(self._history.front_line())
-        if is_best:
+        if kept:
             score = evaluation.score(self._settings.best or OVERALL)
             logger.info(
                 f"[Best@{evaluation.step}] {self._settings.best} {score:.3f}, saved in {self._folder / BEST_NAME}"
@@ -126,8 +125,9 @@ class QuickEvaluator:
         except OSError as error:  # a full disk on one rank is not to keep the others waiting
             logger.warning(f"{self._folder / RECORD_NAME} can't be written ({type(error).__name__})")
 
-    def _keep(self, evaluation: QuickEvaluation) -> None:
-        """Save the policy beside the best so far, then put it in its place: what is there is always whole."""
+    def _keep(self, evaluation: QuickEvaluation) -> bool:
+        """Save the policy beside the best so far, then put it in its place: what is there is always whole. Returns
+        whether this rank did so, which is the main one's work."""
         trainer = self._trainer
         fresh, best = self._folder / f"{BEST_NAME}.new", self._folder / BEST_NAME
         if trainer.accelerator.is_main_process:
@@ -136,10 +136,10 @@ class QuickEvaluator:
         trainer.save_model(str(fresh), _internal_call=True)  # which pushes to no hub
         trainer.accelerator.wait_for_everyone()
         if not trainer.accelerator.is_main_process:
-            return
+            return False
         if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
             logger.warning(f"the best policy was not kept: with these settings saving leaves no weights in {fresh}")
-            return
+            return False
         note = {"step": evaluation.step, "by": self._settings.best, **evaluation.as_dict()}
         (fresh / NOTE_NAME).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
         aside = self._folder / f"{BEST_NAME}.old"
@@ -148,6 +148,7 @@ class QuickEvaluator:
             best.rename(aside)
         fresh.rename(best)
         shutil.rmtree(aside, ignore_errors=True)
+        return True
 
     def _best_on_disk(self) -> int | None:
         """The step of the best policy in the folder, 0 where that is not known; `None` without one."""

@@ -165,7 +165,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             output = super().train(*args, **kwargs)
         except BaseException:  # what was measured of the step that failed is not lost
             self._timeline.add(self._reward.unreported_spans())
-            self._instruments.close(self.accelerator)
+            self._instruments.close()
             raise
         if self._stop_reason is not None:
             raise TooFewRewardsError(self._stop_reason)
@@ -195,7 +195,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         """Close the reward's connections, on the event loop they belong to, and the instruments. The trainer can't
         score after this."""
         asyncio.run_coroutine_threadsafe(self._reward.aclose(), self.async_loop).result()
-        self._instruments.close(self.accelerator)
+        self._instruments.close()
 
     def _phased(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as a phase of the step."""

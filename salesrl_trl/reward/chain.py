@@ -79,20 +79,21 @@ class _Stages:
     Args:
         place (`int`):
             The completion's, in the batch.
-        under_way (`Counter[str]`):
-            Completions by the stage they are in, of the whole batch.
     """
 
-    def __init__(self, place: int, under_way: Counter[str]) -> None:
+    def __init__(self, place: int) -> None:
         self.seconds: dict[str, float] = {}
         self.spans: list[Span] = []
         self._track = f"reward {place}"
-        self._under_way = under_way
         self._open: dict[str, float] = {}
+
+    @property
+    def under_way(self) -> list[str]:
+        """Stages that are not over. From any thread."""
+        return list(self._open)
 
     async def timed(self, call: Awaitable[T], stage: str) -> T:
         """Await `call` as a stage."""
-        self._under_way[stage] += 1
         failed, started = True, time.perf_counter()
         self._open[stage] = started
         try:
@@ -100,7 +101,6 @@ class _Stages:
             failed = False
             return result
         finally:
-            self._under_way[stage] -= 1
             del self._open[stage]
             self.record(stage, started, failed)
 
@@ -176,7 +176,6 @@ class SalesReward:
         self.last: list[Reward] = []
         self._extent = _Extent()
         self._stages: list[_Stages] = []
-        self._under_way: Counter[str] = Counter()
 
     @property
     def provider_names(self) -> tuple[str, ...]:
@@ -211,9 +210,7 @@ class SalesReward:
         """
         started = time.perf_counter()
         judging = self._judging = _Extent()
-        under_way: Counter[str] = Counter()
-        self._under_way = under_way
-        self._stages = [_Stages(place, under_way) for place in range(len(completions))]
+        self._stages = [_Stages(place) for place in range(len(completions))]
         with deadline(self._deadline_s):
             chains = [
                 asyncio.create_task(self._score(index, _text(completion), stages, judging))
@@ -228,10 +225,12 @@ class SalesReward:
 
     def status(self) -> str:
         """How many completions are in which stage at the moment, for a person who waits. From any thread."""
-        if not self._stages:
+        batch = self._stages
+        if not batch:
             return "none is being scored"
-        told = ", ".join(f"{count} in {name}" for name, count in dict(self._under_way).items() if count)
-        return f"of {len(self._stages)} completions {told}" if told else "this rank's are scored, another's may be out"
+        under_way = Counter(stage for stages in batch for stage in stages.under_way)
+        told = ", ".join(f"{count} in {name}" for name, count in under_way.items())
+        return f"of {len(batch)} completions {told}" if told else "this rank's are scored, another's may be out"
 
     def unreported_spans(self) -> list[Span]:
         """The stages of a batch of which no report was taken, for example since it was cut off. From any thread."""

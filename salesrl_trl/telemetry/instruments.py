@@ -186,8 +186,8 @@ class Instruments:
             forget_peak(self._device)
         return figures
 
-    def close(self, accelerator: Accelerator | None = None) -> None:
-        """End what is open and write what is left of this rank's spans; no collective. May be called twice."""
+    def close(self) -> None:
+        """End what is open and write what is left of the main rank's spans; no collective. May be called twice."""
         self._running = False
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -196,7 +196,7 @@ class Instruments:
         cut_off = self.timeline.close()
         spans = [*self.timeline.take_spans(), *self._step_spans([*steps, *([cut_off] if cut_off else [])])]
         if self._is_traced and (self._trace is not None or cut_off is not None):
-            self._write([(0 if accelerator is None else accelerator.process_index, self._clock_offset, spans)])
+            self._write([(0, self._clock_offset, spans)])  # the main rank's, which alone traces
         if self._trace is not None:
             self._trace.close()
         self._trace, self._is_traced = None, False
