@@ -109,7 +109,7 @@ class BranchPenalty:
         counted = torch.where(self._mask, per_token, 0)  # (len(SUMS), B, T)
         per_sample = counted.sum(dim=2, dtype=torch.float64)  # (len(SUMS), B)
         totals = per_sample.new_zeros(len(SUMS), self._branches)
-        return totals.index_add_(1, self._branch_ids, per_sample).T
+        return totals.index_add_(1, self._branch_ids, per_sample).T.contiguous()  # NCCL reduces no other
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
