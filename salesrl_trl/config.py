@@ -243,6 +243,9 @@ class RewardConfig:
         outage_patience_s (`float`, *optional*, defaults to `30.0`):
             Seconds that calls wait for a service that is down to come back, counted from when it went down; after that
             they fail at once, single probes aside.
+        reward_process (`bool`, *optional*):
+            Run the reward chain in a process of its own, where it takes no time from vLLM, which is Python too. When
+            not given, so on a GPU, and not on a CPU, where it is one more process for a few cores.
         warm_up_services (`bool`, *optional*, defaults to `True`):
             Ask both RAG endpoints and every judge once before the first step, and stop if a needed one can't answer.
         cache_answers (`bool`, *optional*, defaults to `True`):
@@ -254,7 +257,8 @@ class RewardConfig:
             else in `~/.cache/salesrl_trl`, when not given. Delete it when the endpoint's knowledge changes; an empty
             string keeps none.
         reward_deadline_s (`float`, *optional*, defaults to `300.0`):
-            Seconds for all rewards of a batch. Keep it well under the process group's timeout (600 s for NCCL).
+            Seconds that a completion's reward may take from its start; a batch takes no longer from its last one. Keep
+            it well under the process group's timeout (600 s for NCCL).
         invalid_action_reward (`float`, *optional*, defaults to `0.0`):
             Reward of a completion that is no action; the judge's scores lie in [0, 1].
     """
@@ -287,10 +291,11 @@ class RewardConfig:
     initial_concurrency: int = field(default=8, metadata=_help("calls in flight at first, per process and service"))
     hedge_fraction: float = field(default=0.05, metadata=_help("most extra requests for late calls"))
     outage_patience_s: float = field(default=30.0, metadata=_help("seconds a call waits for a dead service"))
+    reward_process: bool | None = field(default=None, metadata=_help("run the reward chain in its own process"))
     warm_up_services: bool = field(default=True, metadata=_help("ask every service once before the first step"))
     cache_answers: bool = field(default=True, metadata=_help("keep answers and verdicts in output_dir"))
     reference_cache: str | None = field(default=None, metadata=_help("file that keeps 32B answers; empty for none"))
-    reward_deadline_s: float = field(default=300.0, metadata=_help("seconds for all rewards of a batch"))
+    reward_deadline_s: float = field(default=300.0, metadata=_help("seconds that a completion's reward may take"))
     invalid_action_reward: float = field(default=0.0, metadata=_help("reward of a completion that is no action"))
 
     def __post_init__(self) -> None:
@@ -529,6 +534,16 @@ class SalesGRPOConfig(GRPOConfig):
             A generation batch of which fewer completions could be scored is skipped: it does not move the policy.
         max_skipped_generations (`int`, *optional*, defaults to `3`):
             After so many skipped in a row the run saves a checkpoint and stops with the reason.
+        rollout_lookahead (`int`, *optional*, defaults to `0`):
+            Optimizer steps that rollouts may be ahead of the one in training: so many later generation batches are
+            generated, and are being scored, meanwhile. 0 is on-policy, with TRL's own results. More hides slow rewards
+            and costs staleness of at most so many steps, which importance ratios correct: those of vLLM's sampling
+            log-probs, or without vLLM the ratio of the clipped loss.
+        scored_groups_first (`bool`, *optional*, defaults to `True`):
+            While rewards are still out, train on the micro-batches whose groups are scored. The same update but for
+            the order of its micro-batches and of completions within them; not done where a loss depends on those.
+        references_ahead (`bool`, *optional*, defaults to `True`):
+            Ask the 32B endpoint for the reference answers of a step's rows one step before its completions are there.
         held_out_eval (`bool`, *optional*, defaults to `True`):
             Evaluate on the held-out rows before the first and after the last step.
     """
@@ -554,6 +569,9 @@ class SalesGRPOConfig(GRPOConfig):
     max_sampling_logp_difference: float = field(default=0.5, metadata=_help("nats; above it the first step stops"))
     min_valid_reward_fraction: float = field(default=0.5, metadata=_help("below it a generation batch is skipped"))
     max_skipped_generations: int = field(default=3, metadata=_help("so many skipped in a row end the run"))
+    rollout_lookahead: int = field(default=0, metadata=_help("optimizer steps that rollouts may be ahead"))
+    scored_groups_first: bool = field(default=True, metadata=_help("train on what is scored while the rest is out"))
+    references_ahead: bool = field(default=True, metadata=_help("ask for reference answers one step ahead"))
     held_out_eval: bool = field(default=True, metadata=_help("evaluate before and after training"))
 
     def __post_init__(self) -> None:
@@ -569,10 +587,20 @@ class SalesGRPOConfig(GRPOConfig):
             f"`min_valid_reward_fraction` is {self.min_valid_reward_fraction}. Expected 0 to 1.",
         )
         _check_positive(self, "max_sampling_logp_difference", "max_skipped_generations")
+        self._check_lookahead()
         self._check_kl()
         _check(
             isinstance(self.parsed_engine_kwargs(), dict),
             f"`vllm_engine_kwargs` is {self.vllm_engine_kwargs!r}. Expected a JSON object of vllm.LLM arguments.",
+        )
+
+    def _check_lookahead(self) -> None:
+        ahead = self.rollout_lookahead
+        _check(ahead >= 0, f"`rollout_lookahead` is {ahead}. Expected 0, or optimizer steps to be ahead.")
+        _check(
+            ahead == 0 or not self.use_vllm or self.vllm_importance_sampling_correction,
+            f"`rollout_lookahead` is {ahead} with `vllm_importance_sampling_correction: false`: nothing would correct "
+            "for rollouts of earlier weights. Expected the correction, or a lookahead of 0.",
         )
 
     def _check_kl(self) -> None:

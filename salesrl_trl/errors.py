@@ -14,7 +14,8 @@
     │   └── BadServiceResponse     an answer outside its contract
     │       └── JudgeInvalid           a verdict outside its schema
     ├── WeightSyncError        vLLM samples from other weights than the ones in training
-    └── TooFewRewardsError     too few completions could be scored, several steps in a row
+    ├── TooFewRewardsError     too few completions could be scored, several steps in a row
+    └── RunStopped             the run was told to stop, and has saved its state
 
 A message says what was got, what was expected, and what to do. It never holds a key or a customer's text.
 """
@@ -108,3 +109,7 @@ class WeightSyncError(SalesRLError, RuntimeError):
 
 class TooFewRewardsError(SalesRLError, RuntimeError):
     """Too few completions could be scored, several steps in a row."""
+
+
+class RunStopped(SalesRLError):
+    """The run was told to stop, for example by SIGTERM, and has saved its state."""

@@ -6,7 +6,7 @@ trainer's. vLLM is imported only while an engine is built, so that this module c
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def engine_kwargs(
 class SalesVLLMGeneration(VLLMGeneration):
     """TRL's vLLM generation with engine options, and with a weight push that works on a CPU.
 
-    Changes two things only:
+    Changes two things only, and adds `streamed`:
     - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments;
     - `sync_weights` on a CPU reloads all weights through the worker, because vLLM's CPU backend repacks parameters
       after loading and TRL's parameter-by-parameter push then fails.
@@ -86,6 +86,41 @@ class SalesVLLMGeneration(VLLMGeneration):
         worker = getattr(worker, "worker", worker)
         worker.reload_weights(weights_iterator=self._iter_named_params())
         self.llm.reset_prefix_cache()
+
+    @contextlib.contextmanager
+    def streamed(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
+        """While active, tell of each completion of the colocated engine as soon as it is finished.
+
+        `LLM.generate` adds all its requests in order and then asks the engine for one step after another; both are
+        listened to.
+
+        Args:
+            finished (`Callable[[int, Sequence[int]], None]`):
+                Called in between two steps with a completion's place in the batch and its token ids.
+            size (`int`):
+                Completions of this process. Under tensor parallelism every process of a group generates those of all;
+                others' are not told.
+        """
+        first = 0
+        if self.tensor_parallel_size > 1:
+            first = torch.distributed.get_rank(group=self.tp_group) * size
+        engine = self.llm.llm_engine
+        add_request, step = engine.add_request, engine.step
+        places: dict[str, int] = {}
+
+        def noted(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            places[request_id] = len(places) - first
+            return add_request(request_id, *args, **kwargs)
+
+        def told() -> Any:
+            outputs = step()
+            for output in outputs:
+                if output.finished and 0 <= (place := places[output.request_id]) < size:
+                    finished(place, output.outputs[0].token_ids)
+            return outputs
+
+        with _replaced(engine, "add_request", noted), _replaced(engine, "step", told):
+            yield
 
 
 @contextlib.contextmanager
@@ -129,10 +164,10 @@ def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dty
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, value)
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(owner, name, original)

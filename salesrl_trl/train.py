@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import logging
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from salesrl_trl.policy import PROMPT_STYLE, cached_policy
 from salesrl_trl.preflight import check_model
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.services.launcher import EmbeddedServices
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
@@ -202,9 +204,10 @@ def addresses(config: RewardConfig) -> Iterator[tuple[str, str]]:
 
 def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url: str) -> None:
     """Load, train, evaluate before and after, save."""
-    if config.training.device.type == "cpu":
+    on_cpu = config.training.device.type == "cpu"
+    if on_cpu:
         keep_freed_memory()
-    reward = build_reward(
+    chain = build_reward(
         config.reward,
         prepared.reward,
         [*prepared.train_rows, *prepared.eval_rows],
@@ -214,6 +217,7 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
         processes=config.training.world_size,
         process_index=config.training.process_index,
     )
+    reward = _placed(chain, config.reward.reward_process, on_cpu)
     held_out = HeldOut(config.training.branches)
     instruments = build_instruments(config)
     instruments.details |= dict.fromkeys((perf.REWARD_WAIT, perf.EVALUATION), reward.status)
@@ -224,7 +228,8 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
         if config.reward.warm_up_services:
             with instruments.timeline.phase("warm_up"):
                 trainer.warm_up()
-        trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
+        with _stops_on_sigterm(trainer):
+            trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
         with instruments.timeline.phase(perf.CHECKPOINT):
             trainer.save_model(config.training.output_dir)
         if config.training.held_out_eval:
@@ -233,6 +238,29 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
         trainer.finish()
     finally:
         instruments.close()
+
+
+def _placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:
+    """The chain, in a process of its own where that is wanted."""
+    if in_a_process is None and on_cpu:
+        return chain
+    try:
+        return RemoteReward(chain) if in_a_process is not False else chain
+    except ConfigError as error:
+        if in_a_process:
+            raise
+        logger.warning(f"rewards stay in the trainer's process, where they take vLLM's time: {error}")
+        return chain
+
+
+@contextlib.contextmanager
+def _stops_on_sigterm(trainer: "SalesGRPOTrainer") -> Iterator[None]:
+    """What ends a run from outside, a scheduler for example, ends it with a checkpoint."""
+    before = signal.signal(signal.SIGTERM, lambda *_: trainer.request_stop("SIGTERM"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def build_instruments(config: RunConfig) -> Instruments:
@@ -250,7 +278,11 @@ def build_instruments(config: RunConfig) -> Instruments:
 
 
 def _build_trainer(
-    config: RunConfig, prepared: Prepared, reward: SalesReward, held_out: HeldOut, instruments: Instruments
+    config: RunConfig,
+    prepared: Prepared,
+    reward: SalesReward | RemoteReward,
+    held_out: HeldOut,
+    instruments: Instruments,
 ) -> "SalesGRPOTrainer":
     phase, telemetry = instruments.timeline.phase, config.telemetry
     with phase("policy"):

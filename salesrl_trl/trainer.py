@@ -5,11 +5,12 @@ Owns the wiring between TRL and this package and no arithmetic of its own.
 
 import asyncio
 import contextlib
+import copy
 import functools
 import json
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,21 +26,36 @@ from trl import GRPOTrainer
 
 from salesrl_trl.advantages import hybrid_advantages
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable, TooFewRewardsError, WeightSyncError
+from salesrl_trl.errors import (
+    ConfigError,
+    RunStopped,
+    SalesRLError,
+    ServiceError,
+    ServiceUnavailable,
+    TooFewRewardsError,
+    WeightSyncError,
+)
 from salesrl_trl.evaluator import QuickEvaluator
 from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.pipeline import Parts, Pipeline, Rollout, correction_sums
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.sampling import OrderByEpoch
+from salesrl_trl.schedule import parts
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import LeaveOut
 from salesrl_trl.telemetry.metrics import (
     BASELINE_FALLBACK,
+    BOUNDED,
     FAILURE_REASONS,
+    LEFT_OUT,
     SKIPPED_UPDATE,
+    STALENESS,
+    STALENESS_MAX,
     JudgeBias,
     Means,
     add_kl,
@@ -51,7 +67,7 @@ from salesrl_trl.telemetry.metrics import (
     metric_names,
     report_names,
 )
-from salesrl_trl.types import Outcome
+from salesrl_trl.types import Outcome, Reward
 
 logger = get_logger(__name__)
 _PLAIN_LOGGER = logging.getLogger(__name__)  # for lines that look like those of callbacks, without a rank
@@ -64,6 +80,12 @@ KL_STATE_NAME = "kl_control.json"
 """In every checkpoint that holds an optimizer: coefficients, windows under way, shares of steps in band."""
 
 _LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+_OUT = Reward(outcome=Outcome.INFRA, value=None, reason="out")
+"""Stands for a reward that has not come in yet, where others' advantages are computed."""
+STOPPED = "stopped"
+"""Reason code of completions that were given up because the run was told to stop."""
+_SHARED_BY_A_MICRO_BATCH = ("bnpo",)
+"""Loss types in which a completion's weight depends on those beside it in a micro-batch."""
 
 
 class SalesGRPOTrainer(GRPOTrainer):
@@ -73,7 +95,11 @@ class SalesGRPOTrainer(GRPOTrainer):
     - `__init__`: vLLM gets the engine options TRL does not pass through, and TRL's warning of a row that could not be
       scored, which prints prompt and completion, is left out;
     - `_get_train_sampler` and `_run_epoch`: an epoch's order of prompts is the same after a resume;
-    - `_calculate_rewards`: counts outcomes by branch over all ranks, and decides whether enough was scored;
+    - `get_batch_samples`, `_prepare_inputs`, `_generate`, `_get_per_token_logps_and_entropies`: rollouts are launched
+      before the step that trains on them, and the reward of each completion starts when it is finished (`pipeline`);
+      with `scored_groups_first`, groups that are scored are trained on while others are out;
+    - `_calculate_rewards`: waits for rewards under way; counts outcomes by branch over all ranks, and decides whether
+      enough was scored;
     - `_generate_and_score_completions`: checks the first weight push, marks each sample's branch, puts the reference's
       reward into the baseline, and takes a skipped batch out of the loss;
     - `_compute_loss`: where TRL reads `beta`, it meets the branches' penalty; what was measured is summed over ranks
@@ -82,15 +108,16 @@ class SalesGRPOTrainer(GRPOTrainer):
     - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: the coefficients' state goes along;
     - `log`: adds the package's metrics, under the same keys at every step;
     - `_maybe_log_save_evaluate`: a quick evaluation after it, where one is due;
-    - `get_batch_samples`, `_generate`, `training_step`, `evaluate`, `_save_checkpoint`, and those above: tell the
-      instruments which phase of a step it is; so do vLLM's weight push and accelerate's `backward`;
-    - `warm_up` and `finish`, which TRL does not have, ask every service once and close the connections;
-    - `train`: raises `TooFewRewardsError` when that is why training stopped.
+    - `training_step`, `evaluate`, `_save_checkpoint`, and those above: tell the instruments which phase of a step it
+      is; so do vLLM's weight push and accelerate's `backward`;
+    - `warm_up`, `request_stop` and `finish`, which TRL does not have, ask every service once, end a run early, and
+      close the connections;
+    - `train`: raises what training stopped for.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):
             The policy.
-        reward (`SalesReward`):
+        reward (`SalesReward` or `RemoteReward`):
             The reward chain.
         args (`SalesGRPOConfig`):
             Settings.
@@ -103,12 +130,13 @@ class SalesGRPOTrainer(GRPOTrainer):
     """
 
     args: SalesGRPOConfig
+    _logs: dict[str, Any]
     beta: float | BranchPenalty
 
     def __init__(
         self,
         model: PreTrainedModel,
-        reward: SalesReward,
+        reward: SalesReward | RemoteReward,
         args: SalesGRPOConfig,
         instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None,
@@ -134,8 +162,11 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._bias = {mode: JudgeBias() for mode in ("train", "eval")}
         self._skipping = False
         self._skipped_in_a_row = 0
-        self._stop_reason: str | None = None
-        self._weights_checked = False
+        self._stop: SalesRLError | None = None
+        self._stop_requested: str | None = None
+        self._rollout: Rollout | None = None  # that TRL is at work on
+        self._parts: Parts | None = None  # of a generation batch that is trained on while rewards are out
+        self._weights_checked = not (args.use_vllm and args.vllm_importance_sampling_correction)  # as far as can be
         self.failures: Counter[str] = Counter()
         """Reason code to count over the current logging interval, on all ranks."""
         self._reasons: set[str] = set()  # every one that was seen in training so far, on any rank
@@ -146,6 +177,15 @@ class SalesGRPOTrainer(GRPOTrainer):
         self.add_callback(_Steps(self))
         self._tuner = next((each for each in self.model.modules() if isinstance(each, BaseTunerLayer)), None)
         self.accelerator.backward = self._phased(perf.BACKWARD, self.accelerator.backward)
+        if args.rollout_lookahead and self.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
+            logger.warning(
+                f"`rollout_lookahead` is {args.rollout_lookahead} with `vllm_importance_sampling_mode: "
+                f"{args.vllm_importance_sampling_mode}`, which takes out of the loss what the policy has moved away "
+                f"from: see `{LEFT_OUT}`. `token_truncate` keeps it, with bounded weights."
+            )
+        self._streams = _can_stream(self)
+        self._divisible = args.scored_groups_first and _is_divisible(self)
+        self._pipeline = Pipeline(self, args.rollout_lookahead, args.references_ahead)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self._phased(perf.WEIGHT_PUSH, self.vllm_generation.sync_weights)
         if quick_eval is not None and quick_eval.steps:
@@ -156,6 +196,7 @@ class SalesGRPOTrainer(GRPOTrainer):
 
         Raises:
             `TooFewRewardsError`: after `max_skipped_generations` skipped in a row. A checkpoint was saved before.
+            `RunStopped`: after `request_stop`. A checkpoint was saved before.
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
         self._kl_sums = None  # an earlier run may have ended inside an accumulation window
@@ -167,9 +208,21 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._timeline.add(self._reward.unreported_spans())
             self._instruments.close()
             raise
-        if self._stop_reason is not None:
-            raise TooFewRewardsError(self._stop_reason)
+        if self._stop is not None:
+            raise self._stop
         return output
+
+    def request_stop(self, reason: str) -> None:
+        """End training after the optimizer step under way, on all ranks, with a checkpoint. From a signal handler too.
+
+        Nothing is waited for: completions that are not scored by now are missing, so that the step may be skipped.
+
+        Args:
+            reason (`str`):
+                What asked for it, for example `"SIGTERM"`.
+        """
+        self._stop_requested = reason
+        self.async_loop.call_soon_threadsafe(self._reward.cut_off, STOPPED)
 
     def warm_up(self) -> None:
         """Ask every service once, on every rank, before anything waits for them.
@@ -207,9 +260,29 @@ class SalesGRPOTrainer(GRPOTrainer):
 
         return phased
 
-    def get_batch_samples(self, *args, **kwargs):
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        pull = super().get_batch_samples
+        full = self.args.gradient_accumulation_steps  # an epoch's last step gets what is left
         with self._timeline.phase(perf.DATA_LOADING):
-            return super().get_batch_samples(*args, **kwargs)
+            return self._pipeline.next_update(self._epoch, epoch_iterator, lambda each: pull(each, full, device))
+
+    def _prepare_inputs(self, generation_batch):
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        self._pipeline.launch_due()
+        inputs = super()._prepare_inputs(generation_batch)
+        return inputs if self._parts is None else self._next_micro_batch(self._parts)
+
+    def _next_micro_batch(self, waiting: Parts) -> dict[str, Any]:
+        """A micro-batch whose groups are scored, waiting for one where there is none."""
+        while (micro_batch := waiting.next()) is None:
+            if not waiting.complete:
+                with self._timeline.phase(perf.REWARD_WAIT):
+                    self._pipeline.wait(waiting.rollout.rewards, waiting.out)
+            waiting.release(self._score(waiting.rollout))
+        if waiting.is_empty:
+            self._parts = None
+        return micro_batch
 
     def training_step(self, *args, **kwargs):
         with self._timeline.phase(perf.BATCHING):  # less the phases inside it
@@ -226,18 +299,53 @@ class SalesGRPOTrainer(GRPOTrainer):
         with self._timeline.phase(perf.CHECKPOINT):
             return super()._save_checkpoint(*args, **kwargs)
 
+    def _generate_now(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """TRL's own `_generate`."""
+        return super()._generate(prompts)
+
     def _generate(self, prompts):
-        with self._timeline.phase(perf.GENERATION):
-            return super()._generate(prompts)
+        rollout, metrics = self._rollout, self._metrics[self._mode]
+        assert rollout is not None
+        for name, values in rollout.metrics.items():
+            metrics[name].extend(values)
+        rollout.metrics = {}  # once, however often TRL goes over it
+        self.state.num_input_tokens_seen += rollout.tokens
+        rollout.tokens = 0
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        return rollout.generated
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
-        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self._epoch)
+        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self._pipeline.epoch)
 
-    def _run_epoch(self, *args, epoch: int, **kwargs):
+    def _run_epoch(self, *args, epoch: int, train_dataloader, **kwargs):
         self._epoch = epoch
-        return super()._run_epoch(*args, epoch=epoch, **kwargs)
+        self._pipeline.epoch_begins(train_dataloader)
+        return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
+
+    def _rewards_so_far(self, waiting: Parts, inputs: list[dict[str, Any]]) -> torch.Tensor:
+        """What is in of this generation batch, NaN for the rest, shape (world size x B, 1); a collective."""
+        rewards = [_OUT if reward is None else reward for reward in waiting.rollout.rewards.rewards]
+        table = encode(rewards, self._branch_ids(inputs))  # (B, columns)
+        settled = torch.tensor([[float(reward is not _OUT)] for reward in rewards], dtype=torch.float64)
+        gathered = gather(torch.cat((table, settled), dim=1).to(self.accelerator.device))  # (world size x B, ...)
+        self._scored = gathered[:, :-1].cpu()
+        values = gathered[:, 2:3].to(torch.float32)
+        scored_fraction = (~torch.isnan(values)).float().mean().item()
+        in_by_rank = gathered[:, -1].bool().view(-1, len(inputs)).cpu()  # (world size, B)
+        rank, wanted = self.accelerator.process_index, self.args.min_valid_reward_fraction
+        waiting.see(in_by_rank, rank, scored_fraction, wanted)
+        return values
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rollout = self._rollout
+        assert rollout is not None
+        if self._parts is not None:
+            rewards_so_far = self._rewards_so_far(self._parts, inputs)
+            if not self._parts.complete:
+                self._metrics["train"], self._logs = defaultdict(list), _copied(self._logs)  # told when all are in
+                self._timeline.begin(perf.ADVANTAGES)
+                return rewards_so_far
+        self._reward.expect(rollout.rewards)
         with self._timeline.phase(perf.REWARD_WAIT):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._timeline.begin(perf.ADVANTAGES)
@@ -274,20 +382,64 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         self._mode = "train" if self.model.training else "eval"  # generation may turn the model to training
-        output = super()._generate_and_score_completions(inputs)
-        self._check_weights()
-        branch_ids = torch.tensor(self._branch_ids(inputs))  # (B,)
+        if self._mode == "eval":
+            return self._score(self._pipeline.launch(inputs))
+        rollout = self._pipeline.take(inputs)
+        self._parts = None
+        if self._divisible and self._weights_checked:
+            size = self.args.per_device_train_batch_size
+            self._parts = Parts(rollout, parts(len(inputs), size, self.num_generations), size)
+        output = self._score(rollout)
+        if self._parts is not None:
+            if self._parts.complete:
+                self._parts = None  # nothing to wait for: TRL's own way
+            else:
+                self._parts.release(output)
+        return output
+
+    def _score(self, rollout: Rollout) -> dict[str, Any]:
+        """TRL's log-probs, advantages and figures of a generation batch; without the figures, and with the advantages
+        of those groups alone that are scored, as long as it is trained on in parts and rewards are out."""
+        self._rollout, aside = rollout, (self._metrics[self._mode], self._logs)
+        try:
+            output = super()._generate_and_score_completions(rollout.inputs)
+        finally:
+            self._rollout = None
+        is_complete = self._parts is None or self._parts.complete
+        if not is_complete:
+            self._metrics[self._mode], self._logs = aside
+        if is_complete:
+            self._check_weights()
+            self._tell_off_policy(rollout, output)
+        branch_ids = torch.tensor(self._branch_ids(rollout.inputs))  # (B,)
         output["branch_ids"] = branch_ids.to(self.accelerator.device, non_blocking=True)
+        if rollout.behaviour_logps is not None:
+            output["old_per_token_logps"] = rollout.behaviour_logps  # (B, C)
         if self.args.hybrid_reference_weight and self._mode == "train":
-            output["advantages"] = self._hybrid_advantages(len(inputs))
-        if self._skipping and self._mode == "train":
+            output["advantages"] = self._hybrid_advantages(len(rollout.inputs), is_complete)
+        if self._skipping and is_complete and self._mode == "train":
             # No token counts: the loss and its gradient are zero under every normaliser.
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
         self._timeline.end(perf.ADVANTAGES)
         return output
 
-    def _hybrid_advantages(self, size: int) -> torch.Tensor:
+    def _tell_off_policy(self, rollout: Rollout, output: dict[str, Any]) -> None:
+        """How far behind the sampler's weights are, and what the correction for them does; a collective."""
+        means, ratio = self._means[self._mode], output.get("importance_sampling_ratio")
+        staleness = self.state.global_step - rollout.step
+        means.add(STALENESS, staleness, 1)
+        means.add(STALENESS_MAX, staleness, 1)
+        if ratio is None:
+            return
+        args = self.args
+        clips = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
+        sums = correction_sums(ratio, output["completion_mask"], args.vllm_importance_sampling_mode, *clips)
+        left_out, bounded, count = self.accelerator.reduce(sums, reduction="sum").tolist()
+        means.add(LEFT_OUT, left_out, count)
+        means.add(BOUNDED, bounded, count)
+
+    def _hybrid_advantages(self, size: int, is_complete: bool) -> torch.Tensor:
         """This rank's advantages against the hybrid baseline, shape (size,), in place of TRL's also in its table."""
         values, references = self._scored.to(torch.float32)[:, [2, 4]].unbind(dim=1)  # each (world size x B,)
         weight = self.reward_weights[0].item()
@@ -298,10 +450,11 @@ class SalesGRPOTrainer(GRPOTrainer):
             self.args.hybrid_reference_weight,
             self.scale_rewards,
         )
-        self._means["train"].add(BASELINE_FALLBACK, missing.sum().item(), len(missing))
-        logged = self._logs["advantages"]
-        for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
-            logged[index] = advantage
+        if is_complete:
+            self._means["train"].add(BASELINE_FALLBACK, missing.sum().item(), len(missing))
+            logged = self._logs["advantages"]
+            for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
+                logged[index] = advantage
         first = self.accelerator.process_index * size
         return advantages[first : first + size].to(self.accelerator.device)
 
@@ -333,8 +486,15 @@ class SalesGRPOTrainer(GRPOTrainer):
             return self.beta.see(logps), *others
         if torch.is_grad_enabled():
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        with self._timeline.phase(perf.REFERENCE_LOGPROBS if self._is_reference(model) else perf.OLD_LOGPROBS):
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        is_reference = self._is_reference(model)
+        kept = {} if self._rollout is None else self._rollout.logps
+        if is_reference in kept:  # TRL goes over the same batch again
+            return kept[is_reference], None, None
+        with self._timeline.phase(perf.REFERENCE_LOGPROBS if is_reference else perf.OLD_LOGPROBS):
+            output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if self._parts is not None:
+            kept[is_reference] = output[0]
+        return output
 
     def _is_reference(self, model) -> bool:
         """Whether `model` stands for the reference policy now: TRL's own copy, or the policy without its adapter."""
@@ -418,10 +578,20 @@ class SalesGRPOTrainer(GRPOTrainer):
             f"({reasons})"
         )
         if self._skipped_in_a_row >= self.args.max_skipped_generations:
-            self._stop_reason = (
+            self._stop = TooFewRewardsError(
                 f"{self._skipped_in_a_row} generation batches in a row had fewer than {wanted:.0%} of their "
                 f"completions scored. Failures in the last one: {reasons}. A checkpoint was saved; mend the service "
                 "and go on with --resume_from_checkpoint DIR."
+            )
+
+    def _agree_to_stop(self) -> None:
+        """Stop after the step that has just ended where any rank was asked to; a collective."""
+        asked = torch.tensor([self._stop_requested is not None], device=self.accelerator.device)
+        if gather(asked).any():
+            reason = self._stop_requested or "a request to another rank"
+            self._stop = RunStopped(
+                f"stopped by {reason} after {self.state.global_step} steps. A checkpoint was saved; go on with "
+                "--resume_from_checkpoint DIR."
             )
 
     def _check_weights(self) -> None:
@@ -470,7 +640,8 @@ class _SkipAndStop(TrainerCallback):
             self._trainer.optimizer.zero_grad(set_to_none=True)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._trainer._stop_reason is not None:
+        self._trainer._agree_to_stop()
+        if self._trainer._stop is not None:
             control.should_save = True
             control.should_training_stop = True
 
@@ -488,6 +659,8 @@ class _Steps(TrainerCallback):
             engine.engine.step = trainer._phased(perf.OPTIMIZER, engine.engine.step)
         if trainer._quick_eval is not None:
             trainer._quick_eval.run_begins()
+        trainer._parts = None
+        trainer._pipeline.restart()
         trainer._instruments.see_model(trainer.accelerator.unwrap_model(trainer.model))
         trainer._timeline.end("prepare")
         trainer._instruments.run_begins(state.global_step, state.max_steps)
@@ -497,7 +670,47 @@ class _Steps(TrainerCallback):
         self._trainer._instruments.step_ends()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer._pipeline.forget()
         self._trainer._timeline.stops()
+
+
+def _can_stream(trainer: SalesGRPOTrainer) -> bool:
+    """Whether completions are known one by one, and their texts as TRL will have them."""
+    if not trainer.use_vllm or trainer.tools:
+        return False
+    if trainer.args.vllm_mode != "colocate":
+        logger.info("vllm_mode: server gives a batch back as a whole: rewards start when all of it is generated")
+        return False
+    templates = (getattr(trainer._tokenizer, name, None) for name in ("response_template", "response_schema"))
+    return all(template is None for template in templates)
+
+
+def _is_divisible(trainer: SalesGRPOTrainer) -> bool:
+    """Whether an update is the same whichever of its completions share a micro-batch, and in whatever order."""
+    args = trainer.args
+    return (
+        trainer.num_iterations == 1
+        and args.gradient_accumulation_steps % args.steps_per_generation == 0  # one update has the whole batch
+        and len(parts(args.per_device_train_batch_size * args.steps_per_generation,
+                      args.per_device_train_batch_size, trainer.num_generations)) > 1
+        and trainer.loss_type not in _SHARED_BY_A_MICRO_BATCH
+        and trainer.scale_rewards != "batch"
+        and (not args.hybrid_reference_weight or trainer.scale_rewards == "none")  # its spread is the batch's too
+        and trainer.multi_objective_aggregation == "sum_then_normalize"
+        and trainer.top_entropy_quantile == 1.0
+        and not trainer._entropy_bonus_enabled
+        and not trainer.aux_loss_enabled
+    )  # fmt: skip
+
+
+def _copied(logs: dict[str, Any]) -> dict[str, Any]:
+    """TRL's tables of completions, to be added to without a trace in these."""
+    copies = {}
+    for name, table in logs.items():
+        copies[name] = copy.copy(table)
+        if isinstance(table, dict):
+            copies[name].update({column: copy.copy(values) for column, values in table.items()})
+    return copies
 
 
 def _engine_options(model: PreTrainedModel, args: SalesGRPOConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,9 +28,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.policy import build_tokenizer
-from salesrl_trl.reward.chain import BatchReport
+from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, Stages
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.timing import Span
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Outcome, Reward
 
@@ -81,8 +80,8 @@ class Branched(RandomTokens, SalesGRPOTrainer):
     """This package's."""
 
 
-class InstantReward:
-    """The face that the trainer sees of `SalesReward`: a number by the order of completions, from no service."""
+class InstantReward(BatchedReward):
+    """The face that the trainer sees of `SalesReward`: a number by the row and the completion, from no service."""
 
     __name__ = "instant"
     provider_names = ()
@@ -90,24 +89,21 @@ class InstantReward:
     component_names = ()
 
     def __init__(self) -> None:
-        self.last: list[Reward] = []
+        super().__init__(deadline_s=60.0)
 
-    async def __call__(self, *, completions: list[Any], **_: Any) -> list[float]:
-        """Values in [0, 1)."""
-        values = [index * 0.37 % 1 for index, _ in enumerate(completions)]
-        self.last = [Reward(outcome=Outcome.OK, value=value) for value in values]
-        return values
+    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
+        return Reward(outcome=Outcome.OK, value=(index * 37 + len(completion)) % 100 / 100)
+
+    def fetch_references(self, rows: Iterable[int]) -> None:
+        """There are none."""
 
     def branch_of(self, index: int) -> str:
         """Rows take turns."""
         return BRANCHES[index % len(BRANCHES)]
 
-    def unreported_spans(self) -> list[Span]:
-        """None."""
-        return []
-
     def take_report(self) -> BatchReport:
         """An empty one."""
+        self._taken()
         hits = {"answers": 0, "references": 0}
         nothing: MappingProxyType[str, Any] = MappingProxyType({})
         return BatchReport(seconds=0.0, judge_seconds=0.0, usage=nothing, traffic=nothing, records=(), cache_hits=hits)

@@ -25,7 +25,7 @@ from bench_kl import BATCH, SHAPES, TOKENS, InstantReward, build, run_bench
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOTrainer
 
-from salesrl_trl.reward.chain import BatchReport
+from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.metrics import STAGES

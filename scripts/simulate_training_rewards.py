@@ -41,7 +41,8 @@ from salesrl_trl.config import DEFAULT_BRANCHES, DataConfig, RewardConfig
 from salesrl_trl.data.prompts import ACTION_FIELDS
 from salesrl_trl.data.sources import DEMO, load_drafts, load_rows
 from salesrl_trl.errors import ConfigError, SalesRLError, ServiceError, ServiceUnavailable
-from salesrl_trl.reward.chain import BatchReport, SalesReward
+from salesrl_trl.reward.batch import BatchReport
+from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.hollow import is_hollow
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.reward.transport import TRAFFIC

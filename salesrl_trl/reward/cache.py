@@ -149,6 +149,7 @@ class Memo:
         self._to_json = to_json
         self._from_json = from_json
         self._under_way: PerLoop[dict[str, asyncio.Task[Any]]] = PerLoop(dict)
+        self._fetched: set[str] = set()  # ahead, and not used yet
         self.hits = 0
         """Answers that cost no call, since whoever reads it last set it to 0."""
 
@@ -156,7 +157,7 @@ class Memo:
         """The answer for `key`: kept, under way, or asked for now. Raises what `ask` raises."""
         kept = self._kept(key)
         if kept is not None:
-            self.hits += 1
+            self._count(key)
             return kept  # type: ignore[no-any-return]
         under_way = self._under_way.get()
         while (task := under_way.get(key)) is not None:
@@ -166,12 +167,25 @@ class Memo:
                 if remaining_s() <= 0:
                     raise
                 continue  # it was under way for somebody with less time
-            self.hits += 1
+            self._count(key)
             return answer
         task = under_way[key] = asyncio.ensure_future(self._ask(key, ask))
         task.add_done_callback(lambda done: _forget(under_way, key, done))
         # Shielded, here and above: others wait for the same task, and one that is cut off must not cancel it.
         return await asyncio.shield(task)
+
+    async def fetch(self, key: str, ask: Callable[[], Awaitable[T]]) -> None:
+        """Have the answer for `key` ready, or under way, for those who will want it. Raises what `ask` raises."""
+        if self._kept(key) is None and key not in self._under_way.get():
+            self._fetched.add(key)
+            await self.get(key, ask)
+
+    def _count(self, key: str) -> None:
+        """An answer that cost no call, or the call that was made ahead for it."""
+        if key in self._fetched:
+            self._fetched.discard(key)
+        else:
+            self.hits += 1
 
     async def aclose(self) -> None:
         """Cancel what is under way on the running loop."""

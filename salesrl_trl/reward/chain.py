@@ -1,129 +1,34 @@
-"""The reward of a batch: parse -> RAG 8B and 32B -> judge -> score, all completions at once.
+"""The reward: parse -> RAG 8B and 32B -> judge -> score, all completions at once.
 
-Owns the order of the stages, the deadline of a reward phase and what every failure means. How a single call is made
-is the transport's; what a verdict is worth is `scoring`'s; what is asked once only is the cache's.
+Owns the order of the stages and what every failure means. How the completions of a batch are started, awaited and
+given up is `batch`'s; how a single call is made is the transport's; what a verdict is worth is `scoring`'s; what is
+asked once only is the cache's.
 """
 
 import asyncio
-import logging
+import contextlib
 import time
-from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from salesrl_trl.errors import BadServiceResponse, JudgeInvalid, ServiceError
+from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, Stages
 from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
 from salesrl_trl.reward.deadline import deadline
 from salesrl_trl.reward.hollow import is_hollow
-from salesrl_trl.reward.judge import JudgeClient, JudgeRecord
+from salesrl_trl.reward.judge import JudgeClient
 from salesrl_trl.reward.parsing import parse_action
-from salesrl_trl.reward.provider import ProviderUsage
 from salesrl_trl.reward.rag import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.transport import Transport
 from salesrl_trl.reward.verdict import verdict_from_json, verdict_to_json
-from salesrl_trl.timing import Span
 from salesrl_trl.types import Action, Answer, InvalidAction, Outcome, Reward, SalesRow, Verdict
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
 
-CANCEL_GRACE_S = 1.0
-"""What a cancelled call is given to end. One that does not is left behind: the step goes on."""
-
-
-@dataclass(slots=True)
-class _Extent:
-    """From the first start to the last end of something that many do at once."""
-
-    first: float | None = None
-    last: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.first is None else self.last - self.first
-
-    def extend(self, started: float) -> None:
-        """Something that began at `started` is over now."""
-        self.first = started if self.first is None else min(self.first, started)
-        self.last = time.perf_counter()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchReport:
-    """What happened beside the rewards while a batch was scored."""
-
-    seconds: float
-    """From the first call to the last answer."""
-    judge_seconds: float
-    """From the first verdict asked for to the last that came."""
-    usage: Mapping[str, ProviderUsage]
-    """By judge provider."""
-    traffic: Mapping[str, Mapping[str, int]]
-    """By service, then by the names of `transport.TRAFFIC` and `"slots"`."""
-    records: Sequence[JudgeRecord]
-    """Every verdict."""
-    cache_hits: Mapping[str, int]
-    """Calls saved, for `"answers"` and `"references"`."""
-    started: float = 0.0
-    """When the batch began, on `time.perf_counter`'s scale."""
-    spans: Sequence[Span] = ()
-    """Every stage of every completion, on a track of its place in the batch; references on one beside it."""
-
-
-class _Stages:
-    """What the stages of one completion took, and which is under way.
-
-    Args:
-        place (`int`):
-            The completion's, in the batch.
-    """
-
-    def __init__(self, place: int) -> None:
-        self.seconds: dict[str, float] = {}
-        self.spans: list[Span] = []
-        self._track = f"reward {place}"
-        self._open: dict[str, float] = {}
-
-    @property
-    def under_way(self) -> list[str]:
-        """Stages that are not over. From any thread."""
-        return list(self._open)
-
-    async def timed(self, call: Awaitable[T], stage: str) -> T:
-        """Await `call` as a stage."""
-        failed, started = True, time.perf_counter()
-        self._open[stage] = started
-        try:
-            result = await call
-            failed = False
-            return result
-        finally:
-            del self._open[stage]
-            self.record(stage, started, failed)
-
-    def record(self, stage: str, started: float, failed: bool = False) -> None:
-        """A stage that began at `started` is over now."""
-        span = self._span(stage, started, failed)
-        self.seconds[stage] = span.seconds
-        self.spans.append(span)
-
-    def so_far(self) -> list[Span]:
-        """What is over, and as failed what is not. From any thread."""
-        return [*self.spans, *(self._span(stage, started, True) for stage, started in list(self._open.items()))]
-
-    def _span(self, stage: str, started: float, failed: bool) -> Span:
-        track = f"{self._track} reference" if stage == "rag_32b" else self._track
-        return Span(name=stage, started=started, ended=time.perf_counter(), track=track, failed=failed)
-
-
-class SalesReward:
-    """The async reward function handed to TRL.
-
-    One value per completion; `None` where a service or the judge failed, which TRL keeps out of the group's baseline
-    and gives the advantage 0. `last` holds the full `Reward` of every completion of the latest batch.
+class SalesReward(BatchedReward):
+    """The async reward function handed to TRL: both RAG endpoints, the judge, a score.
 
     Args:
         rows (`Sequence[SalesRow]`):
@@ -139,7 +44,8 @@ class SalesReward:
         top_k (`int`):
             Most passages to retrieve.
         deadline_s (`float`):
-            Seconds a batch may take. What is not scored by then is cancelled and missing, reason `"deadline"`.
+            Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
+            `"deadline"`.
         answers (`AnswerStore`, *optional*):
             Keeps 8B answers and verdicts. In memory when not given.
         references (`AnswerStore`, *optional*):
@@ -161,21 +67,17 @@ class SalesReward:
         answers: AnswerStore | None = None,
         references: AnswerStore | None = None,
     ) -> None:
+        super().__init__(deadline_s)
         self._rows = rows
         self._rag = rag
         self._judge = judge
         self._scoring = scoring
         self._retrieval = (score_threshold, top_k)
-        self._deadline_s = deadline_s
         self._stores = (answers or AnswerStore(), references or AnswerStore())
         self._answers = Memo(self._stores[0], answer_to_json, answer_from_json)
         self._verdicts = Memo(self._stores[0], verdict_to_json, verdict_from_json)
         self._references = Memo(self._stores[1], answer_to_json, answer_from_json)
-        self._judging = _Extent()
-        self._told: set[str] = set()
-        self.last: list[Reward] = []
-        self._extent = _Extent()
-        self._stages: list[_Stages] = []
+        self._ahead: set[asyncio.Task[None]] = set()
 
     @property
     def provider_names(self) -> tuple[str, ...]:
@@ -192,59 +94,37 @@ class SalesReward:
         """Everything that has traffic of its own, in a fixed order."""
         return tuple(self._transports())
 
-    async def __call__(
-        self, *, prompts: list[Any], completions: list[Any], row: list[int], **_: Any
-    ) -> list[float | None]:
-        """Score a batch.
+    def fetch_references(self, rows: Iterable[int]) -> None:
+        """Ask for the 32B answers of these rows ahead of their completions, each once. Completions that come while one
+        is under way share what becomes of it, as those of a group do; after a failure the next one asks again."""
+        if self._stopped is not None:
+            return
+        for index in dict.fromkeys(rows):
+            row = self._rows[index]
+            if self._scoring.rubrics(row.branch):
+                with deadline(self.deadline_s):
+                    task = asyncio.ensure_future(self._fetch_reference(row))
+                self._ahead.add(task)
+                task.add_done_callback(self._ahead.discard)
 
-        Args:
-            prompts (`list`):
-                Not used: the row says more.
-            completions (`list`):
-                Texts, or TRL's conversational form `[{"role": "assistant", "content": text}]`.
-            row (`list[int]`):
-                Index of each completion's row.
-
-        Returns:
-            `list[float | None]`: in the order of `completions`.
-        """
-        started = time.perf_counter()
-        judging = self._judging = _Extent()
-        self._stages = [_Stages(place) for place in range(len(completions))]
-        with deadline(self._deadline_s):
-            chains = [
-                asyncio.create_task(self._score(index, _text(completion), stages, judging))
-                for index, completion, stages in zip(row, completions, self._stages, strict=True)
-            ]
-        self.last = await self._collect(chains, [stages.seconds for stages in self._stages])
-        for store in self._stores:
-            store.flush()
-        self._extent = _Extent()
-        self._extent.extend(started)
-        return [reward.value for reward in self.last]
-
-    def status(self) -> str:
-        """How many completions are in which stage at the moment, for a person who waits. From any thread."""
-        batch = self._stages
-        if not batch:
-            return "none is being scored"
-        under_way = Counter(stage for stages in batch for stage in stages.under_way)
-        told = ", ".join(f"{count} in {name}" for name, count in under_way.items())
-        return f"of {len(batch)} completions {told}" if told else "this rank's are scored, another's may be out"
-
-    def unreported_spans(self) -> list[Span]:
-        """The stages of a batch of which no report was taken, for example since it was cut off. From any thread."""
-        return [span for stages in self._stages for span in stages.so_far()]
+    async def _fetch_reference(self, row: SalesRow) -> None:
+        with contextlib.suppress(Exception):  # who needs it meets the same, or asks again, and tells
+            await self._references.fetch(self._reference_key(row), lambda: self._chat_32b(row))
 
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
         return self._rows[index].branch
 
     def take_report(self) -> BatchReport:
-        """What happened since the last time. Every provider and service is in it, also those that were not asked."""
+        """The times of the batch that was last waited for, and all traffic since the last report.
+
+        Every provider and service is in it, also those that were not asked. Where several batches are in flight, a
+        call is counted in the report that comes after it, whichever batch it was for.
+        """
+        batch = self._taken()
         report = BatchReport(
-            seconds=self._extent.seconds,
-            judge_seconds=self._judging.seconds,
+            seconds=batch.extent.seconds,
+            judge_seconds=batch.judging.seconds,
             usage=self._judge.take_usage(),
             traffic={
                 name: {**transport.take_traffic(), "slots": transport.slots}
@@ -252,11 +132,11 @@ class SalesReward:
             },
             records=self._judge.take_records(),
             cache_hits={"answers": self._answers.hits + self._verdicts.hits, "references": self._references.hits},
-            started=self._extent.first or 0.0,
-            spans=[span for stages in self._stages for span in stages.spans],
+            started=batch.extent.first or 0.0,
+            spans=batch.spans(),
+            waits=tuple(batch.waits),
         )
         self._answers.hits = self._verdicts.hits = self._references.hits = 0
-        self._stages = []
         return report
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
@@ -265,7 +145,7 @@ class SalesReward:
         Returns:
             `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong.
         """
-        with deadline(self._deadline_s):
+        with deadline(self.deadline_s):
             return await self._warm_up()
 
     async def _warm_up(self) -> dict[str, float | ServiceError]:
@@ -293,6 +173,10 @@ class SalesReward:
 
     async def aclose(self) -> None:
         """Cancel what is still in flight, close the connections and the caches."""
+        for batch in self._open:
+            batch.cancel()
+        for task in self._ahead:
+            task.cancel()
         for memo in (self._answers, self._verdicts, self._references):
             await memo.aclose()
         await self._rag.aclose()
@@ -307,44 +191,11 @@ class SalesReward:
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **self._judge.transports}
 
-    async def _collect(
-        self, chains: list[asyncio.Task[Reward]], seconds: Sequence[Mapping[str, float]]
-    ) -> list[Reward]:
-        """Every chain's reward; those that outlast the deadline are cancelled and missing."""
-        try:
-            _, late = await asyncio.wait(chains, timeout=self._deadline_s)
-        except asyncio.CancelledError:
-            for chain in chains:
-                chain.cancel()
-            raise
-        for chain in late:
-            chain.cancel()
-        if late:
-            await asyncio.wait(late, timeout=CANCEL_GRACE_S)
-        return [
-            missing(Outcome.INFRA, "deadline", stages) if chain in late else self._result(chain)
-            for chain, stages in zip(chains, seconds, strict=True)
-        ]
+    def _settled(self) -> None:
+        for store in self._stores:
+            store.flush()
 
-    def _result(self, chain: asyncio.Task[Reward]) -> Reward:
-        """The chain's reward. An error that is none of a service's is a fault in code: told once by its place, without
-        its message, which may hold a customer's text. The completion is missing, and the run goes on."""
-        if chain.cancelled():
-            return missing(Outcome.INFRA, "cancelled", {})
-        error = chain.exception()
-        if error is None:
-            return chain.result()
-        name = type(error).__name__
-        if name not in self._told:
-            self._told.add(name)
-            trace = error.__traceback__
-            while trace is not None and trace.tb_next is not None:
-                trace = trace.tb_next
-            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
-            logger.error(f"the reward raised {name} at {place}; completions it happens to are missing")
-        return missing(Outcome.INFRA, f"raised_{name}", {})
-
-    async def _score(self, index: int, completion: str, stages: _Stages, judging: _Extent) -> Reward:
+    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
         began = time.perf_counter()
         action = parse_action(completion)
         stages.record("parse", began)
@@ -366,7 +217,7 @@ class SalesReward:
         finally:
             reference_asked.cancel()
 
-    async def _reference_or_none(self, row: SalesRow, stages: _Stages) -> Answer | None:
+    async def _reference_or_none(self, row: SalesRow, stages: Stages) -> Answer | None:
         """The reference answer, or `None`: without it the judge scores the candidate alone."""
         if not self._scoring.rubrics(row.branch):
             return None
@@ -376,7 +227,7 @@ class SalesReward:
             return None
 
     async def _judged(
-        self, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, stages: _Stages
+        self, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, stages: Stages
     ) -> Reward:
         """Every judgement the branch weighs, at once."""
         seconds = stages.seconds
@@ -401,8 +252,10 @@ class SalesReward:
 
     async def _reference(self, row: SalesRow) -> Answer:
         """The row's 32B answer, asked for once: it does not depend on the policy."""
-        key = cache_key("32b", self._rag.identity, self._asked(row))
-        return await self._references.get(key, lambda: self._chat_32b(row))
+        return await self._references.get(self._reference_key(row), lambda: self._chat_32b(row))
+
+    def _reference_key(self, row: SalesRow) -> str:
+        return cache_key("32b", self._rag.identity, self._asked(row))
 
     async def _verdict(
         self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
@@ -457,7 +310,3 @@ async def _or_error(call: Awaitable[T]) -> T | ServiceError:
         return await call
     except ServiceError as error:
         return error
-
-
-def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else str(completion[0]["content"])

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
@@ -19,6 +19,9 @@ class PerLoop(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerLoop, (self._make,)  # another process has other loops
 
     def get(self) -> T:
         """The running loop's own."""

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import stamina
@@ -92,7 +93,7 @@ class Transport:
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
         self._flights: PerLoop[Flights] = PerLoop(
-            lambda: Flights(self._limit, self._hedging, self._breaker, self._traffic)
+            partial(Flights, self._limit, self._hedging, self._breaker, self._traffic)
         )
         self._changes: PerLoop[_Changes] = PerLoop(_Changes)
 

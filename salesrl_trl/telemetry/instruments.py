@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather, gather_object
 from torch import nn
 
-from salesrl_trl.reward.chain import BatchReport
+from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import clock_of, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops, peak_bf16_flops
@@ -78,7 +78,7 @@ class Instruments:
         self._flops: ModelFlops | None = None
         self._lengths: list[tuple[torch.Tensor, torch.Tensor]] = []  # of prompts and completions that were trained on
         self._trained: torch.Tensor | None = None  # sums over those before, since the last figures; on the device
-        self._makespans: deque[tuple[float, float]] = deque(maxlen=MAX_STEPS_KEPT)
+        self._batches: deque[BatchReport] = deque(maxlen=MAX_STEPS_KEPT)  # scored since the last figures
         self._waits: list[tuple[float, float]] = []
         self._due: list[perf.Sums] | None = None  # by rank, since throughput was logged
         self._trace: TraceWriter | None = None
@@ -118,7 +118,7 @@ class Instruments:
         """Training begins, after `step` optimizer steps of an earlier one. What is left of that is dropped."""
         self.step = self._first_step = step
         self.last_step = last_step
-        self._makespans.clear()
+        self._batches.clear()
         self._waits, self._lengths, self._trained, self._due = [], [], None, None
         self.timeline.starts()
 
@@ -153,7 +153,7 @@ class Instruments:
     def see_rewards(self, report: BatchReport) -> None:
         """A batch of training was scored."""
         if self.enabled:
-            self._makespans.append((report.started, report.started + report.seconds))
+            self._batches.append(report)
             if self.step + 1 in self._settings.trace_steps:
                 self.timeline.add(report.spans)
 
@@ -222,9 +222,10 @@ class Instruments:
 
     def _sums(self, steps: Sequence[StepTimes]) -> perf.Sums:
         seconds = {phase: sum(step.seconds.get(phase, 0.0) for step in steps) for phase in perf.PHASES}
-        exposed = sum(overlap(makespan, wait) for makespan in self._makespans for wait in self._waits)
-        makespans, self._waits = list(self._makespans), []
-        self._makespans.clear()
+        batches, waits = list(self._batches), self._waits
+        exposed = sum(_exposed(batch, wait) for batch in batches for wait in waits)
+        self._batches.clear()
+        self._waits = []
         tokens, samples, flops = 0.0, 0.0, math.nan
         self._count_lengths()
         if self._trained is not None:
@@ -234,9 +235,9 @@ class Instruments:
         return perf.Sums(
             phases=seconds,
             steps=len(steps),
-            makespan=sum(ended - started for started, ended in makespans),
+            makespan=sum(batch.seconds for batch in batches),
             exposed=exposed,
-            batches=len(makespans),
+            batches=len(batches),
             flops=flops,
             tokens=tokens,
             samples=samples,
@@ -312,6 +313,17 @@ class Instruments:
         if line not in self._told:
             self._told.add(line)
             logger.warning(line)
+
+
+def _exposed(batch: BatchReport, wait: tuple[float, float]) -> float:
+    """Seconds of a wait of the trainer's that were for this batch, and not over with it.
+
+    The trainer's thread begins to wait where the host has issued all other work; the phase of the wait begins where
+    the device is done with it.
+    """
+    ended = batch.started + batch.seconds
+    mine = ((max(began, batch.started), min(until, ended)) for began, until in batch.waits)
+    return sum(overlap(each, wait) for each in mine if each[0] < each[1])
 
 
 def put_aside(path: Path) -> None:

@@ -9,10 +9,14 @@ from typing import Any
 
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.metrics import (
+    BOUNDED,
     FAILURE_REASONS,
     JUDGE_SECONDS,
+    LEFT_OUT,
     REWARD_SECONDS,
     SKIPPED_UPDATE,
+    STALENESS,
+    STALENESS_MAX,
     beta_of,
     fraction_of,
     kl_of,
@@ -51,6 +55,8 @@ def custom_scalars(branches: Sequence[str], banded: Sequence[str]) -> dict[str, 
         "Step time by phase": {
             "seconds": _lines(*map(perf.time_of, perf.PHASES), perf.STEP_SECONDS),
             "rewards": _lines(REWARD_SECONDS, perf.REWARD_EXPOSED, perf.REWARD_HIDDEN, JUDGE_SECONDS),
+            "rollouts ahead": _lines(STALENESS, STALENESS_MAX),
+            "importance ratios": _lines(LEFT_OUT, BOUNDED),
             "utilisation": _lines(perf.MFU_MODEL, perf.MFU_STEP, "perf/compute_ratio", "perf/data_loading_ratio"),
             "memory": _lines(*perf.MEMORY),
         },

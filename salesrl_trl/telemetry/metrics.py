@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from salesrl_trl.kl.controller import KLControl
-from salesrl_trl.reward.chain import BatchReport
+from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.judge import JudgeRecord
 from salesrl_trl.reward.transport import TRAFFIC
 from salesrl_trl.types import Outcome, Reward
@@ -58,7 +58,14 @@ def stage_of(stage: str, share: str) -> str:
     return f"time/{stage}_{share}_s"
 
 
-LARGEST = frozenset(stage_of(stage, "max") for stage in STAGES)
+STALENESS = "rollout/staleness"
+"""Optimizer steps between the weights that sampled a completion and those that are first trained on it: mean."""
+STALENESS_MAX = "rollout/staleness_max"
+LEFT_OUT = "rollout/left_out"
+"""Share of tokens, or completions, that the correction for the sampler's distribution has taken out of the loss."""
+BOUNDED = "rollout/bounded"
+"""Share whose importance ratio that correction has bounded."""
+LARGEST = frozenset((STALENESS_MAX, *(stage_of(stage, "max") for stage in STAGES)))
 """Of several batches the largest counts, not the mean."""
 
 
@@ -117,7 +124,7 @@ def metric_names(branches: Sequence[str]) -> tuple[str, ...]:
     per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
     stages = [stage_of(stage, share) for stage in STAGES for share in STAGE_SHARES] + [*map(slowest_of, STAGES)]
     return (*per_branch, *(fraction_of(outcome) for outcome in OUTCOMES), REFERENCE_MISSING, SKIPPED_UPDATE,
-            REWARD_SECONDS, JUDGE_SECONDS, *stages)  # fmt: skip
+            STALENESS, STALENESS_MAX, LEFT_OUT, BOUNDED, REWARD_SECONDS, JUDGE_SECONDS, *stages)  # fmt: skip
 
 
 def percentile(values: Sequence[float], share: float) -> float:

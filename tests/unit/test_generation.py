@@ -1,4 +1,7 @@
-"""The engine options and the number format; the engine itself is in tests/integration."""
+"""The engine options, the number format and what is told of single completions; the engine itself is in
+tests/integration."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,3 +109,100 @@ def test_a_tied_output_head_is_recognised(tied):
         tie_word_embeddings=tied,
     )
     assert has_tied_head(Qwen2ForCausalLM(config)) is tied
+
+
+class Engine:
+    """Takes a step for each list in `finishes` and finishes the requests at these places in it."""
+
+    def __init__(self, finishes):
+        self.asked = []
+        self._finishes = list(finishes)
+        self._open = {}
+
+    def add_request(self, request_id, prompt, params, *, priority=0):
+        self._open[len(self.asked)] = request_id
+        self.asked.append((request_id, prompt, params, priority))
+        return f"{request_id}-inside"
+
+    def step(self):
+        """What there is of every request that is not over; the tokens tell its place."""
+        now = self._finishes.pop(0)
+        outputs = [
+            SimpleNamespace(request_id=each, finished=place in now, outputs=[SimpleNamespace(token_ids=[place, 7])])
+            for place, each in self._open.items()
+        ]
+        for place in now:
+            del self._open[place]
+        return outputs
+
+    def has_unfinished_requests(self):
+        return bool(self._open)
+
+
+def generation_on(engine, ranks=1):
+    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
+    generation.llm = SimpleNamespace(llm_engine=engine)
+    generation.tensor_parallel_size, generation.tp_group = ranks, "the group"
+    return generation
+
+
+def generate(engine, count, first_id=0):
+    """As `LLM.generate` does; returns what it was given at each step."""
+    added = [engine.add_request(str(first_id + index), f"p{index}", "params", priority=1) for index in range(count)]
+    assert added == [f"{first_id + index}-inside" for index in range(count)]
+    steps = []
+    while engine.has_unfinished_requests():
+        steps.append([output.request_id for output in engine.step() if output.finished])
+    return steps
+
+
+def test_a_completion_is_told_of_in_the_step_that_finishes_it():
+    engine, told = Engine([[], [2], [0, 1]]), []
+    step = engine.step
+    engine.step = lambda: [told.append("step"), *step()][1:]
+    with generation_on(engine).streamed(lambda *finished: told.append(finished), 3):
+        steps = generate(engine, 3, first_id=40)  # ids go on from batch to batch
+    assert told == ["step", "step", (2, [2, 7]), "step", (0, [0, 7]), (1, [1, 7])]
+    assert steps == [[], ["42"], ["40", "41"]]  # the engine's caller sees what it would have seen
+    assert engine.asked == [(str(40 + index), f"p{index}", "params", 1) for index in range(3)]
+
+
+@pytest.mark.parametrize(("rank", "places"), [(0, {0: 0, 1: 1}), (1, {2: 0, 3: 1}), (2, {4: 0, 5: 1})])
+def test_under_tensor_parallelism_a_process_is_told_of_its_own_completions_alone(monkeypatch, rank, places):
+    groups = []
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: groups.append(group) or rank)
+    engine, told = Engine([[5, 0, 3], [1, 2, 4]]), {}
+
+    def finished(place, token_ids):
+        assert place not in told
+        told[place] = token_ids[0]
+
+    with generation_on(engine, ranks=3).streamed(finished, 2):
+        generate(engine, 6)
+    assert told == {place: global_place for global_place, place in places.items()}
+    assert groups == ["the group"]
+
+
+def test_two_generations_after_each_other_have_places_of_their_own():
+    told, engine = [], Engine([[1], [0], [3], [2]])
+    generation = generation_on(engine)
+    for batch in range(2):
+        with generation.streamed(lambda place, token_ids: told.append(place), 2):
+            generate(engine, 2, first_id=2 * batch)
+    assert told == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_engine_is_left_as_it_was_also_when_a_generation_fails(fails):
+    engine, told = Engine([[0]]), []
+    add_request, step = engine.add_request, engine.step
+    try:
+        with generation_on(engine).streamed(lambda *finished: told.append(finished), 1):
+            assert engine.step != step
+            if fails:
+                raise InterruptedError
+    except InterruptedError:
+        assert fails
+    assert (engine.add_request, engine.step) == (add_request, step)
+    generate(engine, 1)
+    assert told == []

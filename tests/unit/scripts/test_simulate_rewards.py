@@ -21,7 +21,7 @@ from werkzeug import Response
 
 from salesrl_trl.data.prompts import ACTION_FIELDS
 from salesrl_trl.data.sources import load_drafts, load_rows
-from salesrl_trl.reward.chain import BatchReport
+from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.reward.provider import ProviderUsage
 from salesrl_trl.reward.transport import TRAFFIC

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from salesrl_trl.kl.controller import KLControl, KLTarget
-from salesrl_trl.reward.chain import BatchReport
+from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.judge import JudgeRecord
 from salesrl_trl.reward.provider import ProviderUsage
 from salesrl_trl.reward.transport import TRAFFIC

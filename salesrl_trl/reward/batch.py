@@ -1,0 +1,436 @@
+"""The rewards of a batch while they come in: started one by one, awaited together or group by group.
+
+Owns the tasks of a batch, the time each may take, what is told of it, and the reward function that TRL calls. What a
+single completion goes through is the chain's. All methods of a batch but the ones that say otherwise belong to the
+event loop's thread.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from salesrl_trl.reward.deadline import deadline
+from salesrl_trl.reward.judge import JudgeRecord
+from salesrl_trl.reward.provider import ProviderUsage
+from salesrl_trl.reward.scoring import missing
+from salesrl_trl.timing import Span
+from salesrl_trl.types import Outcome, Reward
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 1.0
+"""What a cancelled call is given to end. One that does not is left behind: the step goes on."""
+
+
+@dataclass(slots=True)
+class Extent:
+    """From the first start to the last end of something that many do at once."""
+
+    first: float | None = None
+    last: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.first is None else self.last - self.first
+
+    def extend(self, started: float) -> None:
+        """Something that began at `started` is over now."""
+        self.first = started if self.first is None else min(self.first, started)
+        self.last = time.perf_counter()
+
+    def include(self, other: "Extent") -> None:
+        """All of another extent belongs to this one."""
+        if other.first is not None:
+            self.first = other.first if self.first is None else min(self.first, other.first)
+            self.last = max(self.last, other.last)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchReport:
+    """What happened beside the rewards while a batch was scored."""
+
+    seconds: float
+    """From the first call to the last answer."""
+    judge_seconds: float
+    """From the first verdict asked for to the last that came."""
+    usage: Mapping[str, ProviderUsage]
+    """By judge provider."""
+    traffic: Mapping[str, Mapping[str, int]]
+    """By service, then by the names of `transport.TRAFFIC` and `"slots"`."""
+    records: Sequence[JudgeRecord]
+    """Every verdict."""
+    cache_hits: Mapping[str, int]
+    """Calls saved, for `"answers"` and `"references"`."""
+    started: float = 0.0
+    """When the batch began, on `time.perf_counter`'s scale."""
+    spans: Sequence[Span] = ()
+    """Every stage of every completion, on a track of its place in the batch; references on one beside it."""
+    waits: Sequence[tuple[float, float]] = ()
+    """When the trainer waited for this batch, on the same scale."""
+
+
+class Stages:
+    """What the stages of one completion took, and which is under way.
+
+    Args:
+        track (`str`):
+            Where its spans are drawn.
+    """
+
+    def __init__(self, track: str) -> None:
+        self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self.track = track
+        self._open: dict[str, float] = {}
+
+    @property
+    def under_way(self) -> list[str]:
+        """Stages that are not over. From any thread."""
+        return list(self._open)
+
+    async def timed(self, call: Awaitable[T], stage: str) -> T:
+        """Await `call` as a stage."""
+        failed, started = True, time.perf_counter()
+        self._open[stage] = started
+        try:
+            result = await call
+            failed = False
+            return result
+        finally:
+            del self._open[stage]
+            self.record(stage, started, failed)
+
+    def record(self, stage: str, started: float, failed: bool = False) -> None:
+        """A stage that began at `started` is over now."""
+        span = self._span(stage, started, failed)
+        self.seconds[stage] = span.seconds
+        self.spans.append(span)
+
+    def adopt(self, spans: Sequence[Span]) -> None:
+        """Stages that were noted elsewhere."""
+        self.spans.extend(spans)
+        self.seconds.update({span.name: span.seconds for span in spans})
+
+    def so_far(self) -> list[Span]:
+        """What is over, and as failed what is not. From any thread."""
+        return [*self.spans, *(self._span(stage, started, True) for stage, started in list(self._open.items()))]
+
+    def _span(self, stage: str, started: float, failed: bool) -> Span:
+        track = f"{self.track} reference" if stage == "rag_32b" else self.track
+        return Span(name=stage, started=started, ended=time.perf_counter(), track=track, failed=failed)
+
+
+Chain = Callable[[int, str, Stages, Extent], Awaitable[Reward]]
+"""From a row's index, a completion, and where to note stages and judging, to its reward."""
+
+
+class RewardBatch:
+    """The rewards of one batch while they come in.
+
+    Each completion has `deadline_s` from the moment it is started; what is not scored by then is cancelled and
+    missing, reason `"deadline"`. So a batch takes at most `deadline_s` from its last start.
+
+    Args:
+        rows (`Sequence[int]`):
+            Index of each completion's row.
+        chain (`Chain`):
+            Scores one completion.
+        conclude (`Callable[[asyncio.Task[Reward]], Reward]`):
+            The reward of a chain that has ended, however it did.
+        deadline_s (`float`):
+            Seconds a completion may take.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        chain: Chain,
+        conclude: Callable[["asyncio.Task[Reward]"], Reward],
+        deadline_s: float,
+    ) -> None:
+        self.rows = tuple(rows)
+        self.rewards: list[Reward | None] = [None] * len(self.rows)
+        """What has come in, by place. May be read from any thread."""
+        self.judging = Extent()
+        self.extent = Extent()
+        """From the first start to the last reward."""
+        self.waits: list[tuple[float, float]] = []
+        self._chain = chain
+        self._conclude = conclude
+        self._deadline_s = deadline_s
+        self.stages = [Stages(f"reward {place}") for place in range(len(self.rows))]
+        self._texts: list[str | None] = [None] * len(self.rows)
+        self._chains: dict[int, asyncio.Task[Reward]] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._started: float | None = None
+        self._changed: asyncio.Future[None] | None = None
+        self._cut_off: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether any completion was started. From any thread."""
+        return self._started is not None
+
+    def is_settled(self, places: Sequence[int] | None = None) -> bool:
+        """Whether the rewards at `places`, or all, are in. From any thread."""
+        rewards = self.rewards if places is None else [self.rewards[place] for place in places]
+        return all(reward is not None for reward in rewards)
+
+    def start(self, place: int, completion: str) -> None:
+        """Begin to score the completion at `place`; nothing more where this very text is under way or scored."""
+        if self._texts[place] == completion:
+            return
+        if self._texts[place] is not None:  # another text than the one streamed: that one's score says nothing
+            self._drop(place)
+            self.stages[place] = Stages(f"reward {place}")
+        self._texts[place] = completion
+        if self._cut_off is not None:
+            self._settle(place, missing(Outcome.INFRA, self._cut_off, {}))
+            return
+        if self._started is None:
+            self._started = time.perf_counter()
+        stages = self.stages[place]
+        with deadline(self._deadline_s):
+            chain = asyncio.ensure_future(self._chain(self.rows[place], completion, stages, self.judging))
+        self._chains[place] = chain
+        chain.add_done_callback(partial(self._ended, place))
+        loop = asyncio.get_running_loop()
+        self._timers[place] = loop.call_later(self._deadline_s, self._overdue, place)
+
+    async def settled(self, groups: Sequence[Sequence[int]]) -> None:
+        """Wait until all places of one of the groups are settled. One waiter at a time.
+
+        A waiter that is cancelled cancels the whole batch.
+        """
+        began = time.perf_counter()
+        try:
+            while groups and not any(self.is_settled(group) for group in groups):
+                self._changed = asyncio.get_running_loop().create_future()
+                await self._changed
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        finally:
+            self._changed = None
+            self.waits.append((began, time.perf_counter()))
+
+    def cut_off(self, reason: str) -> None:
+        """Score no more: what is not settled is missing with this reason, and so is whatever is started later."""
+        self._cut_off = reason
+        for place in range(len(self.rows)):
+            if self.rewards[place] is None:
+                self._drop(place)
+                self._settle(place, missing(Outcome.INFRA, reason, self.stages[place].seconds))
+
+    def cancel(self) -> None:
+        """Cancel what is under way, without a reward for it."""
+        for place in list(self._chains):
+            self._drop(place)
+
+    def under_way(self) -> list[str]:
+        """The stages under way, one entry for each completion and stage. From any thread."""
+        return [stage for stages in self.stages for stage in stages.under_way]
+
+    def spans(self) -> list[Span]:
+        """Every stage that is over."""
+        return [span for stages in self.stages for span in stages.spans]
+
+    def spans_so_far(self) -> list[Span]:
+        """Every stage that is over, and as failed what is not. From any thread."""
+        return [span for stages in self.stages for span in stages.so_far()]
+
+    def _ended(self, place: int, chain: "asyncio.Task[Reward]") -> None:
+        if self._chains.get(place) is not chain:  # dropped
+            if not chain.cancelled():
+                chain.exception()  # seen
+            return
+        if place in self._timers:
+            self._settle(place, self._conclude(chain))
+            return
+        if not chain.cancelled():
+            chain.exception()  # seen
+        self._settle_late(place, chain)
+
+    def _overdue(self, place: int) -> None:
+        """The time is up: cancel, and go on without it when that takes effect, or does not."""
+        del self._timers[place]
+        chain = self._chains[place]
+        chain.cancel()
+        asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._settle_late, place, chain)
+
+    def _settle_late(self, place: int, chain: "asyncio.Task[Reward]") -> None:
+        if self._chains.get(place) is chain:
+            self._settle(place, missing(Outcome.INFRA, "deadline", self.stages[place].seconds))
+
+    def _settle(self, place: int, reward: Reward) -> None:
+        self._forget(place)
+        self.rewards[place] = reward
+        self.extent.extend(time.perf_counter() if self._started is None else self._started)
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _drop(self, place: int) -> None:
+        """Forget what is known of a place, and cancel what is under way for it."""
+        chain = self._chains.get(place)
+        self._forget(place)
+        if chain is not None:
+            chain.cancel()
+        self.rewards[place] = None
+        self._texts[place] = None
+
+    def _forget(self, place: int) -> None:
+        self._chains.pop(place, None)
+        timer = self._timers.pop(place, None)
+        if timer is not None:
+            timer.cancel()
+
+
+class BatchedReward(ABC):
+    """An async reward function for TRL that scores each completion by itself, from the moment it is started.
+
+    One value per completion; `None` where a service or the judge failed, which TRL keeps out of the group's baseline
+    and gives the advantage 0. `last` holds the full `Reward` of every completion of the latest call.
+
+    Called by itself it starts all completions and waits for them. A trainer that wants to start them earlier makes the
+    batch itself (`begin`), starts each completion as it comes, and says before the call which batch it is for
+    (`expect`): the call then starts only what has not been started with the very same text, and waits.
+
+    Args:
+        deadline_s (`float`):
+            Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
+            `"deadline"`.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.last: list[Reward] = []
+        self.deadline_s = deadline_s
+        self._open: list[RewardBatch] = []  # batches of which no report was taken, in the order they began
+        self._expected: tuple[RewardBatch, Sequence[int]] | None = None
+        self._latest: RewardBatch | None = None
+        self._stopped: str | None = None
+        self._told: set[str] = set()
+
+    @abstractmethod
+    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
+        """The reward of one completion to the row at `index`."""
+
+    def _under_way(self, batch: RewardBatch) -> list[str]:
+        """The stages of a batch that are under way, one entry for each completion and stage. From any thread."""
+        return batch.under_way()
+
+    def _settled(self) -> None:  # noqa: B027  for those who have something to do then
+        """The rewards that a call waited for are in."""
+
+    async def __call__(
+        self, *, prompts: list[Any], completions: list[Any], row: list[int], **_: Any
+    ) -> list[float | None]:
+        """Score a batch, or those completions of a batch under way that `expect` has named.
+
+        Args:
+            prompts (`list`):
+                Not used: the row says more.
+            completions (`list`):
+                Texts, or TRL's conversational form `[{"role": "assistant", "content": text}]`.
+            row (`list[int]`):
+                Index of each completion's row.
+
+        Returns:
+            `list[float | None]`: in the order of `completions`.
+        """
+        batch, places = self._expected or (self.begin(row), range(len(row)))
+        self._expected, self._latest = None, batch
+        for place, completion in zip(places, completions, strict=True):
+            batch.start(place, completion_text(completion))
+        await batch.settled([places])
+        self.last = [reward for place in places if (reward := batch.rewards[place]) is not None]
+        self._settled()
+        return [reward.value for reward in self.last]
+
+    def begin(self, rows: Sequence[int]) -> RewardBatch:
+        """A batch of completions to these rows, none of which is started yet. From any thread."""
+        batch = self._batch(rows)
+        self._open.append(batch)  # before looking, for the event loop's thread may stop all at this moment
+        if self._stopped is not None:
+            batch.cut_off(self._stopped)
+        return batch
+
+    def expect(self, batch: RewardBatch, places: Sequence[int] | None = None) -> None:
+        """The next call is for these places of `batch`, or for all of them."""
+        self._expected = (batch, range(len(batch)) if places is None else places)
+
+    def forget(self, batch: RewardBatch) -> None:
+        """A batch that nobody will wait for: cancel what is under way."""
+        batch.cancel()
+        self._close(batch)
+
+    def cut_off(self, reason: str) -> None:
+        """Score no more, in no batch: what is not scored, and all that comes, is missing with this reason."""
+        self._stopped = reason
+        for batch in list(self._open):
+            batch.cut_off(reason)
+
+    def status(self) -> str:
+        """How many completions of the oldest batch are in which stage, for a person who waits. From any thread."""
+        batches = list(self._open)
+        if not batches:
+            return "none is being scored"
+        batch = batches[0]
+        told = ", ".join(f"{count} in {name}" for name, count in Counter(self._under_way(batch)).items())
+        behind = f"; {len(batches) - 1} more batches in flight" if len(batches) > 1 else ""
+        if not batch.is_started:
+            return f"none is being scored yet{behind}"
+        if not told:
+            return f"this rank's are scored, another's may be out{behind}"
+        return f"of {len(batch)} completions {told}{behind}"
+
+    def unreported_spans(self) -> list[Span]:
+        """The stages of batches of which no report was taken, for example since one was cut off. From any thread."""
+        return [span for batch in list(self._open) for span in batch.spans_so_far()]
+
+    def _taken(self) -> RewardBatch:
+        """The batch that was last waited for, which is reported on now; an empty one where there is none."""
+        batch, self._latest = self._latest or self._batch(()), None
+        self._close(batch)
+        return batch
+
+    def _close(self, batch: RewardBatch) -> None:
+        with contextlib.suppress(ValueError):  # not a new list: another thread may append to it now
+            self._open.remove(batch)
+
+    def _batch(self, rows: Sequence[int]) -> RewardBatch:
+        return RewardBatch(rows, self._score, self._result, self.deadline_s)
+
+    def _result(self, chain: asyncio.Task[Reward]) -> Reward:
+        """The chain's reward. An error that is none of a service's is a fault in code: told once by its place, without
+        its message, which may hold a customer's text. The completion is missing, and the run goes on."""
+        if chain.cancelled():
+            return missing(Outcome.INFRA, "cancelled", {})
+        error = chain.exception()
+        if error is None:
+            return chain.result()
+        name = type(error).__name__
+        if name not in self._told:
+            self._told.add(name)
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
+            logger.error(f"the reward raised {name} at {place}; completions it happens to are missing")
+        return missing(Outcome.INFRA, f"raised_{name}", {})
+
+
+def completion_text(completion: Any) -> str:
+    """The text of a completion, which in TRL's conversational form is a list with one message."""
+    return completion if isinstance(completion, str) else str(completion[0]["content"])

@@ -1,0 +1,288 @@
+"""The reward chain in a process of its own.
+
+Chains are Python code, and so is vLLM's engine; in one process they wait for each other's turn. Here the trainer's
+process keeps the batch, its deadlines and what is told of it, and pays two short messages for each completion. All
+else, from parsing to the caches, is done by the very same chain in a child (`worker`), to which it is sent before its
+first use. A child that dies is replaced; what it had in hand is missing.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
+from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, RewardBatch, Stages
+from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.perloop import PerLoop
+from salesrl_trl.reward.scoring import missing
+from salesrl_trl.timing import Span
+from salesrl_trl.types import Outcome, Reward
+
+logger = logging.getLogger(__name__)
+
+LAST_WORD_S = 0.5
+"""What a cancelled call is given to tell how far it had come."""
+ANSWER_S = 10.0
+"""Patience with the child's answer to a question about itself. It answers at once unless the machine is overloaded."""
+
+
+class Channel:
+    """Messages between the two processes, pickled.
+
+    Args:
+        reader (`asyncio.StreamReader`), writer (`asyncio.StreamWriter`):
+            Of this side's end of the socket.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, *message: Any) -> None:
+        """Send, without waiting."""
+        self.send_bytes(pickle.dumps(message))
+
+    def send_bytes(self, content: bytes) -> None:
+        """Send what is pickled already."""
+        self._writer.write(len(content).to_bytes(8, "big") + content)
+
+    async def messages(self) -> AsyncIterator[Any]:
+        """What the other side sends, until it is gone."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                size = int.from_bytes(await self._reader.readexactly(8), "big")
+                yield pickle.loads(await self._reader.readexactly(size))
+
+    def close(self) -> None:
+        """The other side sees the end."""
+        self._writer.close()
+
+
+class _Child:
+    """A child, and the calls that wait for it. Belongs to one event loop.
+
+    Args:
+        chain (`bytes`):
+            A pickled `SalesReward`.
+    """
+
+    def __init__(self, chain: bytes) -> None:
+        self._chain = chain
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._channel: Channel | None = None
+        self._starting: asyncio.Task[Channel] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def ask(self, kind: str, *what: Any) -> Any:
+        """The answer to a question. Raises `ServiceUnavailable` where the child ends before."""
+        _, answer = await self.asked(kind, *what)
+        return await answer
+
+    async def asked(self, kind: str, *what: Any) -> tuple[int, "asyncio.Future[Any]"]:
+        """Ask. Returns the question's number and its answer to come."""
+        channel = await self._open()
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        channel.send(kind, number, *what)
+        return number, answer
+
+    async def tell(self, kind: str, *what: Any) -> None:
+        """Something that has no answer."""
+        (await self._open()).send(kind, None, *what)
+
+    async def aclose(self) -> None:
+        """Let it close its connections, and end it."""
+        if self._channel is None or self._process is None or self._process.poll() is not None:
+            return
+        with contextlib.suppress(TimeoutError, ServiceUnavailable):
+            await asyncio.wait_for(self.ask("close"), ANSWER_S)
+        self._channel.close()
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=ANSWER_S)
+
+    async def _open(self) -> Channel:
+        if self._channel is None:
+            if self._starting is None:  # by whoever comes first
+                self._starting = asyncio.ensure_future(self._start())
+            await asyncio.shield(self._starting)
+        assert self._channel is not None
+        return self._channel
+
+    async def _start(self) -> Channel:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "salesrl_trl.reward.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        self._channel = Channel(*await asyncio.open_unix_connection(sock=ours))
+        self._channel.send_bytes(self._chain)
+        self._reading = asyncio.ensure_future(self._read(self._channel, self._process))
+        return self._channel
+
+    async def _read(self, channel: Channel, process: "subprocess.Popen[bytes]") -> None:
+        async for number, answer in channel.messages():
+            waiting = self._waiting.pop(number, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+        channel.close()
+        code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
+        self._channel = self._starting = None
+        lost, self._waiting = self._waiting, {}
+        if lost or code:
+            logger.error(
+                f"the reward process ended with code {code}; {len(lost)} calls are lost, the next starts anew"
+            )
+        for waiting in lost.values():
+            if not waiting.done():
+                waiting.set_exception(ServiceUnavailable("the reward process ended", code="reward_process_ended"))
+
+
+class RemoteReward(BatchedReward):
+    """A reward chain that runs in a process of its own.
+
+    Args:
+        chain (`SalesReward`):
+            The chain, before its first use; what it is made of must be picklable. Here it only tells names.
+
+    Raises:
+        `ConfigError`: the chain holds something that can't be sent.
+    """
+
+    __name__ = "sales"  # TRL names the reward's metrics after it
+
+    def __init__(self, chain: SalesReward) -> None:
+        super().__init__(chain.deadline_s)
+        self._local = chain
+        try:
+            content = pickle.dumps(chain)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"this reward chain can't be sent to a process of its own ({type(error).__name__}: {error}). Expected "
+                "parts that can be pickled. Set `reward_process: false`."
+            ) from None
+        self._children: PerLoop[_Child] = PerLoop(lambda: _Child(content))
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one in use
+        self._asked: dict[int, Stages] = {}  # what is in the child's hands, by number
+        self._telling: set[asyncio.Task[None]] = set()
+
+    @property
+    def provider_names(self) -> tuple[str, ...]:
+        """Judge providers, in fallback order."""
+        return self._local.provider_names
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """Everything a reward may be made of, in a fixed order."""
+        return self._local.component_names
+
+    @property
+    def service_names(self) -> tuple[str, ...]:
+        """Everything that has traffic of its own, in a fixed order."""
+        return self._local.service_names
+
+    def branch_of(self, index: int) -> str:
+        """The branch of the row at `index`."""
+        return self._local.branch_of(index)
+
+    def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
+        """As `SalesReward.unusable`."""
+        return self._local.unusable(warm_up)
+
+    async def warm_up(self) -> dict[str, float | ServiceError]:
+        """As `SalesReward.warm_up`; starts the child."""
+        return await self._child().ask("warm_up")  # type: ignore[no-any-return]
+
+    def fetch_references(self, rows: Iterable[int]) -> None:
+        """As `SalesReward.fetch_references`."""
+        task = asyncio.ensure_future(self._child().tell("references", list(rows)))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    def take_report(self) -> BatchReport:
+        """As `SalesReward.take_report`. Not from the event loop's own thread."""
+        batch = self._taken()
+        told: BatchReport | None = self._question("report")
+        if told is None:  # nothing was asked yet, or the child is gone and its counts with it
+            told = self._local.take_report()
+        return replace(
+            told,
+            seconds=batch.extent.seconds,
+            judge_seconds=batch.judging.seconds,
+            started=batch.extent.first or 0.0,
+            spans=batch.spans(),
+            waits=tuple(batch.waits),
+        )
+
+    async def aclose(self) -> None:
+        """Cancel what is still in flight, and end the child."""
+        for batch in self._open:
+            batch.cancel()
+        await self._child().aclose()
+        self._children.pop()
+
+    def _child(self) -> _Child:
+        self._loop = asyncio.get_running_loop()
+        return self._children.get()
+
+    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
+        child = self._child()
+        number, answer = await child.asked("score", index, completion, stages.track)
+        self._asked[number] = stages
+        try:
+            reward, spans, judged = await asyncio.shield(answer)
+        except ServiceError as error:  # the child is gone
+            return missing(Outcome.INFRA, error.code, stages.seconds)
+        except asyncio.CancelledError:
+            await child.tell("cancel", number)
+            with contextlib.suppress(TimeoutError, ServiceError):
+                _, spans, _ = await asyncio.wait_for(asyncio.shield(answer), LAST_WORD_S)
+                stages.adopt(spans)
+            raise
+        finally:
+            del self._asked[number]
+        stages.adopt(spans)
+        judging.include(judged)
+        return reward  # type: ignore[no-any-return]
+
+    def _settled(self) -> None:
+        task = asyncio.ensure_future(self._child().tell("settled"))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    def _under_way(self, batch: RewardBatch) -> list[str]:
+        mine = set(map(id, batch.stages))
+        return [name for number, names, _ in self._in_hand() if id(self._asked.get(number)) in mine for name in names]
+
+    def unreported_spans(self) -> list[Span]:
+        """As `SalesReward.unreported_spans`. Not from the event loop's own thread."""
+        return [*super().unreported_spans(), *(span for *_, spans in self._in_hand() for span in spans)]
+
+    def _in_hand(self) -> list[tuple[int, list[str], list[Span]]]:
+        """What the child is at: number, stages under way, spans so far."""
+        return (self._question("in_hand") or []) if self._asked else []
+
+    def _question(self, kind: str) -> Any:
+        """The child's answer, from another thread than the loop's; `None` without a child that answers."""
+        loop = self._loop
+        if loop is None or not loop.is_running():
+            return None
+
+        async def ask() -> Any:
+            return await asyncio.wait_for(self._children.get().ask(kind), ANSWER_S)
+
+        try:
+            return asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * ANSWER_S)
+        except (TimeoutError, ServiceError) as error:
+            logger.warning(f"the reward process does not answer ({type(error).__name__})")
+            return None

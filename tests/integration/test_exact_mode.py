@@ -1,0 +1,601 @@
+"""Without lookahead a run is stock TRL's: the same completions, rewards, advantages, losses, gradients and weights, to
+the last bit; and but for rounding where micro-batches are trained on in another order.
+
+Run as a program it compares both trainers around one vLLM engine, which a test here starts in a process of its own:
+
+    python tests/integration/test_exact_mode.py POLICY OUT
+"""
+
+import asyncio
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from pytest_httpserver import HTTPServer
+from support.keyed import keyed_rows, make_tiny_policy
+from support.loopback import BAD, VERDICT, Services, action, build_reward
+from support.scripted import Scripted, settings
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
+from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.fencing import read_sections
+from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.types import Action
+
+ROOT = Path(__file__).parents[2]
+WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening")
+TOLERANCE = 1e-5
+"""Relative to the norm, or of a figure: sums in another order, in float32."""
+GATE_S = 4.0
+"""What a verdict that is held back waits at most. Only where the code is broken it waits so long."""
+TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+def text_of(number):
+    """A numbered action, one in eight of them none, no two equal, of different lengths."""
+    words = " ".join(WORDS[: 1 + zlib.crc32(f"{number}".encode()) % len(WORDS)])
+    return f"{BAD} {number} {words}" if number % 8 == 5 else action(query=f"{words} n{number}n")
+
+
+def number_of(text):
+    return int(re.search(r"n(\d+)n|hello (\d+)", text).group(0).strip("n").removeprefix("hello "))
+
+
+TEXTS = tuple(text_of(number) for number in range(256))
+
+
+def action_of(completion):
+    return Action(user_profile="", rewritten_query=completion, history_summary="")
+
+
+def judge(system, user):
+    """A score by the action's text."""
+    return {**VERDICT, "candidate": zlib.crc32(read_sections(user)["action"].encode()) % 101 / 100}
+
+
+class GatedServices(Services):
+    """Services whose verdict on an action may be held back: `hold` is called with its text, beside other requests."""
+
+    def __init__(self, server):
+        super().__init__(server)
+        self.hold = lambda text: None
+        self.first_asked = {}
+        self.judge_by(judge)
+
+    def _respond(self, name, request):
+        self.first_asked.setdefault(name, time.monotonic())
+        if name == "judge":
+            self.hold(read_sections(request.json["messages"][1]["content"])["action"])
+        return super()._respond(name, request)
+
+
+class Recorded:
+    """Keeps what a trainer has generated, scored and trained on."""
+
+    def __init__(self, *args, **kwargs):
+        self.generations, self.micro_batches, self.gradients = [], [], []
+        super().__init__(*args, **kwargs)
+        self.add_callback(_Gradients(self))
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        self.generations.append({name: value.clone() for name, value in output.items() if torch.is_tensor(value)})
+        return output
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        ids = inputs["completion_ids"]
+        self.micro_batches.append({
+            "step": self.state.global_step,
+            "texts": self._tokenizer.batch_decode(ids, skip_special_tokens=True),
+            "prompts": self._tokenizer.batch_decode(inputs["prompt_ids"], skip_special_tokens=True),
+            "advantages": inputs["advantages"].tolist(),
+            "loss": loss.item(),
+        })  # fmt: skip
+        return loss
+
+
+class _Gradients(TrainerCallback):
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        weights = self.trainer.model.parameters()
+        self.trainer.gradients.append(torch.cat([w.grad.flatten() for w in weights if w.grad is not None]))
+
+
+class Ours(Recorded, SalesGRPOTrainer):
+    """Generates by itself."""
+
+
+class Stock(Recorded, GRPOTrainer):
+    """Generates by itself."""
+
+
+class ScriptedOurs(Recorded, Scripted, SalesGRPOTrainer):
+    """Writes `TEXTS`."""
+
+
+class ScriptedStock(Recorded, Scripted, GRPOTrainer):
+    """Writes `TEXTS`."""
+
+
+def build(kind, policy, url, output_dir, rows=8, **given):
+    """A trainer of any kind with the same settings, the same reward and the same weights."""
+    is_ours = issubclass(kind, SalesGRPOTrainer)
+    rows = keyed_rows(DEFAULT_BRANCHES * (rows // 2))
+    defaults = {"beta": 0.0, "per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2}
+    if is_ours:
+        defaults |= {"held_out_eval": False, "scored_groups_first": False, "kl_log_ratio_clamp": 0.0}
+    else:
+        for name in ("scored_groups_first", "references_ahead", "rollout_lookahead", "vllm_engine_kwargs"):
+            given.pop(name, None)
+    trainer = kind(
+        AutoModelForCausalLM.from_pretrained(policy),
+        build_reward(url, rows, invalid_action_reward=0.0, deadline_s=60.0, timeout_s=60.0),
+        (SalesGRPOConfig if is_ours else GRPOConfig)(**settings(output_dir, **{**defaults, **given})),
+        train_dataset=build_dataset(rows, "compact"),
+        eval_dataset=build_dataset(rows, "compact"),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+    )
+    trainer.texts = TEXTS
+    return trainer
+
+
+def finish(trainer):
+    """Close what the reward has open; TRL's trainer has no such end."""
+    if isinstance(trainer, SalesGRPOTrainer):
+        trainer.finish()
+    else:
+        asyncio.run_coroutine_threadsafe(trainer.reward_funcs[0].aclose(), trainer.async_loop).result()
+
+
+def steps_of(trainer):
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_the_same_figures(ours, stock, tolerance=0.0, among=None):
+    """Everything that TRL logs at each step, at the same step, but for times."""
+    assert len(steps_of(ours)) == len(steps_of(stock))
+    for mine, theirs in zip(steps_of(ours), steps_of(stock), strict=True):
+        names = set(theirs) - set(TIMES)
+        assert names <= set(mine)
+        for name in sorted(names if among is None else {each for each in names if each.startswith(among)}):
+            if tolerance and theirs[name] is not None:
+                wanted = pytest.approx(theirs[name], rel=tolerance, abs=tolerance)
+            else:
+                wanted = theirs[name]
+            assert mine[name] == wanted, (mine["step"], name)
+
+
+def assert_identical(ours, stock):
+    """To the last bit."""
+    assert len(ours.generations) == len(stock.generations) > 0
+    for mine, theirs in zip(ours.generations, stock.generations, strict=True):
+        for name, value in theirs.items():
+            assert torch.equal(mine[name], value), name
+    assert ours.micro_batches == stock.micro_batches
+    for mine, theirs in zip(ours.gradients, stock.gradients, strict=True):
+        assert torch.equal(mine, theirs)
+    for (name, mine), theirs in zip(ours.model.named_parameters(), stock.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert_the_same_figures(ours, stock)
+    assert len(ours._logs["advantages"]) == len(stock._logs["advantages"])
+    for name in ("prompt", "completion", "advantages"):
+        assert list(ours._logs[name]) == list(stock._logs[name])
+    assert {name: list(each) for name, each in ours._logs["rewards"].items()} == {
+        name: list(each) for name, each in stock._logs["rewards"].items()
+    }
+
+
+def assert_something_was_learned(trainer):
+    """What is compared is not nothing: there were advantages, at all but a step or two, and gradients."""
+    assert sum(gradient.norm() > 1e-3 for gradient in trainer.gradients) >= len(trainer.gradients) / 2
+    assert any(any(batch["advantages"]) for batch in trainer.micro_batches)
+
+
+def relative(mine, theirs):
+    return ((mine - theirs).norm() / theirs.norm().clamp(min=1e-12)).item()
+
+
+def weights_of(trainer):
+    return torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy")
+
+
+@pytest.fixture
+def any_text_is_an_action(monkeypatch):
+    """So that what a policy of random weights says has a reward."""
+    monkeypatch.setattr("salesrl_trl.reward.chain.parse_action", action_of)
+
+
+@pytest.fixture
+def gated(httpserver):
+    return GatedServices(httpserver)
+
+
+@pytest.fixture
+def trained(gated, tmp_path):
+    """Build and train; `begin` is called with the trainer before."""
+    built = []
+
+    def run(kind, policy, begin=lambda trainer: None, **given):
+        built.append(build(kind, policy, gated.url, tmp_path / f"run{len(built)}", **given))
+        begin(built[-1])
+        torch.manual_seed(7)  # building a model may draw
+        built[-1].train()
+        return built[-1]
+
+    yield run
+    for trainer in built:
+        finish(trainer)
+
+
+ARRANGEMENTS = {
+    "one_micro_batch": {},
+    "four_micro_batches": {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
+    "two_generations_an_update": {"gradient_accumulation_steps": 4, "steps_per_generation": 2,
+                                  "per_device_train_batch_size": 2},
+    "two_updates_a_generation": {"gradient_accumulation_steps": 1, "steps_per_generation": 2,
+                                 "per_device_train_batch_size": 2},
+    "two_iterations": {"gradient_accumulation_steps": 2, "num_iterations": 2, "per_device_train_batch_size": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_with_scripted_completions_a_run_is_stock_trls(trained, tiny, arrangement, loss_type):
+    given = {"loss_type": loss_type, "rows": 32, **ARRANGEMENTS[arrangement]}
+    ours, stock = (trained(kind, tiny, **given) for kind in (ScriptedOurs, ScriptedStock))
+    assert_identical(ours, stock)
+    assert_something_was_learned(ours)
+
+
+@pytest.mark.usefixtures("any_text_is_an_action")
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_with_transformers_completions_and_so_everything_else_are_stock_trls(trained, tiny, arrangement):
+    given = {"rows": 32, "max_completion_length": 16, **ARRANGEMENTS[arrangement]}
+    ours, stock = (trained(kind, tiny, **given) for kind in (Ours, Stock))
+    assert len({str(each["completion_ids"].tolist()) for each in ours.generations}) == len(ours.generations)
+    assert_identical(ours, stock)
+    assert_something_was_learned(ours)
+
+
+@pytest.mark.usefixtures("any_text_is_an_action")
+@pytest.mark.parametrize("references_ahead", [False, True])
+@pytest.mark.parametrize("last_update", ["whole", "short"])
+def test_over_epochs_in_the_same_order_transformers_completions_stay_stock_trls(
+    trained, tiny, references_ahead, last_update
+):
+    # TRL shuffles later epochs otherwise than we do, so without it. Four generation batches an epoch, or three, of
+    # which an update has two
+    arrangement = {} if last_update == "whole" else ARRANGEMENTS["two_generations_an_update"]
+    rows = 8 if last_update == "whole" else 6
+    given = {"rows": rows, "shuffle_dataset": False, "max_steps": 10, "max_completion_length": 16, **arrangement}
+    ours = trained(Ours, tiny, references_ahead=references_ahead, **given)
+    stock = trained(Stock, tiny, **given)
+    assert [each["prompts"] for each in ours.micro_batches] == [each["prompts"] for each in stock.micro_batches]
+    assert [each["texts"] for each in ours.micro_batches] == [each["texts"] for each in stock.micro_batches]
+    assert_identical(ours, stock)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_with_one_coefficient_for_all_a_run_is_stock_trls_but_for_rounding(trained, tiny, loss_type):
+    given = {"rows": 16, "beta": 0.1, "loss_type": loss_type, "optim": "sgd", "learning_rate": 1.0}
+    ours = trained(ScriptedOurs, tiny, **given)
+    stock = trained(ScriptedStock, tiny, **given)
+    assert_the_same_figures(ours, stock, tolerance=TOLERANCE)
+    assert relative(weights_of(ours), weights_of(stock)) < TOLERANCE
+    assert [each["texts"] for each in ours.micro_batches] == [each["texts"] for each in stock.micro_batches]
+
+
+# Groups that are scored are trained on first
+
+FOUR_GROUPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "rows": 32,
+               "scored_groups_first": True, "optim": "sgd", "learning_rate": 1.0}  # fmt: skip
+"""Eight completions a generation batch: four groups of two, each of them a micro-batch."""
+GENERATION = 8
+SAME_FIGURES = ("reward", "rewards/", "reward_std", "frac_reward_zero_std", "completions/", "num_tokens", "loss",
+                "grad_norm", "epoch", "learning_rate")  # fmt: skip
+
+
+class Gate:
+    """Holds back verdicts on some places of each generation batch until `after` completions of it were trained on."""
+
+    def __init__(self, held=(0, 1), after=6, patience_s=GATE_S, size=GENERATION):
+        self._held, self._after, self._patience_s, self._size = held, after, patience_s, size
+        self._changed = threading.Condition()
+        self._trained = Counter()
+        self.gave_up = False
+
+    def see(self, trainer):
+        """Learn of micro-batches as they are trained on."""
+        compute_loss = trainer._compute_loss
+
+        def seen(model, inputs):
+            loss = compute_loss(model, inputs)
+            with self._changed:
+                self._trained.update(number_of(text) // self._size for text in trainer.micro_batches[-1]["texts"])
+                self._changed.notify_all()
+            return loss
+
+        trainer._compute_loss = seen
+
+    def __call__(self, text):
+        batch, place = divmod(number_of(text), self._size)
+        if place in self._held:
+            with self._changed:
+                self.gave_up |= not self._changed.wait_for(
+                    lambda: self._trained[batch] >= self._after, self._patience_s
+                )
+
+
+def order_of(trainer, size=GENERATION):
+    """By generation batch, the places in the order they were trained on, by micro-batch."""
+    found = {}
+    for batch in trainer.micro_batches:
+        numbers = [number_of(text) for text in batch["texts"]]
+        found.setdefault(numbers[0] // size, []).append([number % size for number in numbers])
+    return found
+
+
+def assert_equal_but_for_the_order(ours, stock):
+    def samples(trainer):
+        each = [
+            (number_of(text), prompt, advantage)
+            for batch in trainer.micro_batches
+            for text, prompt, advantage in zip(batch["texts"], batch["prompts"], batch["advantages"], strict=True)
+        ]
+        return sorted(each)
+
+    assert [number for number, *_ in samples(ours)] == list(range(len(samples(stock))))  # each one once
+    for mine, theirs in zip(samples(ours), samples(stock), strict=True):
+        assert mine[:2] == theirs[:2]
+        assert mine[2] == pytest.approx(theirs[2], rel=TOLERANCE, abs=TOLERANCE)
+    for mine, theirs in zip(ours.gradients, stock.gradients, strict=True):
+        assert theirs.norm() > 1e-3
+        assert relative(mine, theirs) < TOLERANCE
+    assert relative(weights_of(ours), weights_of(stock)) < TOLERANCE
+    assert_the_same_figures(ours, stock, tolerance=TOLERANCE, among=SAME_FIGURES)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
+def test_groups_that_are_scored_are_trained_on_first_and_the_update_is_the_same(trained, tiny, gated, loss_type):
+    gated.hold = gate = Gate()
+    ours = trained(ScriptedOurs, tiny, begin=gate.see, loss_type=loss_type, **FOUR_GROUPS)
+    gated.hold = lambda text: None
+    stock = trained(ScriptedStock, tiny, loss_type=loss_type, **FOUR_GROUPS)
+    assert not gate.gave_up
+    for places in order_of(ours).values():
+        assert places[-1] == [0, 1]  # what was held back comes last, and in whole groups
+        assert sorted(places) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert_equal_but_for_the_order(ours, stock)
+
+
+@pytest.mark.parametrize(
+    ("settings_of_it", "held", "last"),
+    [
+        # two groups a micro-batch: a part has both
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, (3,), [0, 1, 2, 3]),
+        # two micro-batches a group
+        ({"num_generations": 4}, (0,), [0, 1, 2, 3]),
+        # two generation batches an update
+        ({"gradient_accumulation_steps": 8, "steps_per_generation": 4}, (2,), [2, 3]),
+    ],
+)
+def test_parts_are_of_whole_groups_and_micro_batches(trained, tiny, gated, settings_of_it, held, last):
+    given = {**FOUR_GROUPS, **settings_of_it}
+    gated.hold = gate = Gate(held, after=GENERATION - len(last))
+    ours = trained(ScriptedOurs, tiny, begin=gate.see, **given)
+    gated.hold = lambda text: None
+    stock = trained(ScriptedStock, tiny, **given)
+    assert not gate.gave_up
+    for places in order_of(ours).values():
+        flat = [place for batch in places for place in batch]
+        assert flat[-len(last) :] == last
+    assert_equal_but_for_the_order(ours, stock)
+
+
+def test_hybrid_advantages_and_the_branches_kl_are_the_same_in_parts(trained, tiny, gated):
+    given = {**FOUR_GROUPS, "beta": 0.1, "hybrid_reference_weight": 0.3, "scale_rewards": "none"}
+    gated.hold = gate = Gate()
+    parts = trained(ScriptedOurs, tiny, begin=gate.see, **given)
+    gated.hold = lambda text: None
+    whole = trained(ScriptedOurs, tiny, **{**given, "scored_groups_first": False})
+    assert not gate.gave_up
+    assert all(places[-1] == [0, 1] for places in order_of(parts).values())
+    assert_equal_but_for_the_order(parts, whole)
+    assert_the_same_figures(
+        parts, whole, tolerance=TOLERANCE, among=("kl", "beta/", "outcome/", "failures/", "rollout")
+    )
+    for name in ("prompt", "completion", "advantages"):
+        mine, theirs = list(parts._logs[name]), list(whole._logs[name])
+        assert mine == (pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE) if name == "advantages" else theirs)
+
+
+def test_hybrid_advantages_that_are_scaled_wait_for_the_whole_batch(trained, tiny, gated):
+    """The spread of the whole batch is in them, also where `scale_rewards` is `group`."""
+    given = {**FOUR_GROUPS, "hybrid_reference_weight": 0.3}
+    gated.hold = Gate(patience_s=0.2)
+    ours = trained(ScriptedOurs, tiny, begin=Gate().see, **given)
+    gated.hold = lambda text: None
+    whole = trained(ScriptedOurs, tiny, **{**given, "scored_groups_first": False})
+    assert_equal_but_for_the_order(ours, whole)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        {"loss_type": "bnpo"},
+        {"scale_rewards": "batch"},
+        {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+        {"num_iterations": 2},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        {"scored_groups_first": False},
+    ],
+    ids=lambda reason: next(iter(reason)),
+)
+def test_where_an_update_depends_on_the_order_nothing_is_trained_on_first(trained, tiny, gated, reason):
+    given = {**FOUR_GROUPS, **reason}
+    gated.hold = gate = Gate(patience_s=0.2)
+    ours = trained(ScriptedOurs, tiny, begin=gate.see, **given)
+    gated.hold = lambda text: None
+    stock = trained(ScriptedStock, tiny, **given)
+    assert gate.gave_up
+    assert_identical(ours, stock)
+
+
+def test_scored_groups_are_first_without_vllm_too(trained, tiny, gated):
+    """There is no push of weights to be checked before."""
+    gated.hold = gate = Gate(after=1, patience_s=2.0)
+
+    ours = trained(ScriptedOurs, tiny, begin=gate.see, **{**FOUR_GROUPS, "max_steps": 2})
+    assert not gate.gave_up
+    assert [0, 1] in order_of(ours)[1][1:]
+
+
+def test_a_batch_that_could_still_be_skipped_is_not_begun(trained, tiny, gated):
+    """Three quarters are scored, and nine tenths wanted: nothing is trained on before the rest is in."""
+    gated.hold = gate = Gate(patience_s=0.3)
+    ours = trained(ScriptedOurs, tiny, begin=gate.see, **FOUR_GROUPS, min_valid_reward_fraction=0.9)
+    gated.hold = lambda text: None
+    stock = trained(ScriptedStock, tiny, **FOUR_GROUPS)
+    assert gate.gave_up
+    assert_equal_but_for_the_order(ours, stock)
+
+
+# With vLLM
+
+
+def hold_some(text):
+    """Holds back one verdict in six for a while."""
+    if zlib.crc32(text.encode()) % 6 == 0:
+        time.sleep(1.0)
+
+
+class Streams:
+    """When generation ended and when the 8B endpoint was first asked, of the first generation batch."""
+
+    def __init__(self, services, trainer):
+        self.services, self.ends = services, []
+        generate = trainer._generate_now
+
+        def timed(prompts):
+            self.services.first_asked.clear()
+            try:
+                return generate(prompts)
+            finally:
+                self.ends.append((self.services.first_asked.get("8b"), time.monotonic()))
+
+        trainer._generate_now = timed
+
+
+@pytest.mark.slow
+def test_with_vllm_a_run_is_stock_trls_and_rewards_start_while_others_are_generated(tmp_path):
+    policy_path = make_tiny_policy(tmp_path / "policy", hidden_size=64)
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), str(policy_path), str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    told = json.loads((tmp_path / "told.json").read_text())
+    ours, stock, parts = told["ours"], told["stock"], told["parts"]
+    assert ours["texts"] == stock["texts"]
+    assert ours["advantages"] == stock["advantages"]
+    assert ours["loss"] == pytest.approx(stock["loss"], rel=TOLERANCE, abs=TOLERANCE)
+    assert told["weights_apart"] < TOLERANCE
+    assert any(any(advantages) for advantages in stock["advantages"])
+    # the first of a batch's completions was asked about before the last one was there
+    early = [asked is not None and asked < ended for asked, ended in told["streams"]]
+    assert sum(early) >= len(early) / 2
+    assert sorted(parts["samples"]) == sorted(stock["samples"])
+    assert parts["texts"] != stock["texts"]  # verdicts were held back, so that there were parts
+    assert told["parts_weights_apart"] < TOLERANCE
+
+
+def _compare_around_vllm(policy, out):
+    import trl.generation.vllm_generation as upstream_vllm
+
+    from salesrl_trl.generation import vllm_engine_options
+    from salesrl_trl.reward import chain
+
+    tokens = len(AutoTokenizer.from_pretrained(policy))
+    given = {
+        "rows": 32, "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256, "optim": "sgd",
+        "learning_rate": 0.5, "max_completion_length": 48, "vllm_engine_kwargs": '{"seed": 0}',
+        "vllm_gpu_memory_utilization": 0.3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        # a policy of random weights seldom ends by itself: one token in eight does it
+        "generation_kwargs": {"stop_token_ids": list(range(16, tokens, 8))},
+    }  # fmt: skip
+    chain.parse_action = action_of
+    told, weights = {}, {}
+    engine_class, engine = upstream_vllm.LLM, None
+    for name, kind in (("ours", Ours), ("stock", Stock), ("parts", Ours)):
+        with HTTPServer(host="127.0.0.1", port=0, threaded=True) as server:
+            services = GatedServices(server)
+            if engine is not None:
+                upstream_vllm.LLM = lambda *_, _engine=engine, **__: _engine
+            given["scored_groups_first"] = name == "parts"
+            if name == "parts":
+                services.hold = hold_some
+            if kind is Ours:
+                trainer = build(kind, policy, services.url, out / name, **given)
+            else:  # TRL's own push of weights does not work on a CPU
+                with vllm_engine_options({"seed": 0, "enforce_eager": True, "dtype": "float32"}):
+                    trainer = build(kind, policy, services.url, out / name, **given)
+            engine = trainer.vllm_generation.llm
+            if name == "ours":
+                streams = Streams(services, trainer)
+            torch.manual_seed(7)
+            trainer.train()
+            finish(trainer)
+        weights[name] = weights_of(trainer)
+        batches = trainer.micro_batches
+        told[name] = {
+            "texts": [batch["texts"] for batch in batches],
+            "samples": [[b["step"], text] for b in batches for text in b["texts"]],
+            "advantages": [batch["advantages"] for batch in batches],
+            "loss": [batch["loss"] for batch in batches],
+        }
+        del trainer
+        gc.collect()
+    upstream_vllm.LLM = engine_class
+    told["streams"] = streams.ends
+    told["weights_apart"] = relative(weights["ours"], weights["stock"])
+    told["parts_weights_apart"] = relative(weights["parts"], weights["stock"])
+    (out / "told.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _compare_around_vllm(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,384 @@
+"""Rollouts ahead of the step that trains on them: how old they are, which prompts come when, and what is logged."""
+
+import itertools
+import json
+import re
+import time
+import zlib
+
+import pytest
+import torch
+from support.keyed import keyed_rows, make_tiny_policy
+from support.loopback import VERDICT, Services, action, build_reward, chat_completion
+from support.scripted import settings
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
+from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.fencing import read_sections
+from salesrl_trl.quick_eval import QuickEvalSettings
+from salesrl_trl.telemetry.metrics import STALENESS, STALENESS_MAX
+from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.types import Action
+
+WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening")
+TOLERANCE = 1e-5
+
+
+def score_of(text):
+    return zlib.crc32(text.encode()) % 101 / 100
+
+
+def judge(system, user):
+    return {**VERDICT, "candidate": score_of(read_sections(user)["action"])}
+
+
+class Watched(SalesGRPOTrainer):
+    """Keeps the weights and prompts of each launch in training, and what was trained on."""
+
+    def __init__(self, *args, **kwargs):
+        self.launches, self.micro_batches, self.weights_after = [], [], {}
+        super().__init__(*args, **kwargs)
+        self.add_callback(_Weights(self))
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self.model.training:
+            self.launches.append({
+                "step": self.state.global_step,
+                "model": plain_copy(self.model),
+                "prompts": self._tokenizer.batch_decode(prompt_ids, skip_special_tokens=True),
+            })  # fmt: skip
+        completions, logprobs = self._completions(prompt_ids, *args, **kwargs)
+        if self.model.training:
+            self.launches[-1]["completions"] = [tuple(ids) for ids in completions]
+        return completions, logprobs
+
+    def _completions(self, *args, **kwargs):
+        return super()._generate_single_turn(*args, **kwargs)
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        if self.model.training:
+            rows = zip(inputs["completion_ids"].tolist(), inputs["completion_mask"].sum(1).tolist(), strict=True)
+            self.micro_batches.append({
+                "step": self.state.global_step,
+                "prompts": self._tokenizer.batch_decode(inputs["prompt_ids"], skip_special_tokens=True),
+                "completions": [tuple(ids[:length]) for ids, length in rows],
+                "inputs": inputs,
+                "loss": loss.item(),
+            })  # fmt: skip
+        return loss
+
+    def launch_of(self, batch):
+        """The launch that a micro-batch's completions are of."""
+        (index,) = {
+            index
+            for index, launch in enumerate(self.launches)
+            if set(batch["completions"]) <= set(launch["completions"])
+        }
+        return index
+
+
+class Scripted(Watched):
+    """Every completion of training is another one; those of evaluations are all the same."""
+
+    def _completions(self, prompt_ids, *args, **kwargs):
+        launch = len(self.launches)
+        texts = [
+            action(query=f"l{launch}p{place} " + " ".join(WORDS[: 1 + (launch + 3 * place) % len(WORDS)]))
+            if self.model.training
+            else action(query="evaluation")
+            for place in range(len(prompt_ids))
+        ]
+        return [[*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id] for text in texts], None
+
+
+class _Weights(TrainerCallback):
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **_):
+        self.trainer.weights_after[state.global_step] = vector(self.trainer.model)
+
+    def on_step_end(self, args, state, control, **_):
+        self.trainer.weights_after[state.global_step] = vector(self.trainer.model)
+
+
+def plain_copy(model):
+    """The weights as they are, in a model whose forward nobody has replaced."""
+    twin = AutoModelForCausalLM.from_config(model.config)
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
+
+
+def vector(model):
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy")
+
+
+@pytest.fixture
+def services(httpserver):
+    services = Services(httpserver)
+    services.judge_by(judge)
+    return services
+
+
+@pytest.fixture
+def any_text_is_an_action(monkeypatch):
+    """So that what a policy of random weights says has a reward."""
+
+    def action_of(completion):
+        return Action(user_profile="", rewritten_query=completion, history_summary="")
+
+    monkeypatch.setattr("salesrl_trl.reward.chain.parse_action", action_of)
+
+
+@pytest.fixture
+def trained(services, tiny, tmp_path):
+    """Build and train."""
+    built = []
+
+    def run(kind=Scripted, rows=8, resume_from=None, **given):
+        rows = keyed_rows(DEFAULT_BRANCHES * (rows // 2))
+        own = {name: given.pop(name) for name in ("quick_eval",) if name in given}
+        defaults = {"beta": 0.0, "held_out_eval": False, "num_generations_eval": 1, "per_device_eval_batch_size": 4}
+        trainer = kind(
+            AutoModelForCausalLM.from_pretrained(tiny),
+            build_reward(services.url, rows, invalid_action_reward=0.0),
+            SalesGRPOConfig(**settings(tmp_path / f"run{len(built)}", **{**defaults, **given})),
+            train_dataset=build_dataset(rows, "compact"),
+            eval_dataset=build_dataset(rows[:4], "compact"),
+            processing_class=AutoTokenizer.from_pretrained(tiny),
+            **own,
+        )
+        built.append(trainer)
+        torch.manual_seed(7)
+        trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
+        return trainer
+
+    yield run
+    for trainer in built:
+        trainer.finish()
+
+
+def steps_of(trainer, first=1):
+    return [entry for entry in trainer.state.log_history if "loss" in entry and entry["step"] >= first]
+
+
+def assert_ages_are_as_logged(trainer, lookahead):
+    """Of every rollout, by the weights themselves, at the step that first trains on it."""
+    ages, seen = {}, set()
+    for batch in trainer.micro_batches:
+        index = trainer.launch_of(batch)
+        if index in seen:
+            continue
+        seen.add(index)
+        sampled = [
+            step
+            for step, weights in trainer.weights_after.items()
+            if torch.equal(weights, vector(trainer.launches[index]["model"]))
+        ]
+        assert sampled == [trainer.launches[index]["step"]]
+        ages.setdefault(batch["step"], []).append(batch["step"] - sampled[0])
+    assert seen == set(range(len(trainer.launches)))  # nothing was generated that nobody trains on
+    first = min(batch["step"] for batch in trainer.micro_batches) + 1
+    for entry in steps_of(trainer, first):
+        told = ages.get(entry["step"] - 1)
+        if told is None:
+            assert entry.get(STALENESS) is None
+            continue
+        assert entry[STALENESS] == pytest.approx(sum(told) / len(told))
+        assert entry[STALENESS_MAX] == max(told)
+        assert max(told) <= lookahead
+    return [max(each) for _, each in sorted(ages.items())]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 4])
+def test_scripted_rollouts_are_as_old_as_is_logged(trained, lookahead):
+    trainer = trained(rollout_lookahead=lookahead, max_steps=7)
+    assert assert_ages_are_as_logged(trainer, lookahead) == [min(step, lookahead) for step in range(7)]
+
+
+@pytest.mark.usefixtures("any_text_is_an_action")
+@pytest.mark.parametrize("lookahead", [1, 2, 4])
+def test_generated_rollouts_are_as_old_as_is_logged(trained, lookahead):
+    trainer = trained(Watched, rollout_lookahead=lookahead, max_steps=6, max_completion_length=12)
+    assert assert_ages_are_as_logged(trainer, lookahead) == [min(step, lookahead) for step in range(6)]
+
+
+TWO_MICRO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+ARRANGEMENTS = {
+    "whole": ({}, 1),
+    "accumulation": (TWO_MICRO, 2),
+    # three generation batches of two micro-batches an epoch: an update has two of them, and the epoch's last one
+    "two_generations_an_update": ({"gradient_accumulation_steps": 4, "steps_per_generation": 2,
+                                   "per_device_train_batch_size": 2, "rows": 6}, 2),
+    "two_updates_a_generation": ({"steps_per_generation": 2, "per_device_train_batch_size": 2}, 2),
+    "two_iterations": ({**TWO_MICRO, "num_iterations": 2}, 2),
+    "rows_left_over": ({"rows": 10, "per_device_train_batch_size": 8}, 1),
+}  # fmt: skip
+
+
+def prompts_by_generation_batch(trainer, micro_batches):
+    """In order, the prompts of each generation batch's micro-batches, which TRL shuffles among themselves."""
+    batches = trainer.micro_batches
+    return [
+        sorted(prompt for batch in batches[start : start + micro_batches] for prompt in batch["prompts"])
+        for start in range(0, len(batches), micro_batches)
+    ]
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_prompts_come_in_the_order_they_have_without_lookahead(trained, arrangement):
+    given, per_generation = ARRANGEMENTS[arrangement]
+    runs = {ahead: trained(rollout_lookahead=ahead, max_steps=11, **given) for ahead in (0, 1, 2, 4)}
+    wanted = prompts_by_generation_batch(runs[0], per_generation)
+    assert len(wanted) > 4
+    for lookahead, trainer in runs.items():
+        assert prompts_by_generation_batch(trainer, per_generation) == wanted, lookahead
+        assert [len(batch["prompts"]) for batch in trainer.micro_batches] == [
+            len(batch["prompts"]) for batch in runs[0].micro_batches
+        ]
+        assert [batch["step"] for batch in trainer.micro_batches] == [b["step"] for b in runs[0].micro_batches]
+        assert [entry["epoch"] for entry in steps_of(trainer)] == [entry["epoch"] for entry in steps_of(runs[0])]
+        assert_ages_are_as_logged(trainer, lookahead)
+
+
+def test_every_prompt_of_an_epoch_comes_once_by_epochs_too(trained):
+    runs = [trained(rollout_lookahead=ahead, max_steps=-1, num_train_epochs=3) for ahead in (0, 2)]
+    assert runs[1].state.global_step == runs[0].state.global_step == 12
+    told = [prompts_by_generation_batch(trainer, 1) for trainer in runs]
+    assert told[0] == told[1]
+    for epoch in range(3):
+        prompts = list(itertools.chain(*told[1][4 * epoch : 4 * epoch + 4]))
+        assert len(set(prompts)) == 8
+        assert len(prompts) == 16
+
+
+@pytest.mark.parametrize("lookahead", [0, 2, 4])
+def test_every_step_logs_the_same_keys_and_the_figures_of_what_it_trained_on(trained, lookahead):
+    trainer = trained(rollout_lookahead=lookahead, max_steps=7)
+    logs = steps_of(trainer)
+    assert [set(entry) for entry in logs] == [set(logs[0])] * 7
+    total = 0
+    for entry, batch in zip(logs, trainer.micro_batches, strict=True):
+        lengths = [len(ids) for ids in batch["completions"]]
+        assert entry["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+        assert (entry["completions/min_length"], entry["completions/max_length"]) == (min(lengths), max(lengths))
+        texts = [trainer._tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["completions"]]
+        rewards = [score_of(text) for text in _as_judged(texts)]
+        assert entry["reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-4)
+        total += sum(lengths) + batch["inputs"]["prompt_mask"].sum().item()
+        assert entry["num_tokens"] == total
+
+
+def _as_judged(texts):
+    """As the judge reads them."""
+    from salesrl_trl.reward.parsing import parse_action
+
+    return [json.dumps(parse_action(text).as_dict(), ensure_ascii=False) for text in texts]
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 5])
+def test_a_run_goes_on_from_a_checkpoint_with_rollouts_in_flight_and_no_prompt_is_lost_or_twice(trained, step):
+    given = {"rollout_lookahead": 2, "max_steps": 9, "save_strategy": "steps", "save_steps": 1}
+    whole = trained(**given)
+    second = trained(**given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
+    assert {batch["step"] for batch in second.micro_batches} == set(range(step, 9))
+    assert prompts_by_generation_batch(second, 1) == prompts_by_generation_batch(whole, 1)[step:]
+    # it starts without a rollout at hand
+    assert assert_ages_are_as_logged(second, 2) == [min(age, 2) for age in range(9 - step)]
+
+
+@pytest.mark.usefixtures("any_text_is_an_action")
+@pytest.mark.parametrize("references_ahead", [False, True])
+def test_a_resumed_run_generates_what_the_one_without_a_stop_did(trained, references_ahead):
+    given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 12,
+             "references_ahead": references_ahead}  # fmt: skip
+    whole = trained(Watched, **given)
+    for step in (1, 2, 3, 4, 5):  # an epoch has four
+        second = trained(Watched, **given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
+        wanted = [launch["completions"] for launch in whole.launches[step:]]
+        assert [launch["completions"] for launch in second.launches] == wanted, step
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_evaluations_in_between_change_nothing(trained, lookahead):
+    given = {"rollout_lookahead": lookahead, "max_steps": 6, "optim": "sgd", "learning_rate": 1.0}
+    without = trained(**given)
+    trainer = trained(
+        **given, eval_strategy="steps", eval_steps=2, quick_eval=QuickEvalSettings(steps=1, rows=4), eval_on_start=True
+    )
+    assert len([entry for entry in trainer.state.log_history if "eval_reward" in entry]) == 4
+    assert [b["step"] for b in trainer.micro_batches] == [b["step"] for b in without.micro_batches]
+    for mine, theirs in zip(steps_of(trainer), steps_of(without), strict=True):
+        names = {
+            name for name in theirs if not re.match(r"time/|perf/|memory/|step_time|services/|cache/|judge/", name)
+        }
+        for name in names:  # rows may be shuffled otherwise within a batch
+            wanted = theirs[name]
+            assert mine[name] == (wanted if wanted is None else pytest.approx(wanted, rel=1e-4, abs=1e-4)), name
+    assert prompts_by_generation_batch(trainer, 1) == prompts_by_generation_batch(without, 1)
+    assert ((vector(trainer.model) - vector(without.model)).norm() / vector(without.model).norm()) < TOLERANCE
+
+
+@pytest.mark.usefixtures("any_text_is_an_action")
+@pytest.mark.parametrize("kind", [Scripted, Watched])
+@pytest.mark.parametrize("arrangement", ["whole", "accumulation", "two_updates_a_generation", "two_iterations"])
+def test_without_vllm_old_log_probs_are_those_of_the_policy_that_sampled(trained, kind, arrangement):
+    given, _ = ARRANGEMENTS[arrangement]
+    trainer = trained(kind, rollout_lookahead=2, max_steps=5, max_completion_length=32, **given)
+    moved = 0
+    for batch in trainer.micro_batches:
+        inputs, model = batch["inputs"], trainer.launches[trainer.launch_of(batch)]["model"]
+        mask = inputs["completion_mask"].bool()
+        temperature = trainer.temperature
+        logps = log_probs(model, inputs, temperature)
+        torch.testing.assert_close(inputs["old_per_token_logps"][mask], logps[mask], rtol=1e-4, atol=1e-4)
+        now = log_probs(plain_copy(trainer.model), inputs, temperature)
+        moved += not torch.allclose(now[mask], logps[mask], atol=1e-2)
+    assert moved > len(trainer.micro_batches) / 2  # so that this could have been otherwise
+
+
+@torch.no_grad()
+def log_probs(model, inputs, temperature):
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    length = inputs["completion_ids"].shape[1]
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+
+
+def test_slow_rewards_are_waited_for_together(trained, services):
+    del services.functions["judge"]
+    services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=1.0)
+    seconds = {}
+    for lookahead in (0, 2):
+        started = time.monotonic()
+        trainer = trained(rollout_lookahead=lookahead, max_steps=6, per_device_train_batch_size=2, rows=32)
+        seconds[lookahead] = time.monotonic() - started
+        assert len(trainer.launches) == 6
+    print("seconds by lookahead:", seconds)
+    assert seconds[0] > 6.0
+    assert seconds[2] < 0.75 * seconds[0]  # a third and what the steps themselves take
+
+
+@pytest.mark.parametrize("given", [{"rollout_lookahead": -1},
+                                   {"use_vllm": True, "vllm_importance_sampling_correction": False}])  # fmt: skip
+def test_a_lookahead_that_nothing_corrects_is_refused(tmp_path, given):
+    with pytest.raises(ConfigError, match="rollout_lookahead"):
+        SalesGRPOConfig(**settings(tmp_path, **{"rollout_lookahead": 1, **given}))
+    SalesGRPOConfig(**settings(tmp_path, **{**given, "rollout_lookahead": 0}))

@@ -1,0 +1,253 @@
+"""Reference answers that are asked for before their completions are there, over real HTTP."""
+
+import asyncio
+import gc
+import json
+
+import pytest
+from support.loopback import ANSWER, VERDICT, action, build_reward, row
+
+from salesrl_trl.types import Outcome
+
+PATIENCE_S = 20.0
+"""Until a test that waits in vain fails."""
+
+
+@pytest.fixture
+def rows():
+    return [row("r1", message_id="m1"), row("r2", message_id="m2")]
+
+
+async def fetched(reward, indices):
+    """Ask ahead, and wait until all have answered or failed."""
+    reward.fetch_references(indices)
+    await asyncio.gather(*reward._ahead)
+
+
+def score(reward, indices):
+    """Score different completions to these rows."""
+    texts = [action(query=f"q{number}") for number in range(len(indices))]
+    return reward(prompts=[None] * len(texts), completions=texts, row=indices)
+
+
+def play(reward, scene):
+    """Run a test's coroutine and close the chain; what the loop complains about is an error."""
+    told = []
+
+    async def whole():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await scene
+        finally:
+            await reward.aclose()
+            gc.collect()
+            await asyncio.sleep(0)
+
+    asyncio.run(whole())
+    assert told == []
+
+
+def test_a_reference_is_asked_for_once_although_many_completions_need_it(services, rows):
+    reward = build_reward(services.url, rows)
+
+    async def scene():
+        await fetched(reward, [0, 0, 0, 1, 1, 1])
+        assert services.calls == {"32b": 2, "8b": 0, "judge": 0}
+        await score(reward, [0, 0, 0, 1, 1, 1])
+        assert services.calls == {"32b": 2, "8b": 6, "judge": 6}
+        assert [each.components["reference"] for each in reward.last] == [VERDICT["reference"]] * 6
+
+    play(reward, scene())
+
+
+def test_it_is_asked_with_what_completions_would_ask_with(services, rows):
+    reward = build_reward(services.url, rows)
+
+    async def scene():
+        await fetched(reward, [1])
+        await score(reward, [0])
+
+    play(reward, scene())
+    ahead, behind = (request.json for request in services.asked["32b"])
+    assert ahead == {**behind, "message_id": "m2"}
+
+
+def test_one_that_is_under_way_is_shared(services, rows):
+    services.set("32b", ANSWER, delay_s=0.5)
+    reward = build_reward(services.url, rows)
+
+    async def scene():
+        reward.fetch_references([0])
+        await asyncio.sleep(0)
+        reward.fetch_references([0])
+        await score(reward, [0, 0])
+        assert services.calls["32b"] == 1
+        assert [each.outcome for each in reward.last] == [Outcome.OK] * 2
+        assert reward._ahead == set()
+
+    play(reward, scene())
+
+
+def test_completions_that_are_first_are_joined_by_what_asks_ahead(services, rows):
+    services.set("32b", ANSWER, delay_s=0.5)
+    reward = build_reward(services.url, rows)
+
+    async def scene():
+        scoring = asyncio.create_task(score(reward, [0]))
+        while not services.asked["32b"]:
+            await asyncio.sleep(0.01)
+        await fetched(reward, [0])
+        await scoring
+        assert services.calls["32b"] == 1
+
+    play(reward, scene())
+
+
+def test_one_that_failed_is_asked_for_again_by_the_completions_that_need_it(services, rows):
+    services.answers["32b"] = [(500, {}, {}, 0), (200, ANSWER, {}, 0)]
+    reward = build_reward(services.url, rows)
+
+    async def scene():
+        await fetched(reward, [0])
+        assert services.calls["32b"] == 1
+        await score(reward, [0, 0])
+        assert services.calls["32b"] == 2
+        assert [each.components["reference"] for each in reward.last] == [VERDICT["reference"]] * 2
+
+    play(reward, scene())
+
+
+@pytest.mark.parametrize("answer", [(500, {}, {}, 0), (200, {**ANSWER, "answer": ":"}, {}, 0), (200, "<html>", {}, 0)])
+def test_a_failure_ahead_is_nobodys_and_the_completion_is_judged_alone_as_without_it(services, rows, answer, caplog):
+    services.answers["32b"] = [answer]
+    services.verdict(json.dumps({**VERDICT, "reference": None}))
+    reward = build_reward(services.url, rows)
+
+    async def scene():
+        await fetched(reward, [0])
+        await score(reward, [0])
+        assert [(each.value, each.components["reference"]) for each in reward.last] == [(0.75, None)]
+
+    play(reward, scene())
+    assert services.calls["32b"] == 2
+
+
+def test_asking_ahead_ends_with_the_deadline_of_a_completion(services, rows):
+    services.answers["32b"] = [(200, ANSWER, {}, 3), (200, ANSWER, {}, 0)]
+    reward = build_reward(services.url, rows, deadline_s=0.5)
+
+    async def scene():
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await fetched(reward, [0])
+        assert 0.4 < loop.time() - began < 2.5
+
+    play(reward, scene())
+
+
+def test_a_completion_that_has_more_time_left_asks_again_when_asking_ahead_ran_out_of_it(services, rows):
+    services.answers["32b"] = [(200, ANSWER, {}, 3), (200, ANSWER, {}, 0)]
+    reward = build_reward(services.url, rows, deadline_s=0.5)
+
+    async def scene():
+        reward.fetch_references([0])
+        reward.deadline_s = PATIENCE_S
+        await score(reward, [0])
+        assert services.calls["32b"] == 2
+        assert [each.components["reference"] for each in reward.last] == [VERDICT["reference"]]
+
+    play(reward, scene())
+
+
+def test_asking_ahead_is_not_counted_as_a_call_that_was_saved(services, rows):
+    reward = build_reward(services.url, rows)
+
+    async def scene():
+        reward.fetch_references([0, 1])
+        await fetched(reward, [0, 1, 0])  # under way
+        await fetched(reward, [0, 1])  # kept by now
+        reward.fetch_references([0])
+        report = reward.take_report()
+        assert report.cache_hits == {"answers": 0, "references": 0}
+        assert report.traffic["rag_32b"]["calls"] == 2
+        assert report.spans == []
+
+    play(reward, scene())
+
+
+@pytest.mark.parametrize("ahead", ["not", "kept", "under_way", "failed"])
+def test_the_second_and_later_completions_of_a_row_are_saved_calls_whoever_asked_first(services, rows, ahead):
+    """The first one is none: the call that it would have cost was made, by itself or ahead of it."""
+    services.answers["32b"] = [(500, {}, {}, 0), (200, ANSWER, {}, 0)] if ahead == "failed" else [
+        (200, ANSWER, {}, 0.5 if ahead == "under_way" else 0)
+    ]  # fmt: skip
+    reward = build_reward(services.url, rows)
+
+    async def scene():
+        if ahead == "under_way":
+            reward.fetch_references([0])
+        elif ahead != "not":
+            await fetched(reward, [0])
+        await score(reward, [0, 0, 0, 1])
+        assert reward.take_report().cache_hits["references"] == 2
+        await score(reward, [0, 1])
+        assert reward.take_report().cache_hits["references"] == 2  # now both rows' are there
+
+    play(reward, scene())
+    assert services.calls["32b"] == 2 + (ahead == "failed")
+
+
+def test_an_error_in_a_backends_code_while_asking_ahead_is_nobodys_and_its_words_are_not_logged(
+    services, rows, caplog
+):
+    reward = build_reward(services.url, rows)
+
+    async def broken(*_, **__):
+        raise AttributeError("a customer's words")
+
+    reward._rag.chat = broken
+
+    async def scene():
+        await fetched(reward, [0, 1])
+        assert reward._ahead == set()
+
+    with caplog.at_level("DEBUG"):
+        play(reward, scene())
+    assert "customer" not in caplog.text
+
+
+def test_after_a_cut_off_nothing_is_asked_ahead(services, rows):
+    reward = build_reward(services.url, rows)
+
+    async def scene():
+        reward.cut_off("stopped")
+        await fetched(reward, [0, 1])
+        assert services.calls["32b"] == 0
+
+    play(reward, scene())
+
+
+def test_rows_of_branches_without_a_judgement_are_not_asked_for(services):
+    rows = [row("r1", "fairness", message_id="m1"), row("r2", "hallucination", message_id="m2")]
+    reward = build_reward(services.url, rows, weights={"fairness": {"retrieval": 1.0}})
+
+    async def scene():
+        await fetched(reward, [0, 1])
+        assert [request.json["message_id"] for request in services.asked["32b"]] == ["m2"]
+
+    play(reward, scene())
+
+
+def test_what_is_under_way_when_the_chain_is_closed_is_given_up(services, rows):
+    services.set("32b", ANSWER, delay_s=1.0)
+    reward = build_reward(services.url, rows)
+
+    async def scene():
+        reward.fetch_references([0, 1])
+        while not services.asked["32b"]:
+            await asyncio.sleep(0.01)
+        await reward.aclose()
+        assert reward._ahead == set()
+
+    play(reward, scene())

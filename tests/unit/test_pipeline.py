@@ -1,0 +1,226 @@
+"""Which micro-batches are ready while rewards are out, and what the correction for the sampler did."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from salesrl_trl.pipeline import Parts, correction_sums
+from salesrl_trl.schedule import parts
+
+WANTED = 0.5
+
+
+def parts_of(size, micro_batch, group):
+    return Parts(object(), parts(size, micro_batch, group), micro_batch)
+
+
+def batch_of(size, name="first"):
+    """What TRL makes of a generation batch, told apart by `name`."""
+    return {
+        "completion_ids": torch.arange(size * 3).view(size, 3),
+        "advantages": torch.arange(size) + (0 if name == "first" else 100),
+        "num_items_in_batch": torch.tensor(7),
+        "name": name,
+    }
+
+
+def settled(*ranks):
+    """Shape (world size, B): `settled("110", "111")`."""
+    return torch.tensor([[mark == "1" for mark in rank] for rank in ranks])
+
+
+def taken(waiting):
+    """Rows of the micro-batches that are ready, in order."""
+    found = []
+    while (micro_batch := waiting.next()) is not None:
+        found.append(micro_batch["advantages"].tolist())
+    return found
+
+
+def test_a_part_is_ready_when_all_of_it_is_settled():
+    waiting = parts_of(8, micro_batch=2, group=4)
+    waiting.see(settled("11101111"), 0, 0.9, WANTED)
+    waiting.release(batch_of(8))
+    assert taken(waiting) == [[4, 5], [6, 7]]
+    assert waiting.remaining == [range(4)]
+    assert not waiting.complete
+    assert not waiting.is_empty
+
+
+def test_what_is_not_released_is_not_there():
+    waiting = parts_of(4, micro_batch=2, group=2)
+    assert waiting.next() is None
+    waiting.see(settled("1100"), 0, 0.9, WANTED)
+    assert waiting.next() is None
+    assert not waiting.is_empty
+
+
+def test_a_released_part_does_not_come_again_with_later_advantages():
+    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting.see(settled("1100"), 0, 0.9, WANTED)
+    waiting.release(batch_of(4))
+    waiting.see(settled("1111"), 0, 1.0, WANTED)
+    waiting.release(batch_of(4, "second"))
+    assert taken(waiting) == [[0, 1], [102, 103]]
+    assert waiting.is_empty
+
+
+def test_a_part_is_released_by_the_look_that_found_it_ready_alone():
+    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting.see(settled("1100"), 0, 0.9, WANTED)
+    waiting.release(batch_of(4))
+    waiting.release(batch_of(4, "second"))
+    assert taken(waiting) == [[0, 1]]
+
+
+def test_nothing_is_ready_before_so_much_is_scored_that_the_batch_can_not_be_skipped():
+    waiting = parts_of(4, micro_batch=1, group=1)
+    waiting.see(settled("1100"), 0, 0.25, WANTED)  # one of them could not be scored
+    waiting.release(batch_of(4))
+    assert taken(waiting) == []
+    assert waiting.remaining == parts(4, 1, 1)
+    waiting.see(settled("1110"), 0, 0.5, WANTED)
+    waiting.release(batch_of(4))
+    assert taken(waiting) == [[0], [1], [2]]
+
+
+def test_when_all_is_settled_all_is_released_however_little_was_scored():
+    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting.see(settled("1111"), 0, 0.25, WANTED)
+    assert waiting.complete
+    waiting.release(batch_of(4))
+    assert taken(waiting) == [[0, 1], [2, 3]]
+    assert waiting.is_empty
+
+
+def test_with_several_ranks_what_is_settled_on_all_of_them_is_ready():
+    waiting = parts_of(6, micro_batch=2, group=2)
+    waiting.see(settled("111100", "110011"), 0, 0.9, WANTED)
+    waiting.release(batch_of(6))
+    assert taken(waiting) == [[0, 1]]
+    waiting.see(settled("111111", "110011"), 0, 0.9, WANTED)
+    assert not waiting.complete  # on this rank, and not on the other
+    waiting.release(batch_of(6))
+    assert taken(waiting) == [[4, 5]]
+    waiting.see(settled("111111", "111111"), 0, 0.9, WANTED)
+    assert waiting.complete
+    waiting.release(batch_of(6))
+    assert taken(waiting) == [[2, 3]]
+    assert waiting.is_empty
+
+
+def test_a_micro_batch_has_the_rows_of_every_tensor_and_scalars_as_they_are():
+    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting.see(settled("0011"), 0, 0.9, WANTED)
+    output = batch_of(4)
+    waiting.release(output)
+    micro_batch = waiting.next()
+    assert micro_batch["completion_ids"].tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert micro_batch["advantages"].tolist() == [2, 3]
+    assert micro_batch["num_items_in_batch"] is output["num_items_in_batch"]
+    assert micro_batch["name"] == "first"
+
+
+def test_it_is_empty_when_the_last_micro_batch_is_taken():
+    waiting = parts_of(4, micro_batch=2, group=4)
+    waiting.see(settled("1111"), 0, 1.0, WANTED)
+    waiting.release(batch_of(4))
+    assert waiting.remaining == []
+    assert not waiting.is_empty
+    waiting.next()
+    assert not waiting.is_empty
+    waiting.next()
+    assert waiting.is_empty
+    assert waiting.next() is None
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_whatever_the_order_of_rewards_every_row_comes_once_with_its_whole_group(
+    micro_batch, group, count, ranks, random
+):
+    size = math.lcm(micro_batch, group) * count
+    waiting = parts_of(size, micro_batch, group)
+    marks = torch.zeros(ranks, size, dtype=torch.bool)
+    order = [(rank, place) for rank in range(ranks) for place in range(size)]
+    random.shuffle(order)
+    rows = []
+    for done, (rank, place) in enumerate(order, start=1):
+        marks[rank, place] = True
+        if random.random() < 0.5 or done == len(order):
+            waiting.see(marks, 0, marks.float().mean().item(), WANTED)
+            waiting.release(batch_of(size))
+            for each in taken(waiting):
+                assert len(each) == micro_batch
+                groups = {row // group for row in each}
+                assert all(marks[:, each_group * group : (each_group + 1) * group].all() for each_group in groups)
+                assert done >= WANTED * len(order)
+                rows += each
+    assert sorted(rows) == list(range(size))
+    assert waiting.is_empty
+
+
+# The correction for the sampler's distribution
+
+
+def corrected(ratio, mode, low, high):
+    """What TRL 1.16 makes of importance ratios."""
+    if mode.endswith("_truncate"):
+        return ratio if low is None and high is None else ratio.clamp(min=low, max=high)
+    beyond = (ratio < (-math.inf if low is None else low)) | (ratio > (math.inf if high is None else high))
+    return ratio.masked_fill(beyond, 0.0)
+
+
+def counted(raw, mask, mode, low, high):
+    """What is left out or bounded, by a loop over ratios before their correction."""
+    left_out = bounded = count = 0
+    for ratios, marks in zip(raw.tolist(), mask.tolist(), strict=True):
+        if mode.startswith("sequence"):
+            marks = [int(any(marks))]
+        for ratio, mark in zip(ratios, marks, strict=True):
+            if mark:
+                beyond = (low is not None and ratio < low) or (high is not None and ratio > high)
+                count += 1
+                left_out += beyond and mode.endswith("_mask")
+                bounded += beyond and mode.endswith("_truncate")
+    return [left_out, bounded, count]
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"])
+@pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (None, 3.0), (0.7, None), (None, None), (0.1, 1.1)])
+def test_the_sums_are_those_of_a_loop_over_ratios(mode, low, high):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        mask = (torch.rand(6, 5, generator=generator) < 0.6).long()
+        mask[0] = 0  # a completion of which nothing is trained on
+        raw = torch.randn(6, 1 if mode.startswith("sequence") else 5, generator=generator).exp()
+        sums = correction_sums(corrected(raw, mode, low, high), mask, mode, low, high)
+        assert sums.dtype == torch.float64
+        assert sums.tolist() == counted(raw, mask, mode, low, high)
+
+
+def test_a_ratio_on_a_bound_counts_as_bounded_in_the_numbers_own_format():
+    for dtype in (torch.float32, torch.bfloat16):
+        ratio = torch.tensor([[3.0, 1.0, 1.0]], dtype=dtype).clamp(min=1.1, max=2.3)
+        sums = correction_sums(ratio, torch.ones(1, 3), "token_truncate", 1.1, 2.3)
+        assert sums.tolist() == [0, 3, 3], dtype
+
+
+def test_a_ratio_that_is_nothing_by_itself_is_left_out_by_a_mask_alone():
+    ratio, mask = torch.tensor([[-1000.0, 0.0]]).exp(), torch.ones(1, 2)
+    assert correction_sums(ratio, mask, "token_mask", None, 3.0).tolist() == [1, 0, 2]
+    assert correction_sums(ratio, mask, "token_truncate", None, 3.0).tolist() == [0, 0, 2]
+
+
+def test_padding_counts_for_nothing():
+    ratio, mask = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0, 0, 1]])
+    assert correction_sums(ratio, mask, "token_mask", None, 3.0).tolist() == [0, 0, 1]
+    assert correction_sums(ratio, mask, "token_truncate", 0.5, 3.0).tolist() == [0, 0, 1]
+
+
+def test_what_a_skipped_batch_leaves_of_a_mask_counts_for_nothing():
+    mask = torch.zeros(2, 3, dtype=torch.long)
+    for mode, columns in (("token_mask", 3), ("sequence_truncate", 1)):
+        assert correction_sums(torch.zeros(2, columns), mask, mode, 0.5, 2.0).tolist() == [0, 0, 0]
