@@ -1,0 +1,499 @@
+#!/usr/bin/env python3
+"""What slow rewards cost a step: stock TRL, rewards streamed (exact), and rollouts that are 1, 2 and 4 steps ahead.
+
+    .venv/bin/python scripts/bench_pipeline.py [--shape 0.5b|7b|tiny] [--latency 5.6 3.2] [--json FILE]
+    .venv/bin/python scripts/bench_pipeline.py --device cpu    # a tiny policy, within three minutes
+
+Random weights of a real shape, 64 completions a step, 8 for each prompt, of varied lengths. A completion's reward is
+two calls over HTTP to a service in a process of its own, which answers after a time that depends on the prompt and the
+number of its sample alone: log-normal around the two figures of `--latency`, which may be given several times. Every
+arm asks the same service through the same client with the same limits.
+
+- `stock` is TRL's own trainer with one async reward function that gathers all calls of the batch;
+- `exact` is this package's trainer, `lookahead_N` the same with `rollout_lookahead: N`;
+- `floor` is `exact` with a service that answers at once: what is left when no reward is waited for.
+
+The arms share the policy, the reference, the optimizer and vLLM's engine, and take turns in one run: stock, exact,
+floor, those with lookahead, whose differences are large, once, then floor, exact, stock. A step is timed from its
+predecessor's end to its own, the device synchronised there. Steps in which rollouts pile up at first or run out at
+last are left out. Steps that wait and steps that do not may take turns, so a lookahead of N is measured over two
+rounds of N + 1 steps at least, and ratios are of means. Beside the times stands the share of the rewards' makespan
+that nobody waited for.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import trl.trainer.grpo_trainer as upstream
+from aiohttp import web
+from bench_timing import Meter
+from datasets import Dataset
+from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.pipeline import Pipeline
+from salesrl_trl.policy import build_tokenizer
+from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, RewardBatch, Stages
+from salesrl_trl.reward.http import HttpClient
+from salesrl_trl.reward.transport import Transport
+from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
+from salesrl_trl.timing import overlap
+from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.types import Outcome, Reward
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "7b": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "tiny": {
+        "vocab_size": 3072,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
+}
+"""Of Qwen2.5's configuration."""
+TOKENS = {"0.5b": 256, "7b": 256, "tiny": 24}
+"""Most tokens of a completion; a quarter of it is the least."""
+MICRO_BATCHES = {"0.5b": (8, 8), "7b": (8, 8), "tiny": (8, 4)}
+"""Completions of one, and how many an update has."""
+GENERATIONS = 8
+PROMPT_WORDS = 80
+BETA = 0.04
+SPREAD = 0.25
+"""Standard deviation of a latency's logarithm: the slowest of 64 sums takes about 1.5 times the mean one."""
+BRANCHES = ("fairness", "hallucination")
+MEASURED = 3
+"""Steps of a block that count."""
+LOOKAHEAD = {"exact": 0, "lookahead_1": 1, "lookahead_2": 2, "lookahead_4": 4, "floor": 0}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="0.5b, or tiny on a CPU, when not given")
+    parser.add_argument(
+        "--latency", nargs=2, type=float, action="append", metavar=("RAG_S", "JUDGE_S"),
+        help="median seconds of the two calls; 5.6 3.2, or on a CPU 1.0 0.6, when not given",
+    )  # fmt: skip
+    parser.add_argument("--arms", nargs="+", choices=("stock", *LOOKAHEAD), default=("stock", *LOOKAHEAD))
+    parser.add_argument("--steps", type=int, default=MEASURED, help="steps of a block that count")
+    parser.add_argument("--trace", type=Path, help="folder for the trace of the package's own arms")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.serve:
+        serve()
+        return
+    on_cpu = args.device == "cpu"
+    args.shape = args.shape or ("tiny" if on_cpu else "0.5b")
+    args.latency = args.latency or [(1.0, 0.6) if on_cpu else (5.6, 3.2)]
+    measure(args)
+
+
+# The service, in a process of its own
+
+
+def latency_s(row: int, sample: int, stage: str, median_s: float) -> float:
+    """Log-normal; the same for the same prompt and sample in every arm."""
+    draw = random.Random(f"{row} {sample} {stage}").gauss(0.0, SPREAD)
+    return median_s * math.exp(draw)
+
+
+def serve() -> None:
+    """Answer `/rag` and `/judge` late, and for `bench_chains.py` the real services' paths; says its port on
+    stdout. Samples of a prompt are told apart by their order."""
+    asked: Counter[int] = Counter()
+    numbers = itertools.count()
+    passages = [{"id": f"d{n}", "text": "A passage of the knowledge base. " * 12, "score": 0.5} for n in range(3)]
+    answered = {"answer": "An answer of some length. " * 20, "passages": passages, "took_ms": 1.0}
+    verdict = json.dumps({"candidate": 0.75, "reference": 0.5, "reason": "It names the price and the delay."})
+    message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": verdict}}
+    usage = {"prompt_tokens": 700, "completion_tokens": 30, "total_tokens": 730}
+    judged = {
+        "id": "c1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "j",
+        "choices": [message],
+        "usage": usage,
+    }
+
+    async def real(request: web.Request) -> web.Response:
+        await request.read()
+        is_judge = request.path.endswith("completions")
+        await asyncio.sleep(latency_s(next(numbers), 0, request.path, 3.2 if is_judge else 5.6))
+        return web.json_response(judged if is_judge else answered)
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        row, sample = body["row"], body.get("sample")
+        if sample is None:
+            sample = asked[row] % GENERATIONS
+            asked[row] += 1
+        await asyncio.sleep(latency_s(row, sample, request.path, body["median_s"]) if body["median_s"] else 0.0)
+        score = random.Random(f"{row} {sample} score").random()
+        return web.json_response({"sample": sample, "score": score, "text": "An answer of some length. " * 20})
+
+    async def run() -> None:
+        app = web.Application()
+        app.add_routes([web.post("/rag", answer), web.post("/judge", answer)])
+        app.add_routes([web.post(path, real) for path in ("/v1/rag/8b", "/v1/rag/32b", "/v1/chat/completions")])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
+        await site.start()
+        print(runner.addresses[0][1], flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def service() -> Iterator[str]:
+    """Its address."""
+    process = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# What asks it
+
+
+class SlowReward(BatchedReward):
+    """Two calls one after the other, for each completion; the face that the trainer sees of `SalesReward`."""
+
+    __name__ = "slow"
+    provider_names = ()
+    service_names = ()
+    component_names = ()
+
+    def __init__(self, url: str) -> None:
+        super().__init__(deadline_s=120.0)
+        self.medians_s = (0.0, 0.0)
+        self.batches: list[RewardBatch] = []
+        """Those that were waited for, oldest first."""
+        limits = {"max_concurrency": 1024, "initial_concurrency": 1024, "attempt_timeout_s": 60.0}
+        self._transports = {
+            name: Transport(name, max_attempts=2, hedge_fraction=0.0, **limits) for name in ("rag", "judge")
+        }
+        self._clients = {name: HttpClient(name, url) for name in self._transports}
+
+    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
+        body = {"row": index, "median_s": self.medians_s[0], "text": completion}
+        found = await stages.timed(self._ask("rag", body), "rag_8b")
+        body |= {"median_s": self.medians_s[1], "sample": found["sample"], "answer": found["text"]}
+        verdict = await stages.timed(self._ask("judge", body), "judge")
+        return Reward(outcome=Outcome.OK, value=verdict["score"])
+
+    async def _ask(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        content = await self._transports[name].call(lambda: self._clients[name].post(f"/{name}", dict(body)))
+        return json.loads(content)  # type: ignore[no-any-return]
+
+    def _settled(self) -> None:
+        assert self._latest is not None
+        self.batches.append(self._latest)
+
+    async def aclose(self) -> None:
+        """The running loop's connections."""
+        for client in self._clients.values():
+            await client.aclose()
+
+    def fetch_references(self, rows: Iterable[int]) -> None:
+        """There are none."""
+
+    def branch_of(self, index: int) -> str:
+        """Rows take turns."""
+        return BRANCHES[index % len(BRANCHES)]
+
+    def take_report(self) -> BatchReport:
+        """Times alone."""
+        batch = self._taken()
+        nothing: MappingProxyType[str, Any] = MappingProxyType({})
+        return BatchReport(
+            seconds=batch.extent.seconds, judge_seconds=0.0, usage=nothing, traffic=nothing, records=(),
+            cache_hits={"answers": 0, "references": 0}, started=batch.extent.first or 0.0, spans=batch.spans(),
+            waits=tuple(batch.waits),
+        )  # fmt: skip
+
+
+def hidden_share(batch: RewardBatch) -> float:
+    """Of the time from a batch's first call to its last answer, what the trainer did not wait."""
+    if batch.extent.first is None or not batch.extent.seconds:
+        return math.nan
+    made = (batch.extent.first, batch.extent.last)
+    return 1.0 - sum(overlap(made, wait) for wait in batch.waits) / batch.extent.seconds
+
+
+# The trainers
+
+
+class Clock(TrainerCallback):
+    """When each step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.ends.clear()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+
+class Bench:
+    """Two trainers, stock's and ours, that share everything heavy.
+
+    Args:
+        args (`argparse.Namespace`):
+            The command line's.
+        url (`str`):
+            Of the service.
+        scratch (`Path`):
+            For the model.
+    """
+
+    def __init__(self, args: argparse.Namespace, url: str, scratch: Path) -> None:
+        self._args = args
+        self._reward = SlowReward(url)
+        self._clock = Clock()
+        on_cpu = args.device == "cpu"
+        dtype = torch.float32 if on_cpu else torch.bfloat16
+        set_seed(0)
+        with torch.device(args.device):
+            model = Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[args.shape]), dtype=dtype)
+        model.save_pretrained(scratch / "model")
+        build_tokenizer().save_pretrained(scratch / "model")
+        del model
+        self._model = Qwen2ForCausalLM.from_pretrained(scratch / "model", dtype=dtype)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=not on_cpu)
+        self._settings = self._common(on_cpu, str(scratch / "out"))
+        ours = self._build_ours(args.trace)
+        self.instruments = ours._instruments
+        self._meter = Meter()
+        self._meter.watch(self.instruments, "figures", "see_batch", "see_rewards", "step_ends")
+        self._meter.watch(self.instruments.timeline, "_open", "_close")
+        self._measured_s = self._inside_s = 0.0
+        self.trainers: dict[str, GRPOTrainer] = {"stock": self._build_stock(ours), "ours": ours}
+
+    def _common(self, on_cpu: bool, output_dir: str) -> dict[str, Any]:
+        shape, (micro_batch, micro_batches) = self._args.shape, MICRO_BATCHES[self._args.shape]
+        vocabulary, tokens = SHAPES[shape]["vocab_size"], TOKENS[shape]
+        hazard = 3 / tokens  # of an end at each token; random weights alone would never end
+        return {
+            "output_dir": output_dir,
+            "use_cpu": on_cpu,
+            "bf16": not on_cpu,
+            "per_device_train_batch_size": micro_batch,
+            "gradient_accumulation_steps": micro_batches,
+            "num_generations": GENERATIONS,
+            "max_completion_length": tokens,
+            "generation_kwargs": {
+                "min_tokens": tokens // 4,
+                "logit_bias": {build_tokenizer().eos_token_id: math.log(vocabulary * hazard)},
+            },
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": 0.25,
+            "vllm_max_model_length": 1024 if not on_cpu else 512,
+            "gradient_checkpointing": not on_cpu,
+            "learning_rate": 1e-6,
+            "lr_scheduler_type": "constant",
+            "loss_type": "dapo",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+        }
+
+    def _build_ours(self, trace: Path | None) -> SalesGRPOTrainer:
+        steps = range(2**62) if trace else range(0)
+        instruments = Instruments(
+            InstrumentSettings(trace_steps=steps, heartbeat_s=0.0), torch.device(self._args.device, 0)
+            if self._args.device == "cuda" else torch.device("cpu"), trace or Path(self._settings["output_dir"]),
+        )  # fmt: skip
+        config = SalesGRPOConfig(
+            beta=BETA, held_out_eval=False, max_sampling_logp_difference=math.inf, **self._settings
+        )
+        return self._built(SalesGRPOTrainer, self._reward, config, instruments=instruments)  # type: ignore[return-value]
+
+    def _build_stock(self, ours: SalesGRPOTrainer) -> GRPOTrainer:
+        """With the reference and the engine of `ours`."""
+        build, upstream.VLLMGeneration = upstream.VLLMGeneration, lambda **_: ours.vllm_generation
+        try:
+            stock = self._built(GRPOTrainer, self._reward, GRPOConfig(beta=0.0, **self._settings))
+        finally:
+            upstream.VLLMGeneration = build
+        stock.beta, stock.ref_model = BETA, ours.ref_model
+        return stock
+
+    def _built(self, kind: type[GRPOTrainer], reward: SlowReward, config: GRPOConfig, **more: Any) -> GRPOTrainer:
+        words = ("price", "delivery", "refund", "价格", "发货", "退款", "warranty", "保修", "尺寸", "discount")
+        draw = random.Random(0)
+        rows = [
+            {"prompt": [{"role": "user", "content": " ".join(draw.choices(words, k=PROMPT_WORDS))}], "row": index}
+            for index in range(256)
+        ]
+        trainer = kind(
+            self._model, reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[self._clock],
+            processing_class=build_tokenizer(), optimizers=(self._optimizer, None), **more,
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def close(self) -> None:
+        """Connections and instruments."""
+        self.instruments.close()
+        for trainer in self.trainers.values():
+            asyncio.run_coroutine_threadsafe(self._reward.aclose(), trainer.async_loop).result()
+
+    def instruments_share(self) -> float | None:
+        """Share of the floor's time that the host spent in the instruments."""
+        return self._inside_s / self._measured_s if self._measured_s else None
+
+    def block(self, arm: str, latency: Sequence[float], steps: int) -> dict[str, list[float]]:
+        """Some steps of an arm: seconds of each that counts, shares of reward time hidden, and failures."""
+        ahead = LOOKAHEAD.get(arm, 0)
+        before, after = (ahead + 1, ahead) if ahead else (1, 0)  # until the first rollouts are used up
+        steps = max(steps, 2 * (ahead + 1)) if ahead else steps
+        trainer = self.trainers["stock" if arm == "stock" else "ours"]
+        self._reward.medians_s = (0.0, 0.0) if arm == "floor" else tuple(latency)
+        self._reward.batches.clear()
+        if arm != "stock":
+            trainer._pipeline = Pipeline(trainer, ahead, references_ahead=True)
+        trainer.args.max_steps = before + steps + after
+        inside, started = self._meter.seconds, time.perf_counter()
+        trainer.train()
+        if arm == "floor":
+            self._measured_s += time.perf_counter() - started
+            self._inside_s += self._meter.seconds - inside
+        seconds = [end - start for start, end in zip(self._clock.ends, self._clock.ends[1:], strict=False)]
+        rewards = [reward for batch in self._reward.batches for reward in batch.rewards]
+        return {
+            "step_s": seconds[before - 1 : before - 1 + steps],
+            "hidden": [hidden_share(batch) for batch in self._reward.batches[before : before + steps]],
+            "failures": [sum(reward is None or reward.value is None for reward in rewards)],
+            "lengths": [
+                entry["completions/mean_length"]
+                for entry in trainer.state.log_history[before : before + steps]
+                if "completions/mean_length" in entry
+            ],
+        }
+
+
+def measure(args: argparse.Namespace) -> None:
+    """All arms' figures, told and written after each latency."""
+    arms = [arm for arm in ("stock", *LOOKAHEAD) if arm in args.arms]
+    figures: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch, service() as url:
+        bench = Bench(args, url, Path(scratch))
+        for arm in {"stock" if arm == "stock" else "exact" for arm in arms}:
+            bench.block(arm, (0.0, 0.0), 1)  # to warm up: kernels, pools, connections
+        for latency in args.latency:
+            figures.append(_measure_one(bench, arms, latency, args))
+            print(table(figures[-1]), flush=True)
+            if args.json:
+                first, *others = figures
+                told = {**first, "others": others} if others else first
+                args.json.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        bench.close()
+
+
+def _measure_one(
+    bench: Bench, arms: Sequence[str], latency: Sequence[float], args: argparse.Namespace
+) -> dict[str, Any]:
+    """All arms' figures with one latency."""
+    blocks: dict[str, list[dict[str, list[float]]]] = {arm: [] for arm in arms}
+    twice = [arm for arm in arms if not LOOKAHEAD.get(arm)]
+    for arm in [*twice, *(arm for arm in arms if arm not in twice), *reversed(twice)]:
+        blocks[arm].append(bench.block(arm, latency, args.steps))
+        latest = blocks[arm][-1]
+        print(f"{arm}: {', '.join(f'{each:.2f}' for each in latest['step_s'])} s", flush=True)
+    found = {
+        arm: {name: [value for block in of_arm for value in block[name]] for name in of_arm[0]}
+        for arm, of_arm in blocks.items()
+    }
+    stock = statistics.mean(found["stock"]["step_s"]) if "stock" in found else math.nan
+    return {
+        "shape": args.shape,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "latency_s": list(latency),
+        "arms": {
+            arm: {
+                "step_s_median": statistics.median(each["step_s"]),
+                "step_s_mean": statistics.mean(each["step_s"]),
+                "ratio": statistics.mean(each["step_s"]) / stock,
+                "hidden": statistics.mean(each["hidden"]),
+                "reward_failures": sum(each["failures"]),
+                "completion_tokens": statistics.mean(each["lengths"]),
+                "step_s": each["step_s"],
+            }
+            for arm, each in found.items()
+            if arm != "floor"
+        },
+        "floor_s": statistics.median(found["floor"]["step_s"]) if "floor" in found else None,
+        "instruments_share": bench.instruments_share(),
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    """For people."""
+    rag_s, judge_s = figures["latency_s"]
+    lines = [
+        f"{figures['device']}, {figures['shape']}, rewards of {rag_s:g} s + {judge_s:g} s",
+        f"{'arm':14}{'step, s':>10}{'mean, s':>10}{'of stock':>10}{'hidden':>10}{'failures':>10}{'tokens':>8}",
+    ]
+    for arm, each in figures["arms"].items():
+        lines.append(
+            f"{arm:14}{each['step_s_median']:10.2f}{each['step_s_mean']:10.2f}{each['ratio']:10.3f}"
+            f"{each['hidden']:10.0%}{each['reward_failures']:10d}{each['completion_tokens']:8.0f}"
+        )
+    if figures["floor_s"] is not None:
+        share = figures["instruments_share"]
+        lines.append(f"{'floor':14}{figures['floor_s']:10.2f}, of it in the instruments {share:.2%}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
