@@ -224,20 +224,26 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
     try:
         instruments.start(PartialState().is_main_process)
         trainer = _build_trainer(config, prepared, reward, held_out, instruments)
-        collect_seldom()
-        if config.reward.warm_up_services:
-            with instruments.timeline.phase("warm_up"):
-                trainer.warm_up()
-        with _stops_on_sigterm(trainer):
-            trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
-        with instruments.timeline.phase(perf.CHECKPOINT):
-            trainer.save_model(config.training.output_dir)
-        if config.training.held_out_eval:
-            trainer.evaluate()
-            held_out.conclude(Path(config.training.output_dir))
-        trainer.finish()
+        try:
+            _train(config, trainer, held_out, instruments)
+        finally:
+            trainer.finish()
     finally:
         instruments.close()
+
+
+def _train(config: RunConfig, trainer: "SalesGRPOTrainer", held_out: HeldOut, instruments: Instruments) -> None:
+    collect_seldom()
+    if config.reward.warm_up_services:
+        with instruments.timeline.phase("warm_up"):
+            trainer.warm_up()
+    with _stops_on_sigterm(trainer):
+        trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
+    with instruments.timeline.phase(perf.CHECKPOINT):
+        trainer.save_model(config.training.output_dir)
+    if config.training.held_out_eval:
+        trainer.evaluate()
+        held_out.conclude(Path(config.training.output_dir))
 
 
 def _placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""What reward chains in flight cost vLLM, which generates in the same process: speed with them over speed without.
+"""What reward chains in flight cost vLLM's generation: its speed with them over its speed without.
 
-    .venv/bin/python scripts/bench_chains.py [--chains 256] [--rounds 6] [--shape 0.5b|tiny] [--json FILE]
+    .venv/bin/python scripts/bench_chains.py [--chains 256] [--rounds 2] [--shape 0.5b|tiny] [--json FILE]
 
-Both are Python code under one lock. Real chains (parse, both RAG endpoints, judge, score, caches) run on an event
-loop in a thread of its own, as in training; so many are in flight all the time, each ended one followed by the next,
-against a service in a process of its own that takes about 5.6 s and 3.2 s. Meanwhile the main thread generates
-completions of fixed length. Blocks take turns (without, with, without); the figure is the median over rounds of the
-ratio of their speeds.
+Chains are Python code and so is vLLM's engine. Real chains (parse, both RAG endpoints, judge, score, caches) run on an
+event loop in a thread of its own, as in training: `inside` in this very process, `beside` in a child
+(`reward_process`). So many are in flight all the time, each ended one followed by the next, against a service in
+another process that takes about 5.6 s and 3.2 s. Meanwhile the main thread generates completions of fixed length.
+Each block with chains stands between two without, and begins when the first chains have ended; the next block begins
+when the calls in flight are over.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,63 +33,71 @@ from salesrl_trl.assembly import build_reward, prepare_reward
 from salesrl_trl.config import DEFAULT_BRANCHES, RewardConfig
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.remote import RemoteReward
 
 PROMPTS = {"0.5b": 64, "tiny": 16}
 TOKENS = {"0.5b": 256, "tiny": 96}
+BLOCK = 6
+"""Batches that are generated with chains in flight."""
 
 
 class Chains:
     """So many chains in flight, on a loop of their own.
 
     Args:
-        reward (`SalesReward`):
+        reward (`SalesReward` or `RemoteReward`):
             Scores.
         rows (`int`):
             There are.
     """
 
-    def __init__(self, reward: SalesReward, rows: int) -> None:
+    def __init__(self, reward: SalesReward | RemoteReward, rows: int) -> None:
         self.ended = 0
         self.failed = 0
+        self.in_flight = 0
         self._reward = reward
         self._rows = rows
         self._number = 0
+        self._running = False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, count: int) -> None:
-        """Put so many in flight."""
-        self._call(lambda: self._tasks.extend(self._loop.create_task(self._one_after_another()) for _ in range(count)))
+        """Put so many in flight, and wait until as many have ended: they are spread over time by then."""
+        self._running, before = True, self.ended
+        for _ in range(count):
+            asyncio.run_coroutine_threadsafe(self._one_after_another(), self._loop)
+        while self.ended < before + count:
+            time.sleep(0.1)
 
     def stop(self) -> None:
-        """Cancel them."""
-        self._call(lambda: [task.cancel() for task in self._tasks])
-        self._tasks.clear()
+        """Let those in flight end, and start no more."""
+        self._running = False
+        while self.in_flight:
+            time.sleep(0.1)
 
-    def _call(self, function: Callable[[], Any]) -> None:
-        done = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: (function(), done.set()))
-        done.wait()
+    def close(self) -> None:
+        """Connections, and the child."""
+        asyncio.run_coroutine_threadsafe(self._reward.aclose(), self._loop).result()
 
     async def _one_after_another(self) -> None:
-        while True:
+        self.in_flight += 1
+        while self._running:
             self._number += 1
             number = self._number
             fields = {"user_profile": "A nurse with evenings free", "rewritten_query": f"price of course {number}",
                       "history_summary": "Asked for the price, then for the dates. " * 3}  # fmt: skip
             batch = self._reward.begin([number % self._rows])
-            try:
-                batch.start(0, json.dumps(fields))
-                await batch.settled([[0]])
-            finally:
-                self._reward.forget(batch)
+            batch.start(0, json.dumps(fields))
+            await batch.settled([[0]])
+            self._reward.forget(batch)
             self.ended += 1
             self.failed += batch.rewards[0] is None or batch.rewards[0].value is None
+        self.in_flight -= 1
 
 
 def measure(shape: str, chains: int, rounds: int) -> dict[str, Any]:
-    """Tokens a second with and without."""
+    """Tokens a second with and without, by where the chains run."""
     from vllm import LLM, SamplingParams
 
     on_gpu = torch.cuda.is_available()
@@ -115,39 +124,43 @@ def measure(shape: str, chains: int, rounds: int) -> dict[str, Any]:
             llm.generate(prompts, settings, use_tqdm=False)
             return PROMPTS[shape] * TOKENS[shape] / (time.perf_counter() - started)
 
-        reward = build_reward(
-            config, prepare_reward(config, list(DEFAULT_BRANCHES)), rows, url, f"{url}/v1", output_dir=Path(scratch)
-        )
-        running = Chains(reward, len(rows))
+        def chain() -> SalesReward:
+            parts = prepare_reward(config, list(DEFAULT_BRANCHES))
+            return build_reward(config, parts, rows, url, f"{url}/v1", output_dir=Path(tempfile.mkdtemp(dir=scratch)))
+
+        arms = {"inside": Chains(chain(), len(rows)), "beside": Chains(RemoteReward(chain()), len(rows))}
+        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
         speed()
-        speeds: dict[str, list[float]] = {"with": [], "without": []}
-        ratios, busy, ended = [], 0.0, 0
-        for _ in range(rounds):
-            alone = [speed()]
-            running.start(chains)
-            time.sleep(3.0)  # the burst at the start is over, and the first answers are near
-            before, started = running.ended, time.perf_counter()
-            beside = []
-            while time.perf_counter() - started < 8.0 or len(beside) < 2:
-                beside.append(speed())
-            busy += time.perf_counter() - started
-            ended += running.ended - before
-            running.stop()
-            time.sleep(0.5)
-            alone.append(speed())
-            speeds["with"] += beside
-            speeds["without"] += alone
-            ratios.append(statistics.mean(beside) / statistics.mean(alone))
+        for number in range(rounds):
+            for arm in arms if number % 2 == 0 else reversed(arms):
+                alone = [speed(), speed()]
+                arms[arm].start(chains)
+                before, started = arms[arm].ended, time.perf_counter()
+                with_them = [speed() for _ in range(BLOCK)]
+                rate = (arms[arm].ended - before) / (time.perf_counter() - started)
+                arms[arm].stop()
+                alone += [speed(), speed()]
+                found[arm].append({
+                    "tokens_per_s_without": statistics.mean(alone),
+                    "tokens_per_s_with": statistics.mean(with_them),
+                    "ratio": statistics.mean(with_them) / statistics.mean(alone),
+                    "chains_per_s": rate,
+                })  # fmt: skip
+                print(arm, {name: round(value, 3) for name, value in found[arm][-1].items()}, flush=True)
+        for each in arms.values():
+            each.close()
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "shape": shape,
         "chains": chains,
-        "chains_per_s": ended / busy,
-        "failed": running.failed,
-        "traffic": {name: dict(each) for name, each in reward.take_report().traffic.items()},
-        "tokens_per_s": {name: statistics.median(each) for name, each in speeds.items()},
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
+        "arms": {
+            arm: {
+                "ratio": statistics.median(block["ratio"] for block in blocks),
+                "failed": arms[arm].failed,
+                "blocks": blocks,
+            }
+            for arm, blocks in found.items()
+        },
     }
 
 
@@ -156,17 +169,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(PROMPTS), default="0.5b" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--chains", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args(argv)
     figures = measure(args.shape, args.chains, args.rounds)
-    speeds, ratios = figures["tokens_per_s"], figures["ratios"]
-    print(
-        f"{figures['device']}, {figures['shape']}: {figures['chains']} chains in flight, "
-        f"{figures['chains_per_s']:.1f} ended a second, {figures['failed']} failed; {speeds['without']:.0f} tokens/s "
-        f"without, {speeds['with']:.0f} with them, ratio {figures['ratio']:.3f} ({min(ratios):.3f} to "
-        f"{max(ratios):.3f})"
-    )
+    for arm, each in figures["arms"].items():
+        print(
+            f"{figures['device']}, {figures['shape']}, {figures['chains']} chains {arm} the process: speed "
+            f"{each['ratio']:.3f} of that without, {each['failed']} failed"
+        )
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 

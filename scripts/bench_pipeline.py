@@ -186,13 +186,12 @@ def serve() -> None:
 @contextmanager
 def service() -> Iterator[str]:
     """Its address."""
-    process = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.terminate()
-        process.wait()
+    with subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.terminate()
 
 
 # What asks it

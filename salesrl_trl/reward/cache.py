@@ -178,7 +178,11 @@ class Memo:
         """Have the answer for `key` ready, or under way, for those who will want it. Raises what `ask` raises."""
         if self._kept(key) is None and key not in self._under_way.get():
             self._fetched.add(key)
-            await self.get(key, ask)
+            try:
+                await self.get(key, ask)
+            except BaseException:  # no call was made for anybody
+                self._fetched.discard(key)
+                raise
 
     def _count(self, key: str) -> None:
         """An answer that cost no call, or the call that was made ahead for it."""

@@ -98,7 +98,8 @@ class _Child:
 
     async def tell(self, kind: str, *what: Any) -> None:
         """Something that has no answer."""
-        (await self._open()).send(kind, None, *what)
+        with contextlib.suppress(ServiceUnavailable):  # it did not start: who asks it something is told
+            (await self._open()).send(kind, None, *what)
 
     async def aclose(self) -> None:
         """Let it close its connections, and end it."""
@@ -108,7 +109,10 @@ class _Child:
             await asyncio.wait_for(self.ask("close"), ANSWER_S)
         self._channel.close()
         if self._reading is not None:
-            await asyncio.wait([self._reading], timeout=ANSWER_S)
+            _, still = await asyncio.wait([self._reading], timeout=ANSWER_S)
+            if still:  # it does not answer
+                self._process.kill()
+                await self._reading
 
     async def _open(self) -> Channel:
         if self._channel is None:
@@ -120,11 +124,17 @@ class _Child:
 
     async def _start(self) -> Channel:
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "salesrl_trl.reward.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "salesrl_trl.reward.worker", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            self._starting = None  # the next call tries again
+            logger.error(f"the reward process did not start ({type(error).__name__})")
+            raise ServiceUnavailable("the reward process did not start", code="reward_process_failed") from None
         self._channel = Channel(*await asyncio.open_unix_connection(sock=ours))
         self._channel.send_bytes(self._chain)
         self._reading = asyncio.ensure_future(self._read(self._channel, self._process))
@@ -146,6 +156,7 @@ class _Child:
         for waiting in lost.values():
             if not waiting.done():
                 waiting.set_exception(ServiceUnavailable("the reward process ended", code="reward_process_ended"))
+                waiting.exception()  # seen, also where nobody waits any more
 
 
 class RemoteReward(BatchedReward):
@@ -205,6 +216,8 @@ class RemoteReward(BatchedReward):
 
     def fetch_references(self, rows: Iterable[int]) -> None:
         """As `SalesReward.fetch_references`."""
+        if self._stopped is not None:
+            return
         task = asyncio.ensure_future(self._child().tell("references", list(rows)))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
@@ -230,6 +243,7 @@ class RemoteReward(BatchedReward):
             batch.cancel()
         await self._child().aclose()
         self._children.pop()
+        self._loop = None
 
     def _child(self) -> _Child:
         self._loop = asyncio.get_running_loop()
@@ -237,7 +251,10 @@ class RemoteReward(BatchedReward):
 
     async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
         child = self._child()
-        number, answer = await child.asked("score", index, completion, stages.track)
+        try:
+            number, answer = await child.asked("score", index, completion, stages.track)
+        except ServiceError as error:  # it did not start
+            return missing(Outcome.INFRA, error.code, stages.seconds)
         self._asked[number] = stages
         try:
             reward, spans, judged = await asyncio.shield(answer)

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ class VectorStoreRag:
     ) -> None:
         snapshot = _examine(_folder(path), embedding_model)
         self._embedder = Embedder(embedding_base_url, embedding_model, api_key=api_key, dimension=snapshot.dimension)
-        self._tables: PerLoop[_OpenTable] = PerLoop(lambda: _OpenTable(snapshot))
+        self._tables: PerLoop[_OpenTable] = PerLoop(partial(_OpenTable, snapshot))
         self._max_text_chars = max_text_chars
         self.transports = {"rag_8b": transport_8b, "rag_32b": transport_32b}
         self.identity = f"{snapshot.identity}, {self._embedder.identity}, {max_text_chars} characters"

@@ -33,29 +33,33 @@ class Worker:
     def __init__(self, chain: SalesReward, channel: Channel) -> None:
         self._chain = chain
         self._channel = channel
-        self._tasks: dict[int, asyncio.Task[Reward]] = {}
-        self._stages: dict[int, Stages] = {}
+        self._in_hand_by: dict[int, tuple[asyncio.Task[Reward], Stages, Extent]] = {}
 
     async def run(self, messages: Any) -> None:
         """Answer until the parent is gone."""
         others: set[asyncio.Task[None]] = set()
         async for kind, number, *what in messages:
             if kind == "cancel":
-                if (task := self._tasks.get(what[0])) is not None:
-                    task.cancel()
+                if (in_hand := self._in_hand_by.get(what[0])) is not None:
+                    in_hand[0].cancel()
                 continue
+            if kind == "score":  # at once: a message behind it may cancel it
+                self._start(number, *what)
             answering = asyncio.ensure_future(getattr(self, f"_{kind}")(number, *what))
             others.add(answering)
             answering.add_done_callback(others.discard)
         await self._chain.aclose()
 
-    async def _score(self, number: int, index: int, completion: str, track: str) -> None:
+    def _start(self, number: int, index: int, completion: str, track: str) -> None:
         stages, judging = Stages(track), Extent()
         with deadline(self._chain.deadline_s):
             task = asyncio.ensure_future(self._chain._score(index, completion, stages, judging))
-        self._tasks[number], self._stages[number] = task, stages
+        self._in_hand_by[number] = (task, stages, judging)
+
+    async def _score(self, number: int, *_: Any) -> None:
+        task, stages, judging = self._in_hand_by[number]
         await asyncio.wait([task])
-        del self._tasks[number], self._stages[number]
+        del self._in_hand_by[number]
         self._channel.send(number, (self._chain._result(task), stages.spans, judging))
 
     async def _references(self, number: None, rows: list[int]) -> None:
@@ -68,7 +72,7 @@ class Worker:
         self._channel.send(number, self._chain.take_report())
 
     async def _in_hand(self, number: int) -> None:
-        told = [(each, stages.under_way, stages.so_far()) for each, stages in self._stages.items()]
+        told = [(each, stages.under_way, stages.so_far()) for each, (_, stages, _) in self._in_hand_by.items()]
         self._channel.send(number, told)
 
     async def _warm_up(self, number: int) -> None:

@@ -12,10 +12,13 @@ import textwrap
 import pytest
 import trl.trainer.grpo_trainer as grpo_trainer
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from transformers import Trainer
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
+from vllm import LLM
+from vllm.entrypoints.offline_utils import OfflineInferenceMixin
 
 
 def source_hash(function):
@@ -73,6 +76,20 @@ PINS = {
     (Trainer, "_maybe_log_save_evaluate"): "c3945a2525b7",
     # on_pre_optimizer_step comes after clipping and before optimizer.step
     (Trainer, "_run_epoch"): "de4852a9dfd7",
+    # Pipeline.next_update and epoch_begins: the next epoch's iterator is made while this one's is in use, and an
+    # epoch's order and draws are taken when its first batch is asked for
+    (DataLoaderShard, "__iter__"): "f6a0dc946182",
+    # SalesVLLMGeneration.streamed: one `LLM.generate` for all of a batch's prompts, in their order, under tensor
+    # parallelism those of all ranks of a group, one after another
+    (VLLMGeneration, "generate"): "bfb7d69cfa94",
+    # ... which adds a request for each prompt, in order, through `llm_engine.add_request`, each with an id of its own
+    (LLM, "generate"): "a487fe76dc2f",
+    (OfflineInferenceMixin, "_run_completion"): "5f0d68ef3f37",
+    (OfflineInferenceMixin, "_add_completion_requests"): "7606400c1ba4",
+    (OfflineInferenceMixin, "_render_and_add_requests"): "bfb35dce6df8",
+    (OfflineInferenceMixin, "_add_request"): "3547a8ba7bd5",
+    # ... and then calls `llm_engine.step` until none is left; outputs are in the order of those ids
+    (OfflineInferenceMixin, "_run_engine"): "261f59f51fbd",
 }
 
 
@@ -98,3 +115,25 @@ def test_the_setting_beta_is_read_only_while_the_trainer_is_built():
 def test_the_trainer_builds_its_generation_from_a_module_global():
     assert "VLLMGeneration(" in inspect.getsource(GRPOTrainer.__init__)
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
+
+
+def test_nothing_of_an_epoch_happens_before_its_first_batch_is_asked_for():
+    """The pipeline makes the next epoch's iterator early: neither a sampler nor a generator may be touched by that."""
+    pulled = []
+
+    class Watched(list):
+        def __getitem__(self, index):
+            pulled.append(index)
+            return super().__getitem__(index)
+
+    epoch = iter(DataLoaderShard(Watched(range(3)), rng_types=None))
+    assert pulled == []
+    next(epoch)
+    assert pulled[0] == 0
+
+
+def test_vllm_adds_and_steps_by_names_that_can_be_replaced_on_the_engine():
+    assert "self.llm_engine.add_request(" in inspect.getsource(OfflineInferenceMixin._add_request)
+    assert "self.llm_engine.step()" in inspect.getsource(OfflineInferenceMixin._run_engine)
+    assert LLM._run_engine is OfflineInferenceMixin._run_engine
+    assert LLM._add_request is OfflineInferenceMixin._add_request

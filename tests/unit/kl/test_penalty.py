@@ -138,6 +138,7 @@ def test_a_token_that_a_tool_wrote_has_neither_penalty_nor_measurement():
     assert (term != 0).tolist() == [[True, False, True, False], [False] * 4]
     assert (gradient != 0).tolist() == [[True, False, True, False], [False] * 4]
     assert penalty.sums()[:, SUMS.index("tokens")].tolist() == [2, 0]
+    assert (penalty.sums() + penalty.sums()).is_contiguous()  # over micro-batches; NCCL reduces no other
 
 
 POLICY = [[-1.0, -2.0, -3.0, 9.0], [-1.0, -5.0, 9.0, 9.0]]

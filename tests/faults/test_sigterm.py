@@ -1,0 +1,133 @@
+"""A scheduler ends a run with SIGTERM while its rewards hang."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from support.keyed import make_tiny_policy
+from support.loopback import Services
+from support.run_until_stopped import PROMPTS, STEPS
+
+from salesrl_trl.train import EXIT_STOPPED
+
+RUNNER = Path(__file__).parents[1] / "support/run_until_stopped.py"
+ROOT = Path(__file__).parents[2]
+COMPLETIONS = 4
+"""Of a step."""
+SCORED_STEPS = 4
+WARM_UP = 1
+"""Judge calls before the first step."""
+HANGS_S = 60.0
+ENDS_WITHIN_S = 30.0
+
+
+class Hanging(Services):
+    """Services whose judge hangs from the first completion of a step on, until it is let go."""
+
+    def __init__(self, server):
+        super().__init__(server)
+        for path in ("/healthz", "/v1/models"):
+            server.expect_request(path).respond_with_data("{}")
+        self.let_go = threading.Event()
+        self.hanging = 0
+        self._numbers = itertools.count(-WARM_UP)
+
+    def _respond(self, name, request):
+        if name == "judge" and next(self._numbers) >= SCORED_STEPS * COMPLETIONS and not self.let_go.is_set():
+            self.hanging += 1
+            self.let_go.wait(HANGS_S)
+        return super()._respond(name, request)
+
+
+@pytest.fixture
+def services(httpserver):
+    services = Hanging(httpserver)
+    yield services
+    services.let_go.set()
+
+
+@contextmanager
+def started(settings):
+    """The runner, in a process group of its own, as a scheduler has it."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    process = subprocess.Popen(
+        [sys.executable, str(RUNNER), *(part for name, value in settings.items() for part in (f"--{name}", value))],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def trained(out):
+    """Each micro-batch: optimizer steps done before it, and its prompts."""
+    return [json.loads(line) for line in (out / "trained.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("reward_process", ["false", "true"])
+def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_with(
+    tmp_path, services, reward_process
+):
+    first, second = tmp_path / "first", tmp_path / "second"
+    settings = {
+        "model_name_or_path": str(make_tiny_policy(tmp_path / "policy")),
+        "rag_base_url": services.url,
+        "judge_base_url": f"{services.url}/v1",
+        "reference_cache": str(tmp_path / "references.sqlite"),
+        "reward_process": reward_process,
+    }
+    with started({**settings, "output_dir": str(first)}) as process:
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if f"[Step {SCORED_STEPS}/{STEPS}]" in line:
+                break
+        assert process.poll() is None, "".join(said)
+        while services.hanging < COMPLETIONS:  # which the next step waits for
+            assert process.poll() is None
+            time.sleep(0.02)
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert len(below) == (reward_process == "true")
+        asked = time.monotonic()
+        os.killpg(process.pid, signal.SIGTERM)
+        said.append(process.communicate(timeout=ENDS_WITHIN_S)[1])
+        print(f"ended {time.monotonic() - asked:.1f} s after SIGTERM")
+    told = "".join(said)
+    done = SCORED_STEPS + 1  # with the one under way, which is without an update
+    assert process.returncode == EXIT_STOPPED, told
+    assert f"RunStopped: stopped by SIGTERM after {done} steps" in told
+    assert "Traceback" not in told, told
+    psutil.wait_procs(below, timeout=ENDS_WITHIN_S)
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below)
+    checkpoint = first / f"checkpoint-{done}"
+    assert (checkpoint / "model.safetensors").is_file()
+    assert services.hanging > COMPLETIONS  # rollouts were in flight that nobody trained on
+
+    services.let_go.set()
+    with started({**settings, "output_dir": str(second), "resume_from_checkpoint": str(checkpoint)}) as process:
+        told = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, told
+    assert "skipping an update" not in told
+    steps = [batch["done"] for out in (first, second) for batch in trained(out)]
+    assert steps == list(range(STEPS))
+    prompts = Counter(prompt for out in (first, second) for batch in trained(out) for prompt in batch["prompts"])
+    assert len(prompts) == PROMPTS
+    assert set(prompts.values()) == {COMPLETIONS * STEPS // PROMPTS}

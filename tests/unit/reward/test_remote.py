@@ -1,0 +1,667 @@
+"""The reward chain in a child process, over real HTTP: all that it tells is what the chain itself tells, and a child
+that ends, however it does, costs what it had in hand and nothing else."""
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, row
+
+from salesrl_trl import assembly
+from salesrl_trl.config import DEFAULT_BRANCHES, RewardConfig
+from salesrl_trl.data.sources import load_rows
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.types import Outcome
+
+PATIENCE_S = 30.0
+"""Until a test that waits in vain fails."""
+LONG_S = 600.0
+"""A deadline that nobody reaches."""
+SECRETS = (b"rag-secret", b"judge-secret")
+NO_HEDGES = {"hedge_fraction": 0.0}
+PARENT = """
+import asyncio, sys
+from salesrl_trl.reward.remote import RemoteReward
+from support.loopback import ACTION, build_reward, row
+
+async def main():
+    reward = RemoteReward(build_reward(sys.argv[1], [row()]))
+    await reward.warm_up()
+    (child,) = reward._children._made.values()
+    print(child._process.pid, flush=True)
+    await reward(prompts=[None], completions=[ACTION], row=[0])
+
+asyncio.run(main())
+"""
+
+
+class Hanging(Services):
+    """Services of which those in `hangs` answer when they are let go."""
+
+    def __init__(self, server):
+        super().__init__(server)
+        self.hangs = set()
+        self.let_go = threading.Event()
+
+    def _respond(self, name, request):
+        response = super()._respond(name, request)
+        if name in self.hangs:
+            self.let_go.wait(PATIENCE_S)
+        return response
+
+
+@pytest.fixture
+def services(httpserver):
+    httpserver.expect_request("/healthz").respond_with_data("")
+    httpserver.expect_request("/v1/models").respond_with_data("{}")
+    services = Hanging(httpserver)
+    yield services
+    services.let_go.set()
+
+
+@pytest.fixture
+def loop():
+    """An event loop in a thread of its own, as a trainer has it; what it complains about is an error."""
+    told = []
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: told.append(context["message"]))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    gc.collect()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(PATIENCE_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    assert told == []
+
+
+@pytest.fixture
+def go(loop):
+    """Run a coroutine on that loop; `go.soon` returns its future."""
+
+    def soon(coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+    def now(coroutine):
+        return soon(coroutine).result(PATIENCE_S)
+
+    now.soon = soon
+    return now
+
+
+@pytest.fixture
+def remote(services, go):
+    """A chain in a child: `remote(rows, **settings of build_reward)`."""
+    built = []
+
+    def build(rows=None, chain=None, **settings):
+        built.append(RemoteReward(chain or build_reward(services.url, rows or [row()], **settings)))
+        return built[-1]
+
+    yield build
+    services.let_go.set()
+    for reward in built:
+        go(reward.aclose())
+
+
+def score(reward, completions, indices=None):
+    rows = [0] * len(completions) if indices is None else indices
+    return reward(prompts=[None] * len(completions), completions=completions, row=rows)
+
+
+def process_of(reward):
+    """The child that was started last."""
+    (child,) = reward._children._made.values()
+    return child._process
+
+
+def until(condition):
+    """Wait for something that another thread or process does."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_gone(pid):
+    """Whether a process has ended, reaped or not."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def own_words(caplog):
+    """What the package has logged."""
+    return [each.getMessage() for each in caplog.records if each.name.startswith("salesrl_trl")]
+
+
+def reasons(reward):
+    return [each.reason for each in reward.last]
+
+
+# The same as in this process
+
+
+def answers_by_query(request):
+    """An 8B endpoint to which each query is another case."""
+    query = request.json["rewritten_query"]
+    if query == "refused":
+        return 400, {}
+    if query == "down":
+        return 500, {}
+    if query == "hollow":
+        return 200, {**ANSWER, "answer": ":", "passages": []}
+    return 200, {**ANSWER, "answer": f"About {query}."}
+
+
+def judge_by_answer(request):
+    """A judge to which each answer is another case."""
+    words = request.json["messages"][1]["content"]
+    if "About unjudgeable." in words:
+        return 200, chat_completion("I can't judge this.")
+    if "About overlooked." in words:
+        return 500, {}
+    usage = {"prompt_tokens": 70, "completion_tokens": 7, "total_tokens": 77}
+    verdict = {**VERDICT, "candidate": len(words) % 100 / 100}
+    return 200, {**chat_completion(json.dumps(verdict)), "usage": usage}
+
+
+QUERIES = ("price", "refused", "schedule", "down", "hollow", "unjudgeable", "overlooked", "a longer question", "price")
+MIXED = [*(action(query=query) for query in QUERIES), "hello", [{"role": "assistant", "content": ACTION}]]
+ROWS_OF_MIXED = [0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
+
+
+def told_by(report):
+    """What a report says that is no time."""
+    spans = sorted((span.track, span.name, span.failed) for span in report.spans)
+    records = sorted((record.score, record.chars) for record in report.records)
+    return spans, records, dict(report.usage), {n: dict(t) for n, t in report.traffic.items()}, dict(report.cache_hits)
+
+
+def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, remote, go):
+    services.functions |= {"8b": answers_by_query, "judge": judge_by_answer}
+    rows = [row("r1", message_id="m1"), row("r2", "hallucination", message_id="m2")]
+    weights = {"fairness": {"judge": 0.5, "margin": 0.25, "retrieval": 0.25}}
+    settings = {"limits": NO_HEDGES, "weights": weights}
+    here, there = build_reward(services.url, rows, **settings), remote(rows, **settings)
+    assert there.__name__ == here.__name__
+    assert there.component_names == here.component_names
+    assert there.service_names == here.service_names
+    assert there.provider_names == here.provider_names
+    assert [there.branch_of(index) for index in range(2)] == ["fairness", "hallucination"]
+    outcomes = set()
+    for completions, indices in ((MIXED, ROWS_OF_MIXED), ([action(query="another"), MIXED[0], "x"], [0, 0, 1])):
+        values = [go(score(each, completions, indices)) for each in (here, there)]
+        assert values[0] == values[1]
+        for one, other in zip(here.last, there.last, strict=True):
+            assert set(one.seconds) == set(other.seconds)
+            assert all(0.0 <= seconds < PATIENCE_S for seconds in other.seconds.values())
+            for name in ("outcome", "value", "reason", "components", "reference_value"):
+                assert getattr(one, name) == getattr(other, name), name
+        one, other = here.take_report(), there.take_report()
+        assert told_by(one) == told_by(other)
+        ((began, ended),) = other.waits
+        assert began <= ended
+        for span in other.spans:  # by one clock, in both processes
+            assert other.started <= span.started <= span.ended <= other.started + other.seconds
+        assert 0.0 < other.judge_seconds <= other.seconds
+        outcomes |= {each.outcome for each in there.last}
+    assert outcomes == set(Outcome)
+    go(here.aclose())
+
+
+def test_what_a_report_tells_is_told_once(services, remote, go):
+    services.functions["judge"] = judge_by_answer
+    reward = remote(limits=NO_HEDGES)
+    go(score(reward, [ACTION, ACTION, action(query="another"), "hello"]))
+    first, second = reward.take_report(), reward.take_report()
+    assert (first.traffic["rag_8b"]["calls"], first.traffic["rag_32b"]["calls"]) == (2, 1)
+    assert first.traffic["judge"]["calls"] == len(first.records) == first.usage["judge"].verdicts == 2
+    assert first.usage["judge"].prompt_tokens == 140
+    assert first.cache_hits == {"answers": 2, "references": 2}
+    assert len(first.spans) == 3 * 4 + 1
+    assert len(first.waits) == 1
+    assert set(second.traffic) == set(first.traffic)
+    assert all(not count for each in second.traffic.values() for name, count in each.items() if name != "slots")
+    assert second.usage["judge"].verdicts == 0
+    assert second.cache_hits == {"answers": 0, "references": 0}
+    assert [*second.records, *second.spans, *second.waits] == []
+    assert second.seconds == 0.0
+
+
+def test_a_report_before_anything_was_asked_names_every_service(remote):
+    report = remote().take_report()
+    assert set(report.traffic) == {"rag_8b", "rag_32b", "judge"}
+    assert report.seconds == 0.0
+
+
+def test_the_warm_up_asks_every_service_once_and_is_not_part_of_a_report(services, remote, go):
+    reward = remote()
+    told = go(reward.warm_up())
+    assert set(told) == {"rag_8b", "rag_32b", "judge"}
+    assert all(0 < seconds < PATIENCE_S for seconds in told.values())
+    assert reward.unusable(told) == []
+    assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
+    assert reward.take_report().traffic["rag_8b"]["calls"] == 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "unusable"), [("8b", ["rag_8b_http_500"]), ("32b", []), ("judge", ["judge_http_500"])]
+)
+def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(services, remote, go, broken, unusable):
+    services.set(broken, {}, status=500)
+    reward = remote()
+    told = go(reward.warm_up())
+    assert [error.code for error in reward.unusable(told)] == unusable
+
+
+def test_references_that_are_fetched_ahead_are_asked_once_and_are_no_saved_call(services, remote, go, loop):
+    reward = remote([row("r1", message_id="m1"), row("r2", message_id="m2")])
+    loop.call_soon_threadsafe(reward.fetch_references, [0, 0, 1])
+    until(lambda: services.calls["32b"] == 2)
+    go(score(reward, [action(query=f"q{index}") for index in range(4)], [0, 0, 0, 1]))
+    assert services.calls == {"32b": 2, "8b": 4, "judge": 4}
+    assert reward.take_report().cache_hits == {"answers": 0, "references": 2}  # the second and the third of row 0
+
+
+def test_many_completions_at_once_get_each_their_own_reward(services, remote, go):
+    services.judge_by(lambda system, user: {**VERDICT, "candidate": int(user.split("number ")[1][:3]) / 1000})
+    reward = remote(limits={**NO_HEDGES, "initial_concurrency": 64, "max_concurrency": 64})
+    values = go(score(reward, [action(query=f"number {place:03}") for place in range(64)]))
+    assert values == [place / 1000 for place in range(64)]
+
+
+# Time, and what is told while it passes
+
+
+def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_further_with_it(services, remote, go):
+    services.hangs.add("8b")
+    reward = remote(deadline_s=LONG_S, timeout_s=LONG_S)  # the child alone would go on
+    services.let_go.set()
+    go(reward.warm_up())
+    services.let_go.clear()
+    services.asked["judge"].clear()
+    reward.deadline_s = 2.0
+    go(score(reward, [ACTION, "hello"]))
+    assert reasons(reward) == ["deadline", "not_json"]
+    assert reward.last[0].outcome is Outcome.INFRA
+    assert 1.5 < reward.last[0].seconds["rag_8b"] < PATIENCE_S
+    told = {(span.track, span.name): span.failed for span in reward.take_report().spans}
+    assert told == {
+        ("reward 0", "parse"): False,
+        ("reward 0", "rag_8b"): True,
+        ("reward 0 reference", "rag_32b"): False,
+        ("reward 1", "parse"): False,
+    }
+    services.let_go.set()
+    reward.deadline_s = PATIENCE_S
+    go(score(reward, [action(query="another")]))  # by now the 8B endpoint has answered the first one too
+    assert reasons(reward) == [""]
+    assert len(services.asked["8b"]) == 3
+    assert services.calls["judge"] == 1  # of the other one
+
+
+def test_a_person_who_waits_is_told_what_is_out_and_so_are_spans(services, remote, go):
+    reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    assert reward.status() == "none is being scored"
+    assert reward.unreported_spans() == []
+    services.hangs.add("judge")
+    scoring = go.soon(score(reward, [action(query="a"), "hello", action(query="b")]))
+    until(lambda: reward.status() == "of 3 completions 2 in judge")
+    told = {(span.track, span.name): span.failed for span in reward.unreported_spans()}
+    assert told == {
+        **{(f"reward {place}", "parse"): False for place in range(3)},
+        **{(f"reward {place}", "rag_8b"): False for place in (0, 2)},
+        **{(f"reward {place} reference", "rag_32b"): False for place in (0, 2)},
+        **{(f"reward {place}", "judge"): True for place in (0, 2)},
+    }
+    services.let_go.set()
+    scoring.result(PATIENCE_S)
+    assert reward.status() == "this rank's are scored, another's may be out"
+    assert [span.failed for span in reward.unreported_spans()] == [False] * 9
+    reward.take_report()
+    assert reward.status() == "none is being scored"
+    assert reward.unreported_spans() == []
+
+
+def test_a_person_is_told_of_the_oldest_batch_alone(services, remote, go, loop):
+    reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    services.hangs |= {"8b", "32b"}
+    older, newer = reward.begin([0]), reward.begin([0, 0])
+    loop.call_soon_threadsafe(newer.start, 0, ACTION)
+    until(lambda: services.calls["8b"])
+    assert reward.status() == "none is being scored yet; 1 more batches in flight"
+    loop.call_soon_threadsafe(older.start, 0, action(query="another"))
+    until(lambda: reward.status() == "of 1 completions 1 in rag_8b, 1 in rag_32b; 1 more batches in flight")
+
+
+# Giving up
+
+
+def test_a_cut_off_settles_what_is_out_and_all_that_comes(services, remote, go, loop):
+    reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    services.hangs.add("8b")
+    scoring = go.soon(score(reward, [ACTION, "hello"]))
+    until(lambda: services.calls["8b"])
+    loop.call_soon_threadsafe(reward.cut_off, "stopped")
+    assert scoring.result(PATIENCE_S) == [None, -0.25]
+    assert reasons(reward) == ["stopped", "not_json"]
+    until(lambda: reward._question("in_hand") == [])
+    services.let_go.set()
+    assert go(score(reward, [action(query="another"), "hello"])) == [None, None]
+    assert reasons(reward) == ["stopped", "stopped"]
+    assert reward.status() == "this rank's are scored, another's may be out; 1 more batches in flight"
+    assert (services.calls["8b"], services.calls["judge"]) == (1, 0)
+
+
+def test_after_a_cut_off_no_reference_is_fetched_ahead(services, remote, go, loop):
+    reward = remote()
+    loop.call_soon_threadsafe(reward.cut_off, "stopped")
+    loop.call_soon_threadsafe(reward.fetch_references, [0])
+    go(reward.warm_up())  # which asks once, and after what came before
+    assert services.calls["32b"] == 1
+
+
+def test_another_text_at_a_place_takes_the_first_one_out_of_the_childs_hands(services, remote, go, loop):
+    reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    services.hangs.add("judge")
+    batch = reward.begin([0])
+    loop.call_soon_threadsafe(batch.start, 0, action(query="as it was streamed"))
+    until(lambda: services.calls["judge"])
+    reward.expect(batch)
+    scoring = go.soon(score(reward, ["hello"]))
+    assert scoring.result(PATIENCE_S) == [-0.25]
+    until(lambda: reward._question("in_hand") == [])
+    assert [span.name for span in reward.take_report().spans] == ["parse"]
+
+
+def test_what_is_given_up_before_the_child_has_come_to_it_is_not_asked_for(services, remote, go, loop):
+    reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    assert reward.take_report().traffic["rag_8b"]["calls"] == 0
+    go(score(reward, ["hello"]))
+    process_of(reward).send_signal(signal.SIGSTOP)  # as one that is busy, or is being started
+    batch = reward.begin([0])
+    loop.call_soon_threadsafe(batch.start, 0, ACTION)
+    until(lambda: reward._asked)
+    loop.call_soon_threadsafe(batch.cancel)
+    until(lambda: not reward._asked)
+    process_of(reward).send_signal(signal.SIGCONT)
+    until(lambda: reward._question("in_hand") == [])
+    assert services.calls["8b"] == 0
+
+
+# The child's life
+
+
+def test_what_a_killed_child_had_in_hand_is_missing_and_the_next_batch_has_a_new_one(services, remote, go, caplog):
+    reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    services.hangs.add("judge")
+    scoring = go.soon(score(reward, ["hello", action(query="a"), action(query="b")]))
+    until(lambda: services.calls["judge"] == 2)
+    killed = process_of(reward)
+    killed.kill()
+    assert scoring.result(PATIENCE_S) == [-0.25, None, None]
+    assert reasons(reward) == ["not_json", "reward_process_ended", "reward_process_ended"]
+    assert [each.outcome for each in reward.last[1:]] == [Outcome.INFRA] * 2
+    services.let_go.set()
+    assert reward.take_report().traffic.keys() == {"rag_8b", "rag_32b", "judge"}
+    assert go(score(reward, [action(query="c"), "hello"])) == [0.75, -0.25]
+    assert process_of(reward).pid != killed.pid
+    assert process_of(reward).poll() is None
+    assert reward.take_report().traffic["judge"]["calls"] == 1
+    assert own_words(caplog) == ["the reward process ended with code -9; 2 calls are lost, the next starts anew"]
+
+
+def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(services, remote, go):
+    """Nor is anything complained about when it ends in the end: see the fixture of the loop."""
+    reward = remote(deadline_s=LONG_S)
+    go(reward.warm_up())
+    reward.deadline_s = 0.5
+    process_of(reward).send_signal(signal.SIGSTOP)
+    go(score(reward, [ACTION]))
+    assert reasons(reward) == ["deadline"]
+    process_of(reward).kill()
+    until(lambda: process_of(reward).poll() is not None)
+    reward.deadline_s = PATIENCE_S
+    assert go(score(reward, [ACTION])) == [0.75]
+
+
+def test_closing_ends_the_child_and_may_be_repeated(services, remote, go, caplog):
+    reward = remote()
+    go(score(reward, [ACTION]))
+    child = process_of(reward)
+    assert child.poll() is None
+    go(reward.aclose())
+    assert child.poll() == 0
+    go(reward.aclose())
+    assert own_words(caplog) == []
+
+
+def test_closing_what_was_never_used_starts_no_child(remote, go):
+    reward = remote()
+    go(reward.aclose())
+    assert len(reward._children._made) == 0
+
+
+def test_closing_while_calls_are_out_ends_the_child_without_a_complaint(services, remote, go, loop, caplog):
+    reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    services.hangs |= {"8b", "32b"}
+    batch = reward.begin([0, 0])
+    for place in range(2):
+        loop.call_soon_threadsafe(batch.start, place, action(query=f"q{place}"))
+    until(lambda: services.calls["8b"] == 2)
+    child = process_of(reward)
+    go(reward.aclose())
+    assert child.poll() == 0
+    assert own_words(caplog) == []
+
+
+def test_closing_ends_a_child_that_does_not_answer_too(remote, go, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.reward.remote.ANSWER_S", 0.5)
+    reward = remote()
+    go(score(reward, ["hello"]))
+    child = process_of(reward)
+    child.send_signal(signal.SIGSTOP)
+    go(reward.aclose())
+    try:
+        until(lambda: child.poll() is not None)
+    finally:
+        child.kill()
+
+
+def test_a_report_after_closing_starts_no_child(remote, go):
+    reward = remote()
+    go(score(reward, ["hello"]))
+    go(reward.aclose())
+    assert reward.take_report().seconds > 0
+    assert reward.status() == "none is being scored"
+    assert len(reward._children._made) == 0
+
+
+def test_a_child_that_could_not_be_started_is_tried_again(remote, go, monkeypatch):
+    reward = remote()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        assert go(score(reward, ["hello"])) == [None]
+    assert go(score(reward, ["hello"])) == [-0.25]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_is_the_parents_to_answer(services, remote, go, sent):
+    """A terminal's Ctrl-C and a scheduler's SIGTERM reach the child too: rewards of the last step are still wanted."""
+    reward = remote()
+    go(reward.warm_up())
+    child = process_of(reward)
+    child.send_signal(sent)
+    assert go(score(reward, [ACTION])) == [0.75]
+    assert process_of(reward) is child
+    assert child.poll() is None
+
+
+def test_the_child_ends_when_its_parent_is_killed(services):
+    services.hangs.add("judge")
+    paths = os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-c", PARENT, services.url]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True) as it:
+        try:
+            services.let_go.set()  # for the warm-up
+            pid = int(it.stdout.readline())
+            services.let_go.clear()
+            until(lambda: services.calls["judge"] == 2 or it.poll() is not None)
+            assert it.poll() is None
+            assert not is_gone(pid)
+        finally:
+            it.kill()
+    until(lambda: is_gone(pid))
+
+
+# What is sent, and what is not
+
+
+def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(services, remote, go):
+    reward = remote()
+    go(score(reward, [ACTION]))
+    assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
+    assert services.asked["judge"][0].headers["Authorization"] == "Bearer judge-secret"
+    child = Path(f"/proc/{process_of(reward).pid}")
+    command, environment = (child / "cmdline").read_bytes(), (child / "environ").read_bytes()
+    assert b"salesrl_trl.reward.worker" in command
+    for secret in SECRETS:
+        assert secret not in command + environment
+    ours = subprocess.run(["env", "-0"], capture_output=True, check=True).stdout  # as any child of ours has it
+    assert set(environment.split(b"\0")) <= set(ours.split(b"\0"))
+
+
+def test_the_child_does_without_torch(remote, go):
+    reward = remote()
+    go(score(reward, [ACTION]))
+    maps = Path(f"/proc/{process_of(reward).pid}/maps").read_text()
+    assert "python" in maps
+    assert "libtorch" not in maps
+
+
+def test_a_chain_that_can_not_be_sent_is_refused_with_what_to_do(services):
+    chain = build_reward(services.url, [row()])
+    chain.hook = lambda: None
+    with pytest.raises(ConfigError, match="can't be sent to a process of its own") as caught:
+        RemoteReward(chain)
+    assert "`reward_process: false`" in str(caught.value)
+    assert not any(secret.decode() in str(caught.value) for secret in SECRETS)
+
+
+def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(services, remote, go, tmp_path):
+    providers = [
+        {"name": name, "base_url": f"{services.url}/v1", "model": name, "max_concurrency": 3}
+        for name in ("first", "second")
+    ]
+    config = RewardConfig(
+        rag_base_url=services.url,
+        judge_providers=providers,
+        reference_cache=str(tmp_path / "references.sqlite"),
+        branch_reward_weights={"fairness": {"judge": 0.5, "margin": 0.5}},
+    )
+    rows = load_rows("demo", "train", list(DEFAULT_BRANCHES), None)
+    parts = assembly.prepare_reward(config, list(DEFAULT_BRANCHES))
+    chain = assembly.build_reward(config, parts, rows, services.url, "", output_dir=tmp_path / "run")
+    reward = remote(chain=chain)
+    assert go(score(reward, [ACTION, "hello"], [len(rows) - 1, 0])) == [0.75, 0.0]
+    assert set(reward.take_report().traffic) == {"rag_8b", "rag_32b", "judge_first", "judge_second"}
+    go(reward.aclose())
+    assert (tmp_path / "run/answers.rank0.sqlite").is_file()
+    assert (tmp_path / "references.sqlite").is_file()
+
+
+def test_a_chain_over_a_vector_store_scores_in_a_child(services, httpserver, remote, go, tmp_path):
+    pytest.importorskip("lancedb")
+    from salesrl_trl.reward.vector_store import StoredDocument, write_table
+
+    documents = [StoredDocument(id="d1", text="It costs 5980 yuan."), StoredDocument(id="d2", text="Mondays.")]
+    asyncio.run(write_table(tmp_path / "store", documents, np.eye(2, 8, dtype=np.float32), model="embedder"))
+    embedded = {"data": [{"index": 0, "embedding": [1.0] + [0.0] * 7}], "model": "embedder", "object": "list"}
+    httpserver.expect_request("/v1/embeddings", method="POST").respond_with_json(embedded)
+    config = RewardConfig(
+        vector_store_path=str(tmp_path / "store"),
+        embedding_base_url=f"{services.url}/v1",
+        embedding_model="embedder",
+        judge_base_url=f"{services.url}/v1",
+        reference_cache="",
+    )
+    parts = assembly.prepare_reward(config, list(DEFAULT_BRANCHES))
+    chain = assembly.build_reward(config, parts, [row()], "", config.judge_base_url, output_dir=tmp_path / "run")
+    reward = remote(chain=chain)
+    assert go(score(reward, [ACTION])) == [0.75]
+    assert "It costs 5980 yuan." in services.asked["judge"][0].json["messages"][1]["content"]
+
+
+def test_what_is_sent_keeps_its_parts_together(services):
+    """What a transport counts and what its flights count is one and the same, also in the child."""
+    chain = pickle.loads(pickle.dumps(build_reward(services.url, [row()])))
+    for transport in chain._transports().values():
+        limit, *_, traffic = transport._flights._make.args
+        assert limit is transport._limit
+        assert traffic is transport._traffic
+
+
+# Where a run places it
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_cpu", "placed_in_a_child"),
+    [
+        (None, True, False),
+        (None, False, True),
+        (True, True, True),
+        (True, False, True),
+        (False, True, False),
+        (False, False, False),
+    ],
+)
+def test_a_run_has_its_chain_in_a_child_where_that_is_wanted(services, caplog, setting, on_cpu, placed_in_a_child):
+    from salesrl_trl.train import _placed
+
+    chain = build_reward(services.url, [row()])
+    placed = _placed(chain, setting, on_cpu)
+    if placed_in_a_child:
+        assert isinstance(placed, RemoteReward)
+        assert placed.deadline_s == chain.deadline_s
+    else:
+        assert placed is chain
+    assert own_words(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_cpu", "warns"), [(None, False, True), (None, True, False), (False, False, False)]
+)
+def test_a_chain_that_can_not_be_sent_stays_where_nobody_asked_for_a_child(services, caplog, setting, on_cpu, warns):
+    from salesrl_trl.train import _placed
+
+    chain = build_reward(services.url, [row()])
+    chain.hook = lambda: None
+    with caplog.at_level(logging.WARNING):
+        assert _placed(chain, setting, on_cpu) is chain
+    assert ("rewards stay in the trainer's process" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_chain_that_can_not_be_sent_is_an_error_where_a_child_was_asked_for(services, on_cpu):
+    from salesrl_trl.train import _placed
+
+    chain = build_reward(services.url, [row()])
+    chain.hook = lambda: None
+    with pytest.raises(ConfigError, match="`reward_process: false`"):
+        _placed(chain, True, on_cpu)

@@ -1,0 +1,216 @@
+"""The bench of slow rewards: its service is as slow whoever asks in whatever order, its figures are what they say, and
+a small run of it has the order of times that all of this is about."""
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import urllib.request
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from salesrl_trl.reward.batch import Extent, RewardBatch
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+GENERATIONS = 8
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_pipeline", SCRIPTS / "bench_pipeline.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))  # it takes a part of another bench
+        spec.loader.exec_module(module)
+    return module
+
+
+# The service
+
+
+def test_a_latency_depends_on_prompt_sample_and_stage_alone(bench):
+    asked = list(itertools.product(range(40), range(GENERATIONS), ("/rag", "/judge")))
+    first = {each: bench.latency_s(*each, 2.0) for each in asked}
+    random.Random(1).shuffle(asked)
+    random.seed(2)  # what else is drawn in the meantime does not matter
+    assert {each: bench.latency_s(*each, 2.0) for each in asked} == first
+    assert len(set(first.values())) == len(asked)
+    assert all(bench.latency_s(*each, 1.0) == pytest.approx(first[each] / 2) for each in asked)
+
+
+def test_latencies_are_log_normal_around_their_median(bench):
+    logs = sorted(math.log(bench.latency_s(row, 0, "/rag", 3.0) / 3.0) for row in range(2000))
+    assert logs[1000] == pytest.approx(0.0, abs=0.05)  # of 2000 draws it is off by 0.01
+    assert sum(abs(each) < bench.SPREAD for each in logs) / 2000 == pytest.approx(0.683, abs=0.05)
+
+
+def test_the_service_deals_each_prompts_samples_out_once_and_scores_them_the_same_in_any_order(bench):
+    def ask(url, path, **body):
+        request = urllib.request.Request(f"{url}{path}", json.dumps({"median_s": 0.0, **body}).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    rows = [row for row in (3, 4) for _ in range(2 * GENERATIONS)]  # twice: an arm after another
+    random.Random(0).shuffle(rows)
+    with bench.service() as url:
+        samples = {row: [] for row in rows}
+        for row in rows:
+            samples[row].append(ask(url, "/rag", row=row)["sample"])
+        for dealt in samples.values():
+            assert dealt == [*range(GENERATIONS), *range(GENERATIONS)]
+        places = [(row, sample) for row in (3, 4) for sample in range(GENERATIONS)]
+        scores = {place: ask(url, "/judge", row=place[0], sample=place[1])["score"] for place in places}
+        for place in reversed(places):
+            assert ask(url, "/judge", row=place[0], sample=place[1])["score"] == scores[place]
+    assert len(set(scores.values())) == len(places)
+
+
+# Its figures
+
+
+def made_between(first, last, *waits):
+    """A batch whose rewards were made then, and waited for in those stretches."""
+    batch = RewardBatch([0], None, None, 1.0)
+    batch.extent, batch.waits = Extent(first, last), list(waits)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("waits", "hidden"),
+    [
+        ([], 1.0),
+        ([(10.0, 20.0)], 0.0),
+        ([(5.0, 30.0)], 0.0),
+        ([(30.0, 31.0)], 1.0),
+        ([(19.0, 25.0)], 0.9),
+        ([(12.0, 13.0), (19.0, 25.0)], 0.8),  # 1 s and 1 s of 10
+    ],
+)
+def test_what_is_hidden_is_the_part_of_the_makespan_that_nobody_waited_for(bench, waits, hidden):
+    assert bench.hidden_share(made_between(10.0, 20.0, *waits)) == pytest.approx(hidden)
+
+
+def test_of_rewards_that_took_no_time_no_share_is_hidden(bench):
+    assert math.isnan(bench.hidden_share(RewardBatch([0], None, None, 1.0)))
+    assert math.isnan(bench.hidden_share(made_between(10.0, 10.0)))
+
+
+ARM = {"step_s_median": 6.0, "step_s_mean": 6.5, "ratio": 1.0, "hidden": 0.0, "reward_failures": 0,
+       "completion_tokens": 15.4, "step_s": [6.0, 6.0, 7.5]}  # fmt: skip
+FIGURES = {
+    "shape": "tiny",
+    "device": "cpu",
+    "latency_s": [1.5, 0.8],
+    "arms": {
+        "stock": ARM,
+        "lookahead_2": {**ARM, "step_s_mean": 3.25, "ratio": 0.5, "hidden": 0.987, "reward_failures": 3},
+    },
+    "floor_s": 2.5,
+    "instruments_share": 0.0012,
+}
+
+
+def test_the_table_has_a_line_for_each_arm_and_one_for_the_floor(bench):
+    title, head, stock, ahead, floor = bench.table(FIGURES).splitlines()
+    assert title == "cpu, tiny, rewards of 1.5 s + 0.8 s"
+    assert stock.split() == ["stock", "6.00", "6.50", "1.000", "0%", "0", "15"]
+    assert ahead.split() == ["lookahead_2", "6.00", "3.25", "0.500", "99%", "3", "15"]
+    assert len({len(line) for line in (head, stock, ahead)}) == 1
+    assert floor.split()[:2] == ["floor", "2.50,"]
+    assert floor.endswith("0.12%")
+
+
+def test_the_table_does_without_a_floor(bench):
+    lines = bench.table({**FIGURES, "floor_s": None, "instruments_share": None}).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["stock", "lookahead_2"]
+
+
+class Made:
+    """In place of the trainers: a block of an arm takes as many seconds as its latencies and its number say."""
+
+    blocks = ()
+
+    def __init__(self, args, url, scratch):
+        Made.blocks = []
+
+    def block(self, arm, latency, steps):
+        self.blocks.append((arm, *latency, steps))
+        seconds = sum(latency) + len(self.blocks)
+        return {"step_s": [seconds, seconds + 1.0], "hidden": [0.25, 0.75], "failures": [1], "lengths": [10.0, 20.0]}
+
+    def instruments_share(self):
+        return 0.001
+
+    def close(self):
+        self.blocks.append("closed")
+
+
+def test_arms_take_turns_and_figures_are_of_all_their_blocks(bench, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "Bench", Made)
+    monkeypatch.setattr(bench, "service", nullcontext)
+    out = tmp_path / "figures.json"
+    arms = ["--arms", "floor", "lookahead_2", "stock", "exact", "--steps", "2"]
+    bench.main(["--device", "cpu", *arms, "--latency", "2", "1", "--latency", "5", "3", "--json", str(out)])
+    turns = ["stock", "exact", "floor", "lookahead_2", "floor", "exact", "stock"]
+    assert set(Made.blocks[:2]) == {("stock", 0.0, 0.0, 1), ("exact", 0.0, 0.0, 1)}  # to warm up
+    assert Made.blocks[2:9] == [(arm, 2.0, 1.0, 2) for arm in turns]
+    assert Made.blocks[9:] == [*((arm, 5.0, 3.0, 2) for arm in turns), "closed"]
+    figures = json.loads(out.read_text())
+    # blocks 3 and 9 are stock's, of 3 s and their number
+    assert figures["arms"]["stock"] == {
+        "step_s_median": 9.5,
+        "step_s_mean": 9.5,
+        "ratio": 1.0,
+        "hidden": 0.5,
+        "reward_failures": 2,
+        "completion_tokens": 15.0,
+        "step_s": [6.0, 7.0, 12.0, 13.0],
+    }
+    assert figures["arms"]["lookahead_2"]["step_s"] == [9.0, 10.0]  # block 6
+    assert figures["arms"]["lookahead_2"]["ratio"] == pytest.approx(9.5 / 9.5)
+    assert set(figures["arms"]) == {"stock", "exact", "lookahead_2"}
+    assert figures["floor_s"] == 9.5  # blocks 5 and 7: 8, 9, 10, 11
+    assert figures["latency_s"] == [2.0, 1.0]
+    assert [other["latency_s"] for other in figures["others"]] == [[5.0, 3.0]]
+    assert capsys.readouterr().out.count("of it in the instruments 0.10%") == 2
+
+
+# For real
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_rewards_that_nobody_waits_for_make_shorter_steps(tmp_path):
+    out = tmp_path / "figures.json"
+    command = [sys.executable, str(SCRIPTS / "bench_pipeline.py"), "--device", "cpu", "--json", str(out)]
+    command += ["--arms", "stock", "exact", "lookahead_2", "floor", "--steps", "1", "--latency", "1.5", "0.8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(out.read_text())
+    assert figures["latency_s"] == [1.5, 0.8]
+    stock, exact, ahead = (figures["arms"][name] for name in ("stock", "exact", "lookahead_2"))
+    # two blocks of one step, and for a lookahead of two a block of two rounds of three
+    assert [len(arm["step_s"]) for arm in (stock, exact, ahead)] == [2, 2, 6]
+    assert [arm["reward_failures"] for arm in (stock, exact, ahead)] == [0, 0, 0]
+    assert ahead["step_s_median"] < exact["step_s_median"] < stock["step_s_median"]
+    assert 0 < figures["floor_s"] < exact["step_s_median"]
+    assert ahead["ratio"] == pytest.approx(ahead["step_s_mean"] / stock["step_s_mean"])
+    assert stock["hidden"] < 0.1
+    assert ahead["hidden"] > 0.5
+    assert "lookahead_2" in done.stdout
+
+
+def test_the_bench_of_chains_reads_its_arguments():
+    command = [sys.executable, str(SCRIPTS / "bench_chains.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("--chains", "--rounds", "--shape", "--json"):
+        assert name in done.stdout
