@@ -141,12 +141,13 @@ class Pipeline:
         """A run begins."""
         trainer = self._trainer
         self.forget()
-        self._updates.restart()
         self._schedule.restart(trainer._step, trainer.state.global_step, trainer._buffered_inputs is not None)
 
     def forget(self) -> None:
         """Give up what is in flight and nobody will train on."""
         trainer = self._trainer
+        self._updates.restart()
+        self._dataloader = ()
         for rollout in self._schedule.restart(0, 0, False):
             trainer.async_loop.call_soon_threadsafe(trainer._reward.forget, rollout.rewards)
 
@@ -203,8 +204,10 @@ class Pipeline:
         rollout = Rollout(inputs=inputs, rewards=rewards, step=trainer.state.global_step)
         if self._references_ahead and not trainer.model.training:
             self._fetch_references(inputs)
+        was_training = trainer.model.training
         with trainer._timeline.phase(perf.GENERATION), self._measured(rollout), self._streamed(rewards):
             rollout.generated = trainer._generate_now([example["prompt"] for example in inputs])
+        trainer.model.train(was_training)  # transformers' continuous batching leaves it in training
         for place, completion in enumerate(rollout.generated[3]):
             self._start(rewards, place, completion_text(completion))
         if self._lookahead and trainer.model.training and not trainer.use_vllm:

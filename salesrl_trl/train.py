@@ -226,8 +226,11 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
         trainer = _build_trainer(config, prepared, reward, held_out, instruments)
         try:
             _train(config, trainer, held_out, instruments)
-        finally:
-            trainer.finish()
+        except BaseException:
+            with contextlib.suppress(Exception):  # the run's own error is the one to tell
+                trainer.finish()
+            raise
+        trainer.finish()
     finally:
         instruments.close()
 
@@ -241,6 +244,7 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", held_out: HeldOut, in
         trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
     with instruments.timeline.phase(perf.CHECKPOINT):
         trainer.save_model(config.training.output_dir)
+    trainer.raise_if_stopped()  # before an evaluation that nothing could be scored in
     if config.training.held_out_eval:
         trainer.evaluate()
         held_out.conclude(Path(config.training.output_dir))

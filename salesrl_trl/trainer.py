@@ -200,6 +200,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
         self._kl_sums = None  # an earlier run may have ended inside an accumulation window
+        self._stop = self._stop_requested = None
+        self._reward.resume()
         self._instruments.start(self.accelerator.is_main_process)
         self._timeline.begin("prepare")
         try:
@@ -211,6 +213,12 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self._stop is not None:
             raise self._stop
         return output
+
+    def raise_if_stopped(self) -> None:
+        """Raise `RunStopped` on all ranks where any was asked to stop after its last step; a collective."""
+        self._agree_to_stop()
+        if self._stop is not None:
+            raise self._stop
 
     def request_stop(self, reason: str) -> None:
         """End training after the optimizer step under way, on all ranks, with a checkpoint. From a signal handler too.
@@ -230,11 +238,15 @@ class SalesGRPOTrainer(GRPOTrainer):
         Raises:
             `ServiceUnavailable`: the 8B endpoint, or every judge, did not answer; on all ranks alike.
         """
-        told = asyncio.run_coroutine_threadsafe(self._reward.warm_up(), self.async_loop).result()
-        unusable = [str(error) for error in self._reward.unusable(told)]
+        told: dict[str, float | ServiceError] = {}
+        try:
+            told = asyncio.run_coroutine_threadsafe(self._reward.warm_up(), self.async_loop).result()
+            unusable = [str(error) for error in self._reward.unusable(told)]
+        except ServiceError as error:  # of the reward process itself: the other ranks wait below
+            unusable = [str(error)]
         figures = [result.code if isinstance(result, ServiceError) else result for result in told.values()]
         everywhere, failures = gather_object([figures]), gather_object(unusable)
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and all(everywhere):
             for name, *results in zip(told, *everywhere, strict=True):
                 codes = sorted({result for result in results if isinstance(result, str)})
                 _PLAIN_LOGGER.info(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
@@ -561,7 +573,7 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self._quick_eval is not None:
+        if self._quick_eval is not None and self._stop is None:
             self._quick_eval.evaluate_if_due()
 
     def _decide(self, scored_fraction: float) -> None:
@@ -590,7 +602,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         if gather(asked).any():
             reason = self._stop_requested or "a request to another rank"
             self._stop = RunStopped(
-                f"stopped by {reason} after {self.state.global_step} steps. A checkpoint was saved; go on with "
+                f"stopped by {reason} after {self.state.global_step} steps. The state was saved; go on with "
                 "--resume_from_checkpoint DIR."
             )
 
@@ -644,6 +656,7 @@ class _SkipAndStop(TrainerCallback):
         if self._trainer._stop is not None:
             control.should_save = True
             control.should_training_stop = True
+            control.should_evaluate = False  # nothing could be scored
 
 
 class _Steps(TrainerCallback):
@@ -659,7 +672,9 @@ class _Steps(TrainerCallback):
             engine.engine.step = trainer._phased(perf.OPTIMIZER, engine.engine.step)
         if trainer._quick_eval is not None:
             trainer._quick_eval.run_begins()
-        trainer._parts = None
+        if trainer._parts is not None:  # an earlier run ended inside it, and its advantages are not whole
+            trainer._reward.forget(trainer._parts.rollout.rewards)
+            trainer._parts = trainer._buffered_inputs = None
         trainer._pipeline.restart()
         trainer._instruments.see_model(trainer.accelerator.unwrap_model(trainer.model))
         trainer._timeline.end("prepare")

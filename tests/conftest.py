@@ -26,6 +26,23 @@ def policy_path(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A policy of random weights, as small as can be."""
+    from support.keyed import make_tiny_policy
+
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy")
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Threads cost more than they bring on tensors this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

@@ -7,6 +7,7 @@ event loop's thread.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -148,6 +149,8 @@ class RewardBatch:
             The reward of a chain that has ended, however it did.
         deadline_s (`float`):
             Seconds a completion may take.
+        lane (`int`, *optional*, defaults to `0`):
+            Among batches that are in flight together: each is drawn on tracks of its own.
     """
 
     def __init__(
@@ -156,7 +159,9 @@ class RewardBatch:
         chain: Chain,
         conclude: Callable[["asyncio.Task[Reward]"], Reward],
         deadline_s: float,
+        lane: int = 0,
     ) -> None:
+        self.lane = lane
         self.rows = tuple(rows)
         self.rewards: list[Reward | None] = [None] * len(self.rows)
         """What has come in, by place. May be read from any thread."""
@@ -167,7 +172,7 @@ class RewardBatch:
         self._chain = chain
         self._conclude = conclude
         self._deadline_s = deadline_s
-        self.stages = [Stages(f"reward {place}") for place in range(len(self.rows))]
+        self.stages = [self._stages_of(place) for place in range(len(self.rows))]
         self._texts: list[str | None] = [None] * len(self.rows)
         self._chains: dict[int, asyncio.Task[Reward]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -194,7 +199,7 @@ class RewardBatch:
             return
         if self._texts[place] is not None:  # another text than the one streamed: that one's score says nothing
             self._drop(place)
-            self.stages[place] = Stages(f"reward {place}")
+            self.stages[place] = self._stages_of(place)
         self._texts[place] = completion
         if self._cut_off is not None:
             self._settle(place, missing(Outcome.INFRA, self._cut_off, {}))
@@ -281,6 +286,9 @@ class RewardBatch:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
+    def _stages_of(self, place: int) -> Stages:
+        return Stages(f"reward {place} ahead {self.lane}" if self.lane else f"reward {place}")
+
     def _drop(self, place: int) -> None:
         """Forget what is known of a place, and cancel what is under way for it."""
         chain = self._chains.get(place)
@@ -360,7 +368,8 @@ class BatchedReward(ABC):
 
     def begin(self, rows: Sequence[int]) -> RewardBatch:
         """A batch of completions to these rows, none of which is started yet. From any thread."""
-        batch = self._batch(rows)
+        taken = {other.lane for other in list(self._open)}
+        batch = self._batch(rows, next(lane for lane in itertools.count() if lane not in taken))
         self._open.append(batch)  # before looking, for the event loop's thread may stop all at this moment
         if self._stopped is not None:
             batch.cut_off(self._stopped)
@@ -381,6 +390,10 @@ class BatchedReward(ABC):
         for batch in list(self._open):
             batch.cut_off(reason)
 
+    def resume(self) -> None:
+        """Score again what begins from now on."""
+        self._stopped = None
+
     def status(self) -> str:
         """How many completions of the oldest batch are in which stage, for a person who waits. From any thread."""
         batches = list(self._open)
@@ -391,8 +404,10 @@ class BatchedReward(ABC):
         behind = f"; {len(batches) - 1} more batches in flight" if len(batches) > 1 else ""
         if not batch.is_started:
             return f"none is being scored yet{behind}"
-        if not told:
+        if batch.is_settled():
             return f"this rank's are scored, another's may be out{behind}"
+        if not told:
+            return f"of {len(batch)} completions some are out{behind}"
         return f"of {len(batch)} completions {told}{behind}"
 
     def unreported_spans(self) -> list[Span]:
@@ -409,8 +424,8 @@ class BatchedReward(ABC):
         with contextlib.suppress(ValueError):  # not a new list: another thread may append to it now
             self._open.remove(batch)
 
-    def _batch(self, rows: Sequence[int]) -> RewardBatch:
-        return RewardBatch(rows, self._score, self._result, self.deadline_s)
+    def _batch(self, rows: Sequence[int], lane: int = 0) -> RewardBatch:
+        return RewardBatch(rows, self._score, self._result, self.deadline_s, lane)
 
     def _result(self, chain: asyncio.Task[Reward]) -> Reward:
         """The chain's reward. An error that is none of a service's is a fault in code: told once by its place, without

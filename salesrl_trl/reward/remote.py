@@ -8,6 +8,7 @@ first use. A child that dies is replaced; what it had in hand is missing.
 
 import asyncio
 import contextlib
+import io
 import itertools
 import logging
 import pickle
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
@@ -23,11 +25,13 @@ from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, RewardB
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.perloop import PerLoop
 from salesrl_trl.reward.scoring import missing
+from salesrl_trl.services.launcher import child_environment
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
+_REMEDY = "Its own words stand above; `reward_process: false` keeps the chain in the trainer's process."
 LAST_WORD_S = 0.5
 """What a cancelled call is given to tell how far it had come."""
 ANSWER_S = 10.0
@@ -123,28 +127,42 @@ class _Child:
         return self._channel
 
     async def _start(self) -> Channel:
-        ours, theirs = socket.socketpair()
+        ends: list[socket.socket] = []
         try:
+            ends += socket.socketpair()
+            ours, theirs = ends
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "salesrl_trl.reward.worker", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=child_environment(),
                 )  # fmt: skip
         except OSError as error:
-            ours.close()
+            for end in ends:
+                end.close()
             self._starting = None  # the next call tries again
             logger.error(f"the reward process did not start ({type(error).__name__})")
-            raise ServiceUnavailable("the reward process did not start", code="reward_process_failed") from None
+            raise ServiceUnavailable(
+                f"the reward process did not start. {_REMEDY}", code="reward_process_failed"
+            ) from None
         self._channel = Channel(*await asyncio.open_unix_connection(sock=ours))
         self._channel.send_bytes(self._chain)
         self._reading = asyncio.ensure_future(self._read(self._channel, self._process))
         return self._channel
 
     async def _read(self, channel: Channel, process: "subprocess.Popen[bytes]") -> None:
-        async for number, answer in channel.messages():
-            waiting = self._waiting.pop(number, None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
+        try:
+            async for number, answer in channel.messages():
+                waiting = self._waiting.pop(number, None)
+                if waiting is None or waiting.done():
+                    continue
+                if isinstance(answer, ServiceError):
+                    waiting.set_exception(answer)
+                    waiting.exception()  # seen, also where nobody waits any more
+                else:
+                    waiting.set_result(answer)
+        except Exception as error:  # what can't be read: without this child there would be no answer ever
+            logger.error(f"the reward process sent what can't be read ({type(error).__name__})")
+            process.kill()
         channel.close()
         code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
         self._channel = self._starting = None
@@ -155,8 +173,24 @@ class _Child:
             )
         for waiting in lost.values():
             if not waiting.done():
-                waiting.set_exception(ServiceUnavailable("the reward process ended", code="reward_process_ended"))
+                ended = f"the reward process ended with code {code}. {_REMEDY}"
+                waiting.set_exception(ServiceUnavailable(ended, code="reward_process_ended"))
                 waiting.exception()  # seen, also where nobody waits any more
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses what a child would look for in vain."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if getattr(value, "__module__", None) == "__main__" and isinstance(value, type | FunctionType):
+            raise pickle.PicklingError(f"{value.__qualname__} is defined in the program that was started")
+        return NotImplemented
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 class RemoteReward(BatchedReward):
@@ -176,7 +210,7 @@ class RemoteReward(BatchedReward):
         super().__init__(chain.deadline_s)
         self._local = chain
         try:
-            content = pickle.dumps(chain)
+            content = _pickled(chain)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"this reward chain can't be sent to a process of its own ({type(error).__name__}: {error}). Expected "

@@ -8,16 +8,23 @@ all processes are the parent's to answer.
 
 import asyncio
 import logging
+import pickle
 import signal
 import socket
 import sys
 from typing import Any
 
-from salesrl_trl.reward.batch import Extent, Stages
+import stamina
+
+from salesrl_trl.errors import ServiceError
+from salesrl_trl.reward.batch import BatchReport, Extent, Stages
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.deadline import deadline
 from salesrl_trl.reward.remote import Channel
+from salesrl_trl.timing import Span
 from salesrl_trl.types import Reward
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -45,10 +52,23 @@ class Worker:
                 continue
             if kind == "score":  # at once: a message behind it may cancel it
                 self._start(number, *what)
-            answering = asyncio.ensure_future(getattr(self, f"_{kind}")(number, *what))
+            answering = asyncio.ensure_future(self._answer(kind, number, what))
             others.add(answering)
             answering.add_done_callback(others.discard)
         await self._chain.aclose()
+
+    async def _answer(self, kind: str, number: int | None, what: Any) -> None:
+        """Do what is asked, and send what comes of it. An error in code is told by its type alone: its message may
+        hold a customer's text."""
+        try:
+            content = pickle.dumps((number, await getattr(self, f"_{kind}")(number, *what)))
+        except Exception as error:
+            name = type(error).__name__
+            code = error.code if isinstance(error, ServiceError) else f"raised_{name}"
+            logger.error(f"the reward process could not answer {kind!r}: it raised {name}")
+            content = pickle.dumps((number, ServiceError(f"the reward process raised {name} over {kind!r}", code)))
+        if number is not None:
+            self._channel.send_bytes(content)
 
     def _start(self, number: int, index: int, completion: str, track: str) -> None:
         stages, judging = Stages(track), Extent()
@@ -56,11 +76,11 @@ class Worker:
             task = asyncio.ensure_future(self._chain._score(index, completion, stages, judging))
         self._in_hand_by[number] = (task, stages, judging)
 
-    async def _score(self, number: int, *_: Any) -> None:
+    async def _score(self, number: int, *_: Any) -> tuple[Reward, list[Span], Extent]:
         task, stages, judging = self._in_hand_by[number]
         await asyncio.wait([task])
         del self._in_hand_by[number]
-        self._channel.send(number, (self._chain._result(task), stages.spans, judging))
+        return self._chain._result(task), stages.spans, judging
 
     async def _references(self, number: None, rows: list[int]) -> None:
         self._chain.fetch_references(rows)
@@ -68,19 +88,17 @@ class Worker:
     async def _settled(self, number: None) -> None:
         self._chain._settled()
 
-    async def _report(self, number: int) -> None:
-        self._channel.send(number, self._chain.take_report())
+    async def _report(self, number: int) -> BatchReport:
+        return self._chain.take_report()
 
-    async def _in_hand(self, number: int) -> None:
-        told = [(each, stages.under_way, stages.so_far()) for each, (_, stages, _) in self._in_hand_by.items()]
-        self._channel.send(number, told)
+    async def _in_hand(self, number: int) -> list[tuple[int, list[str], list[Span]]]:
+        return [(each, stages.under_way, stages.so_far()) for each, (_, stages, _) in self._in_hand_by.items()]
 
-    async def _warm_up(self, number: int) -> None:
-        self._channel.send(number, await self._chain.warm_up())
+    async def _warm_up(self, number: int) -> dict[str, float | ServiceError]:
+        return await self._chain.warm_up()
 
     async def _close(self, number: int) -> None:
         await self._chain.aclose()
-        self._channel.send(number, None)
 
 
 async def serve(descriptor: int) -> None:
@@ -95,4 +113,6 @@ if __name__ == "__main__":
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("salesrl_trl").setLevel(logging.INFO)
+    stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not told call by call
     asyncio.run(serve(int(sys.argv[1])))

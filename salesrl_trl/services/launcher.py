@@ -104,7 +104,7 @@ class EmbeddedServices:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=_child_environment(),
+            env=child_environment(),
             start_new_session=True,  # so that Ctrl+C reaches the parent alone, which may need the services to finish
         )
         try:
@@ -171,7 +171,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """This process's environment, with the package importable also where it is used from its source tree."""
     root = Path(__file__).resolve().parents[2]
     if root.name in ("site-packages", "dist-packages"):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -52,6 +53,13 @@ class InstrumentSettings:
     """Of the device, in FLOP/s, where the table does not know it or is not to be believed."""
 
 
+class _Scored(NamedTuple):
+    """A batch of rewards: from its first call to its last answer, and when the trainer waited for it then."""
+
+    seconds: float
+    waits: list[tuple[float, float]]
+
+
 class Instruments:
     """A run's timeline and what is made of it.
 
@@ -78,7 +86,8 @@ class Instruments:
         self._flops: ModelFlops | None = None
         self._lengths: list[tuple[torch.Tensor, torch.Tensor]] = []  # of prompts and completions that were trained on
         self._trained: torch.Tensor | None = None  # sums over those before, since the last figures; on the device
-        self._batches: deque[BatchReport] = deque(maxlen=MAX_STEPS_KEPT)  # scored since the last figures
+        self._batches: deque[_Scored] = deque(maxlen=MAX_STEPS_KEPT)  # since the last figures
+        self._reward_spans: list[Span] = []  # of batches that were trained on in traced steps
         self._waits: list[tuple[float, float]] = []
         self._due: list[perf.Sums] | None = None  # by rank, since throughput was logged
         self._trace: TraceWriter | None = None
@@ -119,6 +128,7 @@ class Instruments:
         self.step = self._first_step = step
         self.last_step = last_step
         self._batches.clear()
+        self._reward_spans.clear()
         self._waits, self._lengths, self._trained, self._due = [], [], None, None
         self.timeline.starts()
 
@@ -153,9 +163,11 @@ class Instruments:
     def see_rewards(self, report: BatchReport) -> None:
         """A batch of training was scored."""
         if self.enabled:
-            self._batches.append(report)
+            ended = report.started + report.seconds
+            waits = ((max(began, report.started), min(until, ended)) for began, until in report.waits)
+            self._batches.append(_Scored(report.seconds, [each for each in waits if each[0] < each[1]]))
             if self.step + 1 in self._settings.trace_steps:
-                self.timeline.add(report.spans)
+                self._reward_spans += report.spans  # they may lie in earlier steps
 
     def step_ends(self) -> None:
         """An optimizer step is done."""
@@ -194,7 +206,11 @@ class Instruments:
             self._heartbeat = None
         steps = self.timeline.take()
         cut_off = self.timeline.close()
-        spans = [*self.timeline.take_spans(), *self._step_spans([*steps, *([cut_off] if cut_off else [])])]
+        spans = [
+            *self.timeline.take_spans(),
+            *self._reward_spans,
+            *self._step_spans([*steps, *([cut_off] if cut_off else [])]),
+        ]
         if self._is_traced and (self._trace is not None or cut_off is not None):
             self._write([(0, self._clock_offset, spans)])  # the main rank's, which alone traces
         if self._trace is not None:
@@ -223,7 +239,9 @@ class Instruments:
     def _sums(self, steps: Sequence[StepTimes]) -> perf.Sums:
         seconds = {phase: sum(step.seconds.get(phase, 0.0) for step in steps) for phase in perf.PHASES}
         batches, waits = list(self._batches), self._waits
-        exposed = sum(_exposed(batch, wait) for batch in batches for wait in waits)
+        # The trainer's thread begins to wait where the host has issued all other work; the phase of the wait begins
+        # where the device is done with it.
+        exposed = sum(overlap(mine, wait) for batch in batches for mine in batch.waits for wait in waits)
         self._batches.clear()
         self._waits = []
         tokens, samples, flops = 0.0, 0.0, math.nan
@@ -272,6 +290,8 @@ class Instruments:
             if (before and span.ended <= steps[0].started)
             or any(step.started < span.ended <= step.ended for step in traced)
         ]
+        chosen += self._reward_spans
+        self._reward_spans = []
         everywhere = gather_object([(accelerator.process_index, self._clock_offset, chosen)])
         if self._is_traced:
             self._write(everywhere)
@@ -313,17 +333,6 @@ class Instruments:
         if line not in self._told:
             self._told.add(line)
             logger.warning(line)
-
-
-def _exposed(batch: BatchReport, wait: tuple[float, float]) -> float:
-    """Seconds of a wait of the trainer's that were for this batch, and not over with it.
-
-    The trainer's thread begins to wait where the host has issued all other work; the phase of the wait begins where
-    the device is done with it.
-    """
-    ended = batch.started + batch.seconds
-    mine = ((max(began, batch.started), min(until, ended)) for began, until in batch.waits)
-    return sum(overlap(each, wait) for each in mine if each[0] < each[1])
 
 
 def put_aside(path: Path) -> None:

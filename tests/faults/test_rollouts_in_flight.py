@@ -9,8 +9,6 @@ import asyncio
 import gc
 import json
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 from pytest_httpserver import HTTPServer
-from support.keyed import make_tiny_policy
 from support.loopback import ANSWER, Services, action, build_reward
+from support.ranks import run_ranks
 from support.scripted import ScriptedTrainer, build_trainer, default_rows
 from transformers import TrainerCallback
 
@@ -29,7 +27,6 @@ from salesrl_trl.errors import RunStopped, TooFewRewardsError
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.types import Outcome, Reward
 
-ROOT = Path(__file__).parents[2]
 TEXTS = tuple(action(query=f"n{number}n") for number in range(400))
 """Actions that no cache answers."""
 HANGS_S = 60.0
@@ -67,11 +64,6 @@ class AtStep(TrainerCallback):
 
     def moved(self, step):
         return not torch.equal(self.weights[step], self.weights[step - 1])
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy")
 
 
 @pytest.fixture
@@ -262,25 +254,8 @@ LAUNCH_LIMIT_S = 150
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(Path(__file__)), str(tiny), str(tmp_path)]
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
-    started = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        _, stderr = started.communicate(timeout=LAUNCH_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)  # the ranks too, not the launcher alone
-        raise
-    assert started.returncode == 0, stderr[-6000:]
-    one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    one, other = run_ranks(launcher, (__file__, tiny, tmp_path), tmp_path, LAUNCH_LIMIT_S, OMP_NUM_THREADS="1")
     for name in one:
         assert one[name]["error"] == other[name]["error"], name
         assert one[name]["steps"] == other[name]["steps"], name

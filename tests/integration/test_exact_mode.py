@@ -34,6 +34,8 @@ from salesrl_trl.fencing import read_sections
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Action
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parents[2]
 WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening")
 TOLERANCE = 1e-5
@@ -212,19 +214,6 @@ def relative(mine, theirs):
 
 def weights_of(trainer):
     return torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy")
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.kl.penalty import BranchPenalty
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BETA = 0.5
 BETAS = (0.25, 1.5)
 """Different coefficients, by branch id."""
@@ -112,15 +114,6 @@ def set_up(trainer, case):
 def coefficients(trainer, betas):
     for branch, beta in zip(trainer._kl.branches, betas, strict=True):
         branch.beta = beta
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads cost more than they bring on tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_random_policy(path, **shape):

@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 import torch
-from support.keyed import keyed_rows, make_tiny_policy
+from support.keyed import keyed_rows
 from support.loopback import VERDICT, Services, action, build_reward, chat_completion
 from support.scripted import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -21,6 +21,8 @@ from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.telemetry.metrics import STALENESS, STALENESS_MAX
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Action
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening")
 TOLERANCE = 1e-5
@@ -114,19 +116,6 @@ def plain_copy(model):
 
 def vector(model):
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy")
 
 
 @pytest.fixture

@@ -5,20 +5,15 @@ whose advantages each rank cuts out of the whole batch's.
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.keyed import check_same_course, check_there_was_control
+from support.ranks import ROOT, run_ranks
 
 from salesrl_trl.config import DEFAULT_BRANCHES
 from salesrl_trl.telemetry.metrics import kl_names
 
-ROOT = Path(__file__).parents[2]
 COMMON = {"hybrid_reference_weight": 0.3, "max_steps": 20}
 ONE_RANK = {**COMMON, "per_device_train_batch_size": 12}
 TWO_RANKS = {**COMMON, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
@@ -46,25 +41,9 @@ def launch(tiny_policy, services_url):
     """Train on two ranks; what each of them wrote."""
 
     def run(launcher, out, **settings):
-        command = [sys.executable, "-m", *launcher, str(ROOT / "tests/invariance/train_on_ranks.py")]
-        command += [str(tiny_policy), services_url, str(out), json.dumps({**TWO_RANKS, **settings}), str(CHECKPOINT)]
-        paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
-        started = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            _, stderr = started.communicate(timeout=LAUNCH_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGKILL)  # the ranks too, not the launcher alone
-            raise
-        assert started.returncode == 0, stderr[-4000:]
-        return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+        given = json.dumps({**TWO_RANKS, **settings})
+        arguments = (ROOT / "tests/invariance/train_on_ranks.py", tiny_policy, services_url, out, given, CHECKPOINT)
+        return run_ranks(launcher, arguments, out, LAUNCH_LIMIT_S)
 
     return run
 
