@@ -72,7 +72,11 @@ def test_the_phases_of_a_real_run_add_up(tmp_path):
         logged["train/perf/mfu_step"], logged["train/perf/mfu_model"], strict=True))  # fmt: skip
 
 
-def test_measuring_costs_at_most_half_a_hundredth(tmp_path):
-    figures = tmp_path / "figures.json"
-    subprocess.run([sys.executable, "scripts/bench_timing.py", "--json", str(figures)], cwd=ROOT, check=True)
-    assert json.loads(figures.read_text())["ratio"] <= 1.005
+def test_measuring_costs_at_most_a_hundredth_of_a_step_that_only_trains(tmp_path):
+    """A whole step, with generation, takes three times as long or more. The ratio of steps with and without is noisier
+    than what is looked for."""
+    path = tmp_path / "figures.json"
+    command = [sys.executable, "scripts/bench_timing.py", "--updates", "4", "--rounds", "4", "--json", str(path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    figures = json.loads(path.read_text())
+    assert figures["own_s"] <= 0.01 * figures["median_s"]["without"]

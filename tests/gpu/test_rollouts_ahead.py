@@ -1,0 +1,43 @@
+"""Slow rewards on a GPU: the debug recipe with rollouts ahead and the chains in their process, and the order of arms."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.runs import check_times, scalars
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_the_debug_recipe_runs_ahead_with_its_chains_in_a_process_of_their_own(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/debug.yaml"]
+    command += ["recipes/debug.py", "--max_steps", "12", "--max_eval_rows", "16", "--output_dir", str(tmp_path)]
+    command += ["--rollout_lookahead", "2", "--vllm_importance_sampling_mode", "token_truncate"]
+    command += [
+        "--per_device_train_batch_size",
+        "24",
+        "--gradient_accumulation_steps",
+        "2",
+        "--reward_process",
+        "true",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True)
+    check_times(tmp_path, 12)
+    logged = scalars(tmp_path)
+    assert logged["train/rollout/staleness"] == [0, 1, *[2] * 10]
+    assert logged["train/sampling/sampling_logp_difference/mean"][0] < 0.02
+    assert logged["train/reward"][-1] > 0
+
+
+def test_streaming_is_faster_than_stock_and_lookahead_faster_than_streaming(tmp_path):
+    figures = tmp_path / "figures.json"
+    arms = ("--arms", "stock", "exact", "lookahead_2", "floor", "--steps", "2", "--latency", "2", "1")
+    subprocess.run([sys.executable, "scripts/bench_pipeline.py", *arms, "--json", str(figures)], cwd=ROOT, check=True)
+    told = json.loads(figures.read_text())
+    seconds = {arm: each["step_s_mean"] for arm, each in told["arms"].items()}
+    assert told["floor_s"] < seconds["lookahead_2"] * 1.1
+    assert seconds["lookahead_2"] < seconds["exact"] < seconds["stock"]
+    assert all(each["reward_failures"] == 0 for each in told["arms"].values())
