@@ -1,4 +1,4 @@
-"""Slow rewards on a GPU: the debug recipe with rollouts ahead and the chains in their process, and the order of arms."""
+"""Slow rewards on a GPU: the debug recipe with rollouts ahead and chains in their process, and the order of arms."""
 
 import json
 import subprocess
