@@ -81,7 +81,7 @@ def trained(out):
     return [json.loads(line) for line in (out / "trained.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("reward_process", ["false", "true"])
 def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_with(
     tmp_path, services, reward_process

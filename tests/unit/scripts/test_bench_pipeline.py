@@ -186,7 +186,7 @@ def test_arms_take_turns_and_figures_are_of_all_their_blocks(bench, monkeypatch,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_rewards_that_nobody_waits_for_make_shorter_steps(tmp_path):
     out = tmp_path / "figures.json"
     command = [sys.executable, str(SCRIPTS / "bench_pipeline.py"), "--device", "cpu", "--json", str(out)]
