@@ -166,7 +166,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._stop_requested: str | None = None
         self._rollout: Rollout | None = None  # that TRL is at work on
         self._parts: Parts | None = None  # of a generation batch that is trained on while rewards are out
-        self._weights_checked = not (args.use_vllm and args.vllm_importance_sampling_correction)  # as far as can be
+        self._weights_checked = False
         self.failures: Counter[str] = Counter()
         """Reason code to count over the current logging interval, on all ranks."""
         self._reasons: set[str] = set()  # every one that was seen in training so far, on any rank
@@ -398,7 +398,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             return self._score(self._pipeline.launch(inputs))
         rollout = self._pipeline.take(inputs)
         self._parts = None
-        if self._divisible and self._weights_checked:
+        can_be_checked = self.use_vllm and self.vllm_importance_sampling_correction
+        if self._divisible and (self._weights_checked or not can_be_checked):
             size = self.args.per_device_train_batch_size
             self._parts = Parts(rollout, parts(len(inputs), size, self.num_generations), size)
         output = self._score(rollout)

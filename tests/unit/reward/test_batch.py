@@ -589,7 +589,7 @@ def test_a_batch_that_nobody_waits_for_is_cancelled_and_not_told_of():
         await turns()
         assert reward.cancelled == ["a"]
         assert reward.status() == "of 1 completions 1 in judge"
-        assert [span.track for span in reward.unreported_spans()] == ["reward 0"]
+        assert [span.track for span in reward.unreported_spans()] == ["reward 0 ahead 1"]
         other.cancel()
 
     play(scene())
@@ -799,12 +799,12 @@ def test_spans_of_batches_that_were_not_reported_on_are_those_of_all_and_open_on
         reward.answer("a", 0.5)
         await turns()
         seen = [(span.name, span.track, span.failed) for span in reward.unreported_spans()]
-        assert seen == [("judge", "reward 0", False), ("judge", "reward 1", True)]
+        assert seen == [("judge", "reward 0", False), ("judge", "reward 1 ahead 1", True)]
         assert second.spans() == []
         reward.expect(first)
         await call(reward, ["a"])
         reward._taken()
-        assert [span.track for span in reward.unreported_spans()] == ["reward 1"]
+        assert [span.track for span in reward.unreported_spans()] == ["reward 1 ahead 1"]
         second.cancel()
 
     play(scene())
