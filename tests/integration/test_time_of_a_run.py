@@ -323,8 +323,12 @@ def test_a_step_that_hangs_in_its_rewards_shows_which_calls_were_out(
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(trace_steps=range(50, 60)), max_steps=2)
     interrupt = threading.Timer(3.0, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
     trainer.add_callback(AtStep(0, interrupt.start))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    finally:
+        signal.signal(signal.SIGINT, before)
     tracks = spans(tmp_path / "run")  # of a step that fails there is a trace whatever its number
     for place in range(4):
         stages = {each["name"]: each.get("args") for each in tracks[100_000, f"reward {place}"]}
