@@ -1,0 +1,44 @@
+"""The rows of a run. Owns where they come from, how many are taken and in which style they are prompted."""
+
+from dataclasses import dataclass, field
+
+from salesrl_trl.config.checks import about, check, check_choice
+from salesrl_trl.data.prompts import PROMPT_STYLES
+
+
+@dataclass
+class DataConfig:
+    """The rows to train and evaluate on.
+
+    Args:
+        dataset (`str`, *optional*, defaults to `"demo"`):
+            `demo`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
+        train_split (`str`, *optional*, defaults to `"train"`):
+            Split to train on.
+        eval_dataset (`str`, *optional*):
+            Where the held-out rows come from; the same as `dataset` when not given.
+        eval_split (`str`, *optional*, defaults to `"heldout"`):
+            Split to evaluate on.
+        max_train_rows (`int`, *optional*):
+            Take the first so many training rows.
+        max_eval_rows (`int`, *optional*):
+            Take the first so many held-out rows.
+        prompt_style (`str`, *optional*, defaults to `"instruct"`):
+            `instruct` explains the task to a general chat model, `compact` is the bare conversation.
+    """
+
+    dataset: str = field(default="demo", metadata=about("demo, a local file or a dataset on the hub"))
+    train_split: str = field(default="train", metadata=about("split to train on"))
+    eval_dataset: str | None = field(
+        default=None, metadata=about("source of held-out rows; as `dataset` if not given")
+    )
+    eval_split: str = field(default="heldout", metadata=about("split to evaluate on"))
+    max_train_rows: int | None = field(default=None, metadata=about("take the first so many training rows"))
+    max_eval_rows: int | None = field(default=None, metadata=about("take the first so many held-out rows"))
+    prompt_style: str = field(default="instruct", metadata=about("instruct or compact"))
+
+    def __post_init__(self) -> None:
+        check_choice(self, "prompt_style", PROMPT_STYLES)
+        for name in ("max_train_rows", "max_eval_rows"):
+            value = getattr(self, name)
+            check(value is None or value > 0, f"`{name}` is {value}. Expected at least 1, or nothing for all rows.")

@@ -1,0 +1,242 @@
+"""The training itself: branches, their KL, rollouts, vLLM. Owns what is added to TRL's `GRPOConfig`."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from salesrl_trl.config.checks import about, check, check_choice, check_positive, structure
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.kl.controller import ControlLaw, KLTarget
+from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
+from salesrl_trl.kl.penalty import PenaltySettings
+
+DEFAULT_BRANCHES = ("fairness", "hallucination")
+
+
+@dataclass
+class SalesGRPOConfig(GRPOConfig):
+    """TRL's `GRPOConfig` and what `SalesGRPOTrainer` adds to it.
+
+    Args:
+        branches (`list[str]`, *optional*, defaults to `["fairness", "hallucination"]`):
+            Branch names a row may carry. Each needs a rubric.
+        branch_kl (`dict`, *optional*):
+            Branch to KL coefficient and target band in nats per token, for example
+            `{"fairness": {"beta": 0.1, "low": 0.02, "high": 0.06}}`, perhaps with `beta_min` and `beta_max` (when not
+            given, a hundredth and a hundred times `beta`). Without `low` and `high` a coefficient stays as it is. A
+            branch that is not named has the fixed coefficient `beta`. Where all coefficients are 0 there is no KL, and
+            no reference model is loaded.
+        kl_control (`bool`, *optional*, defaults to `True`):
+            Move the coefficients. Without it they stay, and the bands are only watched.
+        kl_estimator (`str`, *optional*, defaults to `"k3"`):
+            `k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html; TRL has k3. With `use_bias_correction_kl`
+            k1 and k3 have the KL's gradient on average, k2 has another one; without it k2 has, and k1 has none.
+        kl_log_ratio_clamp (`float`, *optional*, defaults to `10.0`):
+            Log-ratio in nats beyond which the penalty goes on as a straight line, up to 40; 0 for TRL's own formula,
+            which overflows at 88.
+        kl_update_steps (`int`, *optional*, defaults to `5`):
+            Optimizer steps over which a branch's KL is measured before its coefficient moves.
+        kl_cooldown_steps (`int`, *optional*, defaults to `0`):
+            Optimizer steps after a change that are not measured.
+        kl_raise_factor (`float`, *optional*, defaults to `1.15`):
+            Factor of a coefficient whose branch is above its band.
+        kl_lower_factor (`float`, *optional*, defaults to `0.85`):
+            Factor of a coefficient whose branch is below its band.
+        kl_recentre (`float`, *optional*, defaults to `0.5`):
+            Share of such a step taken at the edges inside the band, and less towards its centre; 0 for none.
+        kl_trend_windows (`float`, *optional*, defaults to `2.0`):
+            A coefficient stays where the KL, going on as in the last window, is back in the band after so many; 0 to
+            act at once.
+        hybrid_reference_weight (`float`, *optional*, defaults to `0.0`):
+            w in [0, 1]: a group's baseline is (1 - w) times its mean reward and w times the reward of the frozen 32B
+            endpoint's answer. 0 is GRPO. A group without a reference has w = 0 and is counted.
+        vllm_enforce_eager (`bool`, *optional*):
+            Start vLLM without compilation and CUDA graphs: starts fast, generates two to three times slower on a GPU.
+            When not given, so on a CPU, where compilation takes 20 s or more, and not on a GPU.
+        vllm_load_format (`str`, *optional*, defaults to `"auto"`):
+            `dummy` starts vLLM with random weights; the trainer pushes its own before the first generation.
+        vllm_dtype (`str`, *optional*, defaults to `"auto"`):
+            vLLM's number format; `auto` takes the one training runs in.
+        vllm_engine_kwargs (`str`, *optional*, defaults to `"{}"`):
+            Further `vllm.LLM` arguments as a JSON object. They win over TRL's.
+        max_sampling_logp_difference (`float`, *optional*, defaults to `0.5`):
+            Mean absolute difference in nats between vLLM's and the trainer's log-probs of the first batch above which
+            the run stops: vLLM then samples from other weights than the ones in training. Around 0.002 in float32 and
+            0.01 in bf16 when all is well.
+        min_valid_reward_fraction (`float`, *optional*, defaults to `0.5`):
+            A generation batch of which fewer completions could be scored is skipped: it does not move the policy.
+        max_skipped_generations (`int`, *optional*, defaults to `3`):
+            After so many skipped in a row the run saves a checkpoint and stops with the reason.
+        rollout_lookahead (`int`, *optional*, defaults to `0`):
+            Optimizer steps that rollouts may be ahead of the one in training: so many later generation batches are
+            generated, and are being scored, meanwhile. 0 is on-policy, with TRL's own results. More hides slow rewards
+            and costs staleness of at most so many steps, which importance ratios correct: those of vLLM's sampling
+            log-probs, or without vLLM the ratio of the clipped loss.
+        scored_groups_first (`bool`, *optional*, defaults to `True`):
+            While rewards are still out, train on the micro-batches whose groups are scored. The same update but for
+            the order of its micro-batches and of completions within them; not done where a loss depends on those.
+        references_ahead (`bool`, *optional*, defaults to `True`):
+            Ask the 32B endpoint for the reference answers of a step's rows one step before its completions are there.
+        held_out_eval (`bool`, *optional*, defaults to `True`):
+            Evaluate on the held-out rows before the first and after the last step.
+    """
+
+    branches: list[str] = field(default_factory=lambda: list(DEFAULT_BRANCHES), metadata=about("branch names"))
+    branch_kl: dict[str, Any] | str | None = field(
+        default=None, metadata=about("branch to KL coefficient and band; `beta` for all if not given")
+    )
+    kl_control: bool = field(default=True, metadata=about("let the coefficients follow their branches' KL"))
+    kl_estimator: str = field(default="k3", metadata=about("k1, k2 or k3"))
+    kl_log_ratio_clamp: float = field(default=10.0, metadata=about("nats; 0 for no clamp"))
+    kl_update_steps: int = field(default=5, metadata=about("optimizer steps in a window of the KL"))
+    kl_cooldown_steps: int = field(default=0, metadata=about("unmeasured optimizer steps after a change"))
+    kl_raise_factor: float = field(default=1.15, metadata=about("factor of a coefficient above its band"))
+    kl_lower_factor: float = field(default=0.85, metadata=about("factor of a coefficient below its band"))
+    kl_recentre: float = field(default=0.5, metadata=about("share of a step taken inside the band"))
+    kl_trend_windows: float = field(default=2.0, metadata=about("windows by which the KL's course is extended"))
+    hybrid_reference_weight: float = field(default=0.0, metadata=about("the 32B reference's share of the baseline"))
+    vllm_enforce_eager: bool | None = field(default=None, metadata=about("no compilation, no CUDA graphs"))
+    vllm_load_format: str = field(default="auto", metadata=about("auto, or dummy for a fast start"))
+    vllm_dtype: str = field(default="auto", metadata=about("vLLM's number format"))
+    vllm_engine_kwargs: str = field(default="{}", metadata=about("further vllm.LLM arguments, a JSON object"))
+    max_sampling_logp_difference: float = field(default=0.5, metadata=about("nats; above it the first step stops"))
+    min_valid_reward_fraction: float = field(default=0.5, metadata=about("below it a generation batch is skipped"))
+    max_skipped_generations: int = field(default=3, metadata=about("so many skipped in a row end the run"))
+    rollout_lookahead: int = field(default=0, metadata=about("optimizer steps that rollouts may be ahead"))
+    scored_groups_first: bool = field(default=True, metadata=about("train on what is scored while the rest is out"))
+    references_ahead: bool = field(default=True, metadata=about("ask for reference answers one step ahead"))
+    held_out_eval: bool = field(default=True, metadata=about("evaluate before and after training"))
+
+    def __post_init__(self) -> None:
+        check(
+            len(self.branches) > 0 and len(set(self.branches)) == len(self.branches),
+            f"`branches` is {self.branches}. Expected at least one name, each once.",
+        )
+        self._check_groups()
+        self.eval_on_start: bool = self.eval_on_start or self.held_out_eval
+        super().__post_init__()
+        check(
+            0 <= self.min_valid_reward_fraction <= 1,
+            f"`min_valid_reward_fraction` is {self.min_valid_reward_fraction}. Expected 0 to 1.",
+        )
+        check_positive(self, "max_sampling_logp_difference", "max_skipped_generations")
+        self._check_lookahead()
+        self._check_kl()
+        check(
+            isinstance(self.parsed_engine_kwargs(), dict),
+            f"`vllm_engine_kwargs` is {self.vllm_engine_kwargs!r}. Expected a JSON object of vllm.LLM arguments.",
+        )
+
+    def _check_lookahead(self) -> None:
+        ahead = self.rollout_lookahead
+        check(ahead >= 0, f"`rollout_lookahead` is {ahead}. Expected 0, or optimizer steps to be ahead.")
+        check(
+            ahead == 0 or not self.use_vllm or self.vllm_importance_sampling_correction,
+            f"`rollout_lookahead` is {ahead} with `vllm_importance_sampling_correction: false`: nothing would correct "
+            "for rollouts of earlier weights. Expected the correction, or a lookahead of 0.",
+        )
+
+    def _check_kl(self) -> None:
+        check_choice(self, "kl_estimator", ESTIMATORS)
+        clamp = self.kl_log_ratio_clamp
+        check(
+            0 <= clamp <= LARGEST_CLAMP,
+            f"`kl_log_ratio_clamp` is {clamp}. Expected 0 for none, or up to {LARGEST_CLAMP:g}: the ratio times the "
+            "estimate grows as e^(2 * clamp), which overflows above 44.",
+        )
+        weight = self.hybrid_reference_weight
+        check(0 <= weight <= 1, f"`hybrid_reference_weight` is {weight}. Expected 0 to 1.")
+        check(
+            weight == 0 or self.multi_objective_aggregation == "sum_then_normalize",
+            "`hybrid_reference_weight` is more than 0 with `multi_objective_aggregation: normalize_then_sum`, which "
+            "has no group baseline. Expected `sum_then_normalize`.",
+        )
+        check(
+            self.kl_estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
+            "`kl_estimator: k1` with `use_bias_correction_kl: false` pulls nowhere: its gradient is zero on average. "
+            "Expected the correction, or k2 or k3.",
+        )
+        self.kl_law()
+        self.kl_targets()
+
+    def kl_targets(self) -> dict[str, KLTarget]:
+        """Coefficient and band of every branch, in the order of `branches`; empty where there is no KL at all."""
+        given = {} if self.branch_kl is None else structure("branch_kl", self.branch_kl, dict)
+        unknown = sorted(set(given) - set(self.branches))
+        check(
+            not unknown,
+            f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(self.branches)}. Name your "
+            "branches in it, or give `--branch_kl {} --beta 0.05` for one coefficient.",
+        )
+        check(
+            not self.beta or set(given) != set(self.branches),
+            f"`beta` is {self.beta} and `branch_kl` names every branch, so that `beta` says nothing. Expected one of "
+            "them: leave out `beta`, or give `--branch_kl {}` for one coefficient.",
+        )
+        known = {each.name for each in dataclasses.fields(KLTarget)}
+        targets = {}
+        for branch in self.branches:
+            entry = given.get(branch, {"beta": self.beta})
+            check(
+                isinstance(entry, dict) and "beta" in entry and set(entry) <= known,
+                f"`branch_kl` of {branch!r} is {entry!r}. Expected `beta`, and perhaps {', '.join(sorted(known))}.",
+            )
+            try:
+                targets[branch] = KLTarget(**entry)
+            except ConfigError as error:
+                raise ConfigError(f"`branch_kl` of {branch!r}: {error}") from error
+        return targets if any(target.beta for target in targets.values()) else {}
+
+    def kl_law(self) -> ControlLaw | None:
+        """How the coefficients move; `None` where they don't."""
+        law = ControlLaw(
+            update_steps=self.kl_update_steps,
+            cooldown_steps=self.kl_cooldown_steps,
+            raise_factor=self.kl_raise_factor,
+            lower_factor=self.kl_lower_factor,
+            recentre=self.kl_recentre,
+            trend_windows=self.kl_trend_windows,
+        )
+        return law if self.kl_control else None
+
+    def kl_penalty(self) -> PenaltySettings:
+        """How a token's KL is estimated and weighed."""
+        return PenaltySettings(
+            estimator=self.kl_estimator,
+            clamp=self.kl_log_ratio_clamp,
+            bias_correction=self.use_bias_correction_kl,
+            level=self.importance_sampling_level,
+        )
+
+    def parsed_engine_kwargs(self) -> Any:
+        """`vllm_engine_kwargs` as Python values."""
+        try:
+            return json.loads(self.vllm_engine_kwargs)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"`vllm_engine_kwargs` is not JSON (column {error.colno}). Expected an object such as "
+                '{"max_num_batched_tokens": 8192}.'
+            ) from None
+
+    def _check_groups(self) -> None:
+        """TRL checks this too, but only after it has touched the devices, and without saying what to do."""
+        check(
+            self.num_generations >= 2,
+            f"`num_generations` is {self.num_generations}. Expected at least 2: GRPO compares a prompt's completions.",
+        )
+        if self.generation_batch_size is not None:
+            return
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        processes = int(os.environ.get("WORLD_SIZE", "1"))  # transformers sets its own up only after this check
+        batch = self.per_device_train_batch_size * processes * steps
+        check(
+            batch % self.num_generations == 0,
+            f"a generation batch holds {batch} completions ({self.per_device_train_batch_size} per device x "
+            f"{processes} processes x {steps} steps), which `num_generations` {self.num_generations} does not divide. "
+            "Expected whole groups. Change `per_device_train_batch_size`, `gradient_accumulation_steps` or "
+            "`num_generations`.",
+        )
