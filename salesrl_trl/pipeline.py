@@ -14,12 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
 from salesrl_trl.reward.batch import RewardBatch, completion_text
-from salesrl_trl.schedule import Schedule, Update, UpdatesAhead
+from salesrl_trl.schedule import Schedule, Update, UpdatesAhead, parts
 from salesrl_trl.telemetry import perf
+
+logger = get_logger(__name__)
+
+SHARED_BY_A_MICRO_BATCH = ("bnpo",)
+"""Loss types in which a completion's weight depends on those beside it in a micro-batch."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -243,8 +249,8 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _streamed(self, rewards: RewardBatch) -> Iterator[None]:
-        """Where vLLM runs in this process, a completion's reward starts when it is finished; else after generation,
-        which is when others are known."""
+        """Where vLLM tells of single completions, the reward of each starts when it is finished; else after
+        generation."""
         trainer = self._trainer
         if not trainer._streams:
             yield
@@ -275,6 +281,35 @@ class Pipeline:
                 trainer.model, ids, mask, columns[1].size(1), batch_size=trainer.args.per_device_train_batch_size
             )[0]
         return logps
+
+
+def can_stream(trainer: Any) -> bool:
+    """Whether completions are known one by one, and their texts as TRL will have them."""
+    if not trainer.use_vllm or trainer.tools:
+        return False
+    if trainer.args.vllm_mode != "colocate":
+        logger.info("vllm_mode: server gives a batch back as a whole: rewards start when all of it is generated")
+        return False
+    templates = (getattr(trainer._tokenizer, name, None) for name in ("response_template", "response_schema"))
+    return all(template is None for template in templates)
+
+
+def is_divisible(trainer: Any) -> bool:
+    """Whether an update is the same whichever of its completions share a micro-batch, and in whatever order."""
+    args = trainer.args
+    return (
+        trainer.num_iterations == 1
+        and args.gradient_accumulation_steps % args.steps_per_generation == 0  # one update has the whole batch
+        and len(parts(args.per_device_train_batch_size * args.steps_per_generation,
+                      args.per_device_train_batch_size, trainer.num_generations)) > 1
+        and trainer.loss_type not in SHARED_BY_A_MICRO_BATCH
+        and trainer.scale_rewards != "batch"
+        and (not args.hybrid_reference_weight or trainer.scale_rewards == "none")  # its spread is the batch's too
+        and trainer.multi_objective_aggregation == "sum_then_normalize"
+        and trainer.top_entropy_quantile == 1.0
+        and not trainer._entropy_bonus_enabled
+        and not trainer.aux_loss_enabled
+    )  # fmt: skip
 
 
 def _draw_as_a_dataloader() -> None:

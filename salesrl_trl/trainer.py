@@ -39,7 +39,7 @@ from salesrl_trl.evaluator import QuickEvaluator
 from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.pipeline import Parts, Pipeline, Rollout, correction_sums
+from salesrl_trl.pipeline import Parts, Pipeline, Rollout, can_stream, correction_sums, is_divisible
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -84,8 +84,6 @@ _OUT = Reward(outcome=Outcome.INFRA, value=None, reason="out")
 """Stands for a reward that has not come in yet, where others' advantages are computed."""
 STOPPED = "stopped"
 """Reason code of completions that were given up because the run was told to stop."""
-_SHARED_BY_A_MICRO_BATCH = ("bnpo",)
-"""Loss types in which a completion's weight depends on those beside it in a micro-batch."""
 
 
 class SalesGRPOTrainer(GRPOTrainer):
@@ -183,8 +181,8 @@ class SalesGRPOTrainer(GRPOTrainer):
                 f"{args.vllm_importance_sampling_mode}`, which takes out of the loss what the policy has moved away "
                 f"from: see `{LEFT_OUT}`. `token_truncate` keeps it, with bounded weights."
             )
-        self._streams = _can_stream(self)
-        self._divisible = args.scored_groups_first and _is_divisible(self)
+        self._streams = can_stream(self)
+        self._divisible = args.scored_groups_first and is_divisible(self)
         self._pipeline = Pipeline(self, args.rollout_lookahead, args.references_ahead)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self._phased(perf.WEIGHT_PUSH, self.vllm_generation.sync_weights)
@@ -688,35 +686,6 @@ class _Steps(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._pipeline.forget()
         self._trainer._timeline.stops()
-
-
-def _can_stream(trainer: SalesGRPOTrainer) -> bool:
-    """Whether completions are known one by one, and their texts as TRL will have them."""
-    if not trainer.use_vllm or trainer.tools:
-        return False
-    if trainer.args.vllm_mode != "colocate":
-        logger.info("vllm_mode: server gives a batch back as a whole: rewards start when all of it is generated")
-        return False
-    templates = (getattr(trainer._tokenizer, name, None) for name in ("response_template", "response_schema"))
-    return all(template is None for template in templates)
-
-
-def _is_divisible(trainer: SalesGRPOTrainer) -> bool:
-    """Whether an update is the same whichever of its completions share a micro-batch, and in whatever order."""
-    args = trainer.args
-    return (
-        trainer.num_iterations == 1
-        and args.gradient_accumulation_steps % args.steps_per_generation == 0  # one update has the whole batch
-        and len(parts(args.per_device_train_batch_size * args.steps_per_generation,
-                      args.per_device_train_batch_size, trainer.num_generations)) > 1
-        and trainer.loss_type not in _SHARED_BY_A_MICRO_BATCH
-        and trainer.scale_rewards != "batch"
-        and (not args.hybrid_reference_weight or trainer.scale_rewards == "none")  # its spread is the batch's too
-        and trainer.multi_objective_aggregation == "sum_then_normalize"
-        and trainer.top_entropy_quantile == 1.0
-        and not trainer._entropy_bonus_enabled
-        and not trainer.aux_loss_enabled
-    )  # fmt: skip
 
 
 def _copied(logs: dict[str, Any]) -> dict[str, Any]:

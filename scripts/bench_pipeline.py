@@ -33,15 +33,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import trl.trainer.grpo_trainer as upstream
 from aiohttp import web
+from bench_kl import InstantReward
 from bench_timing import SHAPES, Meter
 from datasets import Dataset
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
@@ -50,7 +50,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.pipeline import Pipeline
 from salesrl_trl.policy import build_tokenizer
-from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, RewardBatch, Stages
+from salesrl_trl.reward.batch import Extent, RewardBatch, Stages
 from salesrl_trl.reward.http import HttpClient
 from salesrl_trl.reward.transport import Transport
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
@@ -75,7 +75,6 @@ PROMPT_WORDS = 80
 BETA = 0.04
 SPREAD = 0.25
 """Standard deviation of a latency's logarithm: the slowest of 64 sums takes about 1.5 times the mean one."""
-BRANCHES = ("fairness", "hallucination")
 MEASURED = 3
 """Steps of a block that count."""
 LOOKAHEAD = {"exact": 0, "lookahead_1": 1, "lookahead_2": 2, "lookahead_4": 4, "floor": 0}
@@ -177,16 +176,13 @@ def service() -> Iterator[str]:
 # What asks it
 
 
-class SlowReward(BatchedReward):
-    """Two calls one after the other, for each completion; the face that the trainer sees of `SalesReward`."""
+class SlowReward(InstantReward):
+    """Two calls one after the other, for each completion."""
 
     __name__ = "slow"
-    provider_names = ()
-    service_names = ()
-    component_names = ()
 
     def __init__(self, url: str) -> None:
-        super().__init__(deadline_s=120.0)
+        super().__init__()
         self.medians_s = (0.0, 0.0)
         self.batches: list[RewardBatch] = []
         """Those that were waited for, oldest first."""
@@ -215,23 +211,6 @@ class SlowReward(BatchedReward):
         """The running loop's connections."""
         for client in self._clients.values():
             await client.aclose()
-
-    def fetch_references(self, rows: Iterable[int]) -> None:
-        """There are none."""
-
-    def branch_of(self, index: int) -> str:
-        """Rows take turns."""
-        return BRANCHES[index % len(BRANCHES)]
-
-    def take_report(self) -> BatchReport:
-        """Times alone."""
-        batch = self._taken()
-        nothing: MappingProxyType[str, Any] = MappingProxyType({})
-        return BatchReport(
-            seconds=batch.extent.seconds, judge_seconds=0.0, usage=nothing, traffic=nothing, records=(),
-            cache_hits={"answers": 0, "references": 0}, started=batch.extent.first or 0.0, spans=batch.spans(),
-            waits=tuple(batch.waits),
-        )  # fmt: skip
 
 
 def hidden_share(batch: RewardBatch) -> float:

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ class Extent:
 
     @property
     def seconds(self) -> float:
-        return 0.0 if self.first is None else self.last - self.first
+        return 0.0 if self.first is None else max(self.last - self.first, 0.0)
 
     def extend(self, started: float) -> None:
         """Something that began at `started` is over now."""
@@ -63,13 +63,13 @@ class BatchReport:
     """From the first call to the last answer."""
     judge_seconds: float
     """From the first verdict asked for to the last that came."""
-    usage: Mapping[str, ProviderUsage]
+    usage: Mapping[str, ProviderUsage] = field(default_factory=dict)
     """By judge provider."""
-    traffic: Mapping[str, Mapping[str, int]]
+    traffic: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By service, then by the names of `transport.TRAFFIC` and `"slots"`."""
-    records: Sequence[JudgeRecord]
+    records: Sequence[JudgeRecord] = ()
     """Every verdict."""
-    cache_hits: Mapping[str, int]
+    cache_hits: Mapping[str, int] = field(default_factory=lambda: {"answers": 0, "references": 0})
     """Calls saved, for `"answers"` and `"references"`."""
     started: float = 0.0
     """When the batch began, on `time.perf_counter`'s scale."""
@@ -167,7 +167,7 @@ class RewardBatch:
         """What has come in, by place. May be read from any thread."""
         self.judging = Extent()
         self.extent = Extent()
-        """From the first start to the last reward."""
+        """From the first start to the last reward so far."""
         self.waits: list[tuple[float, float]] = []
         self._chain = chain
         self._conclude = conclude
@@ -176,7 +176,6 @@ class RewardBatch:
         self._texts: list[str | None] = [None] * len(self.rows)
         self._chains: dict[int, asyncio.Task[Reward]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._started: float | None = None
         self._changed: asyncio.Future[None] | None = None
         self._cut_off: str | None = None
 
@@ -186,7 +185,7 @@ class RewardBatch:
     @property
     def is_started(self) -> bool:
         """Whether any completion was started. From any thread."""
-        return self._started is not None
+        return self.extent.first is not None
 
     def is_settled(self, places: Sequence[int] | None = None) -> bool:
         """Whether the rewards at `places`, or all, are in. From any thread."""
@@ -204,8 +203,8 @@ class RewardBatch:
         if self._cut_off is not None:
             self._settle(place, missing(Outcome.INFRA, self._cut_off, {}))
             return
-        if self._started is None:
-            self._started = time.perf_counter()
+        if self.extent.first is None:
+            self.extent.first = time.perf_counter()
         stages = self.stages[place]
         with deadline(self._deadline_s):
             chain = asyncio.ensure_future(self._chain(self.rows[place], completion, stages, self.judging))
@@ -248,9 +247,15 @@ class RewardBatch:
         """The stages under way, one entry for each completion and stage. From any thread."""
         return [stage for stages in self.stages for stage in stages.under_way]
 
-    def spans(self) -> list[Span]:
-        """Every stage that is over."""
-        return [span for stages in self.stages for span in stages.spans]
+    def report(self) -> BatchReport:
+        """When everything was; what services did is for those who know them to add."""
+        return BatchReport(
+            seconds=self.extent.seconds,
+            judge_seconds=self.judging.seconds,
+            started=self.extent.first or 0.0,
+            spans=[span for stages in self.stages for span in stages.spans],
+            waits=tuple(self.waits),
+        )
 
     def spans_so_far(self) -> list[Span]:
         """Every stage that is over, and as failed what is not. From any thread."""
@@ -282,7 +287,7 @@ class RewardBatch:
     def _settle(self, place: int, reward: Reward) -> None:
         self._forget(place)
         self.rewards[place] = reward
-        self.extent.extend(time.perf_counter() if self._started is None else self._started)
+        self.extent.extend(time.perf_counter())
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
@@ -325,7 +330,7 @@ class BatchedReward(ABC):
         self.last: list[Reward] = []
         self.deadline_s = deadline_s
         self._open: list[RewardBatch] = []  # batches of which no report was taken, in the order they began
-        self._expected: tuple[RewardBatch, Sequence[int]] | None = None
+        self._expected: RewardBatch | None = None
         self._latest: RewardBatch | None = None
         self._stopped: str | None = None
         self._told: set[str] = set()
@@ -344,7 +349,7 @@ class BatchedReward(ABC):
     async def __call__(
         self, *, prompts: list[Any], completions: list[Any], row: list[int], **_: Any
     ) -> list[float | None]:
-        """Score a batch, or those completions of a batch under way that `expect` has named.
+        """Score a batch, or wait for the one under way that `expect` has named.
 
         Args:
             prompts (`list`):
@@ -357,12 +362,12 @@ class BatchedReward(ABC):
         Returns:
             `list[float | None]`: in the order of `completions`.
         """
-        batch, places = self._expected or (self.begin(row), range(len(row)))
+        batch = self._expected or self.begin(row)
         self._expected, self._latest = None, batch
-        for place, completion in zip(places, completions, strict=True):
+        for place, completion in zip(range(len(batch)), completions, strict=True):
             batch.start(place, completion_text(completion))
-        await batch.settled([places])
-        self.last = [reward for place in places if (reward := batch.rewards[place]) is not None]
+        await batch.settled([range(len(batch))])
+        self.last = [reward for reward in batch.rewards if reward is not None]
         self._settled()
         return [reward.value for reward in self.last]
 
@@ -375,9 +380,9 @@ class BatchedReward(ABC):
             batch.cut_off(self._stopped)
         return batch
 
-    def expect(self, batch: RewardBatch, places: Sequence[int] | None = None) -> None:
-        """The next call is for these places of `batch`, or for all of them."""
-        self._expected = (batch, range(len(batch)) if places is None else places)
+    def expect(self, batch: RewardBatch) -> None:
+        """The next call is for this batch."""
+        self._expected = batch
 
     def forget(self, batch: RewardBatch) -> None:
         """A batch that nobody will wait for: cancel what is under way."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from salesrl_trl.errors import BadServiceResponse, JudgeInvalid, ServiceError
@@ -121,10 +122,8 @@ class SalesReward(BatchedReward):
         Every provider and service is in it, also those that were not asked. Where several batches are in flight, a
         call is counted in the report that comes after it, whichever batch it was for.
         """
-        batch = self._taken()
-        report = BatchReport(
-            seconds=batch.extent.seconds,
-            judge_seconds=batch.judging.seconds,
+        report = replace(
+            self._taken().report(),
             usage=self._judge.take_usage(),
             traffic={
                 name: {**transport.take_traffic(), "slots": transport.slots}
@@ -132,9 +131,6 @@ class SalesReward(BatchedReward):
             },
             records=self._judge.take_records(),
             cache_hits={"answers": self._answers.hits + self._verdicts.hits, "references": self._references.hits},
-            started=batch.extent.first or 0.0,
-            spans=batch.spans(),
-            waits=tuple(batch.waits),
         )
         self._answers.hits = self._verdicts.hits = self._references.hits = 0
         return report

@@ -252,23 +252,16 @@ class RemoteReward(BatchedReward):
         """As `SalesReward.fetch_references`."""
         if self._stopped is not None:
             return
-        task = asyncio.ensure_future(self._child().tell("references", list(rows)))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._tell("references", list(rows))
 
     def take_report(self) -> BatchReport:
         """As `SalesReward.take_report`. Not from the event loop's own thread."""
-        batch = self._taken()
+        report = self._taken().report()
         told: BatchReport | None = self._question("report")
         if told is None:  # nothing was asked yet, or the child is gone and its counts with it
             told = self._local.take_report()
         return replace(
-            told,
-            seconds=batch.extent.seconds,
-            judge_seconds=batch.judging.seconds,
-            started=batch.extent.first or 0.0,
-            spans=batch.spans(),
-            waits=tuple(batch.waits),
+            report, usage=told.usage, traffic=told.traffic, records=told.records, cache_hits=told.cache_hits
         )
 
     async def aclose(self) -> None:
@@ -307,7 +300,10 @@ class RemoteReward(BatchedReward):
         return reward  # type: ignore[no-any-return]
 
     def _settled(self) -> None:
-        task = asyncio.ensure_future(self._child().tell("settled"))
+        self._tell("settled")
+
+    def _tell(self, kind: str, *what: Any) -> None:
+        task = asyncio.ensure_future(self._child().tell(kind, *what))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 

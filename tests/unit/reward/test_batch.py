@@ -194,7 +194,7 @@ def test_another_text_replaces_the_score_of_the_first_one():
         reward.answer("b", 0.25)
         await batch.settled([[0]])
         assert told(batch) == [0.25]
-        assert [span.name for span in batch.spans()] == ["judge"]  # of the text that counts
+        assert [span.name for span in batch.report().spans] == ["judge"]  # of the text that counts
 
     play(scene())
 
@@ -270,7 +270,7 @@ def test_what_is_late_has_the_seconds_of_the_stage_that_it_was_in_and_a_failed_s
         batch.start(0, "a")
         await batch.settled([[0]])
         assert 0.0 < batch.rewards[0].seconds["judge"] < 10.0
-        assert [(span.name, span.failed) for span in batch.spans()] == [("judge", True)]
+        assert [(span.name, span.failed) for span in batch.report().spans] == [("judge", True)]
 
     play(scene())
 
@@ -486,7 +486,7 @@ def test_a_batch_tells_when_it_was_waited_for_and_from_when_to_when_it_took():
         assert 0.19 <= exposed <= batch.extent.seconds - 0.39
         assert hidden == pytest.approx(began - first)
         assert first <= batch.judging.first <= batch.judging.last <= last
-        assert all(first <= span.started <= span.ended <= last for span in batch.spans())
+        assert all(first <= span.started <= span.ended <= last for span in batch.report().spans)
         await batch.settled([[0, 1]])
         assert len(batch.waits) == 2  # and the second took nothing of it
         assert overlap((first, last), batch.waits[1]) == 0.0
@@ -694,26 +694,6 @@ def test_called_for_a_batch_under_way_it_starts_only_what_is_not_started():
     play(scene())
 
 
-def test_called_for_some_places_it_waits_for_these_alone():
-    async def scene():
-        reward = Answered()
-        batch = reward.begin(range(10, 14))
-        for place, text in enumerate("abcd"):
-            batch.start(place, text)
-        reward.expect(batch, [2, 1])
-        asking = asyncio.create_task(call(reward, ["c", "b"], row=[12, 11]))
-        await turns()
-        reward.answer("b", 0.25)
-        reward.answer("c", 0.75)
-        assert await asking == [0.75, 0.25]
-        assert [each.value for each in reward.last] == [0.75, 0.25]
-        assert told(batch) == [None, 0.25, 0.75, None]
-        assert reward.asked == [(10, "a"), (11, "b"), (12, "c"), (13, "d")]
-        batch.cancel()
-
-    play(scene())
-
-
 def test_what_was_expected_holds_for_one_call():
     async def scene():
         reward = Answered()
@@ -800,7 +780,7 @@ def test_spans_of_batches_that_were_not_reported_on_are_those_of_all_and_open_on
         await turns()
         seen = [(span.name, span.track, span.failed) for span in reward.unreported_spans()]
         assert seen == [("judge", "reward 0", False), ("judge", "reward 1 ahead 1", True)]
-        assert second.spans() == []
+        assert second.report().spans == []
         reward.expect(first)
         await call(reward, ["a"])
         reward._taken()
@@ -823,7 +803,7 @@ def test_the_batch_that_was_waited_for_is_taken_once_and_the_others_stay():
         assert reward._taken() is batch
         empty = reward._taken()
         assert len(empty) == 0
-        assert (empty.extent.seconds, empty.spans(), empty.waits) == (0.0, [], [])
+        assert (empty.extent.seconds, empty.report().spans, empty.waits) == (0.0, [], [])
         assert reward.status() == "of 1 completions 1 in judge"
         other.cancel()
 
