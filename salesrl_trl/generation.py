@@ -7,6 +7,7 @@ trainer's. vLLM is imported only while an engine is built, so that this module c
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -48,11 +49,16 @@ def engine_kwargs(
     }
 
 
+_MOST_REQUESTS = 256
+"""In flight to a server from one process: as many sequences as vLLM generates at once by default on most GPUs."""
+
+
 class SalesVLLMGeneration(VLLMGeneration):
     """TRL's vLLM generation with engine options, and with a weight push that works on a CPU.
 
     Changes two things only, and adds `streamed`:
-    - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments;
+    - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments, and lets the client of a server
+      keep as many connections as it has requests in flight;
     - `sync_weights` on a CPU reloads all weights through the worker, because vLLM's CPU backend repacks parameters
       after loading and TRL's parameter-by-parameter push then fails.
 
@@ -76,6 +82,9 @@ class SalesVLLMGeneration(VLLMGeneration):
 
         with _replaced(upstream_vllm, "LLM", build):
             super()._init_vllm()
+        if self.mode == "server" and self.accelerator.is_main_process:
+            client = self.vllm_client
+            client.session.get_adapter(client.base_url).init_poolmanager(1, _MOST_REQUESTS)
 
     def sync_weights(self) -> None:
         """Push the training weights into vLLM and drop its prefix cache."""
@@ -89,18 +98,60 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def streamed(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
-        """While active, tell of each completion of the colocated engine as soon as it is finished.
-
-        `LLM.generate` adds all its requests in order and then asks the engine for one step after another; both are
-        listened to.
+        """While active, tell of each completion as soon as it is finished.
 
         Args:
             finished (`Callable[[int, Sequence[int]], None]`):
-                Called in between two steps with a completion's place in the batch and its token ids.
+                Called with a completion's place in the batch and its token ids: of the colocated engine in between
+                two steps, of a server from threads.
             size (`int`):
                 Completions of this process. Under tensor parallelism every process of a group generates those of all;
                 others' are not told.
         """
+        with self._served(finished) if self.mode == "server" else self._stepped(finished, size):
+            yield
+
+    @contextlib.contextmanager
+    def _served(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[None]:
+        """TRL asks a server for all completions in one request, which is answered when the last one is finished; here
+        each is a request of its own. The server batches them all the same."""
+        ask = self.vllm_client.generate
+
+        def one_by_one(
+            prompts: list[list[int]],
+            features: list[Any] | None = None,
+            n: int = 1,
+            generation_kwargs: dict[str, Any] | None = None,
+            **sampling: Any,
+        ) -> dict[str, Any]:
+            def one(place: int) -> dict[str, Any]:
+                prompt, sample = divmod(place, n)
+                further = dict(generation_kwargs or {})
+                if further.get("seed") is not None:
+                    further["seed"] += sample  # as vLLM seeds the samples of a prompt
+                chosen = None if features is None else [features[prompt]]
+                output: dict[str, Any] = ask(
+                    [prompts[prompt]], features=chosen, n=1, generation_kwargs=further, **sampling
+                )
+                finished(place, output["completion_ids"][0])
+                return output
+
+            size = len(prompts) * n
+            with ThreadPoolExecutor(min(size, _MOST_REQUESTS)) as threads:
+                outputs = list(threads.map(one, range(size)))
+            merged: dict[str, Any] = {
+                name: None if outputs[0][name] is None else [output[name][0] for output in outputs]
+                for name in outputs[0]
+            }
+            return {**merged, "prompt_ids": merged["prompt_ids"][::n]}
+
+        with _replaced(self.vllm_client, "generate", one_by_one):
+            yield
+
+    @contextlib.contextmanager
+    def _stepped(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
+        """`LLM.generate` adds all its requests in order and then asks the engine for one step after another; both are
+        listened to."""
         first = 0
         if self.tensor_parallel_size > 1:
             first = torch.distributed.get_rank(group=self.tp_group) * size

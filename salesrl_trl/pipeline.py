@@ -287,8 +287,11 @@ def can_stream(trainer: Any) -> bool:
     """Whether completions are known one by one, and their texts as TRL will have them."""
     if not trainer.use_vllm or trainer.tools:
         return False
-    if trainer.args.vllm_mode != "colocate":
-        logger.info("vllm_mode: server gives a batch back as a whole: rewards start when all of it is generated")
+    if trainer.args.vllm_mode == "server" and trainer.accelerator.num_processes > 1:
+        logger.info(
+            "vllm_mode: server with several processes: the first one generates for all and hands completions out as a "
+            "whole, so rewards start when all of them are generated"
+        )
         return False
     templates = (getattr(trainer._tokenizer, name, None) for name in ("response_template", "response_schema"))
     return all(template is None for template in templates)

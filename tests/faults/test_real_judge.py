@@ -1,22 +1,16 @@
 """A real model as the judge: vLLM's own server with a tiny model on the CPU, held to the verdict's schema."""
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 
 import pytest
 from support.loopback import Services, action, build_reward, row
+from support.vllm_server import serve
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from salesrl_trl.types import Outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-START_TIMEOUT_S = 300.0
 VERDICTS = 64
 
 
@@ -35,42 +29,9 @@ def tiny_judge(policy_path, tmp_path_factory):
 @pytest.fixture(scope="module")
 def vllm_server(tiny_judge, tmp_path_factory):
     """Its address with `/v1`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("vllm") / "log"
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(tiny_judge),
-        "--port",
-        str(port),
-    ]
-    command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "4096"]
-    command += ["--dtype", "float32", "--max-num-seqs", "16"]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    with log.open("wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-    try:
-        _await_health(f"http://127.0.0.1:{port}/health", server, log)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def _await_health(url, server, log):
-    end = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < end:
-        assert server.poll() is None, log.read_text(errors="replace")[-4000:]
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise AssertionError(log.read_text(errors="replace")[-4000:])
+    with serve(tiny_judge, log, "--served-model-name", "tiny", "--max-model-len", "4096") as url:
+        yield f"{url}/v1"
 
 
 def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_schema(
