@@ -1,4 +1,4 @@
-"""vLLM's own server with a small model on the CPU."""
+"""vLLM's own server with a small model."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ START_TIMEOUT_S = 300.0
 
 
 @contextlib.contextmanager
-def serve(model, log, *options):
+def serve(model, log, *options, **environment):
     """While active, it answers at the address that this yields, without `/v1`.
 
     Args:
@@ -23,16 +23,18 @@ def serve(model, log, *options):
             File for what it prints, which is shown where it fails to start.
         options:
             Further words of its command line.
+        environment:
+            Further variables of its environment.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-num-seqs", "16", *options]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    variables = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
     with log.open("wb") as out:
         server = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, **environment}, start_new_session=True
+            command, stdout=out, stderr=out, env={**variables, **environment}, start_new_session=True
         )
     try:
         _await_health(f"http://127.0.0.1:{port}/health", server, log)

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from transformers import Trainer
 from trl import GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 from vllm import LLM
@@ -82,7 +83,11 @@ PINS = {
     # SalesVLLMGeneration.streamed: one `LLM.generate` for all of a batch's prompts, in their order, under tensor
     # parallelism those of all ranks of a group, one after another
     (VLLMGeneration, "generate"): "bfb7d69cfa94",
-    # ... which adds a request for each prompt, in order, through `llm_engine.add_request`, each with an id of its own
+    # ... or one `vllm_client.generate` of each prompt once, with so many samples, by keywords; what it returns has a
+    # list's entry for each completion, and for each prompt under "prompt_ids"
+    (VLLMClient, "generate"): "0af0aaf71253",
+    # ... and a colocated engine adds a request for each prompt, in order, through `llm_engine.add_request`, each with
+    # an id of its own
     (LLM, "generate"): "a487fe76dc2f",
     (OfflineInferenceMixin, "_run_completion"): "5f0d68ef3f37",
     (OfflineInferenceMixin, "_add_completion_requests"): "7606400c1ba4",

@@ -1,0 +1,54 @@
+"""Rollouts through vLLM's server on a GPU of its own: the weights in training reach it, with and without lookahead."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import check_times, scalars
+from support.vllm_server import serve
+
+from salesrl_trl.policy import make_policy
+
+ROOT = Path(__file__).parents[2]
+STEPS = 8
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU is the server's, another the trainer's"),
+]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    path = tmp_path_factory.mktemp("served") / "policy"
+    make_policy(path, steps=40, seed=0)
+    return path
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_the_server_samples_from_the_weights_in_training(policy, tmp_path, lookahead):
+    options = ("--gpu-memory-utilization", "0.3", "--max-model-len", "320", "--max-logprobs", "-1")
+    options += ("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}')
+    with serve(policy, tmp_path / "server.log", *options, CUDA_VISIBLE_DEVICES="1") as url:
+        command = [sys.executable, "-m", "accelerate.commands.launch"]
+        command += ["--config_file", "accelerate_configs/debug.yaml", "recipes/debug.py"]
+        command += ["--max_steps", str(STEPS), "--model_name_or_path", str(policy)]
+        command += ["--vllm_mode", "server", "--vllm_server_base_url", url, "--held_out_eval", "false"]
+        command += ["--rollout_lookahead", str(lookahead), "--vllm_importance_sampling_mode", "token_truncate"]
+        command += ["--quick_eval_steps", "0", "--output_dir", str(tmp_path / "run")]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_times(tmp_path / "run", STEPS)
+    logged = scalars(tmp_path / "run")
+    assert logged["train/rollout/staleness"] == [min(step, lookahead) for step in range(STEPS)]
+    assert len(set(logged["train/reward"])) > 1
+    differences = logged["train/sampling/sampling_logp_difference/mean"]
+    fresh = differences if not lookahead else differences[:1]
+    assert max(fresh) < 0.02
+    # a rollout of earlier weights is one: what was pushed are those in training then, and they moved
+    assert not lookahead or min(differences[lookahead:]) > max(fresh)
