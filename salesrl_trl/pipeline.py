@@ -74,7 +74,7 @@ class Parts:
         self._queue: deque[dict[str, Any]] = deque()
 
     def see(self, settled: torch.Tensor, rank: int, scored_fraction: float, wanted_fraction: float) -> None:
-        """Learn what is in by now.
+        """Learn what is in by now. Each rank has an order of its own: a part of whole groups is nobody else's.
 
         Args:
             settled (`torch.Tensor`):
@@ -89,7 +89,7 @@ class Parts:
         self.complete = bool(settled.all())
         self.out = [part for part in self.remaining if not settled[rank, part.start : part.stop].all()]
         enough = scored_fraction >= wanted_fraction
-        self._ready = [part for part in self.remaining if enough and settled[:, part.start : part.stop].all()]
+        self._ready = [part for part in self.remaining if enough and part not in self.out]
 
     def release(self, output: dict[str, Any]) -> None:
         """Put the micro-batches in line whose advantages `output` has right.
@@ -109,13 +109,18 @@ class Parts:
         self._ready = []
 
     @property
+    def has_next(self) -> bool:
+        """Whether a micro-batch is in line."""
+        return bool(self._queue)
+
+    @property
     def is_empty(self) -> bool:
         """Whether every micro-batch was taken."""
         return not self.remaining and not self._queue
 
-    def next(self) -> dict[str, Any] | None:
-        """The next micro-batch, or `None` where none is ready."""
-        return self._queue.popleft() if self._queue else None
+    def next(self) -> dict[str, Any]:
+        """The next micro-batch in line."""
+        return self._queue.popleft()
 
 
 class Pipeline:

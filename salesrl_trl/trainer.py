@@ -284,12 +284,13 @@ class SalesGRPOTrainer(GRPOTrainer):
         return inputs if self._parts is None else self._next_micro_batch(self._parts)
 
     def _next_micro_batch(self, waiting: Parts) -> dict[str, Any]:
-        """A micro-batch whose groups are scored, waiting for one where there is none."""
-        while (micro_batch := waiting.next()) is None:
-            if not waiting.complete:
+        """A micro-batch whose groups are scored, waiting for one where there is none, on any rank: all go together."""
+        while not waiting.complete and self._on_any_rank(not waiting.has_next):
+            if not waiting.has_next:
                 with self._timeline.phase(perf.REWARD_WAIT):
                     self._pipeline.wait(waiting.rollout.rewards, waiting.out)
             waiting.release(self._score(waiting.rollout))
+        micro_batch = waiting.next()
         if waiting.is_empty:
             self._parts = None
         return micro_batch
@@ -597,13 +598,18 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _agree_to_stop(self) -> None:
         """Stop after the step that has just ended where any rank was asked to; a collective."""
-        asked = torch.tensor([self._stop_requested is not None], device=self.accelerator.device)
-        if gather(asked).any():
+        if self._on_any_rank(self._stop_requested is not None):
             reason = self._stop_requested or "a request to another rank"
             self._stop = RunStopped(
                 f"stopped by {reason} after {self.state.global_step} steps. The state was saved; go on with "
                 "--resume_from_checkpoint DIR."
             )
+
+    def _on_any_rank(self, condition: bool) -> bool:
+        """Whether it is true on any rank; a collective."""
+        if self.accelerator.num_processes == 1:
+            return condition
+        return bool(gather(torch.tensor([condition], device=self.accelerator.device)).any())
 
     def _check_weights(self) -> None:
         """Stop a run whose first batch shows that vLLM does not have the training weights."""

@@ -268,17 +268,17 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
     assert one["enough"]["skipped"] == other["enough"]["skipped"] == [0] * 6
     assert one["enough"]["staleness"] == [0, 1, 2, 2, 2, 2]
     # rank 0 has its first group last, rank 1 its last one
-    for rank in (one, other):
+    for last, rank in ((0, one), (3, other)):
         parts, whole = rank["parts"], rank["whole"]
         for order in parts["order"]:
             assert sorted(order) == [0, 1, 2, 3]
-            assert set(order[:2]) == {1, 2}  # what is in on both ranks
+            assert order[-1] == last  # and neither waits for what is late on the other
         assert sorted(parts["samples"]) == sorted(whole["samples"])
         assert max(Counter(parts["samples"]).values()) == 1
         for mine, theirs in zip(parts["gradients"], whole["gradients"], strict=True):
             mine, theirs = torch.tensor(mine), torch.tensor(theirs)
             assert theirs.norm() > 1e-4
-            assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+            assert (mine - theirs).norm() <= 1e-4 * theirs.norm()  # a micro-batch too few is off by 1e-1
         for name in ("reward", "reward_std", "loss", "grad_norm", "completions/mean_length", "num_tokens"):
             assert parts["figures"][name] == pytest.approx(whole["figures"][name], rel=1e-5, abs=1e-6), name
 

@@ -35,8 +35,8 @@ def settled(*ranks):
 def taken(waiting):
     """Rows of the micro-batches that are ready, in order."""
     found = []
-    while (micro_batch := waiting.next()) is not None:
-        found.append(micro_batch["advantages"].tolist())
+    while waiting.has_next:
+        found.append(waiting.next()["advantages"].tolist())
     return found
 
 
@@ -52,9 +52,9 @@ def test_a_part_is_ready_when_all_of_it_is_settled():
 
 def test_what_is_not_released_is_not_there():
     waiting = parts_of(4, micro_batch=2, group=2)
-    assert waiting.next() is None
+    assert not waiting.has_next
     waiting.see(settled("1100"), 0, 0.9, WANTED)
-    assert waiting.next() is None
+    assert not waiting.has_next
     assert not waiting.is_empty
 
 
@@ -96,20 +96,20 @@ def test_when_all_is_settled_all_is_released_however_little_was_scored():
     assert waiting.is_empty
 
 
-def test_with_several_ranks_what_is_settled_on_all_of_them_is_ready():
-    waiting = parts_of(6, micro_batch=2, group=2)
-    waiting.see(settled("111100", "110011"), 0, 0.9, WANTED)
-    waiting.release(batch_of(6))
-    assert taken(waiting) == [[0, 1]]
-    waiting.see(settled("111111", "110011"), 0, 0.9, WANTED)
-    assert not waiting.complete  # on this rank, and not on the other
-    waiting.release(batch_of(6))
-    assert taken(waiting) == [[4, 5]]
-    waiting.see(settled("111111", "111111"), 0, 0.9, WANTED)
-    assert waiting.complete
-    waiting.release(batch_of(6))
-    assert taken(waiting) == [[2, 3]]
-    assert waiting.is_empty
+def test_with_several_ranks_what_is_settled_on_a_rank_is_ready_there():
+    one, other = parts_of(6, micro_batch=2, group=2), parts_of(6, micro_batch=2, group=2)
+    for rows, first, second in (
+        (("111100", "110011"), [[0, 1], [2, 3]], [[0, 1], [4, 5]]),
+        (("111111", "110011"), [[4, 5]], []),  # complete on one rank, and not on the other
+        (("111111", "111111"), [], [[2, 3]]),
+    ):
+        for rank, (waiting, wanted) in enumerate(((one, first), (other, second))):
+            waiting.see(settled(*rows), rank, 0.9, WANTED)
+            waiting.release(batch_of(6))
+            assert taken(waiting) == wanted
+            assert waiting.complete == ("0" not in "".join(rows))
+    assert one.is_empty
+    assert other.is_empty
 
 
 def test_a_micro_batch_has_the_rows_of_every_tensor_and_scalars_as_they_are():
@@ -134,7 +134,7 @@ def test_it_is_empty_when_the_last_micro_batch_is_taken():
     assert not waiting.is_empty
     waiting.next()
     assert waiting.is_empty
-    assert waiting.next() is None
+    assert not waiting.has_next
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
@@ -155,7 +155,7 @@ def test_whatever_the_order_of_rewards_every_row_comes_once_with_its_whole_group
             for each in taken(waiting):
                 assert len(each) == micro_batch
                 groups = {row // group for row in each}
-                assert all(marks[:, each_group * group : (each_group + 1) * group].all() for each_group in groups)
+                assert all(marks[0, each_group * group : (each_group + 1) * group].all() for each_group in groups)
                 assert done >= WANTED * len(order)
                 rows += each
     assert sorted(rows) == list(range(size))
