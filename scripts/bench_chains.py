@@ -26,7 +26,8 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, as TRL has it
 
 import torch
-from bench_pipeline import SHAPES, service
+from bench_pipeline import SHAPES
+from bench_rewards import service
 from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 
 from salesrl_trl.assembly import build_reward, prepare_reward
@@ -133,17 +134,17 @@ def measure(shape: str, chains: int, rounds: int) -> dict[str, Any]:
         speed()
         for number in range(rounds):
             for arm in arms if number % 2 == 0 else reversed(arms):
-                alone = [speed(), speed()]
+                alone = [speed() for _ in range(BLOCK // 2)]
                 arms[arm].start(chains)
                 before, started = arms[arm].ended, time.perf_counter()
                 with_them = [speed() for _ in range(BLOCK)]
                 rate = (arms[arm].ended - before) / (time.perf_counter() - started)
                 arms[arm].stop()
-                alone += [speed(), speed()]
+                alone += [speed() for _ in range(BLOCK // 2)]
                 found[arm].append({
-                    "tokens_per_s_without": statistics.mean(alone),
-                    "tokens_per_s_with": statistics.mean(with_them),
-                    "ratio": statistics.mean(with_them) / statistics.mean(alone),
+                    "tokens_per_s_without": statistics.median(alone),
+                    "tokens_per_s_with": statistics.median(with_them),
+                    "ratio": statistics.median(with_them) / statistics.median(alone),
                     "chains_per_s": rate,
                 })  # fmt: skip
                 print(arm, {name: round(value, 3) for name, value in found[arm][-1].items()}, flush=True)

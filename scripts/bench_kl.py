@@ -16,21 +16,20 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_rewards import BRANCHES, InstantReward
 from datasets import Dataset
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.policy import build_tokenizer
-from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, Stages
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import Outcome, Reward
 
 SHAPES = {
     # Qwen2.5-0.5B
@@ -52,7 +51,6 @@ SHAPES = {
         "num_key_value_heads": 2,
     },
 }
-BRANCHES = ("fairness", "hallucination")
 BETA = 0.04
 TOKENS = {"0.5b": 512, "tiny": 16}
 """Most tokens of a completion; the least are half as many."""
@@ -79,32 +77,6 @@ class Branched(RandomTokens, SalesGRPOTrainer):
     """This package's."""
 
 
-class InstantReward(BatchedReward):
-    """The face that the trainer sees of `SalesReward`: a number by the row and the completion, from no service."""
-
-    __name__ = "instant"
-    provider_names = ()
-    service_names = ()
-    component_names = ()
-
-    def __init__(self) -> None:
-        super().__init__(deadline_s=60.0)
-
-    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
-        return Reward(outcome=Outcome.OK, value=(index * 37 + len(completion)) % 100 / 100)
-
-    def fetch_references(self, rows: Iterable[int]) -> None:
-        """There are none."""
-
-    def branch_of(self, index: int) -> str:
-        """Rows take turns."""
-        return BRANCHES[index % len(BRANCHES)]
-
-    def take_report(self) -> BatchReport:
-        """Times alone: there is no service."""
-        return self._taken().report()
-
-
 class Clock(TrainerCallback):
     """Seconds of each update."""
 
@@ -127,7 +99,7 @@ def build(
     model_dir: str,
     output_dir: str,
     updates: int,
-    reward: "InstantReward | None" = None,
+    reward: InstantReward | None = None,
     instruments: Instruments | None = None,
 ) -> GRPOTrainer:
     """A trainer of one arm, with nothing else to do than to train."""

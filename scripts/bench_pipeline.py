@@ -7,7 +7,8 @@
 Random weights of a real shape, 64 completions a step, 8 for each prompt, of varied lengths. A completion's reward is
 two calls over HTTP to a service in a process of its own, which answers after a time that depends on the prompt and the
 number of its sample alone: log-normal around the two figures of `--latency`, which may be given several times. Every
-arm asks the same service through the same client with the same limits.
+arm asks the same service through the same client with the same limits; this package's do so from a process of their
+own on a GPU, as in training (`reward_process`).
 
 - `stock` is TRL's own trainer with one async reward function that gathers all calls of the batch;
 - `exact` is this package's trainer, `lookahead_N` the same with `rollout_lookahead: N`;
@@ -23,25 +24,20 @@ that nobody waited for.
 
 import argparse
 import asyncio
-import itertools
 import json
 import math
+import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl.trainer.grpo_trainer as upstream
-from aiohttp import web
-from bench_kl import InstantReward
+from bench_rewards import GENERATIONS, SlowReward, service, set_medians
 from bench_timing import SHAPES, Meter
 from datasets import Dataset
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
@@ -50,13 +46,11 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.pipeline import Pipeline
 from salesrl_trl.policy import build_tokenizer
-from salesrl_trl.reward.batch import Extent, RewardBatch, Stages
-from salesrl_trl.reward.http import HttpClient
-from salesrl_trl.reward.transport import Transport
+from salesrl_trl.reward.batch import BatchedReward, RewardBatch
+from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.timing import overlap
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import Outcome, Reward
 
 SHAPES["tiny"] = {
     "vocab_size": 3072,
@@ -70,11 +64,8 @@ TOKENS = {"0.5b": 256, "7b": 256, "tiny": 24}
 """Most tokens of a completion; a quarter of it is the least."""
 MICRO_BATCHES = {"0.5b": (8, 8), "7b": (8, 8), "tiny": (8, 4)}
 """Completions of one, and how many an update has."""
-GENERATIONS = 8
 PROMPT_WORDS = 80
 BETA = 0.04
-SPREAD = 0.25
-"""Standard deviation of a latency's logarithm: the slowest of 64 sums takes about 1.5 times the mean one."""
 MEASURED = 3
 """Steps of a block that count."""
 LOOKAHEAD = {"exact": 0, "lookahead_1": 1, "lookahead_2": 2, "lookahead_4": 4, "floor": 0}
@@ -91,126 +82,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--arms", nargs="+", choices=("stock", *LOOKAHEAD), default=("stock", *LOOKAHEAD))
     parser.add_argument("--steps", type=int, default=MEASURED, help="steps of a block that count")
+    parser.add_argument("--rounds", type=int, default=1, help="times that all arms take their turns")
     parser.add_argument("--trace", type=Path, help="folder for the trace of the package's own arms")
     parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.serve:
-        serve()
-        return
     on_cpu = args.device == "cpu"
     args.shape = args.shape or ("tiny" if on_cpu else "0.5b")
     args.latency = args.latency or [(1.0, 0.6) if on_cpu else (5.6, 3.2)]
     measure(args)
 
 
-# The service, in a process of its own
-
-
-def latency_s(row: int, sample: int, stage: str, median_s: float) -> float:
-    """Log-normal; the same for the same prompt and sample in every arm."""
-    draw = random.Random(f"{row} {sample} {stage}").gauss(0.0, SPREAD)
-    return median_s * math.exp(draw)
-
-
-def serve() -> None:
-    """Answer `/rag` and `/judge` late, and for `bench_chains.py` the real services' paths; says its port on
-    stdout. Samples of a prompt are told apart by their order."""
-    asked: Counter[int] = Counter()
-    numbers = itertools.count()
-    passages = [{"id": f"d{n}", "text": "A passage of the knowledge base. " * 12, "score": 0.5} for n in range(3)]
-    answered = {"answer": "An answer of some length. " * 20, "passages": passages, "took_ms": 1.0}
-    verdict = json.dumps({"candidate": 0.75, "reference": 0.5, "reason": "It names the price and the delay."})
-    message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": verdict}}
-    usage = {"prompt_tokens": 700, "completion_tokens": 30, "total_tokens": 730}
-    judged = {
-        "id": "c1",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "j",
-        "choices": [message],
-        "usage": usage,
-    }
-
-    async def real(request: web.Request) -> web.Response:
-        await request.read()
-        is_judge = request.path.endswith("completions")
-        await asyncio.sleep(latency_s(next(numbers), 0, request.path, 3.2 if is_judge else 5.6))
-        return web.json_response(judged if is_judge else answered)
-
-    async def answer(request: web.Request) -> web.Response:
-        body = await request.json()
-        row, sample = body["row"], body.get("sample")
-        if sample is None:
-            sample = asked[row] % GENERATIONS
-            asked[row] += 1
-        await asyncio.sleep(latency_s(row, sample, request.path, body["median_s"]) if body["median_s"] else 0.0)
-        score = random.Random(f"{row} {sample} score").random()
-        return web.json_response({"sample": sample, "score": score, "text": "An answer of some length. " * 20})
-
-    async def run() -> None:
-        app = web.Application()
-        app.add_routes([web.post("/rag", answer), web.post("/judge", answer)])
-        app.add_routes([web.post(path, real) for path in ("/v1/rag/8b", "/v1/rag/32b", "/v1/chat/completions")])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
-        await site.start()
-        print(runner.addresses[0][1], flush=True)
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
-
-
-@contextmanager
-def service() -> Iterator[str]:
-    """Its address."""
-    with subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.terminate()
-
-
-# What asks it
-
-
-class SlowReward(InstantReward):
-    """Two calls one after the other, for each completion."""
-
-    __name__ = "slow"
-
-    def __init__(self, url: str) -> None:
-        super().__init__()
-        self.medians_s = (0.0, 0.0)
-        self.batches: list[RewardBatch] = []
-        """Those that were waited for, oldest first."""
-        limits = {"max_concurrency": 1024, "initial_concurrency": 1024, "attempt_timeout_s": 60.0}
-        self._transports = {
-            name: Transport(name, max_attempts=2, hedge_fraction=0.0, **limits) for name in ("rag", "judge")
-        }
-        self._clients = {name: HttpClient(name, url) for name in self._transports}
-
-    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
-        body = {"row": index, "median_s": self.medians_s[0], "text": completion}
-        found = await stages.timed(self._ask("rag", body), "rag_8b")
-        body |= {"median_s": self.medians_s[1], "sample": found["sample"], "answer": found["text"]}
-        verdict = await stages.timed(self._ask("judge", body), "judge")
-        return Reward(outcome=Outcome.OK, value=verdict["score"])
-
-    async def _ask(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        content = await self._transports[name].call(lambda: self._clients[name].post(f"/{name}", dict(body)))
-        return json.loads(content)  # type: ignore[no-any-return]
-
-    def _settled(self) -> None:
-        assert self._latest is not None
-        self.batches.append(self._latest)
-
-    async def aclose(self) -> None:
-        """The running loop's connections."""
-        for client in self._clients.values():
-            await client.aclose()
+# What is asked of the rewards
 
 
 def hidden_share(batch: RewardBatch) -> float:
@@ -253,7 +135,15 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, url: str, scratch: Path) -> None:
         self._args = args
-        self._reward = SlowReward(url)
+        self._url = url
+        self._batches: list[RewardBatch] = []
+        """Those that were waited for, oldest first."""
+        path = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+        os.environ["PYTHONPATH"] = os.pathsep.join(each for each in path if each)  # where the child finds the reward
+        self._rewards: dict[str, BatchedReward] = {
+            "stock": self._seen(SlowReward(url)),
+            "ours": self._seen(SlowReward(url) if args.device == "cpu" else RemoteReward(SlowReward(url))),  # type: ignore[arg-type]
+        }
         self._clock = Clock()
         on_cpu = args.device == "cpu"
         dtype = torch.float32 if on_cpu else torch.bfloat16
@@ -273,6 +163,18 @@ class Bench:
         self._meter.watch(self.instruments.timeline, "_open", "_close")
         self._measured_s = self._inside_s = 0.0
         self.trainers: dict[str, GRPOTrainer] = {"stock": self._build_stock(ours), "ours": ours}
+
+    def _seen(self, reward: BatchedReward) -> BatchedReward:
+        """`reward`, whose batches are noted when they were waited for."""
+        settled = reward._settled
+
+        def noted() -> None:
+            assert reward._latest is not None
+            self._batches.append(reward._latest)
+            settled()
+
+        reward._settled = noted  # type: ignore[method-assign]
+        return reward
 
     def _common(self, on_cpu: bool, output_dir: str) -> dict[str, Any]:
         shape, (micro_batch, micro_batches) = self._args.shape, MICRO_BATCHES[self._args.shape]
@@ -314,19 +216,19 @@ class Bench:
         config = SalesGRPOConfig(
             beta=BETA, held_out_eval=False, max_sampling_logp_difference=math.inf, **self._settings
         )
-        return self._built(SalesGRPOTrainer, self._reward, config, instruments=instruments)  # type: ignore[return-value]
+        return self._built(SalesGRPOTrainer, self._rewards["ours"], config, instruments=instruments)  # type: ignore[return-value]
 
     def _build_stock(self, ours: SalesGRPOTrainer) -> GRPOTrainer:
         """With the reference and the engine of `ours`."""
         build, upstream.VLLMGeneration = upstream.VLLMGeneration, lambda **_: ours.vllm_generation
         try:
-            stock = self._built(GRPOTrainer, self._reward, GRPOConfig(beta=0.0, **self._settings))
+            stock = self._built(GRPOTrainer, self._rewards["stock"], GRPOConfig(beta=0.0, **self._settings))
         finally:
             upstream.VLLMGeneration = build
         stock.beta, stock.ref_model = BETA, ours.ref_model
         return stock
 
-    def _built(self, kind: type[GRPOTrainer], reward: SlowReward, config: GRPOConfig, **more: Any) -> GRPOTrainer:
+    def _built(self, kind: type[GRPOTrainer], reward: BatchedReward, config: GRPOConfig, **more: Any) -> GRPOTrainer:
         words = ("price", "delivery", "refund", "价格", "发货", "退款", "warranty", "保修", "尺寸", "discount")
         draw = random.Random(0)
         rows = [
@@ -343,8 +245,8 @@ class Bench:
     def close(self) -> None:
         """Connections and instruments."""
         self.instruments.close()
-        for trainer in self.trainers.values():
-            asyncio.run_coroutine_threadsafe(self._reward.aclose(), trainer.async_loop).result()
+        for name, trainer in self.trainers.items():
+            asyncio.run_coroutine_threadsafe(self._rewards[name].aclose(), trainer.async_loop).result()  # type: ignore[attr-defined]
 
     def instruments_share(self) -> float | None:
         """Share of the floor's time that the host spent in the instruments."""
@@ -356,8 +258,8 @@ class Bench:
         before, after = (ahead + 1, ahead) if ahead else (1, 0)  # until the first rollouts are used up
         steps = max(steps, 2 * (ahead + 1)) if ahead else steps
         trainer = self.trainers["stock" if arm == "stock" else "ours"]
-        self._reward.medians_s = (0.0, 0.0) if arm == "floor" else tuple(latency)
-        self._reward.batches.clear()
+        set_medians(self._url, (0.0, 0.0) if arm == "floor" else latency)
+        self._batches.clear()
         if arm != "stock":
             trainer._pipeline = Pipeline(trainer, ahead, references_ahead=True)
         trainer.args.max_steps = before + steps + after
@@ -367,10 +269,10 @@ class Bench:
             self._measured_s += time.perf_counter() - started
             self._inside_s += self._meter.seconds - inside
         seconds = [end - start for start, end in zip(self._clock.ends, self._clock.ends[1:], strict=False)]
-        rewards = [reward for batch in self._reward.batches for reward in batch.rewards]
+        rewards = [reward for batch in self._batches for reward in batch.rewards]
         return {
             "step_s": seconds[before - 1 : before - 1 + steps],
-            "hidden": [hidden_share(batch) for batch in self._reward.batches[before : before + steps]],
+            "hidden": [hidden_share(batch) for batch in self._batches[before : before + steps]],
             "failures": [sum(reward is None or reward.value is None for reward in rewards)],
             "lengths": [
                 entry["completions/mean_length"]
@@ -404,7 +306,8 @@ def _measure_one(
     """All arms' figures with one latency."""
     blocks: dict[str, list[dict[str, list[float]]]] = {arm: [] for arm in arms}
     twice = [arm for arm in arms if not LOOKAHEAD.get(arm)]
-    for arm in [*twice, *(arm for arm in arms if arm not in twice), *reversed(twice)]:
+    round_ = [*twice, *(arm for arm in arms if arm not in twice), *reversed(twice)]
+    for arm in round_ * args.rounds:
         blocks[arm].append(bench.block(arm, latency, args.steps))
         latest = blocks[arm][-1]
         print(f"{arm}: {', '.join(f'{each:.2f}' for each in latest['step_s'])} s", flush=True)

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_kl import BATCH, SHAPES, TOKENS, InstantReward, build, run_bench
+from bench_kl import BATCH, SHAPES, TOKENS, build, run_bench
+from bench_rewards import InstantReward
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOTrainer
 

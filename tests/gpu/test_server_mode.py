@@ -10,7 +10,7 @@ import torch
 from support.runs import check_times, scalars
 from support.vllm_server import serve
 
-from salesrl_trl.policy import make_policy
+from salesrl_trl.policy import cached_policy
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
@@ -23,10 +23,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    path = tmp_path_factory.mktemp("served") / "policy"
-    make_policy(path, steps=40, seed=0)
-    return path
+def policy():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0")  # of two, transformers would make one by DataParallel
+        return cached_policy(steps=280, seed=0)
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])

@@ -11,7 +11,7 @@ import torch
 from support.runs import check_times, scalars, spans
 
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.metrics import metric_names
+from salesrl_trl.telemetry.metrics import LEFT_OUT, STALENESS, STALENESS_MAX, metric_names
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -85,15 +85,18 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
         pytest.skip("two processes on one GPU are not what the recipe is for")
     told = launch(
         "full",
-        *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--max_steps", "2"),
+        *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--max_steps", "4"),
         *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"),
         *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
         *("--max_eval_rows", "8", "--per_device_eval_batch_size", "4", "--save_steps", "2", *ON_CPU),
         *("--quick_eval_steps", "1", "--quick_eval_rows", "4", "--trace_steps", "1:2"),
         accelerate=() if torch.cuda.is_available() else ("--mixed_precision", "no"),
     )
-    check_run(tmp_path / "run", steps=2)
-    assert told.count("[Step 2/2]") == 1  # the main process alone speaks
+    check_run(tmp_path / "run", steps=4)
+    logged = scalars(tmp_path / "run")
+    assert logged[f"train/{STALENESS}"] == logged[f"train/{STALENESS_MAX}"] == [0, 1, 2, 2]
+    assert logged[f"train/{LEFT_OUT}"] == [0, 0, 0, 0]
+    assert told.count("[Step 2/4]") == 1  # the main process alone speaks
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
     assert told.count("[QuickEval@1]") == 1
     assert (tmp_path / "run" / "best").is_dir()

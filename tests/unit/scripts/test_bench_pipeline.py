@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +24,16 @@ GENERATIONS = 8
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_pipeline", SCRIPTS / "bench_pipeline.py")
+    return loaded("bench_pipeline")
+
+
+@pytest.fixture(scope="module")
+def rewards():
+    return loaded("bench_rewards")
+
+
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPTS))  # it takes a part of another bench
@@ -34,32 +44,33 @@ def bench():
 # The service
 
 
-def test_a_latency_depends_on_prompt_sample_and_stage_alone(bench):
+def test_a_latency_depends_on_prompt_sample_and_stage_alone(rewards):
     asked = list(itertools.product(range(40), range(GENERATIONS), ("/rag", "/judge")))
-    first = {each: bench.latency_s(*each, 2.0) for each in asked}
+    first = {each: rewards.latency_s(*each, 2.0) for each in asked}
     random.Random(1).shuffle(asked)
     random.seed(2)  # what else is drawn in the meantime does not matter
-    assert {each: bench.latency_s(*each, 2.0) for each in asked} == first
+    assert {each: rewards.latency_s(*each, 2.0) for each in asked} == first
     assert len(set(first.values())) == len(asked)
-    assert all(bench.latency_s(*each, 1.0) == pytest.approx(first[each] / 2) for each in asked)
+    assert all(rewards.latency_s(*each, 1.0) == pytest.approx(first[each] / 2) for each in asked)
 
 
-def test_latencies_are_log_normal_around_their_median(bench):
-    logs = sorted(math.log(bench.latency_s(row, 0, "/rag", 3.0) / 3.0) for row in range(2000))
+def test_latencies_are_log_normal_around_their_median(rewards):
+    logs = sorted(math.log(rewards.latency_s(row, 0, "/rag", 3.0) / 3.0) for row in range(2000))
     assert logs[1000] == pytest.approx(0.0, abs=0.05)  # of 2000 draws it is off by 0.01
-    assert sum(abs(each) < bench.SPREAD for each in logs) / 2000 == pytest.approx(0.683, abs=0.05)
+    assert sum(abs(each) < rewards.SPREAD for each in logs) / 2000 == pytest.approx(0.683, abs=0.05)
 
 
-def test_the_service_deals_each_prompts_samples_out_once_and_scores_them_the_same_in_any_order(bench):
-    def ask(url, path, **body):
-        request = urllib.request.Request(f"{url}{path}", json.dumps({"median_s": 0.0, **body}).encode())
-        request.add_header("Content-Type", "application/json")
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read())
+def ask(url, path, **body):
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.loads(answer.read())
 
+
+def test_the_service_deals_each_prompts_samples_out_once_and_scores_them_the_same_in_any_order(rewards):
     rows = [row for row in (3, 4) for _ in range(2 * GENERATIONS)]  # twice: an arm after another
     random.Random(0).shuffle(rows)
-    with bench.service() as url:
+    with rewards.service() as url:
         samples = {row: [] for row in rows}
         for row in rows:
             samples[row].append(ask(url, "/rag", row=row)["sample"])
@@ -70,6 +81,20 @@ def test_the_service_deals_each_prompts_samples_out_once_and_scores_them_the_sam
         for place in reversed(places):
             assert ask(url, "/judge", row=place[0], sample=place[1])["score"] == scores[place]
     assert len(set(scores.values())) == len(places)
+
+
+def test_the_service_is_as_slow_as_it_was_told_last(rewards):
+    def seconds(path):
+        started = time.perf_counter()
+        ask(url, path, row=1, sample=2)
+        return time.perf_counter() - started
+
+    with rewards.service() as url:
+        for told in ((0.6, 0.0), (0.0, 0.6)):
+            rewards.set_medians(url, told)
+            for path, median_s in zip(("/rag", "/judge"), told, strict=True):
+                wanted = rewards.latency_s(1, 2, path, median_s) if median_s else 0.0
+                assert wanted <= seconds(path) < wanted + 0.3
 
 
 # Its figures
