@@ -33,7 +33,7 @@ def launch(recipe, *arguments, accelerate=(), succeeds=True, **environment):
     return done.stderr
 
 
-def check_run(output_dir, steps):
+def check_run(output_dir, steps, lookahead=0):
     logged = scalars(output_dir)
     differences = logged["train/sampling/sampling_logp_difference/mean"]
     assert len(differences) == steps
@@ -45,7 +45,10 @@ def check_run(output_dir, steps):
     phases = check_times(output_dir, steps)
     for phase in (perf.DATA_LOADING, perf.GENERATION, perf.OLD_LOGPROBS, perf.REFERENCE_LOGPROBS,
                   perf.REWARD_WAIT, perf.ADVANTAGES, perf.FORWARD, perf.BACKWARD, perf.OPTIMIZER):  # fmt: skip
-        assert all(step[phase] > 0 for step in phases), phase
+        last = (
+            steps - lookahead if phase == perf.GENERATION else steps
+        )  # what the last steps train on is there by then
+        assert all(step[phase] > 0 for step in phases[:last]), phase
     assert (output_dir / "model.safetensors").is_file() or (output_dir / "pytorch_model.bin").is_file()
 
 
@@ -92,7 +95,7 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
         *("--quick_eval_steps", "1", "--quick_eval_rows", "4", "--trace_steps", "1:2"),
         accelerate=() if torch.cuda.is_available() else ("--mixed_precision", "no"),
     )
-    check_run(tmp_path / "run", steps=4)
+    check_run(tmp_path / "run", steps=4, lookahead=2)
     logged = scalars(tmp_path / "run")
     assert logged[f"train/{STALENESS}"] == logged[f"train/{STALENESS_MAX}"] == [0, 1, 2, 2]
     assert logged[f"train/{LEFT_OUT}"] == [0, 0, 0, 0]

@@ -142,7 +142,7 @@ class Engine:
 def generation_on(engine, ranks=1):
     generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
     generation.llm = SimpleNamespace(llm_engine=engine)
-    generation.tensor_parallel_size, generation.tp_group = ranks, "the group"
+    generation.mode, generation.tensor_parallel_size, generation.tp_group = "colocate", ranks, "the group"
     return generation
 
 

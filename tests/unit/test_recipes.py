@@ -12,7 +12,7 @@ import yaml
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.telemetry.instruments import InstrumentSettings
-from salesrl_trl.train import build_instruments, parse, prepare
+from salesrl_trl.train import build_instruments, main, parse, prepare
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -157,13 +157,23 @@ def test_a_branch_of_the_data_that_is_not_configured_is_refused():
     ],
     ids=["dataset", "model", "rag", "judge", "beta", "groups", "key"],
 )
-def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message):
-    command = [sys.executable, "recipes/debug.py", *ON_CPU, *arguments]
+def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.train._quiet", lambda: None)  # it is for a whole process
+    with pytest.raises(SystemExit) as ended:
+        main(ROOT / "recipes/debug.yaml", [*ON_CPU, *arguments])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert message in told
+    assert "Traceback" not in told
+    assert "warm start" not in told
+
+
+def test_what_a_recipe_ends_with_is_what_its_process_ends_with():
+    command = [sys.executable, "recipes/debug.py", *ON_CPU, "--dataset", "absent.jsonl"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "DataError: there is no dataset file" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "warm start" not in done.stderr
 
 
 def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):

@@ -187,10 +187,12 @@ ROWS_OF_MIXED = [0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
 
 
 def told_by(report):
-    """What a report says that is no time."""
-    spans = sorted((span.track, span.name, span.failed) for span in report.spans)
+    """What a report says that is no time, and does not depend on which of two calls was faster: whether a completion
+    that fails had been told of its row's reference by then."""
+    spans = sorted((span.track, span.name, span.failed) for span in report.spans if span.name != "rag_32b")
     records = sorted((record.score, record.chars) for record in report.records)
-    return spans, records, dict(report.usage), {n: dict(t) for n, t in report.traffic.items()}, dict(report.cache_hits)
+    hits = {name: count for name, count in report.cache_hits.items() if name != "references"}
+    return spans, records, dict(report.usage), {n: dict(t) for n, t in report.traffic.items()}, hits
 
 
 def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, remote, go):
