@@ -4,11 +4,11 @@
     .venv/bin/python scripts/bench_pipeline.py [--shape 0.5b|7b|tiny] [--latency 5.6 3.2] [--json FILE]
     .venv/bin/python scripts/bench_pipeline.py --device cpu    # a tiny policy, within three minutes
 
-Random weights of a real shape, 64 completions a step, 8 for each prompt, of varied lengths. A completion's reward is
-two calls over HTTP to a service in a process of its own, which answers after a time that depends on the prompt and the
-number of its sample alone: log-normal around the two figures of `--latency`, which may be given several times. Every
-arm asks the same service through the same client with the same limits; this package's do so from a process of their
-own on a GPU, as in training (`reward_process`).
+Random weights of a real shape, 64 completions a step, 8 for each prompt, of lengths that depend on the prompt and the
+number of the sample alone: every arm generates as much. A reward is two calls over HTTP to a service in a process of
+its own, which answers after a time that depends on the same two: log-normal around the two figures of `--latency`,
+which may be given several times. Every arm asks the same service through the same client with the same limits; this
+package's do so from a process of their own on a GPU, as in training (`reward_process`).
 
 - `stock` is TRL's own trainer with one async reward function that gathers all calls of the batch;
 - `exact` is this package's trainer, `lookahead_N` the same with `rollout_lookahead: N`;
@@ -31,6 +31,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ TOKENS = {"0.5b": 256, "7b": 256, "tiny": 24}
 """Most tokens of a completion; a quarter of it is the least."""
 MICRO_BATCHES = {"0.5b": (8, 8), "7b": (8, 8), "tiny": (8, 4)}
 """Completions of one, and how many an update has."""
-PROMPT_WORDS = 80
+PROMPT_WORDS = {"0.5b": 80, "7b": 80, "tiny": 20}
 BETA = 0.04
 MEASURED = 3
 """Steps of a block that count."""
@@ -92,7 +93,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     measure(args)
 
 
-# What is asked of the rewards
+# What is the same for all arms
+
+
+def completion_tokens(prompt: Sequence[int], sample: int, most: int) -> int:
+    """Length of a prompt's completion: a quarter of the most at least, then ended with 3 / `most` at each token."""
+    draw = random.Random(f"{list(prompt)} {sample}").expovariate(3 / most)
+    return min(most // 4 + int(draw), most)
+
+
+def fix_lengths(engine: Any, most: int) -> None:
+    """Let vLLM's `LLM` end completions at those lengths. Random weights would end none by themselves."""
+    generate = engine.generate
+
+    def fixed(prompts: Sequence[dict[str, Any]], sampling_params: Any, **kwargs: Any) -> Any:
+        samples: Counter[tuple[int, ...]] = Counter()
+        every = []
+        for prompt in prompts:
+            ids, own = tuple(prompt["prompt_token_ids"]), sampling_params.clone()
+            own.max_tokens, own.ignore_eos = completion_tokens(ids, samples[ids], most), True
+            samples[ids] += 1
+            every.append(own)
+        return generate(prompts, sampling_params=every, **kwargs)
+
+    engine.generate = fixed
 
 
 def hidden_share(batch: RewardBatch) -> float:
@@ -158,6 +182,7 @@ class Bench:
         self._settings = self._common(on_cpu, str(scratch / "out"))
         ours = self._build_ours(args.trace)
         self.instruments = ours._instruments
+        fix_lengths(ours.vllm_generation.llm, TOKENS[args.shape])
         self._meter = Meter()
         self._meter.watch(self.instruments, "figures", "see_batch", "see_rewards", "step_ends")
         self._meter.watch(self.instruments.timeline, "_open", "_close")
@@ -178,8 +203,6 @@ class Bench:
 
     def _common(self, on_cpu: bool, output_dir: str) -> dict[str, Any]:
         shape, (micro_batch, micro_batches) = self._args.shape, MICRO_BATCHES[self._args.shape]
-        vocabulary, tokens = SHAPES[shape]["vocab_size"], TOKENS[shape]
-        hazard = 3 / tokens  # of an end at each token; random weights alone would never end
         return {
             "output_dir": output_dir,
             "use_cpu": on_cpu,
@@ -187,11 +210,7 @@ class Bench:
             "per_device_train_batch_size": micro_batch,
             "gradient_accumulation_steps": micro_batches,
             "num_generations": GENERATIONS,
-            "max_completion_length": tokens,
-            "generation_kwargs": {
-                "min_tokens": tokens // 4,
-                "logit_bias": {build_tokenizer().eos_token_id: math.log(vocabulary * hazard)},
-            },
+            "max_completion_length": TOKENS[shape],
             "use_vllm": True,
             "vllm_mode": "colocate",
             "vllm_gpu_memory_utilization": 0.25,
@@ -232,7 +251,12 @@ class Bench:
         words = ("price", "delivery", "refund", "价格", "发货", "退款", "warranty", "保修", "尺寸", "discount")
         draw = random.Random(0)
         rows = [
-            {"prompt": [{"role": "user", "content": " ".join(draw.choices(words, k=PROMPT_WORDS))}], "row": index}
+            {
+                "prompt": [
+                    {"role": "user", "content": " ".join(draw.choices(words, k=PROMPT_WORDS[self._args.shape]))}
+                ],
+                "row": index,
+            }
             for index in range(256)
         ]
         trainer = kind(

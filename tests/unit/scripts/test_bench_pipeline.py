@@ -97,6 +97,38 @@ def test_the_service_is_as_slow_as_it_was_told_last(rewards):
                 assert wanted <= seconds(path) < wanted + 0.3
 
 
+def test_a_length_depends_on_prompt_and_sample_alone(bench):
+    prompts = [[7, 8, number] for number in range(200)]
+    lengths = [bench.completion_tokens(prompt, sample, 256) for prompt in prompts for sample in range(GENERATIONS)]
+    random.seed(2)
+    assert [
+        bench.completion_tokens(tuple(prompt), sample, 256) for prompt in prompts for sample in range(GENERATIONS)
+    ] == lengths
+    assert min(lengths) == 64
+    assert max(lengths) == 256
+    # of an exponential of mean 85.3, cut off at 192
+    assert sum(lengths) / len(lengths) == pytest.approx(64 + 85.3 * (1 - math.exp(-192 / 85.3)), abs=6)
+
+
+def test_every_completion_of_a_batch_gets_its_own_length(bench):
+    class Sampling:
+        def clone(self):
+            return Sampling()
+
+    class Engine:
+        def generate(self, prompts, sampling_params, use_tqdm):
+            assert not use_tqdm
+            return [(each.max_tokens, each.ignore_eos) for each in sampling_params]
+
+    engine = Engine()
+    bench.fix_lengths(engine, 256)
+    rows = [[1, 2], [3], [1, 2], [3], [1, 2]]
+    told = engine.generate([{"prompt_token_ids": ids} for ids in rows], sampling_params=Sampling(), use_tqdm=False)
+    samples = [0, 0, 1, 1, 2]
+    wanted = [bench.completion_tokens(ids, sample, 256) for ids, sample in zip(rows, samples, strict=True)]
+    assert told == [(length, True) for length in wanted]
+
+
 # Its figures
 
 
