@@ -6,8 +6,10 @@ trainer's. vLLM is imported only while an engine is built, so that this module c
 
 import contextlib
 import functools
+import queue
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -49,8 +51,8 @@ def engine_kwargs(
     }
 
 
-_MOST_REQUESTS = 256
-"""In flight to a server from one process: as many sequences as vLLM generates at once by default on most GPUs."""
+_MOST_REQUESTS = 1024
+"""In flight to a server: as many sequences as vLLM's generates at once by default, on the GPUs where it is most."""
 
 
 class SalesVLLMGeneration(VLLMGeneration):
@@ -102,8 +104,8 @@ class SalesVLLMGeneration(VLLMGeneration):
 
         Args:
             finished (`Callable[[int, Sequence[int]], None]`):
-                Called with a completion's place in the batch and its token ids: of the colocated engine in between
-                two steps, of a server from threads.
+                Called with a completion's place in the batch and its token ids, in between two steps of a colocated
+                engine.
             size (`int`):
                 Completions of this process. Under tensor parallelism every process of a group generates those of all;
                 others' are not told.
@@ -130,15 +132,12 @@ class SalesVLLMGeneration(VLLMGeneration):
                 if further.get("seed") is not None:
                     further["seed"] += sample  # as vLLM seeds the samples of a prompt
                 chosen = None if features is None else [features[prompt]]
-                output: dict[str, Any] = ask(
-                    [prompts[prompt]], features=chosen, n=1, generation_kwargs=further, **sampling
-                )
-                finished(place, output["completion_ids"][0])
-                return output
+                return ask([prompts[prompt]], features=chosen, n=1, generation_kwargs=further, **sampling)  # type: ignore[no-any-return]
 
-            size = len(prompts) * n
-            with ThreadPoolExecutor(min(size, _MOST_REQUESTS)) as threads:
-                outputs = list(threads.map(one, range(size)))
+            outputs: list[Any] = [None] * (len(prompts) * n)
+            for place, output in _as_completed(one, len(outputs), _MOST_REQUESTS):
+                outputs[place] = output
+                finished(place, output["completion_ids"][0])
             merged: dict[str, Any] = {
                 name: None if outputs[0][name] is None else [output[name][0] for output in outputs]
                 for name in outputs[0]
@@ -212,6 +211,32 @@ def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dty
     if fp16:
         return "float16"
     return "auto" if model_dtype is None else str(model_dtype).removeprefix("torch.")
+
+
+def _as_completed(call: Callable[[int], Any], count: int, limit: int) -> Iterator[tuple[int, Any]]:
+    """What `call` returns of each number below `count`, as it comes, `limit` at a time. Threads are daemons: where one
+    fails, or this thread is interrupted, nobody waits for the others."""
+    numbers, results = deque(range(count)), queue.SimpleQueue[tuple[int, Any, Exception | None]]()
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # none left
+            while True:
+                number = numbers.popleft()
+                try:
+                    results.put((number, call(number), None))
+                except Exception as error:  # raised in the thread that waits
+                    results.put((number, None, error))
+
+    for _ in range(min(count, limit)):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        for _ in range(count):
+            number, output, error = results.get()
+            if error is not None:
+                raise error
+            yield number, output
+    finally:
+        numbers.clear()
 
 
 @contextlib.contextmanager

@@ -286,9 +286,10 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _next_micro_batch(self, waiting: Parts) -> dict[str, Any]:
         """A micro-batch whose groups are scored, waiting for one where there is none, on any rank: all go together."""
         while not waiting.complete and self._on_any_rank(not waiting.has_next):
-            if not waiting.has_next:
-                with self._timeline.phase(perf.REWARD_WAIT):
+            with self._timeline.phase(perf.REWARD_WAIT):
+                if not waiting.has_next:
                     self._pipeline.wait(waiting.rollout.rewards, waiting.out)
+                self._meet()
             waiting.release(self._score(waiting.rollout))
         micro_batch = waiting.next()
         if waiting.is_empty:
@@ -604,6 +605,10 @@ class SalesGRPOTrainer(GRPOTrainer):
                 f"stopped by {reason} after {self.state.global_step} steps. The state was saved; go on with "
                 "--resume_from_checkpoint DIR."
             )
+
+    def _meet(self) -> None:
+        """Wait for the other ranks."""
+        self._on_any_rank(False)
 
     def _on_any_rank(self, condition: bool) -> bool:
         """Whether it is true on any rank; a collective."""

@@ -17,9 +17,10 @@ package's do so from a process of their own on a GPU, as in training (`reward_pr
 The arms share the policy, the reference, the optimizer and vLLM's engine, and take turns in one run: stock, exact,
 floor, those with lookahead, whose differences are large, once, then floor, exact, stock. A step is timed from its
 predecessor's end to its own, the device synchronised there. Steps in which rollouts pile up at first or run out at
-last are left out. Steps that wait and steps that do not may take turns, so a lookahead of N is measured over two
-rounds of N + 1 steps at least, and ratios are of means. Beside the times stands the share of the rewards' makespan
-that nobody waited for.
+last are left out. The prompts are those of `--steps` steps, which come again and again, so that every block that is
+measured has each of them equally often. Steps that wait and steps that do not may take turns, so a lookahead of N is
+measured over two rounds of N + 1 steps at least, and all figures are means. Beside the times stands the share of the
+rewards' makespan that nobody waited for.
 """
 
 import argparse
@@ -82,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="median seconds of the two calls; 5.6 3.2, or on a CPU 1.0 0.6, when not given",
     )  # fmt: skip
     parser.add_argument("--arms", nargs="+", choices=("stock", *LOOKAHEAD), default=("stock", *LOOKAHEAD))
-    parser.add_argument("--steps", type=int, default=MEASURED, help="steps of a block that count")
+    parser.add_argument(
+        "--steps", type=int, default=MEASURED, help="steps of a block that count, each of other prompts"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="times that all arms take their turns")
     parser.add_argument("--trace", type=Path, help="folder for the trace of the package's own arms")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -100,6 +103,15 @@ def completion_tokens(prompt: Sequence[int], sample: int, most: int) -> int:
     """Length of a prompt's completion: a quarter of the most at least, then ended with 3 / `most` at each token."""
     draw = random.Random(f"{list(prompt)} {sample}").expovariate(3 / most)
     return min(most // 4 + int(draw), most)
+
+
+def window(ahead: int, steps: int) -> tuple[int, int, int]:
+    """How many steps a block with a lookahead has before those that count, how many of those, and how many behind.
+    Those that count are whole rounds of waiting, and of the prompts of `steps` steps."""
+    if not ahead:
+        return 1, steps, 0
+    round_ = math.lcm(ahead + 1, steps)
+    return ahead + 1, round_ * math.ceil(2 * (ahead + 1) / round_), ahead
 
 
 def fix_lengths(engine: Any, most: int) -> None:
@@ -219,6 +231,7 @@ class Bench:
             "learning_rate": 1e-6,
             "lr_scheduler_type": "constant",
             "loss_type": "dapo",
+            "shuffle_dataset": False,
             "logging_steps": 1,
             "save_strategy": "no",
             "report_to": "none",
@@ -248,6 +261,7 @@ class Bench:
         return stock
 
     def _built(self, kind: type[GRPOTrainer], reward: BatchedReward, config: GRPOConfig, **more: Any) -> GRPOTrainer:
+        micro_batch, micro_batches = MICRO_BATCHES[self._args.shape]
         words = ("price", "delivery", "refund", "价格", "发货", "退款", "warranty", "保修", "尺寸", "discount")
         draw = random.Random(0)
         rows = [
@@ -257,7 +271,7 @@ class Bench:
                 ],
                 "row": index,
             }
-            for index in range(256)
+            for index in range(self._args.steps * micro_batch * micro_batches // GENERATIONS)
         ]
         trainer = kind(
             self._model, reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[self._clock],
@@ -279,8 +293,7 @@ class Bench:
     def block(self, arm: str, latency: Sequence[float], steps: int) -> dict[str, list[float]]:
         """Some steps of an arm: seconds of each that counts, shares of reward time hidden, and failures."""
         ahead = LOOKAHEAD.get(arm, 0)
-        before, after = (ahead + 1, ahead) if ahead else (1, 0)  # until the first rollouts are used up
-        steps = max(steps, 2 * (ahead + 1)) if ahead else steps
+        before, steps, after = window(ahead, steps)
         trainer = self.trainers["stock" if arm == "stock" else "ours"]
         set_medians(self._url, (0.0, 0.0) if arm == "floor" else latency)
         self._batches.clear()
@@ -340,24 +353,26 @@ def _measure_one(
         for arm, of_arm in blocks.items()
     }
     stock = statistics.mean(found["stock"]["step_s"]) if "stock" in found else math.nan
+    figures = {
+        arm: {
+            "step_s_median": statistics.median(each["step_s"]),
+            "step_s_mean": statistics.mean(each["step_s"]),
+            "ratio": statistics.mean(each["step_s"]) / stock,
+            "hidden": statistics.mean(each["hidden"]),
+            "reward_failures": sum(each["failures"]),
+            "completion_tokens": statistics.mean(each["lengths"]),
+            "step_s": each["step_s"],
+        }
+        for arm, each in found.items()
+    }
+    floor = figures.pop("floor", None)
     return {
         "shape": args.shape,
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "latency_s": list(latency),
-        "arms": {
-            arm: {
-                "step_s_median": statistics.median(each["step_s"]),
-                "step_s_mean": statistics.mean(each["step_s"]),
-                "ratio": statistics.mean(each["step_s"]) / stock,
-                "hidden": statistics.mean(each["hidden"]),
-                "reward_failures": sum(each["failures"]),
-                "completion_tokens": statistics.mean(each["lengths"]),
-                "step_s": each["step_s"],
-            }
-            for arm, each in found.items()
-            if arm != "floor"
-        },
-        "floor_s": statistics.median(found["floor"]["step_s"]) if "floor" in found else None,
+        "arms": figures,
+        "floor_s": None if floor is None else floor["step_s_mean"],
+        "floor": floor,
         "instruments_share": bench.instruments_share(),
     }
 

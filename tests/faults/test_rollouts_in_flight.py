@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
 from salesrl_trl.reward.scoring import missing
+from salesrl_trl.telemetry import perf
 from salesrl_trl.types import Outcome, Reward
 
 TEXTS = tuple(action(query=f"n{number}n") for number in range(400))
@@ -246,6 +247,7 @@ def test_a_run_that_is_told_to_stop_in_its_last_step_says_so(trainer_of, service
 
 # Two ranks
 
+LATE_S = 1.5
 PARTS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "rollout_lookahead": 0, "max_steps": 3,
          "optim": "sgd", "learning_rate": 1.0}  # fmt: skip
 LAUNCH_LIMIT_S = 240
@@ -267,6 +269,8 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
     assert one["enough"]["error"] is None
     assert one["enough"]["skipped"] == other["enough"]["skipped"] == [0] * 6
     assert one["enough"]["staleness"] == [0, 1, 2, 2, 2, 2]
+    # what a rank waits for another's rewards is such a wait too, not work of its own
+    assert min(one["one_late"]["waited"]) > 0.8 * LATE_S
     # rank 0 has its first group last, rank 1 its last one
     for last, rank in ((0, one), (3, other)):
         parts, whole = rank["parts"], rank["whole"]
@@ -327,7 +331,12 @@ def _two_ranks(policy, out):
     async def late(index, completion, stages, judging):
         group = number_of(completion) % 8 // 2
         if group == (0, 3)[rank]:
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(LATE_S)
+        return Reward(outcome=Outcome.OK, value=number_of(completion) * 37 % 101 / 100)
+
+    async def one_late(index, completion, stages, judging):
+        if rank == 0 and number_of(completion) % 8 // 2 == 0:
+            await asyncio.sleep(LATE_S)
         return Reward(outcome=Outcome.OK, value=number_of(completion) * 37 % 101 / 100)
 
     cases = {
@@ -335,6 +344,7 @@ def _two_ranks(policy, out):
         "enough": (fails, {"rollout_lookahead": 2, "min_valid_reward_fraction": 0.4, "max_steps": 6}),
         "parts": (late, PARTS),
         "whole": (late, {**PARTS, "scored_groups_first": False}),
+        "one_late": (one_late, PARTS),
     }
     told = {}
     for name, (score, given) in cases.items():
@@ -358,6 +368,7 @@ def _two_ranks(policy, out):
             "skipped": [entry[SKIPPED] for entry in steps],
             "staleness": [entry["rollout/staleness"] for entry in steps],
             "weights": weights.double().sum().item(),
+            "waited": [entry[perf.time_of(perf.REWARD_WAIT)] for entry in steps],  # mean over ranks
             "order": list(trainer.order.values()),
             "samples": trainer.samples,
             "gradients": trainer.gradients if name in ("parts", "whole") else [],

@@ -92,7 +92,7 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
         *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"),
         *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
         *("--max_eval_rows", "8", "--per_device_eval_batch_size", "4", "--save_steps", "2", *ON_CPU),
-        *("--quick_eval_steps", "1", "--quick_eval_rows", "4", "--trace_steps", "1:2"),
+        *("--quick_eval_steps", "2", "--quick_eval_rows", "4", "--trace_steps", "1:2"),
         accelerate=() if torch.cuda.is_available() else ("--mixed_precision", "no"),
     )
     check_run(tmp_path / "run", steps=4, lookahead=2)
@@ -101,7 +101,7 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
     assert logged[f"train/{LEFT_OUT}"] == [0, 0, 0, 0]
     assert told.count("[Step 2/4]") == 1  # the main process alone speaks
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
-    assert told.count("[QuickEval@1]") == 1
+    assert told.count("[QuickEval@2]") == 1
     assert (tmp_path / "run" / "best").is_dir()
     tracks = spans(tmp_path / "run")
     for rank in range(2):

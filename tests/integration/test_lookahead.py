@@ -233,7 +233,10 @@ def prompts_by_generation_batch(trainer, micro_batches):
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_prompts_come_in_the_order_they_have_without_lookahead(trained, arrangement):
     given, per_generation = ARRANGEMENTS[arrangement]
-    runs = {ahead: trained(rollout_lookahead=ahead, max_steps=11, **given) for ahead in (0, 1, 2, 4)}
+    runs = {
+        ahead: trained(rollout_lookahead=ahead, max_steps=11, **given)
+        for ahead in ((0, 1, 2, 4) if arrangement == "whole" else (0, 2))
+    }
     wanted = prompts_by_generation_batch(runs[0], per_generation)
     assert len(wanted) > 4
     for lookahead, trainer in runs.items():

@@ -1,6 +1,8 @@
 """The engine options, the number format and what is told of single completions; the engine itself is in
 tests/integration."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from salesrl_trl.generation import (
     SalesVLLMGeneration,
+    _as_completed,
     engine_kwargs,
     has_tied_head,
     vllm_dtype,
@@ -206,3 +209,58 @@ def test_the_engine_is_left_as_it_was_also_when_a_generation_fails(fails):
     assert (engine.add_request, engine.step) == (add_request, step)
     generate(engine, 1)
     assert told == []
+
+
+# Requests to a server
+
+
+def test_results_come_as_they_are_ready_with_their_numbers():
+    gates = [threading.Event() for _ in range(4)]
+
+    def call(number):
+        assert gates[number].wait(10)
+        return f"answer {number}"
+
+    coming = _as_completed(call, 4, 4)
+    for number in (2, 0, 3, 1):
+        gates[number].set()
+        assert next(coming) == (number, f"answer {number}")
+    assert list(coming) == []
+
+
+def test_no_more_are_asked_at_once_than_may_be():
+    lock, asked, most = threading.Lock(), set(), []
+
+    def call(number):
+        with lock:
+            asked.add(number)
+            most.append(len(asked))
+        time.sleep(0.01)
+        with lock:
+            asked.remove(number)
+
+    assert sorted(number for number, _ in _as_completed(call, 20, 3)) == list(range(20))
+    assert max(most) == 3
+
+
+@pytest.mark.parametrize("leaves", ["by an error", "by an interrupt"])
+def test_nobody_waits_for_the_others_where_one_fails_or_somebody_leaves(leaves):
+    gate, begun = threading.Event(), []
+
+    def call(number):
+        begun.append(number)
+        if number == 1:
+            if leaves == "by an error":
+                raise ValueError("the server said no")
+            return None
+        assert gate.wait(10)
+        return None
+
+    started = time.monotonic()
+    with pytest.raises(ValueError if leaves == "by an error" else KeyboardInterrupt):
+        for _ in _as_completed(call, 50, 2):
+            raise KeyboardInterrupt
+    assert time.monotonic() - started < 5
+    gate.set()
+    time.sleep(0.1)
+    assert len(begun) <= 4  # what was not asked by then is not asked

@@ -278,6 +278,7 @@ def test_a_person_who_waits_is_told_what_is_out(services):
     score_batch(reward, [ACTION])
     assert seen == ["of 1 completions 1 in judge"]
     assert reward.status() == "this rank's are scored, another's may be out"
-    assert [span.name for span in reward.unreported_spans()] == ["parse", "rag_8b", "rag_32b", "judge"]
+    first, *answers, last = [span.name for span in reward.unreported_spans()]
+    assert (first, sorted(answers), last) == ("parse", ["rag_32b", "rag_8b"], "judge")
     reward.take_report()
     assert reward.unreported_spans() == []

@@ -1,12 +1,16 @@
-"""`vllm_mode: server`: rollouts through vLLM's own server, here on the CPU. The push of weights, which needs NCCL, is
-in tests/gpu; here the server reads the weights that training begins with, and a learning rate of 0 keeps them."""
+"""vLLM's own server with a small model on the CPU: as the judge, held to the verdict's schema, and as the sampler
+(`vllm_mode: server`). The push of weights, which needs NCCL, is in tests/gpu; here the server reads the weights that
+training begins with, and a learning rate of 0 keeps them."""
+
+import asyncio
+import time
 
 import pytest
-from support.keyed import keyed_rows, make_tiny_policy
-from support.loopback import Services, build_reward
+from support.keyed import keyed_rows
+from support.loopback import Services, action, build_reward, row
 from support.scripted import settings
 from support.vllm_server import serve
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
 from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
@@ -15,27 +19,78 @@ from salesrl_trl.telemetry.metrics import STALENESS, fraction_of
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Action, Outcome
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
+VERDICTS = 64
 GROUP, BATCH = 4, 16
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return make_tiny_policy(tmp_path_factory.mktemp("served") / "policy", hidden_size=64)
+def served(policy_path, tmp_path_factory):
+    """A model of random weights with room for a judge's prompt, and the small policy's tokenizer."""
+    path = tmp_path_factory.mktemp("served") / "model"
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    config = AutoConfig.from_pretrained(policy_path, max_position_embeddings=4096)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.model_max_length = 4096
+    tokenizer.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")
-def server(policy, tmp_path_factory):
+def server(served, tmp_path_factory):
     """Its address. Log-probs are those of what was sampled from, as TRL wants them."""
     with serve(
-        policy, tmp_path_factory.mktemp("vllm") / "log", "--max-model-len", "256",
+        served, tmp_path_factory.mktemp("vllm") / "log", "--served-model-name", "tiny", "--max-model-len", "4096",
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
     ) as url:  # fmt: skip
         yield url
 
 
+# As the judge
+
+
+def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_schema(httpserver, server, served):
+    services = Services(httpserver)
+    # Random weights end no text and no number by themselves: what ends one is made likely where the schema allows it.
+    vocabulary = AutoTokenizer.from_pretrained(served).get_vocab()
+    ends = {str(token): 30 for text, token in vocabulary.items() if text in ('"', ",", "}", '"}')}
+    provider = {"name": "judge", "base_url": f"{server}/v1", "model": "tiny", "response_format": "json_schema"}
+    reward = build_reward(
+        services.url,
+        [row()],
+        attempts=2,
+        timeout_s=120.0,
+        deadline_s=240.0,
+        providers=[{**provider, "temperature": 1.0, "max_completion_tokens": 300, "extra_body": {"logit_bias": ends}}],
+        limits={"initial_concurrency": 16, "max_concurrency": 16, "hedge_fraction": 0.0},
+    )
+
+    async def once():
+        started = time.perf_counter()
+        completions = [action(query=f"q{index}") for index in range(VERDICTS)]
+        await reward(prompts=[None] * VERDICTS, completions=completions, row=[0] * VERDICTS)
+        await reward.aclose()
+        return time.perf_counter() - started
+
+    seconds = asyncio.run(once())
+    usage = reward.take_report().usage["judge"]
+    outcomes = [(each.outcome, each.reason) for each in reward.last]
+    scores = [each.value for each in reward.last if each.value is not None]
+    print(
+        f"{VERDICTS} verdicts of a tiny model in vLLM's server: {len(scores)} valid, {seconds:.1f} s, "
+        f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {len(set(scores))} different scores from "
+        f"{min(scores, default=-1):.2f} to {max(scores, default=-1):.2f}"
+    )
+    assert outcomes == [(Outcome.OK, "")] * VERDICTS
+    assert all(0 <= each.value <= 1 for each in reward.last)
+    assert usage.prompt_tokens > 0
+
+
+# As the sampler
+
+
 @pytest.fixture
-def build(policy, server, httpserver, tmp_path, monkeypatch):
+def build(served, server, httpserver, tmp_path, monkeypatch):
     """A trainer around the server."""
     monkeypatch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)
     monkeypatch.setattr(VLLMClient, "update_named_params", lambda *_, **__: None)
@@ -43,7 +98,7 @@ def build(policy, server, httpserver, tmp_path, monkeypatch):
         "salesrl_trl.reward.chain.parse_action",
         lambda completion: Action(user_profile="", rewritten_query=completion, history_summary=""),
     )
-    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer = AutoTokenizer.from_pretrained(served)
     services, built = Services(httpserver), []
 
     def built_with(**given):
@@ -57,7 +112,7 @@ def build(policy, server, httpserver, tmp_path, monkeypatch):
             **given,
         }  # fmt: skip
         trainer = SalesGRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(policy),
+            AutoModelForCausalLM.from_pretrained(served),
             build_reward(services.url, rows, deadline_s=60.0, timeout_s=60.0),
             SalesGRPOConfig(**settings(tmp_path, **own)),
             train_dataset=build_dataset(rows, "compact"),
