@@ -289,7 +289,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             with self._timeline.phase(perf.REWARD_WAIT):
                 if not waiting.has_next:
                     self._pipeline.wait(waiting.rollout.rewards, waiting.out)
-                self._meet()
+                self.accelerator.wait_for_everyone()
             waiting.release(self._score(waiting.rollout))
         micro_batch = waiting.next()
         if waiting.is_empty:
@@ -605,10 +605,6 @@ class SalesGRPOTrainer(GRPOTrainer):
                 f"stopped by {reason} after {self.state.global_step} steps. The state was saved; go on with "
                 "--resume_from_checkpoint DIR."
             )
-
-    def _meet(self) -> None:
-        """Wait for the other ranks."""
-        self._on_any_rank(False)
 
     def _on_any_rank(self, condition: bool) -> bool:
         """Whether it is true on any rank; a collective."""

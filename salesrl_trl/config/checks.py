@@ -7,8 +7,8 @@ from typing import Any
 from salesrl_trl.errors import ConfigError
 
 
-def about(text: str, **metadata: Any) -> dict[str, Any]:
-    return {"help": text, **metadata}
+def about(text: str) -> dict[str, str]:
+    return {"help": text}
 
 
 def check(condition: bool, message: str) -> None:

@@ -1,7 +1,6 @@
 """The training itself: branches, their KL, rollouts, vLLM. Owns what is added to TRL's `GRPOConfig`."""
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,10 +125,7 @@ class SalesGRPOConfig(GRPOConfig):
         check_positive(self, "max_sampling_logp_difference", "max_skipped_generations")
         self._check_lookahead()
         self._check_kl()
-        check(
-            isinstance(self.parsed_engine_kwargs(), dict),
-            f"`vllm_engine_kwargs` is {self.vllm_engine_kwargs!r}. Expected a JSON object of vllm.LLM arguments.",
-        )
+        self.parsed_engine_kwargs()
 
     def _check_lookahead(self) -> None:
         ahead = self.rollout_lookahead
@@ -212,15 +208,9 @@ class SalesGRPOConfig(GRPOConfig):
             level=self.importance_sampling_level,
         )
 
-    def parsed_engine_kwargs(self) -> Any:
+    def parsed_engine_kwargs(self) -> dict[str, Any]:
         """`vllm_engine_kwargs` as Python values."""
-        try:
-            return json.loads(self.vllm_engine_kwargs)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"`vllm_engine_kwargs` is not JSON (column {error.colno}). Expected an object such as "
-                '{"max_num_batched_tokens": 8192}.'
-            ) from None
+        return structure("vllm_engine_kwargs", self.vllm_engine_kwargs, dict)  # type: ignore[no-any-return]
 
     def _check_groups(self) -> None:
         """TRL checks this too, but only after it has touched the devices, and without saying what to do."""

@@ -55,7 +55,7 @@ def test_the_defaults_work():
             "`beta` says nothing",
         ),
         ({"vllm_engine_kwargs": "{"}, "is not JSON"),
-        ({"vllm_engine_kwargs": "[1]"}, "Expected a JSON object"),
+        ({"vllm_engine_kwargs": "[1]"}, "is a list. Expected a mapping"),
     ],
 )
 def test_a_training_setting_that_cannot_work_is_refused(kwargs, message):
