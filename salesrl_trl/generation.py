@@ -6,15 +6,20 @@ trainer's. vLLM is imported only while an engine is built, so that this module c
 
 import contextlib
 import functools
+import math
 import queue
-import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import trl.generation.vllm_generation as upstream_vllm
 import trl.trainer.grpo_trainer as upstream_trainer
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -51,18 +56,111 @@ def engine_kwargs(
     }
 
 
-_MOST_REQUESTS = 1024
+MOST_REQUESTS = 1024
 """In flight to a server: as many sequences as vLLM's generates at once by default, on the GPUs where it is most."""
+_ALONE = SimpleNamespace(is_main_process=True, process_index=0)
+"""Of a process's `Accelerator`, what TRL's `generate` reads where a server is asked."""
+
+
+class Requests:
+    """Completions that a server is being asked for, each in a request of its own.
+
+    Threads are daemons: where one request fails, or the thread that waits is interrupted, nobody waits for the others.
+
+    Args:
+        ask (`Callable[[int], dict]`):
+            Asks for the completion of this place; returns what `VLLMClient.generate` does, of one completion.
+        count (`int`):
+            Completions. At most `MOST_REQUESTS` are asked for at once.
+        finished (`Callable[[int, Sequence[int]], None]`):
+            Told of each completion's place and token ids as it comes, one after another, in a thread of its own.
+        lane (`int`, *optional*, defaults to 0):
+            A number that no others have which may be in flight at the same time.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[int], dict[str, Any]],
+        count: int,
+        finished: Callable[[int, Sequence[int]], None],
+        lane: int = 0,
+    ) -> None:
+        self._ask, self._finished, self._count = ask, finished, count
+        self._places = deque(range(count))
+        self._came: queue.SimpleQueue[tuple[int, dict[str, Any]] | BaseException] = queue.SimpleQueue()
+        self._result: Future[dict[str, Any]] = Future()
+        self.lane = lane
+        self.started = time.perf_counter()
+        self.ended = math.nan
+        """When the last one had come, on the same clock."""
+        self._threads = [Thread(target=self._work, daemon=True) for _ in range(min(count, MOST_REQUESTS))]
+        self._threads.append(Thread(target=self._collect, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def result(self) -> dict[str, Any]:
+        """All of them, as `VLLMClient.generate` returns those of as many prompts; waits.
+
+        Raises:
+            Whatever a request did, the first that failed. No other is begun then.
+        """
+        try:
+            return self._result.result()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Ask for no more; what is being asked for is left to itself."""
+        self._places.clear()
+        self._came.put(CancelledError())
+
+    def join(self) -> None:
+        """Wait until no request is in flight, whatever comes of it."""
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        with contextlib.suppress(IndexError):  # none left
+            while True:
+                place = self._places.popleft()
+                try:
+                    self._came.put((place, self._ask(place)))
+                except Exception as error:  # raised by `result`
+                    self._came.put(error)
+
+    def _collect(self) -> None:
+        outputs: list[Any] = [None] * self._count
+        try:
+            for _ in range(self._count):
+                came = self._came.get()
+                if isinstance(came, BaseException):
+                    raise came
+                place, output = came
+                outputs[place] = output
+                self._finished(place, output["completion_ids"][0])
+            self.ended = time.perf_counter()
+            merged = {
+                name: None if first is None else [output[name][0] for output in outputs]
+                for name, first in outputs[0].items()
+            }
+        except BaseException as error:
+            self._places.clear()
+            self._result.set_exception(error)
+        else:
+            self._result.set_result(merged)
 
 
 class SalesVLLMGeneration(VLLMGeneration):
     """TRL's vLLM generation with engine options, and with a weight push that works on a CPU.
 
-    Changes two things only, and adds `streamed`:
-    - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments, and lets the client of a server
-      keep as many connections as it has requests in flight;
-    - `sync_weights` on a CPU reloads all weights through the worker, because vLLM's CPU backend repacks parameters
-      after loading and TRL's parameter-by-parameter push then fails.
+    Changes three things only, and adds `streamed`, `begun`, `answered` and `settle`:
+    - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments, and gives every process a client
+      of the server that keeps as many connections as it has requests in flight;
+    - `generate` asks a server for completions one by one, from every process, while those are active;
+    - `sync_weights` waits for the server's answers first, so that a completion is of one policy. On a CPU it reloads
+      all weights through the worker, because vLLM's CPU backend repacks parameters after loading and TRL's
+      parameter-by-parameter push then fails.
 
     Args:
         engine_options (`dict[str, Any]`):
@@ -71,8 +169,12 @@ class SalesVLLMGeneration(VLLMGeneration):
             TRL's own.
     """
 
+    vllm_client: Any
+
     def __init__(self, *args: Any, engine_options: dict[str, Any], **kwargs: Any) -> None:
         self.engine_options = engine_options
+        self._ask: Callable[..., dict[str, Any]] | None = None
+        self._under_way: list[Requests] = []
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -82,15 +184,24 @@ class SalesVLLMGeneration(VLLMGeneration):
         def build(**kwargs: Any) -> Any:
             return stock(**{**kwargs, **self.engine_options})
 
-        with _replaced(upstream_vllm, "LLM", build):
+        with replaced(upstream_vllm, "LLM", build):
             super()._init_vllm()
-        if self.mode == "server" and self.accelerator.is_main_process:
+        if self.mode == "server":
+            addresses = [self.vllm_client.base_url if self.accelerator.is_main_process else None]
+            broadcast_object_list(addresses)
+            if not self.accelerator.is_main_process:
+                self.vllm_client = upstream_vllm.VLLMClient(addresses[0], connection_timeout=self.server_timeout)
             client = self.vllm_client
-            client.session.get_adapter(client.base_url).init_poolmanager(1, _MOST_REQUESTS)
+            client.session.get_adapter(client.base_url).init_poolmanager(1, MOST_REQUESTS)
 
     def sync_weights(self) -> None:
         """Push the training weights into vLLM and drop its prefix cache."""
-        if self.mode != "colocate" or self.accelerator.device.type != "cpu":
+        if self.mode == "server":
+            self.settle()
+            super().sync_weights()
+            self.accelerator.wait_for_everyone()  # nobody asks before the weights are there
+            return
+        if self.accelerator.device.type != "cpu":
             super().sync_weights()
             return
         worker = self.llm.llm_engine.model_executor.driver_worker
@@ -105,7 +216,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         Args:
             finished (`Callable[[int, Sequence[int]], None]`):
                 Called with a completion's place in the batch and its token ids, in between two steps of a colocated
-                engine.
+                engine; of a server, in another thread.
             size (`int`):
                 Completions of this process. Under tensor parallelism every process of a group generates those of all;
                 others' are not told.
@@ -114,37 +225,86 @@ class SalesVLLMGeneration(VLLMGeneration):
             yield
 
     @contextlib.contextmanager
+    def begun(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[list[Requests]]:
+        """While active, `generate` asks the server for this process's completions and returns none of them: what was
+        asked for is in the list that this yields, for `answered`.
+
+        Args:
+            finished (`Callable[[int, Sequence[int]], None]`):
+                As of `streamed`; called from another thread.
+        """
+        begun: list[Requests] = []
+
+        def ask(send: Any, samples: list[int], **request: Any) -> dict[str, Any]:
+            begun.append(self._request(send, samples, finished, **request))
+            return {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
+
+        with replaced(self, "_ask", ask):
+            yield begun
+
+    @contextlib.contextmanager
+    def answered(self, requests: Requests) -> Iterator[None]:
+        """While active, `generate` returns what came of these, once all of it is there."""
+        with replaced(self, "_ask", lambda send, samples, **request: requests.result()):
+            yield
+
+    def settle(self) -> None:
+        """Wait until the server has answered everything that any process asked it for; a collective."""
+        while self._under_way:
+            self._under_way.pop().join()
+        self.accelerator.wait_for_everyone()
+
+    def generate(
+        self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any = None
+    ) -> tuple[Any, ...]:
+        """TRL's `generate`; of a server, where it is streamed, each process asks for its own completions.
+
+        TRL gathers all prompts in the first process, whose one request is answered when the last completion is
+        finished. Here each completion is a request of its own. The server batches them all the same.
+        """
+        if self._ask is None:
+            return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
+        first = self.accelerator.process_index * len(prompts)
+        samples = [place % num_generations for place in range(first, first + len(prompts))]
+        with (
+            replaced(self.vllm_client, "generate", functools.partial(self._ask, self.vllm_client.generate, samples)),
+            replaced(self, "accelerator", _ALONE),
+            replaced(upstream_vllm, "gather_object", lambda each: each),
+            replaced(upstream_vllm, "broadcast_object_list", lambda each, from_process: each),
+        ):
+            return super().generate(prompts, images, 1, profiler)  # type: ignore[no-any-return]
+
+    def _request(
+        self,
+        send: Callable[..., dict[str, Any]],
+        samples: list[int],
+        finished: Callable[[int, Sequence[int]], None],
+        *,
+        prompts: list[list[int]],
+        features: list[Any] | None,
+        n: int,
+        generation_kwargs: dict[str, Any],
+        **sampling: Any,
+    ) -> Requests:
+        """Ask for one completion of each prompt, which is such a sample of it, by `VLLMClient.generate`."""
+
+        def one(place: int) -> dict[str, Any]:
+            further = dict(generation_kwargs)
+            if further.get("seed") is not None:
+                further["seed"] += samples[place]  # as vLLM seeds the samples of a prompt
+            chosen = None if features is None else [features[place]]
+            return send([prompts[place]], features=chosen, n=n, generation_kwargs=further, **sampling)
+
+        requests = Requests(one, len(prompts), finished, lane=len(self._under_way))
+        self._under_way.append(requests)
+        return requests
+
+    @contextlib.contextmanager
     def _served(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[None]:
-        """TRL asks a server for all completions in one request, which is answered when the last one is finished; here
-        each is a request of its own. The server batches them all the same."""
-        ask = self.vllm_client.generate
+        def ask(send: Any, samples: list[int], **request: Any) -> dict[str, Any]:
+            return self._request(send, samples, finished, **request).result()
 
-        def one_by_one(
-            prompts: list[list[int]],
-            features: list[Any] | None = None,
-            n: int = 1,
-            generation_kwargs: dict[str, Any] | None = None,
-            **sampling: Any,
-        ) -> dict[str, Any]:
-            def one(place: int) -> dict[str, Any]:
-                prompt, sample = divmod(place, n)
-                further = dict(generation_kwargs or {})
-                if further.get("seed") is not None:
-                    further["seed"] += sample  # as vLLM seeds the samples of a prompt
-                chosen = None if features is None else [features[prompt]]
-                return ask([prompts[prompt]], features=chosen, n=1, generation_kwargs=further, **sampling)  # type: ignore[no-any-return]
-
-            outputs: list[Any] = [None] * (len(prompts) * n)
-            for place, output in _as_completed(one, len(outputs), _MOST_REQUESTS):
-                outputs[place] = output
-                finished(place, output["completion_ids"][0])
-            merged: dict[str, Any] = {
-                name: None if outputs[0][name] is None else [output[name][0] for output in outputs]
-                for name in outputs[0]
-            }
-            return {**merged, "prompt_ids": merged["prompt_ids"][::n]}
-
-        with _replaced(self.vllm_client, "generate", one_by_one):
+        with replaced(self, "_ask", ask):
             yield
 
     @contextlib.contextmanager
@@ -169,7 +329,7 @@ class SalesVLLMGeneration(VLLMGeneration):
                     finished(place, output.outputs[0].token_ids)
             return outputs
 
-        with _replaced(engine, "add_request", noted), _replaced(engine, "step", told):
+        with replaced(engine, "add_request", noted), replaced(engine, "step", told):
             yield
 
 
@@ -177,7 +337,7 @@ class SalesVLLMGeneration(VLLMGeneration):
 def vllm_engine_options(options: dict[str, Any]) -> Iterator[None]:
     """While active, a `GRPOTrainer` under construction builds `SalesVLLMGeneration` with these engine options."""
     build = functools.partial(SalesVLLMGeneration, engine_options=options)
-    with _replaced(upstream_trainer, "VLLMGeneration", build):
+    with replaced(upstream_trainer, "VLLMGeneration", build):
         yield
 
 
@@ -213,34 +373,9 @@ def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dty
     return "auto" if model_dtype is None else str(model_dtype).removeprefix("torch.")
 
 
-def _as_completed(call: Callable[[int], Any], count: int, limit: int) -> Iterator[tuple[int, Any]]:
-    """What `call` returns of each number below `count`, as it comes, `limit` at a time. Threads are daemons: where one
-    fails, or this thread is interrupted, nobody waits for the others."""
-    numbers, results = deque(range(count)), queue.SimpleQueue[tuple[int, Any, Exception | None]]()
-
-    def work() -> None:
-        with contextlib.suppress(IndexError):  # none left
-            while True:
-                number = numbers.popleft()
-                try:
-                    results.put((number, call(number), None))
-                except Exception as error:  # raised in the thread that waits
-                    results.put((number, None, error))
-
-    for _ in range(min(count, limit)):
-        threading.Thread(target=work, daemon=True).start()
-    try:
-        for _ in range(count):
-            number, output, error = results.get()
-            if error is not None:
-                raise error
-            yield number, output
-    finally:
-        numbers.clear()
-
-
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While active, `owner` has this value under that name."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -7,6 +7,7 @@ schedule's; what TRL does with completions and rewards stays TRL's.
 
 import asyncio
 import contextlib
+import copy
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,11 @@ from accelerate.logging import get_logger
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
+from salesrl_trl.generation import Requests, replaced
 from salesrl_trl.reward.batch import RewardBatch, completion_text
 from salesrl_trl.schedule import Schedule, Update, UpdatesAhead, parts
 from salesrl_trl.telemetry import perf
+from salesrl_trl.timing import Span
 
 logger = get_logger(__name__)
 
@@ -38,6 +41,8 @@ class Rollout:
     """Their rewards, which may still be out."""
     step: int
     """Optimizer steps that the weights had taken which sampled them."""
+    requests: Requests | None = None
+    """To vLLM's server, while nobody has taken what came of them."""
     generated: tuple[Any, ...] = ()
     """What TRL's `_generate` returned: eight lists, those that are not empty of length B."""
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -142,6 +147,10 @@ class Pipeline:
         self._schedule = Schedule(lookahead, trainer.args.steps_per_generation * trainer.num_iterations)
         self._updates = UpdatesAhead(lookahead + references_ahead)
         self._dataloader: Any = ()
+        # a server generates while the trainer trains
+        self._in_background = bool(lookahead) and trainer._streams and trainer.args.vllm_mode == "server"
+        # decodes in another thread than the one that encodes prompts, which may not share a tokenizer
+        self._decoder = copy.deepcopy(trainer.processing_class) if trainer._streams else None
 
     @property
     def epoch(self) -> int:
@@ -160,6 +169,8 @@ class Pipeline:
         self._updates.restart()
         self._dataloader = ()
         for rollout in self._schedule.restart(0, 0, False):
+            if rollout.requests is not None:
+                rollout.requests.give_up()
             trainer.async_loop.call_soon_threadsafe(trainer._reward.forget, rollout.rewards)
 
     def epoch_begins(self, dataloader: Any) -> None:
@@ -201,10 +212,15 @@ class Pipeline:
     def take(self, inputs: list[dict[str, Any]]) -> Rollout:
         """The rollout of these inputs, generated now where it was not before."""
         rollout: Rollout | None = self._schedule.take(self._trainer._step, inputs)
-        return self.launch(inputs) if rollout is None else rollout
+        if rollout is None:
+            rollout = self.launch(inputs)
+        if rollout.requests is not None:
+            self._collect(rollout, rollout.requests)
+        return rollout
 
     def launch(self, inputs: list[dict[str, Any]]) -> Rollout:
-        """Generate completions, and start the reward of each as soon as it is there.
+        """Generate completions, and start the reward of each as soon as it is there. In the background, nothing is
+        generated yet when this returns.
 
         Args:
             inputs (`list[dict]`):
@@ -215,15 +231,33 @@ class Pipeline:
         rollout = Rollout(inputs=inputs, rewards=rewards, step=trainer.state.global_step)
         if self._references_ahead and not trainer.model.training:
             self._fetch_references(inputs)
+        if self._in_background and trainer.model.training:
+            with trainer._timeline.phase(perf.GENERATION):
+                rollout.requests = trainer._ask_server(inputs, self._teller(rewards))
+            return rollout
         was_training = trainer.model.training
-        with trainer._timeline.phase(perf.GENERATION), self._measured(rollout), self._streamed(rewards):
-            rollout.generated = trainer._generate_now([example["prompt"] for example in inputs])
+        self._generate(rollout, self._streamed(rewards))
         trainer.model.train(was_training)  # transformers' continuous batching leaves it in training
-        for place, completion in enumerate(rollout.generated[3]):
-            self._start(rewards, place, completion_text(completion))
         if self._lookahead and trainer.model.training and not trainer.use_vllm:
             rollout.behaviour_logps = self._logps(*rollout.generated[:2])
         return rollout
+
+    def _collect(self, rollout: Rollout, requests: Requests) -> None:
+        """Wait for what the server was asked for. Weights that have moved since are pushed before the next rollout."""
+        trainer = self._trainer
+        with replaced(trainer, "_last_loaded_step", trainer.state.global_step):
+            self._generate(rollout, trainer.vllm_generation.answered(requests))
+        rollout.requests = None
+        track = f"vLLM server {requests.lane + 1}"
+        span = Span(name=perf.GENERATION, started=requests.started, ended=requests.ended, track=track)
+        trainer._timeline.add([span])
+
+    def _generate(self, rollout: Rollout, source: contextlib.AbstractContextManager[None]) -> None:
+        trainer = self._trainer
+        with trainer._timeline.phase(perf.GENERATION), self._measured(rollout), source:
+            rollout.generated = trainer._generate_now([example["prompt"] for example in rollout.inputs])
+        for place, completion in enumerate(rollout.generated[3]):
+            self._start(rollout.rewards, place, completion_text(completion))
 
     def wait(self, rewards: RewardBatch, groups: Sequence[Sequence[int]]) -> None:
         """Wait until the rewards of one of the groups are in. Interrupted, it gives the batch up."""
@@ -260,13 +294,17 @@ class Pipeline:
         if not trainer._streams:
             yield
             return
+        with trainer.vllm_generation.streamed(self._teller(rewards), len(rewards)):
+            yield
+
+    def _teller(self, rewards: RewardBatch) -> Callable[[int, Sequence[int]], None]:
+        decoder = self._decoder
+        assert decoder is not None
 
         def finished(place: int, token_ids: Sequence[int]) -> None:
-            text = trainer.processing_class.decode(token_ids, skip_special_tokens=True)
-            self._start(rewards, place, text)
+            self._start(rewards, place, decoder.decode(token_ids, skip_special_tokens=True))
 
-        with trainer.vllm_generation.streamed(finished, len(rewards)):
-            yield
+        return finished
 
     def _logps(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> torch.Tensor:
         """Log-probs of completions under the policy as it is, shape (B, C), padded as TRL pads them."""
@@ -290,16 +328,18 @@ class Pipeline:
 
 def can_stream(trainer: Any) -> bool:
     """Whether completions are known one by one, and their texts as TRL will have them."""
-    if not trainer.use_vllm or trainer.tools:
+    if not trainer.use_vllm:
         return False
-    if trainer.args.vllm_mode == "server" and trainer.accelerator.num_processes > 1:
-        logger.info(
-            "vllm_mode: server with several processes: the first one generates for all and hands completions out as a "
-            "whole, so rewards start when all of them are generated"
-        )
-        return False
-    templates = (getattr(trainer._tokenizer, name, None) for name in ("response_template", "response_schema"))
-    return all(template is None for template in templates)
+    if trainer.tools:
+        hindrance = "tools are called"
+    elif trainer.rollout_func is not None:
+        hindrance = "`rollout_func` generates"
+    elif any(getattr(trainer._tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+        hindrance = "the tokenizer's response template parses them"
+    else:
+        return True
+    logger.info(f"rewards start when all completions of a batch are generated, because {hindrance}")
+    return False
 
 
 def is_divisible(trainer: Any) -> bool:

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from salesrl_trl.errors import (
     WeightSyncError,
 )
 from salesrl_trl.evaluator import QuickEvaluator
-from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
+from salesrl_trl.generation import Requests, engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.pipeline import Parts, Pipeline, Rollout, can_stream, correction_sums, is_divisible
@@ -185,7 +185,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._divisible = args.scored_groups_first and is_divisible(self)
         self._pipeline = Pipeline(self, args.rollout_lookahead, args.references_ahead)
         if self.use_vllm:
-            self.vllm_generation.sync_weights = self._phased(perf.WEIGHT_PUSH, self.vllm_generation.sync_weights)
+            generation = self.vllm_generation
+            generation.sync_weights = self._phased(perf.WEIGHT_PUSH, generation.sync_weights)
+            generation.settle = self._phased(perf.GENERATION, generation.settle)
         if quick_eval is not None and quick_eval.steps:
             self._quick_eval = QuickEvaluator(self, quick_eval)
 
@@ -314,6 +316,14 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _generate_now(self, prompts: list[Any]) -> tuple[Any, ...]:
         """TRL's own `_generate`."""
         return super()._generate(prompts)
+
+    def _ask_server(self, inputs: list[dict[str, Any]], finished: Callable[[int, Sequence[int]], None]) -> Requests:
+        """Push the weights if they moved, as TRL's `_generate` does, and ask for completions without waiting."""
+        prompts = copy.deepcopy([example["prompt"] for example in inputs])
+        with self.vllm_generation.begun(finished) as begun:
+            self._generate_single_turn(*self._tokenize_prompts(prompts), self.num_generations)
+        [requests] = begun
+        return requests
 
     def _generate(self, prompts):
         rollout, metrics = self._rollout, self._metrics[self._mode]

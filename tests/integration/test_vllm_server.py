@@ -1,13 +1,26 @@
 """vLLM's own server with a small model on the CPU: as the judge, held to the verdict's schema, and as the sampler
 (`vllm_mode: server`). The push of weights, which needs NCCL, is in tests/gpu; here the server reads the weights that
-training begins with, and a learning rate of 0 keeps them."""
+training begins with, and a learning rate of 0 keeps them.
+
+Launched with two processes, it trains on completions of a server:
+
+    python -m torch.distributed.run --nproc_per_node 2 tests/integration/test_vllm_server.py MODEL SERVER SERVICES OUT
+"""
 
 import asyncio
+import functools
+import itertools
+import json
+import os
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from support.keyed import keyed_rows
 from support.loopback import Services, action, build_reward, row
+from support.ranks import run_ranks
 from support.scripted import settings
 from support.vllm_server import serve
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -89,69 +102,176 @@ def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_sch
 # As the sampler
 
 
-@pytest.fixture
-def build(served, server, httpserver, tmp_path, monkeypatch):
-    """A trainer around the server."""
-    monkeypatch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)
-    monkeypatch.setattr(VLLMClient, "update_named_params", lambda *_, **__: None)
-    monkeypatch.setattr(
+def without_a_push(patch):
+    """The server keeps its weights; every completion is an action."""
+    patch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)
+    patch.setattr(VLLMClient, "update_named_params", lambda *_, **__: None)
+    patch.setattr(
         "salesrl_trl.reward.chain.parse_action",
         lambda completion: Action(user_profile="", rewritten_query=completion, history_summary=""),
     )
+
+
+def build_trainer(served, server, services, out, **given):
+    """A trainer around the server, with BATCH completions of this process a step."""
     tokenizer = AutoTokenizer.from_pretrained(served)
+    rows = keyed_rows(DEFAULT_BRANCHES * 32)  # no prompt comes twice
+    own = {
+        "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server, "num_generations": GROUP,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": BATCH // 4, "learning_rate": 0.0,
+        "max_completion_length": 48, "held_out_eval": False, "eval_strategy": "no",
+        "vllm_importance_sampling_mode": "token_truncate",
+        # a policy of random weights seldom ends by itself: one token in eight does it
+        "generation_kwargs": {"stop_token_ids": list(range(16, len(tokenizer), 8)), "seed": 7},
+        **given,
+    }  # fmt: skip
+    return SalesGRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(served),
+        build_reward(services, rows, deadline_s=60.0, timeout_s=60.0),
+        SalesGRPOConfig(**settings(out, **own)),
+        train_dataset=build_dataset(rows, "compact"),
+        eval_dataset=build_dataset(rows[:2], "compact"),
+        processing_class=tokenizer,
+    )
+
+
+@pytest.fixture
+def build(served, server, httpserver, tmp_path, monkeypatch):
+    """A trainer around the server."""
+    without_a_push(monkeypatch)
     services, built = Services(httpserver), []
 
     def built_with(**given):
-        rows = keyed_rows(DEFAULT_BRANCHES * 16)
-        own = {
-            "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server, "num_generations": GROUP,
-            "per_device_train_batch_size": 4, "gradient_accumulation_steps": BATCH // 4, "learning_rate": 0.0,
-            "max_completion_length": 48, "held_out_eval": False,
-            # a policy of random weights seldom ends by itself: one token in eight does it
-            "generation_kwargs": {"stop_token_ids": list(range(16, len(tokenizer), 8)), "seed": 7},
-            **given,
-        }  # fmt: skip
-        trainer = SalesGRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(served),
-            build_reward(services.url, rows, deadline_s=60.0, timeout_s=60.0),
-            SalesGRPOConfig(**settings(tmp_path, **own)),
-            train_dataset=build_dataset(rows, "compact"),
-            processing_class=tokenizer,
-        )
-        built.append(trainer)
-        return trainer
+        built.append(build_trainer(served, server, services.url, tmp_path, **given))
+        return built[-1]
 
     yield built_with
     for trainer in built:
         trainer.finish()
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
-def test_training_runs_on_completions_that_are_scored_one_by_one(build, lookahead):
-    trainer = build(
-        rollout_lookahead=lookahead, vllm_importance_sampling_mode="token_truncate", max_steps=5, eval_strategy="no"
-    )
-    begun = []  # of each generation batch: completions whose reward had begun when the last one was there
-    generate = trainer._generate_now
-
-    def watched(prompts):
-        open_before = len(trainer._reward._open)
-        output = generate(prompts)
-        assert len(trainer._reward._open) >= open_before
-        batch = trainer._reward._open[-1]
-        begun.append(sum(each is not None for each in batch._texts))
-        return output
-
-    trainer._generate_now = watched
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+def check_steps(log_history, lookahead):
+    """Every completion was scored, and the server's log-probs are the trainer's own: one request for each completion
+    mixes nothing up."""
+    steps = [entry for entry in log_history if "loss" in entry]
     assert [step[STALENESS] for step in steps] == [min(number, lookahead) for number in range(5)]
-    # the server's log-probs are the trainer's own: one request for each completion mixes nothing up
     assert max(step["sampling/sampling_logp_difference/mean"] for step in steps) < 0.01
     assert all(step["completions/mean_length"] > 1 for step in steps)
-    assert len(begun) == 5
-    assert sum(begun) > 5 * BATCH / 2  # the loop that starts them is another thread, which may lag a little
     assert all(step[fraction_of(Outcome.OK)] == 1.0 for step in steps)
+
+
+def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build, monkeypatch):
+    trainer = build(max_steps=5)
+    generate, asked = VLLMClient.generate, itertools.count(1)
+
+    def held_back(client, *arguments, **request):
+        is_last_of_a_batch = next(asked) % BATCH == 0
+        output = generate(client, *arguments, **request)
+        end = time.monotonic() + 60
+        while is_last_of_a_batch and time.monotonic() < end:
+            if sum(text is not None for text in trainer._reward._open[-1]._texts) == BATCH - 1:
+                return output
+            time.sleep(0.01)
+        assert not is_last_of_a_batch, "rewards do not start before the whole batch is there"
+        return output
+
+    monkeypatch.setattr(VLLMClient, "generate", held_back)
+    trainer.train()
+    check_steps(trainer.state.log_history, 0)
+    assert next(asked) == 5 * BATCH + 1
+
+
+def test_the_server_generates_while_the_trainer_trains(build):
+    trainer = build(rollout_lookahead=2, max_steps=5)
+    client, ask, compute_loss = trainer.vllm_generation.vllm_client, trainer._ask_server, trainer.compute_loss
+    asked, trained = [], [threading.Event() for _ in range(5)]  # the step at which each rollout was asked for
+
+    def held_back(step, generate, *arguments, **request):
+        output = generate(*arguments, **request)
+        assert step is None or trained[step].wait(60), "the trainer waits for what it does not need yet"
+        return output
+
+    def watched(*arguments):
+        step = trainer.state.global_step
+        generate = client.generate
+        client.generate = functools.partial(held_back, step if asked else None, generate)
+        try:
+            return ask(*arguments)
+        finally:
+            client.generate = generate
+            asked.append(step)
+
+    def training(*arguments, **given):
+        trained[trainer.state.global_step].set()
+        return compute_loss(*arguments, **given)
+
+    trainer._ask_server, trainer.compute_loss = watched, training
+    trainer.train()
+    check_steps(trainer.state.log_history, 2)
+    assert asked == [0, 0, 0, 1, 2]
+
+
+def test_a_run_after_one_that_failed_leaves_the_first_ones_rollouts_aside(build):
+    trainer = build(rollout_lookahead=2, max_steps=5)
+    compute_loss, begun = trainer.compute_loss, []
+    stock = trainer._ask_server
+
+    def fails(*arguments, **given):
+        raise InterruptedError
+
+    trainer._ask_server = lambda *arguments: begun.append(stock(*arguments)) or begun[-1]
+    trainer.compute_loss = fails
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    trainer.compute_loss = compute_loss
+    assert len(begun) == 3
+    trainer.train()
+    check_steps(trainer.state.log_history, 2)
+    assert len(begun) == 3 + 5
+
+
+def test_an_evaluation_between_two_rollouts_of_a_server_is_of_the_weights_in_training(build):
+    trainer = build(rollout_lookahead=1, max_steps=3, eval_strategy="steps", eval_steps=1)
+    pushes, sync = [], trainer.vllm_generation.sync_weights
+    trainer.vllm_generation.sync_weights = lambda: (pushes.append(trainer.state.global_step), sync())
+    trainer.train()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert [entry["step"] for entry in evaluations] == [1, 2, 3]
+    assert pushes == [0, 1, 2, 3]  # once for each state of the weights
+    assert all(entry[f"eval_{STALENESS}"] == 0 for entry in evaluations)
+
+
+def test_two_processes_ask_a_server_each_for_its_own(served, server, httpserver, tmp_path):
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    services = Services(httpserver)
+    arguments = (__file__, served, server, services.url, tmp_path)
+    one, other = run_ranks(launcher, arguments, tmp_path, 240, OMP_NUM_THREADS="1")
+    for rank in (one, other):
+        check_steps(rank["log"], 2)
+        assert rank["asked"] == 5 * BATCH
+        assert rank["prompts"] == 5 * BATCH // GROUP
+    assert not set(one["texts"]) & set(other["texts"])
+
+
+def main(served, server, services, out):
+    rank = int(os.environ["RANK"])
+    asked, generate = [], VLLMClient.generate
+
+    def watched(client, prompts, **request):
+        asked.extend(prompts)
+        return generate(client, prompts, **request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_a_push(patch)
+        patch.setattr(VLLMClient, "generate", watched)
+        trainer = build_trainer(
+            served, server, services, out, rollout_lookahead=2, max_steps=5, ddp_backend="gloo", report_to="none"
+        )
+        trainer.train()
+        trainer.finish()
+    texts = sorted({trainer._tokenizer.decode(prompt) for prompt in asked})
+    report = {"log": trainer.state.log_history, "asked": len(asked), "prompts": len(texts), "texts": texts}
+    Path(out, f"rank{rank}.json").write_text(json.dumps(report))
 
 
 def test_a_seed_gives_the_same_completions_one_by_one_as_all_at_once(build):
@@ -190,3 +310,7 @@ def test_a_request_that_fails_ends_the_generation_with_its_error(build, monkeypa
     ):
         trainer.vllm_generation.generate(prompts=prompts, images=None, num_generations=GROUP)
     assert not told
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

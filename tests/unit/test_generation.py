@@ -1,8 +1,10 @@
 """The engine options, the number format and what is told of single completions; the engine itself is in
 tests/integration."""
 
+import queue
 import threading
 import time
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +14,8 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from salesrl_trl.generation import (
+    Requests,
     SalesVLLMGeneration,
-    _as_completed,
     engine_kwargs,
     has_tied_head,
     vllm_dtype,
@@ -214,53 +216,181 @@ def test_the_engine_is_left_as_it_was_also_when_a_generation_fails(fails):
 # Requests to a server
 
 
-def test_results_come_as_they_are_ready_with_their_numbers():
-    gates = [threading.Event() for _ in range(4)]
-
-    def call(number):
-        assert gates[number].wait(10)
-        return f"answer {number}"
-
-    coming = _as_completed(call, 4, 4)
-    for number in (2, 0, 3, 1):
-        gates[number].set()
-        assert next(coming) == (number, f"answer {number}")
-    assert list(coming) == []
+def completion(place):
+    """What TRL's client returns of one completion."""
+    return {"prompt_ids": [[place]], "completion_ids": [[place, 7]], "logprobs": [[[-0.5]]], "logprob_token_ids": None}
 
 
-def test_no_more_are_asked_at_once_than_may_be():
+def test_completions_are_told_of_as_they_are_ready_and_returned_in_their_order():
+    gates, told = [threading.Event() for _ in range(4)], queue.SimpleQueue()
+
+    def ask(place):
+        assert gates[place].wait(10)
+        return completion(place)
+
+    requests = Requests(ask, 4, lambda *finished: told.put(finished))
+    for place in (2, 0, 3, 1):
+        gates[place].set()
+        assert told.get(timeout=10) == (place, [place, 7])
+    assert requests.result() == {
+        "prompt_ids": [[0], [1], [2], [3]],
+        "completion_ids": [[0, 7], [1, 7], [2, 7], [3, 7]],
+        "logprobs": [[[-0.5]]] * 4,
+        "logprob_token_ids": None,
+    }
+    assert requests.started < requests.ended <= time.perf_counter()
+    requests.join()
+    assert told.empty()
+
+
+def test_no_more_are_asked_at_once_than_may_be(monkeypatch):
+    monkeypatch.setattr("salesrl_trl.generation.MOST_REQUESTS", 3)
     lock, asked, most = threading.Lock(), set(), []
 
-    def call(number):
+    def ask(place):
         with lock:
-            asked.add(number)
+            asked.add(place)
             most.append(len(asked))
         time.sleep(0.01)
         with lock:
-            asked.remove(number)
+            asked.remove(place)
+        return completion(place)
 
-    assert sorted(number for number, _ in _as_completed(call, 20, 3)) == list(range(20))
+    requests = Requests(ask, 20, lambda *_: None)
+    assert requests.result()["prompt_ids"] == [[place] for place in range(20)]
     assert max(most) == 3
 
 
-@pytest.mark.parametrize("leaves", ["by an error", "by an interrupt"])
-def test_nobody_waits_for_the_others_where_one_fails_or_somebody_leaves(leaves):
+@pytest.mark.parametrize("ends", ["by an error", "by an error of who is told", "by giving up"])
+def test_nobody_waits_for_the_others_where_it_ends_early(monkeypatch, ends):
+    monkeypatch.setattr("salesrl_trl.generation.MOST_REQUESTS", 2)
     gate, begun = threading.Event(), []
 
-    def call(number):
-        begun.append(number)
-        if number == 1:
-            if leaves == "by an error":
+    def ask(place):
+        begun.append(place)
+        if place == 1:
+            if ends == "by an error":
                 raise ValueError("the server said no")
-            return None
+            return completion(place)
         assert gate.wait(10)
-        return None
+        return completion(place)
 
+    def finished(*_):
+        if ends == "by an error of who is told":
+            raise ValueError("nobody listens")
+
+    requests = Requests(ask, 50, finished)
+    if ends == "by giving up":
+        requests.give_up()
     started = time.monotonic()
-    with pytest.raises(ValueError if leaves == "by an error" else KeyboardInterrupt):
-        for _ in _as_completed(call, 50, 2):
-            raise KeyboardInterrupt
+    with pytest.raises(CancelledError if ends == "by giving up" else ValueError):
+        requests.result()
     assert time.monotonic() - started < 5
+    waits = threading.Thread(target=requests.join)
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()  # for what is in flight
     gate.set()
-    time.sleep(0.1)
+    waits.join(10)
+    assert not waits.is_alive()
     assert len(begun) <= 4  # what was not asked by then is not asked
+
+
+class Client:
+    """TRL's client of a server that answers when it is told to."""
+
+    def __init__(self):
+        self.asked, self.gate = [], threading.Event()
+
+    def generate(self, prompts, **request):
+        self.asked.append((prompts, request))
+        assert self.gate.wait(10)
+        [prompt] = prompts
+        return {**completion(prompt[0]), "logprob_token_ids": [[[1]]]}
+
+
+class Process:
+    """An `Accelerator` of the second of two processes. What it waits for is in a list."""
+
+    process_index, num_processes, is_main_process = 1, 2, False
+
+    def __init__(self):
+        self.device, self.events = torch.device("cpu"), []
+
+    def wait_for_everyone(self):
+        self.events.append("everyone")
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The generation of the second process; nothing may be gathered."""
+    for name in ("gather_object", "broadcast_object_list"):
+        monkeypatch.setattr(upstream_vllm, name, None)
+    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
+    vars(generation).update(
+        mode="server", vllm_client=Client(), accelerator=Process(), _ask=None, _under_way=[],
+        temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=5, logprobs=0,
+        generation_kwargs={"seed": 30}, structured_outputs_regex=None,
+    )  # fmt: skip
+    return generation
+
+
+PROMPTS = [[10], [10], [20], [20], [20], [20]]
+"""Of the second process, where a group of four begins in the first one."""
+
+
+def test_each_process_asks_a_server_for_its_own_completions_as_samples_of_their_groups(served):
+    told = {}
+    served.vllm_client.gate.set()
+    with served.streamed(told.__setitem__, len(PROMPTS)):
+        output = served.generate(PROMPTS, None, 4)
+    assert output == (PROMPTS, [[10, 7]] * 2 + [[20, 7]] * 4, [[[-0.5]]] * 6, [[[1]]] * 6)
+    assert told == dict(enumerate(output[1]))
+    asked = sorted(
+        (prompts[0][0], request["generation_kwargs"]["seed"]) for prompts, request in served.vllm_client.asked
+    )
+    assert asked == [(10, 32), (10, 33), (20, 30), (20, 31), (20, 32), (20, 33)]
+    for _, request in served.vllm_client.asked:
+        assert (request["n"], request["temperature"], request["max_tokens"]) == (1, 0.7, 5)
+        assert request["features"] is None
+    assert served.generation_kwargs == {"seed": 30}
+    assert served.accelerator.process_index == 1  # all is as it was
+    with pytest.raises(TypeError):  # not streamed, TRL gathers
+        served.generate(PROMPTS, None, 4)
+
+
+def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, monkeypatch):
+    events, told = served.accelerator.events, queue.SimpleQueue()
+    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: events.append("push"))
+    batches = []
+    for _ in range(2):
+        with served.begun(lambda *finished: told.put(finished)) as begun:
+            assert served.generate(PROMPTS, None, 4) == ([], [], [], [])
+        batches += begun
+    assert [each.lane for each in batches] == [0, 1]
+    assert told.empty()
+    push = threading.Thread(target=served.sync_weights)
+    push.start()
+    push.join(0.2)
+    assert push.is_alive()
+    assert events == []
+    served.vllm_client.gate.set()
+    push.join(10)
+    assert events == ["everyone", "push", "everyone"]
+    assert told.qsize() == 2 * len(PROMPTS)  # without anybody asking for what came
+    for requests in batches:
+        with served.answered(requests):
+            assert served.generate(PROMPTS, None, 4)[1] == [[10, 7]] * 2 + [[20, 7]] * 4
+    with served.begun(lambda *_: None) as begun:
+        served.generate(PROMPTS, None, 4)
+    assert begun[0].lane == 0
+
+
+def test_a_server_s_errors_come_where_its_answers_would_and_not_with_the_push(served, monkeypatch):
+    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: None)
+    monkeypatch.setattr(served.vllm_client, "asked", None)
+    with served.begun(lambda *_: None) as begun:
+        served.generate(PROMPTS, None, 4)
+    served.sync_weights()
+    with served.answered(begun[0]), pytest.raises(AttributeError):
+        served.generate(PROMPTS, None, 4)

@@ -1,13 +1,15 @@
 """Which micro-batches are ready while rewards are out, and what the correction for the sampler did."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.pipeline import Parts, correction_sums
+from salesrl_trl.pipeline import Parts, can_stream, correction_sums
 from salesrl_trl.schedule import parts
 
 WANTED = 0.5
@@ -224,3 +226,30 @@ def test_what_a_skipped_batch_leaves_of_a_mask_counts_for_nothing():
     mask = torch.zeros(2, 3, dtype=torch.long)
     for mode, columns in (("token_mask", 3), ("sequence_truncate", 1)):
         assert correction_sums(torch.zeros(2, columns), mask, mode, 0.5, 2.0).tolist() == [0, 0, 0]
+
+
+# What hinders the reward of a single completion from starting
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({}, None),
+        ({"accelerator": SimpleNamespace(num_processes=8)}, None),
+        ({"use_vllm": False}, None),
+        ({"tools": [print]}, "because tools are called"),
+        ({"rollout_func": print}, "because `rollout_func` generates"),
+        (
+            {"_tokenizer": SimpleNamespace(response_template={"role": "assistant"})},
+            "the tokenizer's response template",
+        ),
+        ({"_tokenizer": SimpleNamespace(response_schema={"type": "object"})}, "the tokenizer's response template"),
+    ],
+)
+def test_what_keeps_rewards_waiting_for_a_whole_batch_is_told(given, line, caplog):
+    trainer = {"use_vllm": True, "tools": None, "rollout_func": None, "_tokenizer": SimpleNamespace(), **given}
+    PartialState()  # accelerate's logger asks it which process this is
+    with caplog.at_level("INFO"):
+        assert can_stream(SimpleNamespace(**trainer)) is (line is None and trainer["use_vllm"])
+    assert (line or "") in caplog.text
+    assert bool(caplog.text) is bool(line)

@@ -83,8 +83,10 @@ PINS = {
     # SalesVLLMGeneration.streamed: one `LLM.generate` for all of a batch's prompts, in their order, under tensor
     # parallelism those of all ranks of a group, one after another
     (VLLMGeneration, "generate"): "bfb7d69cfa94",
-    # ... or one `vllm_client.generate` of each prompt once, with so many samples, by keywords; what it returns has a
-    # list's entry for each completion, and for each prompt under "prompt_ids"
+    # ... or, of a server, one `vllm_client.generate` by keywords; what it returns has a list's entry for each
+    # completion, and for each prompt under "prompt_ids". Before it all prompts are gathered by the module's
+    # `gather_object`, after it completions are handed out by `broadcast_object_list`; of `accelerator` two attributes
+    # are read
     (VLLMClient, "generate"): "0af0aaf71253",
     # ... and a colocated engine adds a request for each prompt, in order, through `llm_engine.add_request`, each with
     # an id of its own
