@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that a change must pass, here and in CI: set-up, lint, format, types, tests. Stops at the first failure.
-# Arguments go to pytest:
+# Given arguments go to pytest, which then runs once, in one process:
 #
 #   scripts/test.sh
 #   scripts/test.sh -m "not slow" tests/unit
@@ -33,6 +33,14 @@ run "install" scripts/install.sh
 run "ruff check" "$bin/ruff" check .
 run "ruff format" "$bin/ruff" format --check .
 run "mypy" "$bin/mypy"
-printf 'test: pytest, which gives its own time at the end (%d s so far)\n' "$SECONDS"
+if (($# == 0)); then
+  # A process for each core, to four, each with a thread: they hold torch and now and then a vLLM engine. By files, in
+  # their order, which begins with the long ones.
+  cores="$(nproc)"
+  OMP_NUM_THREADS=1 run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu)" \
+    -n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder
+  set -- -m "alone or gpu"
+fi
+printf 'test: pytest, one test at a time (%d s so far)\n' "$SECONDS"
 # In place of this shell, so that a signal reaches it and its exit status is the script's.
 exec "$bin/python" -m pytest "$@"

@@ -1,8 +1,12 @@
 """Fixtures for all tests."""
 
+import os
+
+import filelock
 import pytest
 import torch
 from pytest_httpserver import HTTPServer
+from support.seconds import TookTooLong
 
 WARM_START_STEPS = 40
 """Enough for some valid actions."""
@@ -18,11 +22,16 @@ def make_httpserver(httpserver_listen_address):
 
 @pytest.fixture(scope="session")
 def policy_path(tmp_path_factory):
-    """A warm-started small policy, made once."""
+    """A warm-started small policy, made once for all processes of a test run."""
     from salesrl_trl.policy import make_policy
 
-    path = tmp_path_factory.mktemp("policy") / "policy"
-    make_policy(path, WARM_START_STEPS, seed=0)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    path = folder / "warm_started"
+    with filelock.FileLock(f"{path}.lock"):
+        if not path.exists():
+            make_policy(path, WARM_START_STEPS, seed=0)
     return path
 
 
@@ -44,6 +53,9 @@ def one_thread():
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if "alone" in item.keywords:
+            item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=[TookTooLong.__name__]))
     if torch.cuda.is_available():
         return
     for item in items:

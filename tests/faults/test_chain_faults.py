@@ -10,10 +10,12 @@ import aiohttp
 import pytest
 from faults.fault_server import seconds_of
 from support.loopback import action, build_reward, row, score_batch
+from support.seconds import check_seconds
 
 from salesrl_trl.hostmem import collect_as_usual, collect_seldom
 from salesrl_trl.types import Outcome
 
+pytestmark = pytest.mark.alone
 MOST_TIMES_BARE = 3.5
 """CPU of a call over that of aiohttp alone. The target of 0.5 ms was set where aiohttp alone takes 0.13 to 0.14 ms. A
 machine's own speed moves both by half from minute to minute, their ratio (2.4 to 2.8) much less."""
@@ -39,18 +41,19 @@ def test_a_dead_judge_costs_little_while_its_fallback_lives(fault):
     print(f"first judge dead, second alive, 200 verdicts: {seconds:.2f} s, {dead.stats['requests']} wasted calls")
     assert {each.outcome for each in rewards} == {Outcome.OK}
     assert dead.stats["requests"] <= 20
-    assert seconds <= 1.4
     assert reward.take_report().usage["second"].verdicts == 200
+    check_seconds(seconds, most=1.4)
 
 
 def test_everything_dead_is_missing_with_a_reason_and_soon(dead_url):
     reward = build_reward(dead_url, [row()], attempts=3)
     started = time.perf_counter()
     rewards = score_batch(reward, [action(query=f"q{index}") for index in range(200)])
-    assert time.perf_counter() - started <= 1.0
+    seconds = time.perf_counter() - started
     assert {each.reason for each in rewards} <= {"rag_8b_unavailable", "rag_8b_breaker_open"}
     assert all(each.value is None for each in rewards)
     assert reward.take_report().traffic["rag_8b"]["sent"] <= 20
+    check_seconds(seconds, most=1.0)
 
 
 def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault):
@@ -125,8 +128,8 @@ def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault):
     )
     assert fresh_sent == {"rag_8b": 1000, "rag_32b": 125, "judge": 1000}
     assert sent == {"rag_8b": 1000, "rag_32b": 0, "judge": 1000}
-    assert seconds <= 1.05 * slowest
-    assert dense_ms < MOST_TIMES_BARE * bare_ms
+    check_seconds(seconds, most=1.05 * slowest)
+    check_seconds(dense_ms / 1000, most=MOST_TIMES_BARE * bare_ms / 1000)
 
 
 def test_a_warm_up_ends_with_the_deadline(fault):
@@ -140,8 +143,9 @@ def test_a_warm_up_ends_with_the_deadline(fault):
 
     started = time.perf_counter()
     told = asyncio.run(warm_up())
-    assert time.perf_counter() - started <= 2.0
+    seconds = time.perf_counter() - started
     assert {error.code for error in told.values()} == {"rag_8b_http_429", "rag_32b_http_429", "judge_http_429"}
+    check_seconds(seconds, most=2.0)
 
 
 def test_equal_calls_at_the_same_time_are_one_upstream_call(fault):

@@ -12,6 +12,7 @@ import time
 
 import pytest
 from pytest_httpserver import HTTPServer
+from support.seconds import check_seconds
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError, ServiceOverloaded, ServiceTimeout
 from salesrl_trl.reward.deadline import deadline
@@ -42,19 +43,22 @@ def ask(transport):
     return run
 
 
+@pytest.mark.alone
 def test_a_dripping_body_is_cut_off_at_the_attempts_time(fault, ask):
     server = fault("drip", seconds=0.2)
     error, seconds = ask(server.url, attempt_timeout_s=1.0, max_attempts=1)
     print(f"body dripped, limit 1 s: {type(error).__name__} after {seconds:.3f} s")
     assert isinstance(error, ServiceTimeout)
     assert error.code == "rag_8b_timeout"
-    assert 1.0 <= seconds <= 1.1
+    check_seconds(seconds, least=1.0, most=1.1)
 
 
+@pytest.mark.alone
 def test_a_dripping_body_is_cut_off_at_the_deadline(fault, ask):
     server = fault("drip", seconds=0.2)
     error, seconds = ask(server.url, within_s=0.5, attempt_timeout_s=60.0)
-    assert (error.code, seconds < 0.6) == ("deadline", True)
+    assert error.code == "deadline"
+    check_seconds(seconds, most=0.6)
 
 
 MEMORY_PROBE = """
@@ -123,20 +127,23 @@ def test_a_redirect_to_another_host_is_sent_nothing(fault, ask, status):
     ],
     ids=["integer", "float", "unit", "milliseconds", "date"],
 )
+@pytest.mark.alone
 @pytest.mark.parametrize("status", [429, 503])
 def test_retry_after_is_honoured_in_every_form(fault, ask, status, headers, least_s, most_s):
     server = fault("overloaded_once", status=status, headers=headers)
     answer, seconds = ask(server.url, within_s=10.0)
     assert answer.text == "It costs 5980 yuan."
-    assert least_s <= seconds <= most_s
     assert server.stats["requests"] == 2
+    check_seconds(seconds, least=least_s, most=most_s)
 
 
+@pytest.mark.alone
 def test_a_retry_after_beyond_the_deadline_is_not_waited_for(fault, ask):
     server = fault("overloaded_once", headers={"Retry_After": "30"})
     error, seconds = ask(server.url, within_s=2.0)
     assert isinstance(error, ServiceOverloaded)
-    assert (error.code, seconds < 0.5) == ("rag_8b_http_429", True)
+    assert error.code == "rag_8b_http_429"
+    check_seconds(seconds, most=0.5)
 
 
 @pytest.mark.parametrize(

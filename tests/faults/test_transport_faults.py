@@ -4,10 +4,13 @@ import asyncio
 import time
 
 import pytest
+from support.seconds import check_seconds
 
 from salesrl_trl.errors import AccessDenied, ServiceError, ServiceUnavailable
 from salesrl_trl.reward.deadline import deadline
 from salesrl_trl.reward.http import HttpClient
+
+pytestmark = pytest.mark.alone
 
 
 def succeeded(results):
@@ -25,8 +28,8 @@ def test_a_service_of_16_slots_serves_400_calls_at_nearly_its_own_pace(fault, tr
     seconds = time.perf_counter() - started
     print(f"16 slots, 400 calls: {seconds:.2f} s, {server.stats['refused']} times 429 (ideal: 400 / 16 x 0.3 = 7.5 s)")
     assert len(succeeded(results)) == 400
-    assert seconds <= 9.5
     assert server.stats["refused"] <= 30
+    check_seconds(seconds, most=9.5)
 
 
 @pytest.mark.parametrize("slots", [4, 10, 24, 50])
@@ -37,8 +40,8 @@ def test_a_service_of_any_size_is_found_out(fault, transport, call_all, slots):
     seconds = time.perf_counter() - started
     print(f"{slots} slots: {seconds:.2f} s against 3.0 s, {server.stats['refused']} times 429")
     assert len(succeeded(results)) == 30 * slots
-    assert seconds <= 4.5
     assert server.stats["refused"] <= 40
+    check_seconds(seconds, most=4.5)
 
 
 def test_a_dead_endpoint_costs_few_calls_and_little_time(fault, transport, call_all):
@@ -50,7 +53,7 @@ def test_a_dead_endpoint_costs_few_calls_and_little_time(fault, transport, call_
     assert len(codes(results)) > 0 and not succeeded(results)
     assert codes(results) <= {"rag_8b_unavailable", "rag_8b_breaker_open"}
     assert server.stats["requests"] <= 20
-    assert seconds <= 1.0
+    check_seconds(seconds, most=1.0)
 
 
 def test_a_used_up_quota_is_asked_about_a_few_times_only(fault, transport, call_all):
@@ -101,7 +104,7 @@ def test_a_service_that_comes_back_overloaded_wakes_those_who_wait(fault, transp
     started = time.perf_counter()
     results = call_all(server.url, limits, 8)
     assert len(succeeded(results)) == 8
-    assert time.perf_counter() - started <= 5.0  # not their whole patience
+    check_seconds(time.perf_counter() - started, most=5.0)  # not their whole patience
 
 
 def test_a_service_that_says_now_is_not_hammered(fault, transport, call_all):
@@ -123,7 +126,7 @@ def test_no_backoff_outlasts_the_deadline(transport):
 
     reasons, seconds = asyncio.run(run())
     assert reasons == {"rag_8b_unavailable"}
-    assert seconds <= 0.15
+    check_seconds(seconds, most=0.15)
 
 
 def test_calls_and_hedges_together_stay_within_the_limit(transport):
@@ -158,11 +161,11 @@ def test_patience_is_with_the_outage_and_not_with_each_call(fault, transport, ca
     results = call_all(server.url, limits, 200)  # 25 rounds of 8 slots: 37 s if each waited by itself
     seconds = time.perf_counter() - started
     assert not succeeded(results)
-    assert 1.5 <= seconds <= 3.5
     assert server.stats["requests"] <= 30
+    check_seconds(seconds, least=1.5, most=3.5)
     started = time.perf_counter()
     assert not succeeded(call_all(server.url, limits, 200))  # the next batch of the same outage
-    assert time.perf_counter() - started <= 1.0
+    check_seconds(time.perf_counter() - started, most=1.0)
 
 
 def test_stragglers_are_asked_a_second_time(fault, transport):
@@ -186,8 +189,8 @@ def test_stragglers_are_asked_a_second_time(fault, transport):
     extra = server.stats["requests"] - 1000
     print(f"2 % stragglers of 20 s: p99 {p99:.2f} s, slowest {max(latencies):.2f} s, {extra / 10:.1f} % extra calls")
     assert len(latencies) == 1000
-    assert p99 <= 2.5
     assert extra <= 50
+    check_seconds(p99, most=2.5)
 
 
 def test_without_a_budget_no_call_is_asked_twice(fault, transport, call_all):

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.seconds import check_seconds
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 2.0
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_reward_that_raises_and_one_that_hangs_end_the_step_by_its_deadline_on_both_ranks(policy_path, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [str(ROOT / "tests/faults/two_ranks.py"), str(policy_path), str(tmp_path), str(DEADLINE_S)]
@@ -31,8 +33,8 @@ def test_a_reward_that_raises_and_one_that_hangs_end_the_step_by_its_deadline_on
     print(f"deadline {DEADLINE_S} s; steps on the rank that raises {raised['seconds']}, that hangs {hung['seconds']}")
     assert {each["reason"] for each in raised["rewards"]} == {"raised_ValueError"}
     assert {each["reason"] for each in hung["rewards"]} == {"deadline"}
-    for seconds in (*raised["seconds"], *hung["seconds"]):
-        assert seconds <= DEADLINE_S + 1.0 + 0.5  # what cancelled calls are given to end, and the step itself
+    most = max(*raised["seconds"], *hung["seconds"])
+    check_seconds(most, most=DEADLINE_S + 1.0 + 0.5)  # what cancelled calls are given to end, and the step itself
     for logs in (raised["log"], hung["log"]):
         steps = [entry for entry in logs if "outcome/infra" in entry]
         assert [entry["outcome/infra"] for entry in steps] == [1.0, 1.0]  # the other rank's are counted too

@@ -11,6 +11,7 @@ import torch
 from support.keyed import keyed_rows
 from support.loopback import VERDICT, Services, action, build_reward, chat_completion
 from support.scripted import settings
+from support.seconds import check_seconds
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
@@ -354,6 +355,7 @@ def log_probs(model, inputs, temperature):
     return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
 
 
+@pytest.mark.alone
 def test_slow_rewards_are_waited_for_together(trained, services):
     del services.functions["judge"]
     services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=1.0)
@@ -365,7 +367,7 @@ def test_slow_rewards_are_waited_for_together(trained, services):
         assert len(trainer.launches) == 6
     print("seconds by lookahead:", seconds)
     assert seconds[0] > 6.0
-    assert seconds[2] < 0.75 * seconds[0]  # a third and what the steps themselves take
+    check_seconds(seconds[2], most=0.75 * seconds[0])  # a third and what the steps themselves take
 
 
 @pytest.mark.parametrize("given", [{"rollout_lookahead": -1},

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat_completion, row, score_batch
+from support.seconds import check_seconds
 
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.types import Outcome
@@ -175,11 +176,12 @@ def test_a_hollow_reference_is_none(score, services):
     assert (reward.outcome, reward.components["reference"]) == (Outcome.OK, None)
 
 
+@pytest.mark.alone
 def test_what_was_too_slow_is_in_the_seconds_of_a_completion_that_was_cut_off(score, services):
     services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=3)
     (reward,) = score([ACTION], deadline_s=0.5).last
     assert reward.reason == "deadline"
-    assert 0.3 < reward.seconds["judge"] < 1.0
+    check_seconds(reward.seconds["judge"], least=0.3, most=1.0)
 
 
 def test_a_dead_address_is_infra(score):
@@ -190,12 +192,13 @@ def test_a_dead_address_is_infra(score):
     assert (reward.outcome, reward.reason) == (Outcome.INFRA, "rag_8b_unavailable")
 
 
+@pytest.mark.alone
 def test_an_attempt_that_takes_too_long_is_cut_off(score, services):
     services.set("8b", ANSWER, delay_s=2)
     started = time.perf_counter()
     (reward,) = score([ACTION], timeout_s=0.2).last
     assert (reward.outcome, reward.reason) == (Outcome.INFRA, "rag_8b_timeout")
-    assert time.perf_counter() - started < 1.5
+    check_seconds(time.perf_counter() - started, most=1.5)
 
 
 def test_what_is_not_scored_by_the_deadline_is_missing_and_the_rest_is_kept(score, services):
@@ -257,12 +260,13 @@ def test_every_stage_is_a_span_on_its_completions_track(score, services):
     assert spans["reward 0", "rag_8b"].ended <= spans["reward 0", "judge"].started
 
 
+@pytest.mark.alone
 def test_a_call_that_is_cut_off_by_the_deadline_is_a_failed_span(score, services):
     services.set("8b", ANSWER, delay_s=2.0)
     report = score([ACTION], deadline_s=0.3).take_report()
     failed = {span.name: span for span in report.spans if span.failed}
     assert set(failed) == {"rag_8b"}
-    assert 0.2 < failed["rag_8b"].seconds < 1.9
+    check_seconds(failed["rag_8b"].seconds, least=0.2, most=1.9)
 
 
 def test_a_person_who_waits_is_told_what_is_out(services):

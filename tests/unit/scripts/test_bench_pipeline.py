@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from support.seconds import check_seconds
 
 from salesrl_trl.reward.batch import Extent, RewardBatch
 
@@ -254,6 +255,7 @@ def test_arms_take_turns_and_figures_are_of_all_their_blocks(bench, monkeypatch,
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(480)
 def test_rewards_that_nobody_waits_for_make_shorter_steps(tmp_path):
     out = tmp_path / "figures.json"
@@ -268,8 +270,10 @@ def test_rewards_that_nobody_waits_for_make_shorter_steps(tmp_path):
     # two blocks of one step, and for a lookahead of two a block of two rounds of three
     assert [len(arm["step_s"]) for arm in (stock, exact, ahead)] == [2, 2, 6]
     assert [arm["reward_failures"] for arm in (stock, exact, ahead)] == [0, 0, 0]
-    assert ahead["step_s_median"] < exact["step_s_median"] < stock["step_s_median"]
-    assert 0 < figures["floor_s"] < exact["step_s_median"]
+    check_seconds(exact["step_s_median"], most=stock["step_s_median"])
+    check_seconds(ahead["step_s_median"], most=exact["step_s_median"])
+    check_seconds(figures["floor_s"], most=exact["step_s_median"])
+    assert figures["floor_s"] > 0
     assert ahead["ratio"] == pytest.approx(ahead["step_s_mean"] / stock["step_s_mean"])
     assert stock["hidden"] < 0.1
     assert ahead["hidden"] > 0.5

@@ -10,6 +10,7 @@ import httpx2
 import openai
 import pytest
 from pytest_httpserver import HTTPServer
+from support.seconds import check_seconds
 
 from salesrl_trl.fencing import fence
 from salesrl_trl.services.judge import CANNOT_JUDGE
@@ -77,12 +78,13 @@ def test_both_services_are_healthy(addresses: ServiceAddresses, http: httpx2.Cli
     assert (judge.status_code, judge.json()) == (200, {"status": "ok"})
 
 
+@pytest.mark.alone
 def test_answers_do_not_wait_for_acknowledgements(addresses: ServiceAddresses, http: httpx2.Client) -> None:
     started = time.perf_counter()
     for _ in range(25):
         http.post(f"{addresses.rag_base_url}/v1/rag/32b", json=context_body())
     # Without TCP_NODELAY each takes 40 ms, so 1 s; about 1 ms was measured with it.
-    assert time.perf_counter() - started < 0.75
+    check_seconds(time.perf_counter() - started, most=0.75)
 
 
 @pytest.mark.parametrize(

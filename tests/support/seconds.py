@@ -1,0 +1,13 @@
+"""Bounds on how long something takes, for tests marked `alone`."""
+
+
+class TookTooLong(AssertionError):
+    """It, or the machine: what else a machine does only adds. A test that ends so is run again, twice at most
+    (`conftest.py`), and passes if one of them was in time."""
+
+
+def check_seconds(seconds, most, least=0.0):
+    """Between `least` and `most`, in seconds."""
+    assert seconds >= least
+    if seconds > most:
+        raise TookTooLong(f"{seconds:.3f} s, expected at most {most:g} s")
