@@ -1,4 +1,5 @@
-"""vLLM inside the trainer: the engine options TRL does not pass through, and the weight push on a CPU.
+"""vLLM, in the trainer's process or as a server: the engine options TRL does not pass through, completions that are
+told of one by one, requests that go on in the background, and the weight push on a CPU.
 
 Owns what differs from TRL's `VLLMGeneration`; when to generate and what to do with a completion stay TRL's and the
 trainer's. vLLM is imported only while an engine is built, so that this module costs nothing without it.
@@ -6,13 +7,15 @@ trainer's. vLLM is imported only while an engine is built, so that this module c
 
 import contextlib
 import functools
+import itertools
 import math
 import queue
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from threading import Thread
+from threading import BoundedSemaphore, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +60,8 @@ def engine_kwargs(
 
 
 MOST_REQUESTS = 1024
-"""In flight to a server: as many sequences as vLLM's generates at once by default, on the GPUs where it is most."""
+"""In flight from a process to a server: as many sequences as vLLM's generates at once by default, on the GPUs where it
+is most."""
 _ALONE = SimpleNamespace(is_main_process=True, process_index=0)
 """Of a process's `Accelerator`, what TRL's `generate` reads where a server is asked."""
 
@@ -71,7 +75,7 @@ class Requests:
         ask (`Callable[[int], dict]`):
             Asks for the completion of this place; returns what `VLLMClient.generate` does, of one completion.
         count (`int`):
-            Completions. At most `MOST_REQUESTS` are asked for at once.
+            Completions. At most `MOST_REQUESTS` of them are asked for at once.
         finished (`Callable[[int, Sequence[int]], None]`):
             Told of each completion's place and token ids as it comes, one after another, in a thread of its own.
         lane (`int`, *optional*, defaults to 0):
@@ -90,6 +94,7 @@ class Requests:
         self._came: queue.SimpleQueue[tuple[int, dict[str, Any]] | BaseException] = queue.SimpleQueue()
         self._result: Future[dict[str, Any]] = Future()
         self.lane = lane
+        self._given_up = False
         self.started = time.perf_counter()
         self.ended = math.nan
         """When the last one had come, on the same clock."""
@@ -111,9 +116,15 @@ class Requests:
             raise
 
     def give_up(self) -> None:
-        """Ask for no more; what is being asked for is left to itself."""
+        """Ask for no more, and tell of no more; what is being asked for is left to itself."""
+        self._given_up = True
         self._places.clear()
         self._came.put(CancelledError())
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether there is something to wait for."""
+        return any(thread.is_alive() for thread in self._threads)
 
     def join(self) -> None:
         """Wait until no request is in flight, whatever comes of it."""
@@ -136,6 +147,8 @@ class Requests:
                 came = self._came.get()
                 if isinstance(came, BaseException):
                     raise came
+                if self._given_up:
+                    raise CancelledError
                 place, output = came
                 outputs[place] = output
                 self._finished(place, output["completion_ids"][0])
@@ -152,7 +165,8 @@ class Requests:
 
 
 class SalesVLLMGeneration(VLLMGeneration):
-    """TRL's vLLM generation with engine options, and with a weight push that works on a CPU.
+    """TRL's vLLM generation with engine options, a server that is asked for each completion by itself, and a weight
+    push that works on a CPU.
 
     Changes three things only, and adds `streamed`, `begun`, `answered` and `settle`:
     - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments, and gives every process a client
@@ -174,7 +188,9 @@ class SalesVLLMGeneration(VLLMGeneration):
     def __init__(self, *args: Any, engine_options: dict[str, Any], **kwargs: Any) -> None:
         self.engine_options = engine_options
         self._ask: Callable[..., dict[str, Any]] | None = None
+        self._waits = True
         self._under_way: list[Requests] = []
+        self._slots = BoundedSemaphore(MOST_REQUESTS)
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -191,6 +207,7 @@ class SalesVLLMGeneration(VLLMGeneration):
             broadcast_object_list(addresses)
             if not self.accelerator.is_main_process:
                 self.vllm_client = upstream_vllm.VLLMClient(addresses[0], connection_timeout=self.server_timeout)
+            _allow_files(2 * MOST_REQUESTS)
             client = self.vllm_client
             client.session.get_adapter(client.base_url).init_poolmanager(1, MOST_REQUESTS)
 
@@ -239,7 +256,7 @@ class SalesVLLMGeneration(VLLMGeneration):
             begun.append(self._request(send, samples, finished, **request))
             return {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
-        with replaced(self, "_ask", ask):
+        with replaced(self, "_ask", ask), replaced(self, "_waits", False):
             yield begun
 
     @contextlib.contextmanager
@@ -251,7 +268,8 @@ class SalesVLLMGeneration(VLLMGeneration):
     def settle(self) -> None:
         """Wait until the server has answered everything that any process asked it for; a collective."""
         while self._under_way:
-            self._under_way.pop().join()
+            self._under_way[-1].join()
+            self._under_way.pop()
         self.accelerator.wait_for_everyone()
 
     def generate(
@@ -272,7 +290,7 @@ class SalesVLLMGeneration(VLLMGeneration):
             replaced(upstream_vllm, "gather_object", lambda each: each),
             replaced(upstream_vllm, "broadcast_object_list", lambda each, from_process: each),
         ):
-            return super().generate(prompts, images, 1, profiler)  # type: ignore[no-any-return]
+            return super().generate(prompts, images, 1, profiler if self._waits else None)  # type: ignore[no-any-return]
 
     def _request(
         self,
@@ -293,9 +311,13 @@ class SalesVLLMGeneration(VLLMGeneration):
             if further.get("seed") is not None:
                 further["seed"] += samples[place]  # as vLLM seeds the samples of a prompt
             chosen = None if features is None else [features[place]]
-            return send([prompts[place]], features=chosen, n=n, generation_kwargs=further, **sampling)
+            with self._slots:
+                return send([prompts[place]], features=chosen, n=n, generation_kwargs=further, **sampling)
 
-        requests = Requests(one, len(prompts), finished, lane=len(self._under_way))
+        self._under_way = [each for each in self._under_way if each.in_flight]
+        taken = {each.lane for each in self._under_way}
+        lane = next(number for number in itertools.count() if number not in taken)
+        requests = Requests(one, len(prompts), finished, lane)
         self._under_way.append(requests)
         return requests
 
@@ -371,6 +393,14 @@ def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dty
     if fp16:
         return "float16"
     return "auto" if model_dtype is None else str(model_dtype).removeprefix("torch.")
+
+
+def _allow_files(count: int) -> None:
+    """Let this process have so many files and connections open, as far as the machine lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @contextlib.contextmanager

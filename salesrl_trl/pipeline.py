@@ -250,7 +250,7 @@ class Pipeline:
         rollout.requests = None
         track = f"vLLM server {requests.lane + 1}"
         span = Span(name=perf.GENERATION, started=requests.started, ended=requests.ended, track=track)
-        trainer._timeline.add([span])
+        trainer._instruments.see_generation(span)
 
     def _generate(self, rollout: Rollout, source: contextlib.AbstractContextManager[None]) -> None:
         trainer = self._trainer

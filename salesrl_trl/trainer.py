@@ -200,6 +200,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
         self._kl_sums = None  # an earlier run may have ended inside an accumulation window
+        if self.use_vllm:
+            self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         self._stop = self._stop_requested = None
         self._reward.resume()
         self._instruments.start(self.accelerator.is_main_process)
@@ -208,6 +210,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             output = super().train(*args, **kwargs)
         except BaseException:  # what was measured of the step that failed is not lost
             self._timeline.add(self._reward.unreported_spans())
+            self._pipeline.forget()
             self._instruments.close()
             raise
         if self._stop is not None:
@@ -259,6 +262,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     def finish(self) -> None:
         """Close the reward's connections, on the event loop they belong to, and the instruments. The trainer can't
         score after this."""
+        self._pipeline.forget()
         asyncio.run_coroutine_threadsafe(self._reward.aclose(), self.async_loop).result()
         self._instruments.close()
 

@@ -3,6 +3,7 @@
 
     .venv/bin/python scripts/bench_pipeline.py [--shape 0.5b|7b|tiny] [--latency 5.6 3.2] [--json FILE]
     .venv/bin/python scripts/bench_pipeline.py --device cpu    # a tiny policy, within three minutes
+    CUDA_VISIBLE_DEVICES=0 .venv/bin/python scripts/bench_pipeline.py --server 1    # vLLM's server on another GPU
 
 Random weights of a real shape, 64 completions a step, 8 for each prompt, of lengths that depend on the prompt and the
 number of the sample alone: every arm generates as much. A reward is two calls over HTTP to a service in a process of
@@ -25,6 +26,7 @@ rewards' makespan that nobody waited for.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -40,6 +42,7 @@ from typing import Any
 import torch
 import trl.trainer.grpo_trainer as upstream
 from bench_rewards import GENERATIONS, SlowReward, service, set_medians
+from bench_server import fix_server_lengths, vllm_server
 from bench_timing import SHAPES, Meter
 from datasets import Dataset
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
@@ -87,10 +90,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--steps", type=int, default=MEASURED, help="steps of a block that count, each of other prompts"
     )
     parser.add_argument("--rounds", type=int, default=1, help="times that all arms take their turns")
+    parser.add_argument(
+        "--server", metavar="GPU", help="`vllm_mode: server`, on the GPU that `CUDA_VISIBLE_DEVICES` calls so"
+    )
     parser.add_argument("--trace", type=Path, help="folder for the trace of the package's own arms")
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args(argv)
     on_cpu = args.device == "cpu"
+    if args.server is not None and on_cpu:
+        parser.error("--server needs two GPUs: weights are pushed into a server by NCCL")
     args.shape = args.shape or ("tiny" if on_cpu else "0.5b")
     args.latency = args.latency or [(1.0, 0.6) if on_cpu else (5.6, 3.2)]
     measure(args)
@@ -167,9 +175,11 @@ class Bench:
             Of the service.
         scratch (`Path`):
             For the model.
+        servers (`contextlib.ExitStack`):
+            Ends the server that samples, where there is one.
     """
 
-    def __init__(self, args: argparse.Namespace, url: str, scratch: Path) -> None:
+    def __init__(self, args: argparse.Namespace, url: str, scratch: Path, servers: contextlib.ExitStack) -> None:
         self._args = args
         self._url = url
         self._batches: list[RewardBatch] = []
@@ -189,12 +199,21 @@ class Bench:
         model.save_pretrained(scratch / "model")
         build_tokenizer().save_pretrained(scratch / "model")
         del model
+        self._server_url: str | None = None
+        if args.server is not None:
+            server = vllm_server(scratch / "model", args.server, scratch / "server.log")
+            self._server_url = servers.enter_context(server)
         self._model = Qwen2ForCausalLM.from_pretrained(scratch / "model", dtype=dtype)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=not on_cpu)
         self._settings = self._common(on_cpu, str(scratch / "out"))
         ours = self._build_ours(args.trace)
         self.instruments = ours._instruments
-        fix_lengths(ours.vllm_generation.llm, TOKENS[args.shape])
+        most = TOKENS[args.shape]
+        if self._server_url is None:
+            fix_lengths(ours.vllm_generation.llm, most)
+        else:
+            client = ours.vllm_generation.vllm_client
+            fix_server_lengths(client, lambda prompt, sample: completion_tokens(prompt, sample, most))
         self._meter = Meter()
         self._meter.watch(self.instruments, "figures", "see_batch", "see_rewards", "step_ends")
         self._meter.watch(self.instruments.timeline, "_open", "_close")
@@ -224,7 +243,15 @@ class Bench:
             "num_generations": GENERATIONS,
             "max_completion_length": TOKENS[shape],
             "use_vllm": True,
-            "vllm_mode": "colocate",
+            **(
+                {"vllm_mode": "colocate"}
+                if self._server_url is None
+                else {
+                    "vllm_mode": "server",
+                    "vllm_server_base_url": self._server_url,
+                    "generation_kwargs": {"seed": 0},  # the number of a sample
+                }
+            ),
             "vllm_gpu_memory_utilization": 0.25,
             "vllm_max_model_length": 1024 if not on_cpu else 512,
             "gradient_checkpointing": not on_cpu,
@@ -323,8 +350,8 @@ def measure(args: argparse.Namespace) -> None:
     """All arms' figures, told and written after each latency."""
     arms = [arm for arm in ("stock", *LOOKAHEAD) if arm in args.arms]
     figures: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch, service() as url:
-        bench = Bench(args, url, Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch, service() as url, contextlib.ExitStack() as servers:
+        bench = Bench(args, url, Path(scratch), servers)
         for arm in {"stock" if arm == "stock" else "exact" for arm in arms}:
             bench.block(arm, (0.0, 0.0), 1)  # to warm up: kernels, pools, connections
         for latency in args.latency:
@@ -368,6 +395,7 @@ def _measure_one(
     floor = figures.pop("floor", None)
     return {
         "shape": args.shape,
+        "vllm": "colocate" if args.server is None else "server",
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "latency_s": list(latency),
         "arms": figures,

@@ -87,7 +87,7 @@ class Instruments:
         self._lengths: list[tuple[torch.Tensor, torch.Tensor]] = []  # of prompts and completions that were trained on
         self._trained: torch.Tensor | None = None  # sums over those before, since the last figures; on the device
         self._batches: deque[_Scored] = deque(maxlen=MAX_STEPS_KEPT)  # since the last figures
-        self._reward_spans: list[Span] = []  # of batches that were trained on in traced steps
+        self._other_spans: list[Span] = []  # of batches that were trained on in traced steps
         self._waits: list[tuple[float, float]] = []
         self._due: list[perf.Sums] | None = None  # by rank, since throughput was logged
         self._trace: TraceWriter | None = None
@@ -128,7 +128,7 @@ class Instruments:
         self.step = self._first_step = step
         self.last_step = last_step
         self._batches.clear()
-        self._reward_spans.clear()
+        self._other_spans.clear()
         self._waits, self._lengths, self._trained, self._due = [], [], None, None
         self.timeline.starts()
 
@@ -160,6 +160,11 @@ class Instruments:
         if len(self._lengths) >= BATCHES_KEPT:
             self._count_lengths()
 
+    def see_generation(self, span: Span) -> None:
+        """The batch that is trained on now was generated in the background then."""
+        if self.enabled and self.step + 1 in self._settings.trace_steps:
+            self._other_spans.append(span)
+
     def see_rewards(self, report: BatchReport) -> None:
         """A batch of training was scored."""
         if self.enabled:
@@ -167,7 +172,7 @@ class Instruments:
             waits = ((max(began, report.started), min(until, ended)) for began, until in report.waits)
             self._batches.append(_Scored(report.seconds, [each for each in waits if each[0] < each[1]]))
             if self.step + 1 in self._settings.trace_steps:
-                self._reward_spans += report.spans  # they may lie in earlier steps
+                self._other_spans += report.spans  # they may lie in earlier steps
 
     def step_ends(self) -> None:
         """An optimizer step is done."""
@@ -208,7 +213,7 @@ class Instruments:
         cut_off = self.timeline.close()
         spans = [
             *self.timeline.take_spans(),
-            *self._reward_spans,
+            *self._other_spans,
             *self._step_spans([*steps, *([cut_off] if cut_off else [])]),
         ]
         if self._is_traced and (self._trace is not None or cut_off is not None):
@@ -290,8 +295,8 @@ class Instruments:
             if (before and span.ended <= steps[0].started)
             or any(step.started < span.ended <= step.ended for step in traced)
         ]
-        chosen += self._reward_spans
-        self._reward_spans = []
+        chosen += self._other_spans
+        self._other_spans = []
         everywhere = gather_object([(accelerator.process_index, self._clock_offset, chosen)])
         if self._is_traced:
             self._write(everywhere)

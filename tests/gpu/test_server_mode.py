@@ -1,5 +1,6 @@
 """Rollouts through vLLM's server on a GPU of its own: the weights in training reach it, with and without lookahead."""
 
+import json
 import os
 import subprocess
 import sys
@@ -52,3 +53,18 @@ def test_the_server_samples_from_the_weights_in_training(policy, tmp_path, looka
     assert max(fresh) < 0.02
     # a rollout of earlier weights is one: what was pushed are those in training then, and they moved
     assert not lookahead or min(differences[lookahead:]) > max(fresh)
+
+
+def test_a_server_that_generates_while_the_trainer_trains_makes_shorter_steps(tmp_path):
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "scripts/bench_pipeline.py", "--server", "1", "--shape", "0.5b", "--steps", "2"]
+    command += ["--arms", "exact", "lookahead_2", "floor", "--latency", "0.64", "0.36", "--json", str(out)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    print(done.stdout)
+    figures = json.loads(out.read_text())
+    exact, ahead = figures["arms"]["exact"], figures["arms"]["lookahead_2"]
+    assert exact["reward_failures"] == ahead["reward_failures"] == 0
+    assert ahead["completion_tokens"] == pytest.approx(exact["completion_tokens"])
+    assert ahead["step_s_mean"] < 0.9 * figures["floor_s"]  # less than a step that waits for no reward but generates

@@ -19,6 +19,7 @@ from peft import LoraConfig
 from support.loopback import VERDICT, action, chat_completion
 from support.runs import check_times, scalars, spans
 from support.scripted import default_rows
+from support.seconds import check_seconds
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from salesrl_trl.data.sources import build_dataset
@@ -79,6 +80,7 @@ def raise_(error):
     raise error
 
 
+@pytest.mark.alone
 def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, services, instruments, tmp_path):
     services.set("judge", SLOW_VERDICT, delay_s=0.3)
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=6)
@@ -86,15 +88,15 @@ def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, 
     trainer.add_callback(clock)
     trainer.train()
     for logs, seconds in zip(step_logs(trainer), clock.seconds, strict=True):
-        assert logs[perf.STEP_SECONDS] == pytest.approx(seconds, rel=0.02)
+        check_seconds(abs(logs[perf.STEP_SECONDS] - seconds), most=0.02 * seconds)
     for step, phases in enumerate(check_times(tmp_path / "run", 6), start=1):
         # rewards run from the end of generation, beside the reference's log-probs
         assert phases[perf.REFERENCE_LOGPROBS] + phases[perf.REWARD_WAIT] >= 0.28, step
         assert phases[perf.EVALUATION] == phases[perf.CHECKPOINT] == phases[perf.WEIGHT_PUSH] == 0
     for logs in step_logs(trainer):
         assert logs[REWARD_SECONDS] >= 0.3
-        assert logs[perf.REWARD_EXPOSED] == pytest.approx(logs[perf.time_of(perf.REWARD_WAIT)], abs=0.02)
-        assert logs[perf.REWARD_HIDDEN] == pytest.approx(logs[perf.time_of(perf.REFERENCE_LOGPROBS)], abs=0.05)
+        check_seconds(abs(logs[perf.REWARD_EXPOSED] - logs[perf.time_of(perf.REWARD_WAIT)]), most=0.02)
+        check_seconds(abs(logs[perf.REWARD_HIDDEN] - logs[perf.time_of(perf.REFERENCE_LOGPROBS)]), most=0.05)
         assert logs["time/judge_p50_s"] >= 0.3
         assert logs["time/rag_8b_p50_s"] <= logs["time/rag_8b_max_s"] < logs[REWARD_SECONDS]
         assert logs["time/slowest_judge_s"] <= logs["time/judge_max_s"]

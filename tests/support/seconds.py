@@ -1,4 +1,4 @@
-"""Bounds on how long something takes, for tests marked `alone`."""
+"""Bounds on how long something takes."""
 
 
 class TookTooLong(AssertionError):
@@ -6,8 +6,8 @@ class TookTooLong(AssertionError):
     (`conftest.py`), and passes if one of them was in time."""
 
 
-def check_seconds(seconds, most, least=0.0):
+def check_seconds(seconds, most, least=0.0, what="it took"):
     """Between `least` and `most`, in seconds."""
-    assert seconds >= least
+    assert seconds >= least, what
     if seconds > most:
-        raise TookTooLong(f"{seconds:.3f} s, expected at most {most:g} s")
+        raise TookTooLong(f"{what}: {seconds:.3f} s, expected at most {most:g} s")

@@ -2,9 +2,11 @@
 tests/integration."""
 
 import queue
+import resource
 import threading
 import time
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from salesrl_trl.generation import (
     Requests,
     SalesVLLMGeneration,
+    _allow_files,
     engine_kwargs,
     has_tied_head,
     vllm_dtype,
@@ -296,6 +299,27 @@ def test_nobody_waits_for_the_others_where_it_ends_early(monkeypatch, ends):
     assert len(begun) <= 4  # what was not asked by then is not asked
 
 
+def test_what_is_given_up_is_not_told_of():
+    ready, gate, told = threading.Event(), threading.Event(), []
+
+    def ask(place):
+        assert (gate if place else ready).wait(10)
+        return completion(place)
+
+    def finished(place, _):
+        told.append(place)
+        requests.give_up()
+        gate.set()
+
+    requests = Requests(ask, 6, finished)
+    ready.set()
+    with pytest.raises(CancelledError):
+        requests.result()
+    requests.join()
+    assert told == [0]
+    assert not requests.in_flight
+
+
 class Client:
     """TRL's client of a server that answers when it is told to."""
 
@@ -330,13 +354,68 @@ def served(monkeypatch):
     vars(generation).update(
         mode="server", vllm_client=Client(), accelerator=Process(), _ask=None, _under_way=[],
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=5, logprobs=0,
-        generation_kwargs={"seed": 30}, structured_outputs_regex=None,
+        generation_kwargs={"seed": 30}, structured_outputs_regex=None, _waits=True,
+        _slots=threading.BoundedSemaphore(8),
     )  # fmt: skip
     return generation
 
 
 PROMPTS = [[10], [10], [20], [20], [20], [20]]
 """Of the second process, where a group of four begins in the first one."""
+
+
+def test_all_rollouts_together_have_no_more_requests_in_flight_than_may_be(served):
+    served._slots = threading.BoundedSemaphore(3)
+    for _ in range(2):
+        with served.begun(lambda *_: None):
+            served.generate(PROMPTS, None, 4)
+    client, end = served.vllm_client, time.monotonic() + 5
+    while len(client.asked) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(client.asked) == 3
+    client.gate.set()
+    served.settle()
+    assert len(client.asked) == 2 * len(PROMPTS)
+
+
+def test_what_has_come_is_kept_no_longer_than_it_is_needed(served):
+    served.vllm_client.gate.set()
+    for _ in range(3):
+        with served.begun(lambda *_: None) as begun:
+            served.generate(PROMPTS, None, 4)
+        begun[0].join()
+        assert begun[0].lane == 0
+        assert served._under_way == begun
+
+
+def test_only_waiting_for_a_server_is_profiled(served):
+    entered = []
+
+    @contextmanager
+    def profiler():
+        entered.append("waits")
+        yield
+
+    served.vllm_client.gate.set()
+    with served.begun(lambda *_: None) as begun:
+        served.generate(PROMPTS, None, 4, profiler())
+    assert entered == []
+    with served.answered(begun[0]):
+        served.generate(PROMPTS, None, 4, profiler())
+    assert entered == ["waits"]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"),
+    [(1024, 4096, 2048), (1024, -1, 2048), (1024, 1500, 1500), (4096, 4096, None), (-1, -1, None), (2048, -1, None)],
+)
+def test_a_process_may_have_as_many_connections_as_the_machine_lets_it(monkeypatch, soft, hard, wanted):
+    told = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: told.append((kind, limits)))
+    _allow_files(2048)
+    assert told == ([] if wanted is None else [(resource.RLIMIT_NOFILE, (wanted, hard))])
 
 
 def test_each_process_asks_a_server_for_its_own_completions_as_samples_of_their_groups(served):

@@ -84,6 +84,7 @@ def test_the_service_deals_each_prompts_samples_out_once_and_scores_them_the_sam
     assert len(set(scores.values())) == len(places)
 
 
+@pytest.mark.alone
 def test_the_service_is_as_slow_as_it_was_told_last(rewards):
     def seconds(path):
         started = time.perf_counter()
@@ -95,7 +96,7 @@ def test_the_service_is_as_slow_as_it_was_told_last(rewards):
             rewards.set_medians(url, told)
             for path, median_s in zip(("/rag", "/judge"), told, strict=True):
                 wanted = rewards.latency_s(1, 2, path, median_s) if median_s else 0.0
-                assert wanted <= seconds(path) < wanted + 0.3
+                check_seconds(seconds(path), least=wanted, most=wanted + 0.3)
 
 
 def test_a_length_depends_on_prompt_and_sample_alone(bench):
@@ -206,7 +207,7 @@ class Made:
 
     blocks = ()
 
-    def __init__(self, args, url, scratch):
+    def __init__(self, args, url, scratch, servers):
         Made.blocks = []
 
     def block(self, arm, latency, steps):
@@ -249,6 +250,45 @@ def test_arms_take_turns_and_figures_are_of_all_their_blocks(bench, monkeypatch,
     assert figures["latency_s"] == [2.0, 1.0]
     assert [other["latency_s"] for other in figures["others"]] == [[5.0, 3.0]]
     assert capsys.readouterr().out.count("of it in the instruments 0.10%") == 2
+
+
+class Client:
+    """TRL's client of a server, which answers the sooner the longer a completion is."""
+
+    def __init__(self):
+        self.asked = []
+
+    def generate(self, prompts, n=1, generation_kwargs=None, max_tokens=16, top_p=1.0):
+        assert (n, len(prompts), top_p) == (1, 1, 0.9)
+        self.asked.append(generation_kwargs)
+        time.sleep(0.5 / max_tokens)
+        return {"prompt_ids": prompts, "completion_ids": [[7] * max_tokens], "logprobs": [[[-1.0]] * max_tokens]}
+
+
+def test_a_server_is_asked_for_completions_of_those_lengths_whoever_asks():
+    server = loaded("bench_server")
+    client, rows = Client(), [[1, 2], [3], [4]]
+    server.fix_server_lengths(client, lambda prompt, sample: 10 * sum(prompt) + sample)
+    shared = {"top_p": 0.9, "max_tokens": 99}
+    at_once = client.generate(prompts=rows, n=4, generation_kwargs={"seed": 0, "min_p": 0.1}, **shared)
+    assert at_once["prompt_ids"] == rows
+    assert [len(ids) for ids in at_once["completion_ids"]] == [*range(30, 34), *range(30, 34), *range(40, 44)]
+    assert [len(logps) for logps in at_once["logprobs"]] == [len(ids) for ids in at_once["completion_ids"]]
+    one = client.generate(prompts=[[4]], generation_kwargs={"seed": 3, "min_p": 0.1}, **shared)
+    assert one["completion_ids"] == at_once["completion_ids"][-1:]
+    assert client.asked == [{"min_p": 0.1, "ignore_eos": True}] * 13
+
+
+def test_a_server_that_does_not_start_is_told_of_with_what_it_printed(tmp_path):
+    server = loaded("bench_server")
+    with pytest.raises(RuntimeError, match="did not start"), server.vllm_server(tmp_path, "", tmp_path / "log"):
+        raise AssertionError("it has no model")
+
+
+def test_a_server_is_not_pushed_to_from_a_cpu(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", "--server", "1"])
+    assert "needs two GPUs" in capsys.readouterr().err
 
 
 # For real
