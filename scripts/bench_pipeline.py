@@ -42,7 +42,7 @@ from typing import Any
 import torch
 import trl.trainer.grpo_trainer as upstream
 from bench_rewards import GENERATIONS, SlowReward, service, set_medians
-from bench_server import fix_server_lengths, vllm_server
+from bench_server import fix_server_lengths, for_training, vllm_server
 from bench_timing import SHAPES, Meter
 from datasets import Dataset
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
@@ -201,7 +201,9 @@ class Bench:
         del model
         self._server_url: str | None = None
         if args.server is not None:
-            server = vllm_server(scratch / "model", args.server, scratch / "server.log")
+            options = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.5", *for_training(1024))
+            log = scratch / "server.log"
+            server = vllm_server(scratch / "model", log, *options, CUDA_VISIBLE_DEVICES=args.server)
             self._server_url = servers.enter_context(server)
         self._model = Qwen2ForCausalLM.from_pretrained(scratch / "model", dtype=dtype)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=not on_cpu)

@@ -1,4 +1,4 @@
-"""vLLM's own server for benches, on a GPU of its own, with completions of fixed lengths."""
+"""vLLM's own server for benches and tests, and completions of fixed lengths from it."""
 
 import itertools
 import os
@@ -18,16 +18,18 @@ START_TIMEOUT_S = 300.0
 
 
 @contextmanager
-def vllm_server(model: Path, device: str, log: Path) -> Iterator[str]:
-    """While active, it serves the model in `model`, whose weights a trainer may push, at the address that this yields.
+def vllm_server(model: Path, log: Path, *options: str, **environment: str) -> Iterator[str]:
+    """While active, it serves the model in `model` at the address that this yields, without `/v1`.
 
     Args:
         model (`Path`):
             Folder of weights and tokenizer.
-        device (`str`):
-            Its `CUDA_VISIBLE_DEVICES`.
         log (`Path`):
             File for what it prints.
+        options (`str`):
+            Further words of its command line.
+        environment (`str`):
+            Further variables of its environment.
 
     Raises:
         `RuntimeError`: it ended, or was not ready in 300 s; the message holds the end of what it printed.
@@ -36,12 +38,10 @@ def vllm_server(model: Path, device: str, log: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "1024"]
-    command += ["--weight-transfer-config", '{"backend": "nccl"}', "--logprobs-mode", "processed_logprobs"]
-    command += ["--max-logprobs", "-1", "--gpu-memory-utilization", "0.5"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device, "VLLM_SERVER_DEV_MODE": "1"}
+    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    variables = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment}
     with log.open("wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+        server = subprocess.Popen(command, stdout=out, stderr=out, env=variables, start_new_session=True)
     try:
         _await_health(f"http://127.0.0.1:{port}/health", server, log)
         yield f"http://127.0.0.1:{port}"
@@ -59,6 +59,14 @@ def _await_health(url: str, server: "subprocess.Popen[bytes]", log: Path) -> Non
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     raise RuntimeError(f"vLLM's server did not start: {log.read_text(errors='replace')[-4000:]}")
+
+
+def for_training(max_model_len: int) -> tuple[str, ...]:
+    """The words of its command line with which it takes a trainer's weights and gives what the trainer needs."""
+    return (
+        "--weight-transfer-config", '{"backend": "nccl"}', "--logprobs-mode", "processed_logprobs",
+        "--max-logprobs", "-1", "--max-model-len", str(max_model_len),
+    )  # fmt: skip
 
 
 def fix_server_lengths(client: Any, length: Callable[[Sequence[int], int], int]) -> None:

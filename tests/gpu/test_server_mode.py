@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_server import for_training
 from support.runs import check_times, scalars
 from support.vllm_server import serve
 
@@ -32,8 +33,7 @@ def policy():
 
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_the_server_samples_from_the_weights_in_training(policy, tmp_path, lookahead):
-    options = ("--gpu-memory-utilization", "0.3", "--max-model-len", "320", "--max-logprobs", "-1")
-    options += ("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}')
+    options = ("--gpu-memory-utilization", "0.3", *for_training(320))
     with serve(policy, tmp_path / "server.log", *options, CUDA_VISIBLE_DEVICES="1") as url:
         command = [sys.executable, "-m", "accelerate.commands.launch"]
         command += ["--config_file", "accelerate_configs/debug.yaml", "recipes/debug.py"]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 def run_ranks(launcher, arguments, out, limit_s, **env):
     """Launch `python -m LAUNCHER ARGUMENTS` on two ranks; what each of them wrote to `OUT/rankN.json`."""
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")))
     started = subprocess.Popen(
         [sys.executable, "-m", *launcher, *map(str, arguments)],
         cwd=ROOT,

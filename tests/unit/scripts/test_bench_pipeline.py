@@ -281,7 +281,7 @@ def test_a_server_is_asked_for_completions_of_those_lengths_whoever_asks():
 
 def test_a_server_that_does_not_start_is_told_of_with_what_it_printed(tmp_path):
     server = loaded("bench_server")
-    with pytest.raises(RuntimeError, match="did not start"), server.vllm_server(tmp_path, "", tmp_path / "log"):
+    with pytest.raises(RuntimeError, match="did not start"), server.vllm_server(tmp_path, tmp_path / "log"):
         raise AssertionError("it has no model")
 
 
