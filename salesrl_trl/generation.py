@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from threading import BoundedSemaphore, Thread
+from threading import Semaphore, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,9 +75,11 @@ class Requests:
         ask (`Callable[[int], dict]`):
             Asks for the completion of this place; returns what `VLLMClient.generate` does, of one completion.
         count (`int`):
-            Completions. At most `MOST_REQUESTS` of them are asked for at once.
+            Completions.
         finished (`Callable[[int, Sequence[int]], None]`):
             Told of each completion's place and token ids as it comes, one after another, in a thread of its own.
+        slots (`Semaphore`):
+            How many requests may be in flight, these and others.
         lane (`int`, *optional*, defaults to 0):
             A number that no others have which may be in flight at the same time.
     """
@@ -87,9 +89,10 @@ class Requests:
         ask: Callable[[int], dict[str, Any]],
         count: int,
         finished: Callable[[int, Sequence[int]], None],
+        slots: Semaphore,
         lane: int = 0,
     ) -> None:
-        self._ask, self._finished, self._count = ask, finished, count
+        self._ask, self._finished, self._count, self._slots = ask, finished, count, slots
         self._places = deque(range(count))
         self._came: queue.SimpleQueue[tuple[int, dict[str, Any]] | BaseException] = queue.SimpleQueue()
         self._result: Future[dict[str, Any]] = Future()
@@ -134,11 +137,12 @@ class Requests:
     def _work(self) -> None:
         with contextlib.suppress(IndexError):  # none left
             while True:
-                place = self._places.popleft()
-                try:
-                    self._came.put((place, self._ask(place)))
-                except Exception as error:  # raised by `result`
-                    self._came.put(error)
+                with self._slots:
+                    place = self._places.popleft()
+                    try:
+                        self._came.put((place, self._ask(place)))
+                    except Exception as error:  # raised by `result`
+                        self._came.put(error)
 
     def _collect(self) -> None:
         outputs: list[Any] = [None] * self._count
@@ -190,7 +194,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         self._ask: Callable[..., dict[str, Any]] | None = None
         self._waits = True
         self._under_way: list[Requests] = []
-        self._slots = BoundedSemaphore(MOST_REQUESTS)
+        self._slots = Semaphore(MOST_REQUESTS)
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -311,13 +315,12 @@ class SalesVLLMGeneration(VLLMGeneration):
             if further.get("seed") is not None:
                 further["seed"] += samples[place]  # as vLLM seeds the samples of a prompt
             chosen = None if features is None else [features[place]]
-            with self._slots:
-                return send([prompts[place]], features=chosen, n=n, generation_kwargs=further, **sampling)
+            return send([prompts[place]], features=chosen, n=n, generation_kwargs=further, **sampling)
 
         self._under_way = [each for each in self._under_way if each.in_flight]
         taken = {each.lane for each in self._under_way}
         lane = next(number for number in itertools.count() if number not in taken)
-        requests = Requests(one, len(prompts), finished, lane)
+        requests = Requests(one, len(prompts), finished, self._slots, lane)
         self._under_way.append(requests)
         return requests
 

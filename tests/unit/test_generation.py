@@ -231,7 +231,7 @@ def test_completions_are_told_of_as_they_are_ready_and_returned_in_their_order()
         assert gates[place].wait(10)
         return completion(place)
 
-    requests = Requests(ask, 4, lambda *finished: told.put(finished))
+    requests = Requests(ask, 4, lambda *finished: told.put(finished), threading.Semaphore(4))
     for place in (2, 0, 3, 1):
         gates[place].set()
         assert told.get(timeout=10) == (place, [place, 7])
@@ -246,8 +246,7 @@ def test_completions_are_told_of_as_they_are_ready_and_returned_in_their_order()
     assert told.empty()
 
 
-def test_no_more_are_asked_at_once_than_may_be(monkeypatch):
-    monkeypatch.setattr("salesrl_trl.generation.MOST_REQUESTS", 3)
+def test_no_more_are_asked_at_once_than_may_be():
     lock, asked, most = threading.Lock(), set(), []
 
     def ask(place):
@@ -259,14 +258,13 @@ def test_no_more_are_asked_at_once_than_may_be(monkeypatch):
             asked.remove(place)
         return completion(place)
 
-    requests = Requests(ask, 20, lambda *_: None)
+    requests = Requests(ask, 20, lambda *_: None, threading.Semaphore(3))
     assert requests.result()["prompt_ids"] == [[place] for place in range(20)]
     assert max(most) == 3
 
 
 @pytest.mark.parametrize("ends", ["by an error", "by an error of who is told", "by giving up"])
-def test_nobody_waits_for_the_others_where_it_ends_early(monkeypatch, ends):
-    monkeypatch.setattr("salesrl_trl.generation.MOST_REQUESTS", 2)
+def test_nobody_waits_for_the_others_where_it_ends_early(ends):
     gate, begun = threading.Event(), []
 
     def ask(place):
@@ -282,7 +280,7 @@ def test_nobody_waits_for_the_others_where_it_ends_early(monkeypatch, ends):
         if ends == "by an error of who is told":
             raise ValueError("nobody listens")
 
-    requests = Requests(ask, 50, finished)
+    requests = Requests(ask, 50, finished, threading.Semaphore(2))
     if ends == "by giving up":
         requests.give_up()
     started = time.monotonic()
@@ -311,7 +309,7 @@ def test_what_is_given_up_is_not_told_of():
         requests.give_up()
         gate.set()
 
-    requests = Requests(ask, 6, finished)
+    requests = Requests(ask, 6, finished, threading.Semaphore(6))
     ready.set()
     with pytest.raises(CancelledError):
         requests.result()
@@ -355,7 +353,7 @@ def served(monkeypatch):
         mode="server", vllm_client=Client(), accelerator=Process(), _ask=None, _under_way=[],
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=5, logprobs=0,
         generation_kwargs={"seed": 30}, structured_outputs_regex=None, _waits=True,
-        _slots=threading.BoundedSemaphore(8),
+        _slots=threading.Semaphore(8),
     )  # fmt: skip
     return generation
 
@@ -365,7 +363,7 @@ PROMPTS = [[10], [10], [20], [20], [20], [20]]
 
 
 def test_all_rollouts_together_have_no_more_requests_in_flight_than_may_be(served):
-    served._slots = threading.BoundedSemaphore(3)
+    served._slots = threading.Semaphore(3)
     for _ in range(2):
         with served.begun(lambda *_: None):
             served.generate(PROMPTS, None, 4)
