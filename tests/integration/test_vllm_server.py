@@ -227,8 +227,9 @@ def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
 
 def test_a_run_after_one_that_failed_leaves_the_first_ones_rollouts_aside(build):
     trainer = build(rollout_lookahead=2, max_steps=5)
-    compute_loss, begun = trainer.compute_loss, []
-    stock = trainer._ask_server
+    compute_loss, begun, pushes = trainer.compute_loss, [], []
+    stock, sync = trainer._ask_server, trainer.vllm_generation.sync_weights
+    trainer.vllm_generation.sync_weights = lambda: (pushes.append(len(begun)), sync())
 
     def fails(*arguments, **given):
         raise InterruptedError
@@ -245,6 +246,7 @@ def test_a_run_after_one_that_failed_leaves_the_first_ones_rollouts_aside(build)
     trainer.train()
     check_steps(trainer.state.log_history, 2)
     assert len(begun) == 3 + 5
+    assert pushes[:2] == [0, 3]  # both runs begin at step 0, and the second one with a push of its own
 
 
 def test_an_evaluation_between_two_rollouts_of_a_server_is_of_the_weights_in_training(build):
