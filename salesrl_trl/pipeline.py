@@ -147,10 +147,10 @@ class Pipeline:
         self._schedule = Schedule(lookahead, trainer.args.steps_per_generation * trainer.num_iterations)
         self._updates = UpdatesAhead(lookahead + references_ahead)
         self._dataloader: Any = ()
-        # a server generates while the trainer trains
-        self._in_background = bool(lookahead) and trainer._streams and trainer.args.vllm_mode == "server"
-        # decodes in another thread than the one that encodes prompts, which may not share a tokenizer
-        self._decoder = copy.deepcopy(trainer.processing_class) if trainer._streams else None
+        of_a_server = trainer._streams and trainer.args.vllm_mode == "server"
+        self._in_background = bool(lookahead) and of_a_server  # it generates while the trainer trains
+        # its completions are decoded in another thread than prompts are encoded in, which may not share a tokenizer
+        self._decoder = copy.deepcopy(trainer.processing_class) if of_a_server else trainer.processing_class
 
     @property
     def epoch(self) -> int:
@@ -298,11 +298,8 @@ class Pipeline:
             yield
 
     def _teller(self, rewards: RewardBatch) -> Callable[[int, Sequence[int]], None]:
-        decoder = self._decoder
-        assert decoder is not None
-
         def finished(place: int, token_ids: Sequence[int]) -> None:
-            self._start(rewards, place, decoder.decode(token_ids, skip_special_tokens=True))
+            self._start(rewards, place, self._decoder.decode(token_ids, skip_special_tokens=True))
 
         return finished
 
