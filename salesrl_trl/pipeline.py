@@ -19,9 +19,10 @@ from accelerate.logging import get_logger
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
-from salesrl_trl.generation import Requests, replaced
+from salesrl_trl.generation import replaced
 from salesrl_trl.reward.batch import RewardBatch, completion_text
 from salesrl_trl.schedule import Schedule, Update, UpdatesAhead, parts
+from salesrl_trl.server_requests import Requests
 from salesrl_trl.telemetry import perf
 from salesrl_trl.timing import Span
 

@@ -36,7 +36,7 @@ from salesrl_trl.errors import (
     WeightSyncError,
 )
 from salesrl_trl.evaluator import QuickEvaluator
-from salesrl_trl.generation import Requests, engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
+from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.pipeline import Parts, Pipeline, Rollout, can_stream, correction_sums, is_divisible
@@ -45,6 +45,7 @@ from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.sampling import OrderByEpoch
 from salesrl_trl.schedule import parts
+from salesrl_trl.server_requests import Requests
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import LeaveOut

@@ -2,10 +2,8 @@
 tests/integration."""
 
 import queue
-import resource
 import threading
 import time
-from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -16,9 +14,7 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from salesrl_trl.generation import (
-    Requests,
     SalesVLLMGeneration,
-    _allow_files,
     engine_kwargs,
     has_tied_head,
     vllm_dtype,
@@ -216,106 +212,12 @@ def test_the_engine_is_left_as_it_was_also_when_a_generation_fails(fails):
     assert told == []
 
 
-# Requests to a server
+# A server
 
 
 def completion(place):
     """What TRL's client returns of one completion."""
     return {"prompt_ids": [[place]], "completion_ids": [[place, 7]], "logprobs": [[[-0.5]]], "logprob_token_ids": None}
-
-
-def test_completions_are_told_of_as_they_are_ready_and_returned_in_their_order():
-    gates, told = [threading.Event() for _ in range(4)], queue.SimpleQueue()
-
-    def ask(place):
-        assert gates[place].wait(10)
-        return completion(place)
-
-    requests = Requests(ask, 4, lambda *finished: told.put(finished), threading.Semaphore(4))
-    for place in (2, 0, 3, 1):
-        gates[place].set()
-        assert told.get(timeout=10) == (place, [place, 7])
-    assert requests.result() == {
-        "prompt_ids": [[0], [1], [2], [3]],
-        "completion_ids": [[0, 7], [1, 7], [2, 7], [3, 7]],
-        "logprobs": [[[-0.5]]] * 4,
-        "logprob_token_ids": None,
-    }
-    assert requests.started < requests.ended <= time.perf_counter()
-    requests.join()
-    assert told.empty()
-
-
-def test_no_more_are_asked_at_once_than_may_be():
-    lock, asked, most = threading.Lock(), set(), []
-
-    def ask(place):
-        with lock:
-            asked.add(place)
-            most.append(len(asked))
-        time.sleep(0.01)
-        with lock:
-            asked.remove(place)
-        return completion(place)
-
-    requests = Requests(ask, 20, lambda *_: None, threading.Semaphore(3))
-    assert requests.result()["prompt_ids"] == [[place] for place in range(20)]
-    assert max(most) == 3
-
-
-@pytest.mark.parametrize("ends", ["by an error", "by an error of who is told", "by giving up"])
-def test_nobody_waits_for_the_others_where_it_ends_early(ends):
-    gate, begun = threading.Event(), []
-
-    def ask(place):
-        begun.append(place)
-        if place == 1:
-            if ends == "by an error":
-                raise ValueError("the server said no")
-            return completion(place)
-        assert gate.wait(10)
-        return completion(place)
-
-    def finished(*_):
-        if ends == "by an error of who is told":
-            raise ValueError("nobody listens")
-
-    requests = Requests(ask, 50, finished, threading.Semaphore(2))
-    if ends == "by giving up":
-        requests.give_up()
-    started = time.monotonic()
-    with pytest.raises(CancelledError if ends == "by giving up" else ValueError):
-        requests.result()
-    assert time.monotonic() - started < 5
-    waits = threading.Thread(target=requests.join)
-    waits.start()
-    waits.join(0.2)
-    assert waits.is_alive()  # for what is in flight
-    gate.set()
-    waits.join(10)
-    assert not waits.is_alive()
-    assert len(begun) <= 4  # what was not asked by then is not asked
-
-
-def test_what_is_given_up_is_not_told_of():
-    ready, gate, told = threading.Event(), threading.Event(), []
-
-    def ask(place):
-        assert (gate if place else ready).wait(10)
-        return completion(place)
-
-    def finished(place, _):
-        told.append(place)
-        requests.give_up()
-        gate.set()
-
-    requests = Requests(ask, 6, finished, threading.Semaphore(6))
-    ready.set()
-    with pytest.raises(CancelledError):
-        requests.result()
-    requests.join()
-    assert told == [0]
-    assert not requests.in_flight
 
 
 class Client:
@@ -402,18 +304,6 @@ def test_only_waiting_for_a_server_is_profiled(served):
     with served.answered(begun[0]):
         served.generate(PROMPTS, None, 4, profiler())
     assert entered == ["waits"]
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "wanted"),
-    [(1024, 4096, 2048), (1024, -1, 2048), (1024, 1500, 1500), (4096, 4096, None), (-1, -1, None), (2048, -1, None)],
-)
-def test_a_process_may_have_as_many_connections_as_the_machine_lets_it(monkeypatch, soft, hard, wanted):
-    told = []
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: told.append((kind, limits)))
-    _allow_files(2048)
-    assert told == ([] if wanted is None else [(resource.RLIMIT_NOFILE, (wanted, hard))])
 
 
 def test_each_process_asks_a_server_for_its_own_completions_as_samples_of_their_groups(served):

@@ -21,6 +21,7 @@ ORDER = (
     "kl",
     "advantages",
     "policy",
+    "server_requests",
     "generation",
     "sampling",
     "schedule",
