@@ -9,10 +9,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
 
+from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
 from salesrl_trl.reward.breaker import Breaker
 from salesrl_trl.reward.hedging import HedgePolicy
 from salesrl_trl.reward.limits import AdaptiveLimit
@@ -30,13 +32,15 @@ class Flights:
 
     Args:
         limit (`AdaptiveLimit`):
-            How many slots there are; `resize` follows it.
+            How many slots there are; `resize` follows it. Told of requests that are turned away while another one for
+            the same call goes on; of all others its owner tells it.
         hedging (`HedgePolicy`):
             When a call is late.
         breaker (`Breaker`):
             No hedges while it is open.
         traffic (`Counter[str]`):
-            Counts `sent`, `hedges` and `hedges_won`.
+            Counts `sent` hedges, `hedges`, `hedges_won`, and of the requests that fail while another one for the same
+            call goes on `overloads`, `timeouts` and `failures`.
     """
 
     def __init__(self, limit: AdaptiveLimit, hedging: HedgePolicy, breaker: Breaker, traffic: Counter[str]) -> None:
@@ -76,13 +80,19 @@ class Flights:
         if slots != self._slots.total_tokens:
             self._slots.total_tokens = slots
 
-    async def send(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def send(self, attempt: Callable[[], Awaitable[T]], number: int) -> T:
         """Run `attempt`, and again beside it when it is late; the first success counts.
 
         One look-out serves all calls, so that a call costs no timer of its own.
+
+        Args:
+            attempt (`Callable[[], Awaitable]`):
+                Sends one request.
+            number (`int`):
+                What `limit` counted it as.
         """
         self._hedging.sent()
-        flight = _Flight(attempt)
+        flight = _Flight(attempt, number, self._failed_beside)
         self._flying[flight] = None
         if self._hedging.enabled and (self._lookout is None or self._lookout.done()):
             self._lookout = asyncio.create_task(self._look_out())
@@ -119,35 +129,47 @@ class Flights:
                 continue
             if self._slots.borrowed_tokens + self._hedges >= self._limit.slots:
                 return self._limit.slots > 1
-            flight.send()
+            flight.send(self._limit.sent())
             self._hedges += 1
             self._hedging.hedged()
             self._traffic.update(sent=1, hedges=1)
         return False
 
+    def _failed_beside(self, error: BaseException, number: int) -> None:
+        """A request failed, but another one for the same call goes on, and may succeed: nobody else hears of it."""
+        if isinstance(error, ServiceOverloaded):
+            self._traffic["overloads"] += 1
+            self._limit.overloaded(number)
+            self.resize()
+        else:
+            self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
+
 
 class _Flight(Generic[T]):
     """One attempt in flight, and the extra requests for it where there are any."""
 
-    def __init__(self, attempt: Callable[[], Awaitable[T]]) -> None:
+    def __init__(
+        self, attempt: Callable[[], Awaitable[T]], number: int, failed_beside: Callable[[BaseException, int], None]
+    ) -> None:
         self.started = self.last_sent = time.monotonic()
         self.won_by_hedge = False
         self.landed: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._attempt = attempt
+        self._failed_beside = failed_beside
         self._tasks: list[asyncio.Task[T]] = []
-        self.send()
+        self.send(number)
 
     @property
     def hedges(self) -> int:
         """Extra requests so far."""
         return len(self._tasks) - 1
 
-    def send(self) -> None:
-        """Ask, or ask once more."""
+    def send(self, number: int) -> None:
+        """Ask, or ask once more, by this number."""
         self.last_sent = time.monotonic()
         task = asyncio.ensure_future(_awaited(self._attempt))
         self._tasks.append(task)
-        task.add_done_callback(self._land)
+        task.add_done_callback(partial(self._land, number))
 
     def give_up(self) -> None:
         """Cancel what is still running."""
@@ -156,7 +178,7 @@ class _Flight(Generic[T]):
         if self.landed.done() and not self.landed.cancelled():
             self.landed.exception()  # seen, also where the caller was cancelled at the same moment
 
-    def _land(self, task: asyncio.Task[T]) -> None:
+    def _land(self, number: int, task: asyncio.Task[T]) -> None:
         """The first success decides; a failure only when nothing is left running."""
         if task.cancelled():
             return
@@ -168,6 +190,8 @@ class _Flight(Generic[T]):
             self.landed.set_result(task.result())
         elif all(other.done() for other in self._tasks):
             self.landed.set_exception(error)
+        else:
+            self._failed_beside(error, number)
 
 
 async def _awaited(attempt: Callable[[], Awaitable[T]]) -> T:

@@ -151,12 +151,13 @@ class Transport:
 
     async def _once(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
         probe = await self._permitted(patience_s)
-        with self._observed(self._limit.sent(), probe):
+        number = self._limit.sent()
+        with self._observed(number, probe):
             left_s = remaining_s()
             try:
                 async with asyncio.timeout(min(self._attempt_timeout_s, left_s)):
                     self._traffic["sent"] += 1
-                    return await (attempt() if probe else self._flights.get().send(attempt))
+                    return await (attempt() if probe else self._flights.get().send(attempt, number))
             except TimeoutError:
                 raise self._timed_out(left_s) from None
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from support.seconds import check_seconds
 
-from salesrl_trl.errors import AccessDenied, ServiceError, ServiceUnavailable
+from salesrl_trl.errors import AccessDenied, ServiceError, ServiceOverloaded, ServiceUnavailable
 from salesrl_trl.reward.deadline import deadline
 from salesrl_trl.reward.http import HttpClient
 
@@ -152,6 +152,35 @@ def test_calls_and_hedges_together_stay_within_the_limit(transport):
     asyncio.run(run())
     assert limits.take_traffic()["hedges"] >= 1
     assert max(most) == 8
+
+
+@pytest.mark.parametrize("turned_away", [0, 1], ids=["the_first", "the_hedge"])
+def test_a_request_that_is_turned_away_beside_another_slows_the_calls_down(transport, turned_away):
+    limits = transport(max_concurrency=40, initial_concurrency=40, hedge_fraction=1.0)
+
+    async def run():
+        await asyncio.gather(*(limits.call(lambda: asyncio.sleep(0.01)) for _ in range(40)))
+        limits.take_traffic()
+        asked, hedged = [], asyncio.Event()
+
+        async def attempt():
+            asked.append(place := len(asked))
+            if place:
+                hedged.set()
+            await hedged.wait()
+            if place == turned_away:
+                raise ServiceOverloaded("no")
+            await asyncio.sleep(0.05)
+            return "an answer"
+
+        return await limits.call(attempt)
+
+    slots = limits.slots
+    assert asyncio.run(run()) == "an answer"
+    traffic = limits.take_traffic()
+    assert traffic["sent"] == 1 + traffic["hedges"]
+    assert (traffic["overloads"], traffic["failures"], traffic["retries"]) == (1, 0, 0)
+    assert limits.slots == 0.8 * slots
 
 
 def test_patience_is_with_the_outage_and_not_with_each_call(fault, transport, call_all):
