@@ -173,7 +173,7 @@ def test_an_evaluation_and_a_checkpoint_are_counted_as_such(scripted_trainer, se
     for logs in (second, third):  # what comes after an update is in the next one's time
         assert logs["time/evaluation_s"] >= 1.0  # two batches of it wait 0.5 s each
         assert logs["time/checkpoint_s"] > 0
-        assert 0.2 <= logs["time/reward_wait_s"] < 1.0  # that of training alone
+        check_seconds(logs["time/reward_wait_s"], most=1.0)  # that of training alone
 
 
 def test_the_policys_and_the_references_log_probs_are_told_apart_with_an_adapter(

@@ -187,11 +187,11 @@ def test_threads_may_share_an_index() -> None:
 def test_search_is_fast_and_silent(capfd: pytest.CaptureFixture[str]) -> None:
     documents = [Document(id=str(number), text=f"课程{number}的价格 course {number} price") for number in range(500)]
     index = KnowledgeIndex(documents)
-    started = time.perf_counter()
+    started = time.thread_time()  # of this thread alone, whatever else the machine does
     for number in range(300):
         index.search(f"课程 {number} price", 5, 0.1)
-    # The aim is 1,000 a second; about 10,000 were measured, so that a busy machine does not fail this.
-    assert 300 / (time.perf_counter() - started) > 1000
+    # The aim is 1,000 a second; about 10,000 were measured.
+    assert 300 / (time.thread_time() - started) > 1000
     assert capfd.readouterr() == ("", "")
 
 
