@@ -5,11 +5,16 @@ import os
 import filelock
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from pytest_httpserver import HTTPServer
 from support.seconds import TookTooLong
 
 WARM_START_STEPS = 40
 """Enough for some valid actions."""
+
+# What an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -221,7 +221,7 @@ def test_reason_quotes_nobody(terms: ProtectedTerms) -> None:
     assert judge_sections(sections(action=action("office, Berlin")), terms).reason == "coverage 1.00, supported 0.50"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(max_size=60), st.text(max_size=60), st.sampled_from(["fairness", "hallucination"]))
 def test_scores_lie_between_0_and_1_and_repeat(one: str, other: str, branch: str) -> None:
     terms = ProtectedTerms(substrings=("孕妇",), whole_words=("woman",), patterns=())

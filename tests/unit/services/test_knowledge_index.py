@@ -131,7 +131,7 @@ def test_search_finds_the_right_course_and_topic(query: str, expected: str) -> N
     assert COURSES.search(query, 3, 0.0)[0].id == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(max_size=80))
 def test_score_lies_between_0_and_1_for_any_query(query: str) -> None:
     scores = [passage.score for passage in COURSES.search(query + " 价格 price", 10, 0.0)]
