@@ -78,7 +78,7 @@ def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_sch
         timeout_s=120.0,
         deadline_s=240.0,
         providers=[{**provider, "temperature": 1.0, "max_completion_tokens": 300, "extra_body": {"logit_bias": ends}}],
-        limits={"initial_concurrency": 16, "max_concurrency": 16, "hedge_fraction": 0.0},
+        limits={"initial_concurrency": 16, "max_concurrency": 16},
     )
 
     async def once():

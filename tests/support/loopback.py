@@ -112,12 +112,13 @@ def build_reward(
 ):
     """A reward chain that asks the services at `url`.
 
-    `limits` go to every transport, `providers` are settings of judge providers, `judging` of the judge client.
+    `limits` go to every transport, `providers` are settings of judge providers, `judging` of the judge client. Unless
+    `limits` say so no call is hedged: a machine that stands still for a moment would make calls late.
     """
 
     def transport(name):
-        given = {"max_concurrency": 8, "attempt_timeout_s": timeout_s, "max_attempts": attempts, **(limits or {})}
-        return Transport(name, **given)
+        own = {"max_concurrency": 8, "attempt_timeout_s": timeout_s, "max_attempts": attempts, "hedge_fraction": 0.0}
+        return Transport(name, **{**own, **(limits or {})})
 
     rag = RagClient(url, transport_8b=transport("rag_8b"), transport_32b=transport("rag_32b"), api_key="rag-secret")
     judges = [

@@ -31,7 +31,6 @@ PATIENCE_S = 30.0
 LONG_S = 600.0
 """A deadline that nobody reaches."""
 SECRETS = (b"rag-secret", b"judge-secret")
-NO_HEDGES = {"hedge_fraction": 0.0}
 PARENT = """
 import asyncio, sys
 from salesrl_trl.reward.remote import RemoteReward
@@ -199,7 +198,7 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
     services.functions |= {"8b": answers_by_query, "judge": judge_by_answer}
     rows = [row("r1", message_id="m1"), row("r2", "hallucination", message_id="m2")]
     weights = {"fairness": {"judge": 0.5, "margin": 0.25, "retrieval": 0.25}}
-    settings = {"limits": NO_HEDGES, "weights": weights}
+    settings = {"weights": weights}
     here, there = build_reward(services.url, rows, **settings), remote(rows, **settings)
     assert there.__name__ == here.__name__
     assert there.component_names == here.component_names
@@ -229,7 +228,7 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
 
 def test_what_a_report_tells_is_told_once(services, remote, go):
     services.functions["judge"] = judge_by_answer
-    reward = remote(limits=NO_HEDGES)
+    reward = remote()
     go(score(reward, [ACTION, ACTION, action(query="another"), "hello"]))
     first, second = reward.take_report(), reward.take_report()
     assert (first.traffic["rag_8b"]["calls"], first.traffic["rag_32b"]["calls"]) == (2, 1)
@@ -283,7 +282,7 @@ def test_references_that_are_fetched_ahead_are_asked_once_and_are_no_saved_call(
 
 def test_many_completions_at_once_get_each_their_own_reward(services, remote, go):
     services.judge_by(lambda system, user: {**VERDICT, "candidate": int(user.split("number ")[1][:3]) / 1000})
-    reward = remote(limits={**NO_HEDGES, "initial_concurrency": 64, "max_concurrency": 64})
+    reward = remote(limits={"initial_concurrency": 64, "max_concurrency": 64})
     values = go(score(reward, [action(query=f"number {place:03}") for place in range(64)]))
     assert values == [place / 1000 for place in range(64)]
 
