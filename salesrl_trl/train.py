@@ -359,7 +359,7 @@ def _check_keys(path: Path, known: set[str]) -> None:
         named = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in guesses.items())
         raise ConfigError(
             f"{path} has unknown keys: {named}. Expected settings of DataConfig, RewardConfig, WarmStartConfig, "
-            "SalesGRPOConfig or trl's ModelConfig. Correct or remove them; `--help` lists all."
+            "TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove them; `--help` lists all."
         )
 
 

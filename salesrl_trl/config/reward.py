@@ -142,7 +142,8 @@ class RewardConfig:
             Most extra requests for calls that are late, as a share of all; 0 for none.
         outage_patience_s (`float`, *optional*, defaults to `30.0`):
             Seconds that calls wait for a service that is down to come back, counted from when it went down; after that
-            they fail at once, single probes aside.
+            they fail at once, single probes aside. Not for a judge that another can stand in for, nor for the 32B
+            endpoint where no reward and no baseline counts its answer.
         reward_process (`bool`, *optional*):
             Run the reward chain in a process of its own, where it takes no time from vLLM, which is Python too. When
             not given, so on a GPU, and not on a CPU, where it is one more process for a few cores.
@@ -151,11 +152,11 @@ class RewardConfig:
         cache_answers (`bool`, *optional*, defaults to `True`):
             Keep the 8B answers of a configured RAG service, and the verdicts on them, in `output_dir`, so that a
             resumed run does not ask again. They hold what customers and services said, in plain text. Without it
-            nothing outlives a call, and equal calls are shared only while they are under way.
+            neither outlives its call, and equal calls are shared only while they are under way.
         reference_cache (`str`, *optional*):
-            File that keeps the 32B endpoint's answers for later runs; `references.sqlite` in `$SALESRL_CACHE_DIR`, or
-            else in `~/.cache/salesrl_trl`, when not given. Delete it when the endpoint's knowledge changes; an empty
-            string keeps none.
+            File that keeps a configured 32B endpoint's answers for later runs; when not given, `references.sqlite` in
+            `$SALESRL_CACHE_DIR`, or else in `salesrl_trl` under `$XDG_CACHE_HOME` or `~/.cache`. Delete it when the
+            endpoint's knowledge changes; an empty string keeps them for the run alone.
         reward_deadline_s (`float`, *optional*, defaults to `300.0`):
             Seconds that a completion's reward may take from its start; a batch takes no longer from its last one. Keep
             it well under the process group's timeout (600 s for NCCL).

@@ -23,7 +23,7 @@ class TelemetryConfig:
             Dense bf16 peak of one device in TFLOP/s, for utilisation on a chip that the table does not know.
         trace_steps (`str`, *optional*, defaults to `"1:50"`):
             Steps that go into `trace.json`: first and last, `"100:"` for all from there on, `""` for no trace. A step
-            that fails goes into it whatever its number.
+            that fails goes into a trace whatever its number.
         trace_max_mb (`float`, *optional*, defaults to `64.0`):
             Largest trace in MB. Spans beyond it are left out.
         heartbeat_s (`float`, *optional*, defaults to `10.0`):
@@ -34,8 +34,8 @@ class TelemetryConfig:
             Held-out rows of such an evaluation, the same all through the run, spread evenly over the branches.
         quick_eval_best (`str`, *optional*):
             Keep the best policy in `OUTPUT_DIR/best`, by `reward` (the mean over all rows), `worst_branch`, or the
-            score of the branch named here. An evaluation of which less than `min_valid_reward_fraction` of a branch
-            could be scored is never the best.
+            score of the branch named here. An evaluation of which less than `min_valid_reward_fraction` of that
+            branch, or of any, could be scored is never the best.
     """
 
     timing: bool = field(default=True, metadata=about("measure phases, throughput and memory"))

@@ -57,7 +57,8 @@ class SalesGRPOConfig(GRPOConfig):
             Start vLLM without compilation and CUDA graphs: starts fast, generates two to three times slower on a GPU.
             When not given, so on a CPU, where compilation takes 20 s or more, and not on a GPU.
         vllm_load_format (`str`, *optional*, defaults to `"auto"`):
-            `dummy` starts vLLM with random weights; the trainer pushes its own before the first generation.
+            `dummy` starts vLLM with random weights; the trainer pushes its own before the first generation. A server
+            has its own, and its own arguments.
         vllm_dtype (`str`, *optional*, defaults to `"auto"`):
             vLLM's number format; `auto` takes the one training runs in.
         vllm_engine_kwargs (`str`, *optional*, defaults to `"{}"`):
@@ -71,7 +72,7 @@ class SalesGRPOConfig(GRPOConfig):
         max_skipped_generations (`int`, *optional*, defaults to `3`):
             After so many skipped in a row the run saves a checkpoint and stops with the reason.
         rollout_lookahead (`int`, *optional*, defaults to `0`):
-            Optimizer steps that rollouts may be ahead of the one in training: so many later generation batches are
+            Optimizer steps that rollouts may be ahead of the one in training: those of so many later steps are
             generated, and are being scored, meanwhile. 0 is on-policy, with TRL's own results. More hides slow rewards
             and costs staleness of at most so many steps, which importance ratios correct: those of vLLM's sampling
             log-probs, or without vLLM the ratio of the clipped loss.
@@ -81,7 +82,7 @@ class SalesGRPOConfig(GRPOConfig):
         references_ahead (`bool`, *optional*, defaults to `True`):
             Ask the 32B endpoint for the reference answers of a step's rows one step before its completions are there.
         held_out_eval (`bool`, *optional*, defaults to `True`):
-            Evaluate on the held-out rows before the first and after the last step.
+            Evaluate on the held-out rows before the first step, and in the recipes after the last one.
     """
 
     branches: list[str] = field(default_factory=lambda: list(DEFAULT_BRANCHES), metadata=about("branch names"))

@@ -45,8 +45,8 @@ def parse_row(record: Mapping[str, Any], position: int, branches: Sequence[str],
         `DataError`: with the row's place, what was got, what was expected and what to do. Never the row's text.
     """
     where = f"{source}, row {position}"
-    branch = record["branch"]
-    if branch not in branches:
+    branch = record.get("branch")
+    if not isinstance(branch, str) or branch not in branches:
         raise DataError(
             f"{where}: branch {branch!r} is not configured. Expected one of: {', '.join(branches)}. "
             f"Correct the column, or add the branch to `branches` and give it a rubric."
@@ -54,7 +54,7 @@ def parse_row(record: Mapping[str, Any], position: int, branches: Sequence[str],
     return SalesRow(
         row_id=str(record.get("id") or f"row-{position}"),
         branch=branch,
-        conversation=_conversation(record["conversation"], where),
+        conversation=_conversation(record.get("conversation"), where),
         tenant_id=str(record.get("tenant_id") or ""),
         contact_id=str(record.get("contact_id") or ""),
         account_id=str(record.get("account_id") or ""),
@@ -65,7 +65,8 @@ def parse_row(record: Mapping[str, Any], position: int, branches: Sequence[str],
 
 def _documents(value: Any, where: str) -> tuple[str, ...]:
     documents = () if value is None else value
-    if isinstance(documents, str) or not all(isinstance(each, str) and is_unicode(each) for each in documents):
+    is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
+    if not is_list or not all(isinstance(each, str) and is_unicode(each) for each in documents):
         raise DataError(f"{where}: `documents` is {_shape(value)}. Expected a list of texts, or nothing.")
     return tuple(documents)
 

@@ -75,7 +75,7 @@ def slowest_of(stage: str) -> str:
 
 
 def fraction_of(outcome: Outcome) -> str:
-    """Share of completions that ended so: `actions/valid` for `ok` and what failed by its reason otherwise."""
+    """Share of completions that ended so."""
     return f"outcome/{outcome.value}"
 
 

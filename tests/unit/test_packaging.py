@@ -71,14 +71,18 @@ def extras(setup_cfg: configparser.RawConfigParser) -> dict[str, Pins]:
 def test_the_cpu_lock_has_every_direct_dependency_at_the_version_of_setup_cfg(
     direct: Pins, extras: dict[str, Pins]
 ) -> None:
-    wanted = {name: version for name, version in (direct | extras["test"]).items() if name not in NOT_LOCKED}
+    wanted = {
+        name: version
+        for name, version in (direct | extras["plots"] | extras["test"]).items()
+        if name not in NOT_LOCKED
+    }
     locked = pins(requirement_lines("cpu.txt"))
     assert {name: locked.get(name) for name in wanted} == wanted
     assert NOT_LOCKED.isdisjoint(locked)
 
 
 def test_the_gpu_pins_are_those_of_setup_cfg(direct: Pins, extras: dict[str, Pins]) -> None:
-    wanted = direct | extras["gpu"] | extras["test"]
+    wanted = direct | extras["gpu"] | extras["plots"] | extras["test"]
     listed = pins(requirement_lines("gpu.txt"))
     # setuptools is no dependency of ours: it builds DeepSpeed and this package, and vLLM limits it.
     assert listed.pop("setuptools") == pins(requirement_lines("cpu.txt"))["setuptools"]
@@ -340,7 +344,7 @@ def test_a_gpu_machine_gets_vllm_with_its_own_torch(bench: Bench) -> None:
         "venv",
         "-r requirements/gpu.txt",
         "--no-build-isolation deepspeed==0.19.8",
-        "--no-build-isolation -c requirements/gpu.txt -e .[gpu,test]",
+        "--no-build-isolation -c requirements/gpu.txt -e .[gpu,plots,test]",
     ]
 
 

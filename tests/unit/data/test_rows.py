@@ -47,6 +47,15 @@ def test_a_missing_column_is_named_beside_what_was_got(dataset):
         load(dataset({"conversation": GOOD["conversation"]}))
 
 
+@pytest.mark.parametrize(
+    ("column", "message"), [("branch", "branch None"), ("conversation", "`conversation` is missing")]
+)
+def test_a_column_that_a_later_row_lacks_is_named_with_the_row(dataset, column, message):
+    lacking = {name: value for name, value in GOOD.items() if name != column}
+    with pytest.raises(DataError, match=f"row 1: {message}"):
+        load(dataset(GOOD, lacking))
+
+
 def test_a_branch_that_is_not_configured_is_named_beside_those_that_are(dataset):
     with pytest.raises(DataError, match=r"row 1: branch 'price' is not configured. Expected one of: fairness, halluc"):
         load(dataset(GOOD, {**GOOD, "branch": "price"}))
@@ -95,7 +104,7 @@ def test_a_malformed_conversation_is_refused_without_quoting_it(dataset, convers
     assert "13800000000" not in str(caught.value)
 
 
-@pytest.mark.parametrize("documents", ["a text", [1], ["half \ud83d"]], ids=["text", "number", "surrogate"])
+@pytest.mark.parametrize("documents", ["a text", [1], 1, ["half \ud83d"]], ids=["text", "number", "bare", "surrogate"])
 def test_documents_that_are_no_list_of_texts_are_refused(dataset, documents):
     with pytest.raises(DataError, match="`documents` is"):
         load(dataset({**GOOD, "documents": documents}))

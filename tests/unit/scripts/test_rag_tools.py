@@ -659,7 +659,7 @@ def test_the_quick_tool_prints_status_passages_and_answer(serve: Serve) -> None:
     result = run(QUICK, "--base-url", server.url, *given, "--top-k", "2", "--score-threshold", "0.1")
     assert (result.returncode, result.stderr) == (0, "")
     first, *rest = result.stdout.splitlines()
-    assert first.startswith(f"POST {server.url}/v1/rag/8b: 200 in 0.")
+    assert first.startswith(f"POST {server.url}/v1/rag/8b: 200 in ")
     assert rest == [
         "2 passages, took_ms 1.5",
         "  0.500  d1",
@@ -679,7 +679,7 @@ def test_the_quick_tool_prints_status_passages_and_answer(serve: Serve) -> None:
         ((401, {}, b""), ": 401 in "),
         ((200, {}, b"<html>"), "got another body than"),
         ((200, {}, {"answer": 1, "passages": [], "took_ms": 1}), "got another body than"),
-        ((200, {}, drip(HEADERS + b"\r\n{")), ": no complete answer in 1."),
+        ((200, {}, drip(HEADERS + b"\r\n{")), ": no complete answer in "),
     ],
     ids=["status", "html", "types", "drip"],
 )
