@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather, gather_object
+from accelerate.utils import broadcast_object_list, gather
 from datasets import Dataset
 from transformers import Trainer
 
@@ -97,7 +97,7 @@ class QuickEvaluator:
         trainer, started = self._trainer, time.perf_counter()
         with trainer._timeline.phase(perf.EVALUATION):
             rows, failed = self._answer()
-            table, reasons = gather(rows).cpu(), Counter(gather_object(failed))  # (world size x rows, columns)
+            table = gather(rows).cpu()  # (world size x rows, columns)
             control = trainer._kl
             betas = {} if control is None else dict(zip(trainer.args.branches, control.betas, strict=True))
             evaluation = evaluation_of(
@@ -108,7 +108,7 @@ class QuickEvaluator:
             kept = is_best and self._keep(evaluation)
         with trainer._timeline.phase(perf.LOGGING):
             if trainer.accelerator.is_main_process:
-                self._tell(evaluation, reasons, kept)
+                self._tell(evaluation, failed, kept)
             Trainer.log(trainer, _metrics(evaluation))  # without what TRL gathers for a step
 
     def _tell(self, evaluation: QuickEvaluation, reasons: Counter[str], kept: bool) -> None:
@@ -177,9 +177,9 @@ class QuickEvaluator:
         each = len(chosen) // processes
         return [dataset[place] for place in chosen[index * each : (index + 1) * each]]
 
-    def _answer(self) -> tuple[torch.Tensor, list[str]]:
-        """This rank's table of completions, shape (rows, len(`COLUMNS`)), float64, and the reasons of those that have
-        no verdict."""
+    def _answer(self) -> tuple[torch.Tensor, Counter[str]]:
+        """This rank's table of completions, shape (rows, len(`COLUMNS`)), float64, and on all ranks the reasons of
+        those that have no verdict."""
         trainer = self._trainer
         was_training, size = trainer.model.training, trainer.args.per_device_eval_batch_size
         trainer.model.eval()
@@ -187,7 +187,7 @@ class QuickEvaluator:
             with self._greedily(), self._set_aside():
                 batches = [self._rows[first : first + size] for first in range(0, len(self._rows), size)]
                 tables = [self._answer_batch(rows) for rows in batches]
-                return torch.cat(tables), list(trainer.failures.elements())
+                return torch.cat(tables), trainer.failures
         finally:
             trainer.model.train(was_training)
 

@@ -160,6 +160,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._means = {mode: Means(names) for mode in ("train", "eval")}
         self._bias = {mode: JudgeBias() for mode in ("train", "eval")}
         self._skipping = False
+        self._moves = False  # something of the optimizer step under way is not skipped
         self._skipped_in_a_row = 0
         self._stop: SalesRLError | None = None
         self._stop_requested: str | None = None
@@ -204,6 +205,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self.use_vllm:
             self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         self._stop = self._stop_requested = None
+        self._moves, self._skipped_in_a_row = False, 0
         self._reward.resume()
         self._instruments.start(self.accelerator.is_main_process)
         self._timeline.begin("prepare")
@@ -306,13 +308,20 @@ class SalesGRPOTrainer(GRPOTrainer):
     def training_step(self, *args, **kwargs):
         with self._timeline.phase(perf.BATCHING):  # less the phases inside it
             loss = super().training_step(*args, **kwargs)
+        self._moves = self._moves or not self._skipping
         if self.accelerator.sync_gradients:  # what comes until the step's end: clipping, the optimizer, the schedule
             self._timeline.begin(perf.OPTIMIZER)
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self._timeline.phase(perf.EVALUATION):
-            return super().evaluate(*args, **kwargs)
+        failures = self.failures.copy()  # of steps that are not logged yet
+        self.failures.clear()
+        try:
+            with self._timeline.phase(perf.EVALUATION):
+                return super().evaluate(*args, **kwargs)
+        finally:
+            self.failures.clear()
+            self.failures.update(failures)
 
     def _save_checkpoint(self, *args, **kwargs):
         with self._timeline.phase(perf.CHECKPOINT):
@@ -382,15 +391,16 @@ class SalesGRPOTrainer(GRPOTrainer):
         table = encode(self._reward.last, self._branch_ids(inputs)).to(self.accelerator.device)  # (B, columns)
         self._scored = gather(table).cpu()  # (world size x B, columns)
         add_rewards(means, self._scored, self.args.branches)
-        reasons = [reward.reason for reward in self._reward.last if reward.outcome is not Outcome.OK]
-        self.failures.update(gather_object(reasons))
+        faulty = [reward for reward in self._reward.last if reward.outcome is not Outcome.OK]
+        failed = gather_object([(reward.reason, reward.value is None) for reward in faulty])
+        self.failures.update(reason for reason, _ in failed)
         report = self._reward.take_report()
         encoded = encode_report(report).to(self.accelerator.device)  # (1, columns)
         add_report(means, self._bias[mode], gather(encoded).cpu(), self._report_names)
         if mode == "train":
             self._instruments.see_rewards(report)
             scored = ~torch.isnan(rewards_per_func).all(dim=1)  # (world size x B,), the same on every rank
-            self._decide(scored.float().mean().item())
+            self._decide(scored.float().mean().item(), Counter(reason for reason, is_missing in failed if is_missing))
         means.add(SKIPPED_UPDATE, float(self._skipping and mode == "train"), 1)
         if self.args.log_completions:
             self._log_components()
@@ -592,15 +602,22 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self._quick_eval is not None and self._stop is None:
             self._quick_eval.evaluate_if_due()
 
-    def _decide(self, scored_fraction: float) -> None:
-        """Skip a batch of which too little was scored; ask for a stop after too many in a row."""
+    def _decide(self, scored_fraction: float, missing: Counter[str]) -> None:
+        """Skip a batch of which too little was scored; ask for a stop after too many in a row.
+
+        Args:
+            scored_fraction (`float`):
+                Share of its completions that have a reward, on all ranks.
+            missing (`Counter[str]`):
+                Reason code to count of those that have none.
+        """
         wanted = self.args.min_valid_reward_fraction
         self._skipping = scored_fraction < wanted
         if not self._skipping:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        reasons = ", ".join(f"{reason} {count}" for reason, count in self.failures.most_common(5))
+        reasons = ", ".join(f"{reason} {count}" for reason, count in missing.most_common(5))
         logger.warning(
             f"skipping an update: {scored_fraction:.0%} of the completions could be scored, wanted {wanted:.0%} "
             f"({reasons})"
@@ -669,8 +686,9 @@ class _SkipAndStop(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self._trainer._skipping:
+        if not self._trainer._moves:
             self._trainer.optimizer.zero_grad(set_to_none=True)
+        self._trainer._moves = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._agree_to_stop()
@@ -678,6 +696,10 @@ class _SkipAndStop(TrainerCallback):
             control.should_save = True
             control.should_training_stop = True
             control.should_evaluate = False  # nothing could be scored
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._trainer._stop is not None:  # inside the epoch; the step's end has seen to all
+            control.should_evaluate = control.should_save = False
 
 
 class _Steps(TrainerCallback):

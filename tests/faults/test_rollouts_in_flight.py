@@ -25,6 +25,7 @@ from support.scripted import ScriptedTrainer, build_trainer, default_rows
 from transformers import TrainerCallback
 
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
+from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.telemetry import perf
 from salesrl_trl.types import Outcome, Reward
@@ -270,6 +271,7 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
     assert one["enough"]["error"] is None
     assert one["enough"]["skipped"] == other["enough"]["skipped"] == [0] * 6
     assert one["enough"]["staleness"] == [0, 1, 2, 2, 2, 2]
+    assert one["enough"]["quick"] == [{"broken": 4}]  # of eight completions, four on each rank
     # what a rank waits for the rewards of another is such a wait too, not work of its own: the mean is above a half
     assert statistics.median(one["one_late"]["waited"]) > 0.6 * LATE_S
     # rank 0 has its first group last, rank 1 its last one
@@ -305,6 +307,9 @@ class OfARank(ScriptedTrainer):
                 self.waits = False
 
         self._pipeline.wait = noted
+        self.quick = []  # reasons that quick evaluations told, on the main process
+        if self._quick_eval is not None:
+            self._quick_eval._tell = lambda evaluation, reasons, kept: self.quick.append(dict(reasons))
 
     @property
     def trained(self):
@@ -362,7 +367,15 @@ def _two_ranks(policy, out):
 
     cases = {
         "too_few": (fails, {"rollout_lookahead": 2, "min_valid_reward_fraction": 0.6, "max_steps": 9}),
-        "enough": (fails, {"rollout_lookahead": 2, "min_valid_reward_fraction": 0.4, "max_steps": 6}),
+        "enough": (
+            fails,
+            {
+                "rollout_lookahead": 2,
+                "min_valid_reward_fraction": 0.4,
+                "max_steps": 6,
+                "quick_eval": QuickEvalSettings(steps=6, rows=8),
+            },
+        ),
         "parts": (late, PARTS),
         "whole": (soon, {**PARTS, "scored_groups_first": False}),
         "one_late": (one_late, PARTS),
@@ -390,6 +403,7 @@ def _two_ranks(policy, out):
             "staleness": [entry["rollout/staleness"] for entry in steps],
             "weights": weights.double().sum().item(),
             "waited": [entry[perf.time_of(perf.REWARD_WAIT)] for entry in steps],  # mean over ranks
+            "quick": trainer.quick,
             "order": list(trainer.order.values()),
             "samples": trainer.samples,
             "gradients": trainer.gradients if name in ("parts", "whole") else [],

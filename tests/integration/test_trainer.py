@@ -9,7 +9,7 @@ import torch
 from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 from transformers import TrainerCallback
 
-from salesrl_trl.errors import TooFewRewardsError, WeightSyncError
+from salesrl_trl.errors import RunStopped, TooFewRewardsError, WeightSyncError
 from salesrl_trl.telemetry.metrics import metric_names, report_names
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
@@ -93,13 +93,58 @@ def test_momentum_does_not_move_the_policy_on_a_skipped_batch(scripted_trainer, 
     assert not moved(seen[2], seen[3])
 
 
-def test_after_too_many_skipped_batches_the_run_saves_and_stops_with_the_reason(scripted_trainer, services):
-    trainer = scripted_trainer(max_steps=10, max_skipped_generations=2)
-    _break(services)
-    trainer.texts = (ACTION,)
-    with pytest.raises(TooFewRewardsError, match=r"2 generation batches in a row had fewer than 50%.*rag_8b_http_500"):
+@pytest.mark.parametrize(
+    "broken", [{"q0", "q1"}, {"q2", "q3"}, {"q0", "q1", "q2", "q3"}], ids=["first", "last", "both"]
+)
+def test_a_skipped_batch_takes_nothing_from_another_of_the_same_step(scripted_trainer, services, broken):
+    """A step of two generation batches, of which neither, one or the other is scored."""
+    texts = [text for good in DIFFERENT[:4] for text in (good, BAD)]
+    services.judge_by(lambda system, user: 500 if any(f'"{each}"' in user for each in broken) else VERDICT)
+    trainer = scripted_trainer(
+        texts=texts, max_steps=1, gradient_accumulation_steps=2, steps_per_generation=1, min_valid_reward_fraction=0.9
+    )
+    before = weights(trainer)
+    trainer.train()
+    (logs,) = step_logs(trainer)
+    assert logs["failures/skipped_update"] == len(broken) / 4
+    assert moved(before, weights(trainer)) == (len(broken) == 2)
+
+
+def test_a_run_that_is_told_to_stop_inside_an_epoch_evaluates_no_more(scripted_trainer):
+    trainer = scripted_trainer(
+        texts=DIFFERENT, max_steps=8, eval_strategy="epoch", save_strategy="epoch",
+        metric_for_best_model="eval_reward",
+        load_best_model_at_end=True, num_generations_eval=2, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    stop = _AfterEachStep(lambda: None, at=2, then=lambda: trainer.request_stop("SIGTERM"))
+    trainer.callback_handler.callbacks.insert(0, stop)  # before the one that asks whether to stop
+    with pytest.raises(RunStopped):
         trainer.train()
     assert trainer.state.global_step == 2
+    assert [entry for entry in trainer.state.log_history if "eval_reward" in entry] == []
+    assert (Path(trainer.args.output_dir) / "checkpoint-2" / "model.safetensors").is_file()
+
+
+def test_an_evaluation_leaves_the_failures_of_steps_that_are_not_logged_yet(scripted_trainer):
+    trainer = scripted_trainer(
+        max_steps=2, logging_steps=2, eval_strategy="steps", eval_steps=1, num_generations_eval=2,
+        per_device_eval_batch_size=4,
+    )  # fmt: skip
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "failures/reason/not_json" in entry]
+    assert [(entry["step"], entry["failures/reason/not_json"]) for entry in entries] == [(2, 4)]  # two of four, twice
+
+
+def test_after_too_many_skipped_batches_the_run_saves_and_stops_with_the_reason(scripted_trainer, services):
+    trainer = scripted_trainer(max_steps=10, max_skipped_generations=2, min_valid_reward_fraction=0.9)
+    _break(services)
+    for _ in range(2):  # a second run counts anew
+        with pytest.raises(TooFewRewardsError, match=r"^2 generation batches in a row had fewer than 90%") as raised:
+            trainer.train()
+        assert "Failures in the last one: rag_8b_http_500 2. " in str(
+            raised.value
+        )  # and no `not_json`, which is scored
+        assert trainer.state.global_step == 2
     assert (Path(trainer.args.output_dir) / "checkpoint-2" / "model.safetensors").is_file()
 
 
