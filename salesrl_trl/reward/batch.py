@@ -333,7 +333,7 @@ class BatchedReward(ABC):
         self._expected: RewardBatch | None = None
         self._latest: RewardBatch | None = None
         self._stopped: str | None = None
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
 
     @abstractmethod
     async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
@@ -441,12 +441,12 @@ class BatchedReward(ABC):
         if error is None:
             return chain.result()
         name = type(error).__name__
-        if name not in self._told:
-            self._told.add(name)
-            trace = error.__traceback__
-            while trace is not None and trace.tb_next is not None:
-                trace = trace.tb_next
-            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
+        if (name, place) not in self._told:
+            self._told.add((name, place))
             logger.error(f"the reward raised {name} at {place}; completions it happens to are missing")
         return missing(Outcome.INFRA, f"raised_{name}", {})
 

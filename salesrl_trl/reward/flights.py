@@ -157,6 +157,7 @@ class _Flight(Generic[T]):
         self._attempt = attempt
         self._failed_beside = failed_beside
         self._tasks: list[asyncio.Task[T]] = []
+        self._out = 0  # requests whose end was not seen yet
         self.send(number)
 
     @property
@@ -169,6 +170,7 @@ class _Flight(Generic[T]):
         self.last_sent = time.monotonic()
         task = asyncio.ensure_future(_awaited(self._attempt))
         self._tasks.append(task)
+        self._out += 1
         task.add_done_callback(partial(self._land, number))
 
     def give_up(self) -> None:
@@ -179,7 +181,8 @@ class _Flight(Generic[T]):
             self.landed.exception()  # seen, also where the caller was cancelled at the same moment
 
     def _land(self, number: int, task: asyncio.Task[T]) -> None:
-        """The first success decides; a failure only when nothing is left running."""
+        """The first success decides; a failure only when nothing is left."""
+        self._out -= 1
         if task.cancelled():
             return
         error = task.exception()
@@ -188,7 +191,7 @@ class _Flight(Generic[T]):
         if error is None:
             self.won_by_hedge = task is not self._tasks[0]
             self.landed.set_result(task.result())
-        elif all(other.done() for other in self._tasks):
+        elif not self._out:  # one that is done, too, may have an answer that comes next
             self.landed.set_exception(error)
         else:
             self._failed_beside(error, number)

@@ -16,6 +16,7 @@ _OPENERS = """
     solución|lösung|antwort|réponse
 """
 _HOLLOW = frozenset(opener.strip() for opener in _OPENERS.replace("\n", "").split("|"))
+_WORD = re.compile(r"[^\W_]")
 
 
 def is_hollow(text: str) -> bool:
@@ -23,5 +24,7 @@ def is_hollow(text: str) -> bool:
     markup around it and invisible characters make no difference."""
     plain = unicodedata.normalize("NFKC", text).casefold().replace("’", "'")
     seen = "".join(character for character in plain if unicodedata.category(character) != "Cf")
-    core = re.sub(r"^[\W_]+|[\W_]+$", "", seen)
-    return re.sub(r"\s+", " ", core) in _HOLLOW or not core
+    first, last = _WORD.search(seen), _WORD.search(seen[::-1])
+    if first is None or last is None:
+        return True
+    return re.sub(r"\s+", " ", seen[first.start() : len(seen) - last.start()]) in _HOLLOW

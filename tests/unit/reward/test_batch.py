@@ -625,6 +625,23 @@ def test_an_error_in_the_chain_is_a_missing_reward_and_told_once_by_its_place_wi
     assert "customer" not in caplog.text
 
 
+def test_an_error_of_the_same_kind_at_another_place_is_told_of_too(caplog):
+    class Faulty(BatchedReward):
+        async def _score(self, index, completion, stages, judging):
+            if completion == "a":
+                raise KeyError("a customer's words")
+            fail(KeyError("a customer's words"))
+
+    async def scene():
+        assert await call(Faulty(60.0), ["a", "a", "b", "b"]) == [None] * 4
+
+    with caplog.at_level(logging.DEBUG):
+        play(scene())
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == len(set(lines)) == 2
+    assert "customer" not in caplog.text
+
+
 def test_a_chain_that_is_cancelled_by_somebody_else_is_missing():
     async def scene():
         reward = Answered()
