@@ -52,6 +52,8 @@ class ServiceError(SalesRLError):
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.code = code or self.default_code
+        self.out_of_time = False
+        """Only the deadline kept the call from being tried again: somebody with more time may."""
 
 
 class ServiceUnavailable(ServiceError):

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from salesrl_trl.errors import DeadlineExceeded
+from salesrl_trl.errors import DeadlineExceeded, ServiceError
 from salesrl_trl.reward.deadline import remaining_s
 from salesrl_trl.reward.perloop import PerLoop
 
@@ -163,8 +163,9 @@ class Memo:
         while (task := under_way.get(key)) is not None:
             try:
                 answer: T = await asyncio.shield(task)
-            except DeadlineExceeded:
-                if remaining_s() <= 0:
+            except ServiceError as error:
+                of_the_deadline = isinstance(error, DeadlineExceeded) or error.out_of_time
+                if not of_the_deadline or remaining_s() <= 0:
                     raise
                 continue  # it was under way for somebody with less time
             self._count(key)

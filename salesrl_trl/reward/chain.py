@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from salesrl_trl.errors import BadServiceResponse, JudgeInvalid, ServiceError
 from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, Stages
 from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
-from salesrl_trl.reward.deadline import deadline
+from salesrl_trl.reward.deadline import deadline, remaining_s
 from salesrl_trl.reward.hollow import is_hollow
 from salesrl_trl.reward.judge import JudgeClient
 from salesrl_trl.reward.parsing import parse_action
@@ -211,16 +211,19 @@ class SalesReward(BatchedReward):
         except ServiceError as error:
             return missing(Outcome.INFRA, error.code, stages.seconds)
         finally:
-            reference_asked.cancel()
+            reference_asked.cancel()  # and what it raised, if it did, is not told of
 
     async def _reference_or_none(self, row: SalesRow, stages: Stages) -> Answer | None:
-        """The reference answer, or `None`: without it the judge scores the candidate alone."""
+        """The reference answer, or `None`: without it the judge scores the candidate alone. It has half of the time
+        that is left, so that a judge still has some."""
         if not self._scoring.rubrics(row.branch):
             return None
-        try:
-            return await stages.timed(self._reference(row), "rag_32b")
-        except ServiceError:
-            return None
+        with deadline(remaining_s() / 2):
+            try:
+                async with asyncio.timeout(remaining_s()):  # what another one asked for may go on for longer
+                    return await stages.timed(self._reference(row), "rag_32b")
+            except (ServiceError, TimeoutError):
+                return None
 
     async def _judged(
         self, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, stages: Stages

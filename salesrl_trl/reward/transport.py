@@ -28,7 +28,7 @@ from salesrl_trl.errors import (
     ServiceUnavailable,
 )
 from salesrl_trl.reward.breaker import Breaker, Permit
-from salesrl_trl.reward.deadline import remaining_s
+from salesrl_trl.reward.deadline import deadline, remaining_s
 from salesrl_trl.reward.flights import Flights
 from salesrl_trl.reward.hedging import HedgePolicy
 from salesrl_trl.reward.limits import AdaptiveLimit
@@ -115,7 +115,8 @@ class Transport:
             attempt (`Callable[[], Awaitable[T]]`):
                 Sends one request and reads the whole answer. Raises `ServiceError`. May run twice at the same time.
             patient (`bool`, *optional*, defaults to `True`):
-                Whether to wait out an outage. Not, where another service can be asked instead.
+                Whether to wait out an outage, and to come back as often as it says. Not, where another service can be
+                asked instead: then the call has half of the time that is left, and ends when it is turned away.
 
         Raises:
             `ServiceError`: of the last attempt; its `code` starts with the service's name.
@@ -123,20 +124,21 @@ class Transport:
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
         self._refuse_if_hopeless(patience_s)  # before queueing: a service that is down is told of at once
-        try:
-            async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
-                waiting.reschedule(None)  # from here on, attempts and waits look at the deadline themselves
-                return await self._with_retries(attempt, patience_s)
-        except TimeoutError:
-            raise self._deadline_exceeded() from None
+        with deadline(remaining_s() if patient else remaining_s() / 2):
+            try:
+                async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
+                    waiting.reschedule(None)  # from here on, attempts and waits look at the deadline themselves
+                    return await self._with_retries(attempt, patience_s, MAX_OVERLOADS if patient else 1)
+            except TimeoutError:
+                raise self._deadline_exceeded() from None
 
-    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patience_s: float, max_overloads: int) -> T:
         try:
             return await self._once(attempt, patience_s)  # the usual case, without the machinery of retries
         except ServiceError as error:
             failed: ServiceError | None = error
         retries = stamina.retry_context(
-            on=_Retries(self._max_attempts, lambda: self._out_of_patience(patience_s)).backoff,
+            on=_Retries(self._max_attempts, max_overloads, lambda: self._out_of_patience(patience_s)).backoff,
             attempts=None,
             timeout=None,
         )
@@ -263,8 +265,9 @@ class _HeldBack(ServiceUnavailable):
 class _Retries:
     """Decides for one call whether to try again, and after how many seconds."""
 
-    def __init__(self, max_attempts: int, outage: Callable[[], bool]) -> None:
+    def __init__(self, max_attempts: int, max_overloads: int, outage: Callable[[], bool]) -> None:
         self._max_attempts = max_attempts
+        self._max_overloads = max_overloads
         self._failures = 0
         self._overloads = 0
         self._outage = outage
@@ -276,22 +279,22 @@ class _Retries:
             wait_s = OVERLOAD_WAIT_S if error.retry_after_s is None else error.retry_after_s
             if wait_s < RETRY_WAIT_INITIAL_S:  # "now", which a service that turns calls away can't mean
                 wait_s = self._usual_s(self._overloads)
-            return self._unless_too_late(wait_s, self._overloads < MAX_OVERLOADS)
+            return self._unless_too_late(error, wait_s, self._overloads < self._max_overloads)
         if isinstance(error, _HeldBack | DeadlineExceeded) or not isinstance(
             error, ServiceUnavailable | ServiceTimeout
         ):
             return False
         self._failures += 1
-        return self._unless_too_late(
-            self._usual_s(self._failures), self._failures < self._max_attempts and not self._outage()
-        )
+        goes_on = self._failures < self._max_attempts and not self._outage()
+        return self._unless_too_late(error, self._usual_s(self._failures), goes_on)
 
     def _usual_s(self, times: int) -> float:
         return float(min(RETRY_WAIT_INITIAL_S * 2 ** (times - 1), RETRY_WAIT_MAX_S))
 
-    def _unless_too_late(self, wait_s: float, goes_on: bool) -> bool | float:
+    def _unless_too_late(self, error: ServiceError, wait_s: float, goes_on: bool) -> bool | float:
         wait_s += random.uniform(0, RETRY_JITTER_S)
-        return wait_s if goes_on and wait_s < remaining_s() else False
+        error.out_of_time = goes_on and wait_s >= remaining_s()
+        return wait_s if goes_on and not error.out_of_time else False
 
 
 class _Changes:

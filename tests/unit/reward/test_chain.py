@@ -1,5 +1,6 @@
 """The reward chain over real HTTP: what every ending is worth."""
 
+import gc
 import json
 import socket
 import time
@@ -9,6 +10,7 @@ from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat
 from support.seconds import check_seconds
 
 from salesrl_trl.fencing import read_sections
+from salesrl_trl.reward.rag import RagClient
 from salesrl_trl.types import Outcome
 
 
@@ -86,6 +88,29 @@ def test_without_a_reference_the_candidate_is_judged_alone(score, services):
     (reward,) = score([ACTION]).last
     assert (reward.outcome, reward.value, reward.components["reference"]) == (Outcome.OK, 0.75, None)
     assert "reference_answer" not in read_sections(services.asked["judge"][0].json["messages"][1]["content"])
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "delay_s"), [(200, {}, 5.0), (429, {"Retry-After": "1"}, 0.0)], ids=["slow", "turned_away"]
+)
+def test_a_reference_that_does_not_come_leaves_the_judge_half_of_the_time(score, services, status, headers, delay_s):
+    services.set("32b", ANSWER, status=status, headers=headers, delay_s=delay_s)
+    services.verdict(json.dumps({**VERDICT, "reference": None}))
+    (reward,) = score([ACTION], deadline_s=4.0).last
+    assert (reward.outcome, reward.value, reward.components["reference"]) == (Outcome.OK, 0.75, None)
+
+
+def test_what_a_backend_raised_for_a_reference_that_nobody_needs_is_not_told(score, services, monkeypatch, caplog):
+    async def raises(*_, **__):
+        raise ValueError("a customer's words")
+
+    monkeypatch.setattr(RagClient, "chat", raises)
+    services.set("8b", {**ANSWER, "answer": ":"}, delay_s=0.2)
+    (reward,) = score([ACTION]).last
+    assert reward.reason == "hollow_answer"
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    assert "customer" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Providers, their order, repeats and cost, over real HTTP."""
 
 import json
+import time
 
 import pytest
 from pytest_httpserver import HTTPServer
@@ -74,6 +75,20 @@ def test_a_provider_that_fails_or_gives_no_verdict_is_stepped_in_for(score_many,
     assert (reward.outcome, reward.value) == (Outcome.OK, 0.75)
 
 
+@pytest.mark.parametrize("headers", [{}, {"Retry-After": "5"}], ids=["plain", "retry_after"])
+def test_a_provider_that_turns_calls_away_is_stepped_in_for_at_once(score_many, services, backup, headers):
+    services.set("judge", {}, status=429, headers=headers)
+    reward = score_many(40, providers=two(services, backup, weight=0.0))
+    assert [each.value for each in reward.last] == [0.75] * 40
+    assert (services.calls["judge"], backup.calls["judge"]) == (40, 40)
+
+
+def test_a_provider_that_hangs_leaves_half_of_the_time_to_the_other(score_many, services, backup):
+    services.set("judge", {}, delay_s=10.0)
+    reward = score_many(1, providers=two(services, backup, weight=0.0), timeout_s=60.0, deadline_s=6.0)
+    assert reward.last[0].value == 0.75
+
+
 def test_when_none_gives_a_verdict_an_invalid_one_says_more_than_a_dead_provider(score_many, services, backup):
     services.set("judge", chat_completion("I refuse."))
     backup.set("judge", {}, status=500)
@@ -93,6 +108,27 @@ def test_a_provider_that_leaves_response_formats_empty_is_asked_by_text_from_the
     reward = score_many(5, limits={"max_concurrency": 1})
     assert [each.value for each in reward.last] == [0.5] * 5
     assert services.calls["judge"] == 1 + 5
+
+
+def test_a_slow_provider_that_leaves_response_formats_empty_is_asked_by_text_by_the_next_attempt(score_many, services):
+    """Two answers take longer than an attempt may."""
+    services.judge_by(signed)
+    by_text = services.functions["judge"]
+
+    def slowly(request):
+        time.sleep(1.5)
+        return (200, chat_completion("")) if "response_format" in request.json else by_text(request)
+
+    services.functions["judge"] = slowly
+    reward = score_many(1, timeout_s=2.7, attempts=2, deadline_s=30.0)
+    assert reward.last[0].value == 0.75
+
+
+def test_an_answer_that_is_no_verdict_by_text_either_says_nothing_of_formats(score_many, services):
+    services.set("judge", chat_completion("I refuse."))
+    reward = score_many(3, limits={"max_concurrency": 1})
+    assert [each.reason for each in reward.last] == ["judge_not_json"] * 3
+    assert ["response_format" in request.json for request in services.asked["judge"]] == [True, False] * 3
 
 
 @pytest.mark.parametrize("status", [400, 422])
