@@ -34,7 +34,7 @@ class StepLine(TrainerCallback):
         providers (`Sequence[str]`):
             Judge providers.
         failures (`Counter[str]`):
-            Reason to count since the last line; the trainer's own, which it clears.
+            Reason to count since the last line; the trainer's own of training, which it clears.
     """
 
     def __init__(self, branches: Sequence[str], providers: Sequence[str], failures: Counter[str]) -> None:

@@ -187,7 +187,7 @@ class QuickEvaluator:
             with self._greedily(), self._set_aside():
                 batches = [self._rows[first : first + size] for first in range(0, len(self._rows), size)]
                 tables = [self._answer_batch(rows) for rows in batches]
-                return torch.cat(tables), trainer.failures
+                return torch.cat(tables), trainer.failures["eval"]
         finally:
             trainer.model.train(was_training)
 
@@ -252,15 +252,15 @@ class QuickEvaluator:
         """What is gathered for the next line of an evaluation, and TRL's table of completions, stay as they are."""
         trainer = self._trainer
         kept = (trainer._metrics["eval"], trainer._means["eval"], trainer._bias["eval"], trainer._logs)
-        failures = trainer.failures
+        failures = trainer.failures["eval"]
         trainer._metrics["eval"], trainer._logs = defaultdict(list), copy.deepcopy(trainer._logs)
         trainer._means["eval"], trainer._bias["eval"] = Means(trainer._means["eval"].names), JudgeBias()
-        trainer.failures = Counter()
+        trainer.failures["eval"] = Counter()
         try:
             yield
         finally:
             trainer._metrics["eval"], trainer._means["eval"], trainer._bias["eval"], trainer._logs = kept
-            trainer.failures = failures
+            trainer.failures["eval"] = failures
 
 
 def _metrics(evaluation: QuickEvaluation) -> dict[str, float | None]:

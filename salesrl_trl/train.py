@@ -320,7 +320,7 @@ def _build_trainer(
             callbacks=[held_out],
         )
     trainer.remove_callback(PrinterCallback)  # a page of figures a step; StepLine says what matters, TensorBoard all
-    trainer.add_callback(StepLine(config.training.branches, reward.provider_names, trainer.failures))
+    trainer.add_callback(StepLine(config.training.branches, reward.provider_names, trainer.failures["train"]))
     for callback in list(trainer.callback_handler.callbacks):
         if isinstance(callback, TensorBoardCallback):  # before ours, so that its file is open
             trainer.add_callback(ScalarLayout(config.training.branches, config.training.kl_targets(), callback))

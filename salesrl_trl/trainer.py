@@ -167,8 +167,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._rollout: Rollout | None = None  # that TRL is at work on
         self._parts: Parts | None = None  # of a generation batch that is trained on while rewards are out
         self._weights_checked = False
-        self.failures: Counter[str] = Counter()
-        """Reason code to count over the current logging interval, on all ranks."""
+        self.failures: dict[str, Counter[str]] = {mode: Counter() for mode in ("train", "eval")}
+        """Reason code to count since the last log of the mode, on all ranks."""
         self._reasons: set[str] = set()  # every one that was seen in training so far, on any rank
         _UPSTREAM_LOGGER.addFilter(_UNSCORABLE_WARNING)  # once: a logger takes the same filter no second time
         with vllm_engine_options(_engine_options(model, args)), _reference_wanted(args, bool(targets)):
@@ -314,14 +314,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        failures = self.failures.copy()  # of steps that are not logged yet
-        self.failures.clear()
-        try:
-            with self._timeline.phase(perf.EVALUATION):
-                return super().evaluate(*args, **kwargs)
-        finally:
-            self.failures.clear()
-            self.failures.update(failures)
+        with self._timeline.phase(perf.EVALUATION):
+            return super().evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, *args, **kwargs):
         with self._timeline.phase(perf.CHECKPOINT):
@@ -393,7 +387,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         add_rewards(means, self._scored, self.args.branches)
         faulty = [reward for reward in self._reward.last if reward.outcome is not Outcome.OK]
         failed = gather_object([(reward.reason, reward.value is None) for reward in faulty])
-        self.failures.update(reason for reason, _ in failed)
+        self.failures[mode].update(reason for reason, _ in failed)
         report = self._reward.take_report()
         encoded = encode_report(report).to(self.accelerator.device)  # (1, columns)
         add_report(means, self._bias[mode], gather(encoded).cpu(), self._report_names)
@@ -585,17 +579,16 @@ class SalesGRPOTrainer(GRPOTrainer):
             figures = {**self._means[mode].flush(), **self._bias[mode].flush()}
             if mode == "train":
                 figures |= self._instruments.figures(self.accelerator)
-                self._reasons |= set(self.failures)
+                self._reasons |= set(self.failures["train"])
             for name, value in figures.items():
                 self._metrics[mode][name] = [value]
         is_a_step = mode == "train" and bool(self._metrics[mode])
         super().log(logs, start_time)
         if is_a_step and self._reasons:
             # an entry of its own: that of a step has the same keys at every step, and which reasons come is not known
-            Trainer.log(
-                self, {f"{FAILURE_REASONS}/{reason}": self.failures[reason] for reason in sorted(self._reasons)}
-            )
-        self.failures.clear()
+            counts = self.failures["train"]
+            Trainer.log(self, {f"{FAILURE_REASONS}/{reason}": counts[reason] for reason in sorted(self._reasons)})
+        self.failures[mode].clear()
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         super()._maybe_log_save_evaluate(*args, **kwargs)

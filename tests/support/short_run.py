@@ -21,7 +21,7 @@ def main(policy, url, out):
         policy, build_reward(url, rows), texts, rows, out, instruments=instruments, report_to="tensorboard",
         max_steps=900,
     )  # fmt: skip
-    trainer.add_callback(StepLine(trainer.args.branches, ["judge"], trainer.failures))
+    trainer.add_callback(StepLine(trainer.args.branches, ["judge"], trainer.failures["train"]))
     trainer.train()
 
 
