@@ -128,7 +128,6 @@ class ProviderClient:
         self.http = HttpClient(settings.transport.service, settings.base_url, api_key=settings.api_key)
         self._usage = ProviderUsage()
         self._by_text = settings.response_format == "text"
-        self._unheld = False  # its latest answer was not held to the format, and by text there was none yet
 
     def take_usage(self) -> ProviderUsage:
         """What it did since the last time."""
@@ -137,27 +136,30 @@ class ProviderClient:
 
     async def ask(self, material: Material, *, candidate_first: bool, patient: bool) -> Verdict:
         """A verdict, by schema or by text. Raises `ServiceError`."""
-        return await self.settings.transport.call(lambda: self._attempt(material, candidate_first), patient=patient)
+        unheld = False  # the latest answer to this material was not held to the format, and by text there was none yet
 
-    async def _attempt(self, material: Material, candidate_first: bool) -> Verdict:
-        """One verdict. The step from schema to text happens within an attempt, so that it is taken once for all. Where
-        there is no time left for it, the next attempt begins with it."""
-        if not (self._by_text or self._unheld):
+        async def attempt() -> Verdict:
+            """The step from schema to text happens within an attempt, so that it is taken once for all. Where there is
+            no time left for it, the next attempt begins with it. Of other material one odd answer says nothing."""
+            nonlocal unheld
+            if not (self._by_text or unheld):
+                try:
+                    return await self._one_way(material, candidate_first, by_text=False)
+                except (JudgeInvalid, ServiceRejected) as error:
+                    if not self._may_not_take_formats(error):
+                        raise
+                unheld = True
             try:
-                return await self._one_way(material, candidate_first, by_text=False)
-            except (JudgeInvalid, ServiceRejected) as error:
-                if not self._may_not_take_formats(error):
-                    raise
-            self._unheld = True
-        try:
-            verdict = await self._one_way(material, candidate_first, by_text=True)
-        except ServiceError:
-            self._unheld = False
-            raise
-        if not self._by_text:
-            self._by_text = True
-            logger.info(f"judge {self.settings.name}: no verdict by response_format; from here on by text")
-        return verdict
+                verdict = await self._one_way(material, candidate_first, by_text=True)
+            except ServiceError:
+                unheld = False
+                raise
+            if not self._by_text:
+                self._by_text = True
+                logger.info(f"judge {self.settings.name}: no verdict by response_format; from here on by text")
+            return verdict
+
+        return await self.settings.transport.call(attempt, patient=patient)
 
     def _may_not_take_formats(self, error: ServiceError) -> bool:
         if self.settings.response_format != "auto":

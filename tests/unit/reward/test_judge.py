@@ -1,11 +1,13 @@
 """Providers, their order, repeats and cost, over real HTTP."""
 
 import json
+import threading
 import time
 
 import pytest
 from pytest_httpserver import HTTPServer
-from support.loopback import VERDICT, Services, action, build_reward, chat_completion, row, score_batch
+from support.loopback import ANSWER, VERDICT, Services, action, build_reward, chat_completion, row, score_batch
+from werkzeug import Response
 
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.reward.judge import load_rubrics
@@ -129,6 +131,30 @@ def test_an_answer_that_is_no_verdict_by_text_either_says_nothing_of_formats(sco
     reward = score_many(3, limits={"max_concurrency": 1})
     assert [each.reason for each in reward.last] == ["judge_not_json"] * 3
     assert ["response_format" in request.json for request in services.asked["judge"]] == [True, False] * 3
+
+
+def test_one_answer_that_is_no_verdict_does_not_have_another_completion_judged_by_text(httpserver):
+    """The other one's judge is asked while the first is being asked again, by text."""
+    asked_by_text, other_asked = threading.Event(), threading.Event()
+
+    class InTurn(Services):
+        def _respond(self, name, request):
+            if name == "8b":
+                query = request.json["rewritten_query"]
+                assert query == "q0" or asked_by_text.wait(30.0)
+                return Response(json.dumps({**ANSWER, "answer": f"About {query}."}))
+            verdict = "I refuse."
+            if "About q1." in request.json["messages"][1]["content"]:
+                other_asked.set()
+                verdict = json.dumps(VERDICT) if "response_format" in request.json else verdict
+            elif "response_format" not in request.json:
+                asked_by_text.set()
+                assert other_asked.wait(30.0)
+            return Response(json.dumps(chat_completion(verdict)))
+
+    reward = build_reward(InTurn(httpserver).url, [row()], timeout_s=60.0, deadline_s=60.0)
+    score_batch(reward, [action(query="q0"), action(query="q1")])
+    assert [each.reason for each in reward.last] == ["judge_not_json", ""]
 
 
 @pytest.mark.parametrize("status", [400, 422])
