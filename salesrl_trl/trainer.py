@@ -28,11 +28,8 @@ from salesrl_trl.advantages import hybrid_advantages
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import (
     ConfigError,
-    RunStopped,
-    SalesRLError,
     ServiceError,
     ServiceUnavailable,
-    TooFewRewardsError,
     WeightSyncError,
 )
 from salesrl_trl.evaluator import QuickEvaluator
@@ -43,6 +40,7 @@ from salesrl_trl.pipeline import Parts, Pipeline, Rollout, can_stream, correctio
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.run_control import RunControl
 from salesrl_trl.sampling import OrderByEpoch
 from salesrl_trl.schedule import parts
 from salesrl_trl.server_requests import Requests
@@ -159,11 +157,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             names = (*names, BASELINE_FALLBACK)
         self._means = {mode: Means(names) for mode in ("train", "eval")}
         self._bias = {mode: JudgeBias() for mode in ("train", "eval")}
-        self._skipping = False
-        self._moves = False  # something of the optimizer step under way is not skipped
-        self._skipped_in_a_row = 0
-        self._stop: SalesRLError | None = None
-        self._stop_requested: str | None = None
+        self._run_control = RunControl(args.min_valid_reward_fraction, args.max_skipped_generations)
         self._rollout: Rollout | None = None  # that TRL is at work on
         self._parts: Parts | None = None  # of a generation batch that is trained on while rewards are out
         self._weights_checked = False
@@ -204,8 +198,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._kl_sums = None  # an earlier run may have ended inside an accumulation window
         if self.use_vllm:
             self._last_loaded_step = -1  # steps are counted anew, and weights have moved
-        self._stop = self._stop_requested = None
-        self._moves, self._skipped_in_a_row = False, 0
+        self._run_control.restart()
         self._reward.resume()
         self._instruments.start(self.accelerator.is_main_process)
         self._timeline.begin("prepare")
@@ -216,15 +209,15 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._pipeline.forget()
             self._instruments.close()
             raise
-        if self._stop is not None:
-            raise self._stop
+        if self._run_control.error is not None:
+            raise self._run_control.error
         return output
 
     def raise_if_stopped(self) -> None:
         """Raise `RunStopped` on all ranks where any was asked to stop after its last step; a collective."""
         self._agree_to_stop()
-        if self._stop is not None:
-            raise self._stop
+        if self._run_control.error is not None:
+            raise self._run_control.error
 
     def request_stop(self, reason: str) -> None:
         """End training after the optimizer step under way, on all ranks, with a checkpoint. From a signal handler too.
@@ -235,7 +228,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             reason (`str`):
                 What asked for it, for example `"SIGTERM"`.
         """
-        self._stop_requested = reason
+        self._run_control.requested = reason
         self.async_loop.call_soon_threadsafe(self._reward.cut_off, STOPPED)
 
     def warm_up(self) -> None:
@@ -308,7 +301,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     def training_step(self, *args, **kwargs):
         with self._timeline.phase(perf.BATCHING):  # less the phases inside it
             loss = super().training_step(*args, **kwargs)
-        self._moves = self._moves or not self._skipping
+        self._run_control.see_micro_batch()
         if self.accelerator.sync_gradients:  # what comes until the step's end: clipping, the optimizer, the schedule
             self._timeline.begin(perf.OPTIMIZER)
         return loss
@@ -362,8 +355,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         values = gathered[:, 2:3].to(torch.float32)
         scored_fraction = (~torch.isnan(values)).float().mean().item()
         in_by_rank = gathered[:, -1].bool().view(-1, len(inputs)).cpu()  # (world size, B)
-        rank, wanted = self.accelerator.process_index, self.args.min_valid_reward_fraction
-        waiting.see(in_by_rank, rank, scored_fraction, wanted)
+        wanted = self._run_control.wanted_fraction
+        waiting.see(in_by_rank, self.accelerator.process_index, scored_fraction, wanted)
         return values
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -394,8 +387,11 @@ class SalesGRPOTrainer(GRPOTrainer):
         if mode == "train":
             self._instruments.see_rewards(report)
             scored = ~torch.isnan(rewards_per_func).all(dim=1)  # (world size x B,), the same on every rank
-            self._decide(scored.float().mean().item(), Counter(reason for reason, is_missing in failed if is_missing))
-        means.add(SKIPPED_UPDATE, float(self._skipping and mode == "train"), 1)
+            missing = Counter(reason for reason, is_missing in failed if is_missing)
+            skipped = self._run_control.see_batch(scored.float().mean().item(), missing)
+            if skipped is not None:
+                logger.warning(skipped)
+        means.add(SKIPPED_UPDATE, float(self._run_control.is_skipping and mode == "train"), 1)
         if self.args.log_completions:
             self._log_components()
         return rewards_per_func
@@ -449,7 +445,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             output["old_per_token_logps"] = rollout.behaviour_logps  # (B, C)
         if self.args.hybrid_reference_weight and self._mode == "train":
             output["advantages"] = self._hybrid_advantages(len(rollout.inputs), is_complete)
-        if self._skipping and is_complete and self._mode == "train":
+        if self._run_control.is_skipping and is_complete and self._mode == "train":
             # No token counts: the loss and its gradient are zero under every normaliser.
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
@@ -592,44 +588,13 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self._quick_eval is not None and self._stop is None:
+        if self._quick_eval is not None and self._run_control.error is None:
             self._quick_eval.evaluate_if_due()
-
-    def _decide(self, scored_fraction: float, missing: Counter[str]) -> None:
-        """Skip a batch of which too little was scored; ask for a stop after too many in a row.
-
-        Args:
-            scored_fraction (`float`):
-                Share of its completions that have a reward, on all ranks.
-            missing (`Counter[str]`):
-                Reason code to count of those that have none.
-        """
-        wanted = self.args.min_valid_reward_fraction
-        self._skipping = scored_fraction < wanted
-        if not self._skipping:
-            self._skipped_in_a_row = 0
-            return
-        self._skipped_in_a_row += 1
-        reasons = ", ".join(f"{reason} {count}" for reason, count in missing.most_common(5))
-        logger.warning(
-            f"skipping an update: {scored_fraction:.0%} of the completions could be scored, wanted {wanted:.0%} "
-            f"({reasons})"
-        )
-        if self._skipped_in_a_row >= self.args.max_skipped_generations:
-            self._stop = TooFewRewardsError(
-                f"{self._skipped_in_a_row} generation batches in a row had fewer than {wanted:.0%} of their "
-                f"completions scored. Failures in the last one: {reasons}. A checkpoint was saved; mend the service "
-                "and go on with --resume_from_checkpoint DIR."
-            )
 
     def _agree_to_stop(self) -> None:
         """Stop after the step that has just ended where any rank was asked to; a collective."""
-        if self._on_any_rank(self._stop_requested is not None):
-            reason = self._stop_requested or "a request to another rank"
-            self._stop = RunStopped(
-                f"stopped by {reason} after {self.state.global_step} steps. The state was saved; go on with "
-                "--resume_from_checkpoint DIR."
-            )
+        if self._on_any_rank(self._run_control.requested is not None):
+            self._run_control.stop(self.state.global_step)
 
     def _on_any_rank(self, condition: bool) -> bool:
         """Whether it is true on any rank; a collective."""
@@ -679,19 +644,18 @@ class _SkipAndStop(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if not self._trainer._moves:
+        if not self._trainer._run_control.take_moves():
             self._trainer.optimizer.zero_grad(set_to_none=True)
-        self._trainer._moves = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._agree_to_stop()
-        if self._trainer._stop is not None:
+        if self._trainer._run_control.error is not None:
             control.should_save = True
             control.should_training_stop = True
             control.should_evaluate = False  # nothing could be scored
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._trainer._stop is not None:  # inside the epoch; the step's end has seen to all
+        if self._trainer._run_control.error is not None:  # inside the epoch; the step's end has seen to all
             control.should_evaluate = control.should_save = False
 
 

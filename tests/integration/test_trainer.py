@@ -84,8 +84,7 @@ def test_momentum_does_not_move_the_policy_on_a_skipped_batch(scripted_trainer, 
     texts = [
         text for first, second in zip(DIFFERENT[::2], DIFFERENT[1::2], strict=True) for text in (first, second, BAD)
     ]
-    trainer = scripted_trainer(texts=texts, max_steps=4, max_skipped_generations=5)
-    trainer.args.min_valid_reward_fraction = 0.9
+    trainer = scripted_trainer(texts=texts, max_steps=4, max_skipped_generations=5, min_valid_reward_fraction=0.9)
     seen = []
     trainer.add_callback(_AfterEachStep(lambda: seen.append(weights(trainer)), at=2, then=lambda: _break(services)))
     trainer.train()

@@ -25,6 +25,7 @@ ORDER = (
     "generation",
     "sampling",
     "schedule",
+    "run_control",
     "config",
     "telemetry",
     "pipeline",
