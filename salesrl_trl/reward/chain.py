@@ -7,8 +7,9 @@ asked once only is the cache's.
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -147,7 +148,9 @@ class SalesReward(BatchedReward):
     async def _warm_up(self) -> dict[str, float | ServiceError]:
         row = self._rows[0]
         action = Action(user_profile="", rewritten_query=row.conversation[-1].content, history_summary="")
-        answers = await asyncio.gather(_clocked(self._chat_8b(row, action)), _clocked(self._chat_32b(row)))
+        answers = await asyncio.gather(
+            _clocked(functools.partial(self._chat_8b, row, action)), _clocked(functools.partial(self._chat_32b, row))
+        )
         told: dict[str, float | ServiceError] = {
             name: result if isinstance(result, ServiceError) else result[1]
             for name, result in zip(self._rag.transports, answers, strict=True)
@@ -231,8 +234,9 @@ class SalesReward(BatchedReward):
         """Every judgement the branch weighs, at once."""
         seconds = stages.seconds
         wanted = self._scoring.rubrics(row.branch)
-        asked = (self._verdict(rubric, row, action, candidate, reference) for rubric in wanted.values())
-        results = await stages.timed(asyncio.gather(*(_or_error(each) for each in asked)), "judge")
+        material = (row, action, candidate, reference)
+        asked = (_or_error(functools.partial(self._verdict, rubric, *material)) for rubric in wanted.values())
+        results = await stages.timed(asyncio.gather(*asked), "judge")
         verdicts = {
             name: None if isinstance(result, ServiceError) else result
             for name, result in zip(wanted, results, strict=True)
@@ -292,11 +296,11 @@ class SalesReward(BatchedReward):
 _NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
 
 
-async def _clocked(call: Awaitable[T]) -> tuple[T, float] | ServiceError:
+async def _clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
     """The answer and its seconds, or what went wrong; an error in a backend's code too, since other ranks wait."""
     started = time.perf_counter()
     try:
-        answer = await call
+        answer = await call()
     except ServiceError as error:
         return error
     except Exception as error:
@@ -304,8 +308,9 @@ async def _clocked(call: Awaitable[T]) -> tuple[T, float] | ServiceError:
     return answer, time.perf_counter() - started
 
 
-async def _or_error(call: Awaitable[T]) -> T | ServiceError:
+async def _or_error(call: Callable[[], Awaitable[T]]) -> T | ServiceError:
+    """Calls only when it runs: cancelled before that, it leaves nothing that was never awaited."""
     try:
-        return await call
+        return await call()
     except ServiceError as error:
         return error

@@ -1,9 +1,11 @@
 """The reward chain over real HTTP: what every ending is worth."""
 
+import asyncio
 import gc
 import json
 import socket
 import time
+import warnings
 
 import pytest
 from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat_completion, row, score_batch
@@ -19,6 +21,28 @@ def test_a_judged_action_gets_the_judges_score_of_the_candidate(score, services)
     assert (reward.outcome, reward.value) == (Outcome.OK, VERDICT["candidate"])
     assert reward.components == {"judge": 0.75, "reference": 0.5, "margin": 0.25, "retrieval": 0.5, "format": 1.0}
     assert set(reward.seconds) == {"parse", "rag_8b", "rag_32b", "judge"}
+
+
+def test_a_batch_that_is_given_up_at_any_moment_leaves_no_call_that_was_never_awaited(services):
+    async def give_up_after(turns):
+        batch = reward.begin([0])
+        batch.start(0, ACTION)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reward.forget(batch)
+
+    async def main():
+        await reward(prompts=[None], completions=[ACTION], row=[0])  # all is kept from here on
+        for turns in range(20):
+            await give_up_after(turns)
+        await reward.aclose()
+
+    reward = build_reward(services.url, [row()])
+    asyncio.run(main())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert [str(each.message) for each in told] == []
 
 
 def test_trls_conversational_completions_are_read(score):
