@@ -20,7 +20,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
 from salesrl_trl.generation import replaced
-from salesrl_trl.reward.batch import RewardBatch, completion_text
+from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.schedule import Schedule, Update, UpdatesAhead, parts
 from salesrl_trl.server_requests import Requests
 from salesrl_trl.telemetry import perf
@@ -257,8 +257,7 @@ class Pipeline:
         trainer = self._trainer
         with trainer._timeline.phase(perf.GENERATION), self._measured(rollout), source:
             rollout.generated = trainer._generate_now([example["prompt"] for example in rollout.inputs])
-        for place, completion in enumerate(rollout.generated[3]):
-            self._start(rollout.rewards, place, completion_text(completion))
+        trainer.async_loop.call_soon_threadsafe(rollout.rewards.start_all, rollout.generated[3])
 
     def wait(self, rewards: RewardBatch, groups: Sequence[Sequence[int]]) -> None:
         """Wait until the rewards of one of the groups are in. Interrupted, it gives the batch up."""
@@ -268,9 +267,6 @@ class Pipeline:
         except BaseException:
             waiting.cancel()
             raise
-
-    def _start(self, rewards: RewardBatch, place: int, text: str) -> None:
-        self._trainer.async_loop.call_soon_threadsafe(rewards.start, place, text)
 
     @contextlib.contextmanager
     def _measured(self, rollout: Rollout) -> Iterator[None]:
@@ -300,7 +296,8 @@ class Pipeline:
 
     def _teller(self, rewards: RewardBatch) -> Callable[[int, Sequence[int]], None]:
         def finished(place: int, token_ids: Sequence[int]) -> None:
-            self._start(rewards, place, self._decoder.decode(token_ids, skip_special_tokens=True))
+            text = self._decoder.decode(token_ids, skip_special_tokens=True)
+            self._trainer.async_loop.call_soon_threadsafe(rewards.start, place, text)
 
         return finished
 

@@ -213,6 +213,11 @@ class RewardBatch:
         loop = asyncio.get_running_loop()
         self._timers[place] = loop.call_later(self._deadline_s, self._overdue, place)
 
+    def start_all(self, completions: Sequence[Any]) -> None:
+        """Begin to score what is not yet: texts, or TRL's conversational form, one for each place."""
+        for place, completion in zip(range(len(self)), completions, strict=True):
+            self.start(place, completion_text(completion))
+
     async def settled(self, groups: Sequence[Sequence[int]]) -> None:
         """Wait until all places of one of the groups are settled. One waiter at a time.
 
@@ -364,8 +369,7 @@ class BatchedReward(ABC):
         """
         batch = self._expected or self.begin(row)
         self._expected, self._latest = None, batch
-        for place, completion in zip(range(len(batch)), completions, strict=True):
-            batch.start(place, completion_text(completion))
+        batch.start_all(completions)
         await batch.settled([range(len(batch))])
         self.last = [reward for reward in batch.rewards if reward is not None]
         self._settled()
