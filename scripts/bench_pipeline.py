@@ -31,7 +31,9 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -426,4 +428,5 @@ def table(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # with the processes that it has started
     main()
