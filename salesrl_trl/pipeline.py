@@ -74,7 +74,8 @@ class Parts:
         self.complete = False
         """Whether every reward was in, on every rank, when advantages were last computed."""
         self.out: list[range] = []
-        """Parts that were not settled on this rank then: what there is to wait for. One may have settled since."""
+        """Parts of which this rank waits for one, not settled then; one may have settled since. Empty where another
+        rank has more to wait for, as long as too little is scored for any to be trained on."""
         self._micro_batch = micro_batch
         self._ready: list[range] = []
         self._queue: deque[dict[str, Any]] = deque()
@@ -93,9 +94,13 @@ class Parts:
                 Share below which a batch is skipped. As long as it could be, no part is ready.
         """
         self.complete = bool(settled.all())
-        self.out = [part for part in self.remaining if not settled[rank, part.start : part.stop].all()]
+        out_by_rank = [[part for part in self.remaining if not each[part.start : part.stop].all()] for each in settled]
+        own = out_by_rank[rank]
         enough = scored_fraction >= wanted_fraction
-        self._ready = [part for part in self.remaining if enough and part not in self.out]
+        self._ready = [part for part in self.remaining if enough and part not in own]
+        # Too little is scored: nothing is released on any rank yet, and what comes next most likely comes where most
+        # is out. A rank that waited for its own last group would hold up all others, who have enough by then.
+        self.out = own if enough or len(own) == max(map(len, out_by_rank)) else []
 
     def release(self, output: dict[str, Any]) -> None:
         """Put the micro-batches in line whose advantages `output` has right.

@@ -160,8 +160,8 @@ def test_equal_calls_at_the_same_time_are_one_upstream_call(fault):
 
 def test_a_batch_that_is_cut_off_leaves_the_next_one_unharmed(fault):
     server = fault("down", failures=0, seconds=0.0)
-    slow = fault("latency", seconds={"8b": 0.4, "32b": 0.0, "completions": 0.4})
-    reward = build_reward(slow.url, [row()], deadline_s=0.6)
+    slow = fault("latency", seconds={"8b": 2.0, "32b": 0.0, "completions": 2.0})
+    reward = build_reward(slow.url, [row()], deadline_s=3.5)
 
     async def twice():
         arguments = {"prompts": [None], "completions": [action()], "row": [0]}

@@ -114,6 +114,31 @@ def test_with_several_ranks_what_is_settled_on_a_rank_is_ready_there():
     assert other.is_empty
 
 
+def waited_for(rows, scored_fraction):
+    """Of each rank: the parts of which it waits for one."""
+    found = []
+    for rank in range(len(rows)):
+        waiting = parts_of(len(rows[0]), micro_batch=2, group=2)
+        waiting.see(settled(*rows), rank, scored_fraction, WANTED)
+        found.append([part.start // 2 for part in waiting.out])
+    return found
+
+
+def test_a_rank_waits_for_groups_of_its_own():
+    assert waited_for(("0011", "1100"), 0.5) == [[0], [1]]
+    assert waited_for(("00111111", "11000000"), 0.6) == [[0], [1, 2, 3]]
+
+
+def test_while_too_little_is_scored_nobody_waits_for_the_last_group_of_the_rank_that_is_ahead():
+    assert waited_for(("00111111", "00000000"), 0.375) == [[], [0, 1, 2, 3]]
+    assert waited_for(("11111111", "00000000", "00000011"), 0.4) == [[], [0, 1, 2, 3], []]
+
+
+def test_while_too_little_is_scored_some_rank_waits():
+    assert waited_for(("0011", "0011"), 0.4) == [[0], [0]]
+    assert waited_for(("1100",), 0.25) == [[1]]  # one of two could not be scored
+
+
 def test_a_micro_batch_has_the_rows_of_every_tensor_and_scalars_as_they_are():
     waiting = parts_of(4, micro_batch=2, group=2)
     waiting.see(settled("0011"), 0, 0.9, WANTED)

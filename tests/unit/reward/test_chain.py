@@ -120,7 +120,7 @@ def test_without_a_reference_the_candidate_is_judged_alone(score, services):
 def test_a_reference_that_does_not_come_leaves_the_judge_half_of_the_time(score, services, status, headers, delay_s):
     services.set("32b", ANSWER, status=status, headers=headers, delay_s=delay_s)
     services.verdict(json.dumps({**VERDICT, "reference": None}))
-    (reward,) = score([ACTION], deadline_s=4.0).last
+    (reward,) = score([ACTION], deadline_s=7.0).last
     assert (reward.outcome, reward.value, reward.components["reference"]) == (Outcome.OK, 0.75, None)
 
 
@@ -253,9 +253,9 @@ def test_an_attempt_that_takes_too_long_is_cut_off(score, services):
 def test_what_is_not_scored_by_the_deadline_is_missing_and_the_rest_is_kept(score, services):
     services.answers["judge"] = [
         (200, chat_completion(json.dumps(VERDICT)), {}, 0),
-        (200, chat_completion(json.dumps(VERDICT)), {}, 3),
+        (200, chat_completion(json.dumps(VERDICT)), {}, 9),
     ]
-    rewards = score([action(query="a"), action(query="b"), "hello"], deadline_s=0.8).last
+    rewards = score([action(query="a"), action(query="b"), "hello"], deadline_s=2.5).last
     outcomes = sorted((reward.outcome.value, reward.reason) for reward in rewards)
     assert outcomes == [("infra", "deadline"), ("invalid_action", "not_json"), ("ok", "")]
 
