@@ -5,7 +5,7 @@ Owns the wiring and the checks that need branches and environment. The clients t
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
@@ -41,6 +41,8 @@ class RewardParts:
     """By provider name."""
     reference_weighed: bool
     """Whether the reference's score is in a reward or a baseline."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the run's banner."""
 
 
 def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:

@@ -12,7 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -123,6 +123,8 @@ class Prepared:
     eval_rows: list[SalesRow]
     """Empty where nothing is to be evaluated."""
     reward: RewardParts
+    notes: list[str] = field(default_factory=list)
+    """Lines for the run's banner: what the checks found that a user should know at the start."""
 
 
 def prepare(config: RunConfig) -> Prepared:
