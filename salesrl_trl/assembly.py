@@ -35,9 +35,9 @@ class RewardParts:
 
     scoring: Scoring
     rubrics: dict[str, str]
-    rag_key: str | None
-    embedding_key: str | None
-    judge_keys: dict[str, str | None]
+    rag_key: str | None = field(repr=False)
+    embedding_key: str | None = field(repr=False)
+    judge_keys: dict[str, str | None] = field(repr=False)
     """By provider name."""
     reference_weighed: bool
     """Whether the reference's score is in a reward or a baseline."""

@@ -54,6 +54,8 @@ class ServiceError(SalesRLError):
         self.code = code or self.default_code
         self.out_of_time = False
         """Only the deadline kept the call from being tried again: somebody with more time may."""
+        self.status: int | None = None
+        """Of the HTTP answer, where it was what went wrong."""
 
 
 class ServiceUnavailable(ServiceError):

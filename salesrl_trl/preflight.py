@@ -4,17 +4,25 @@ Owns the checks that need the outside world: is there a model at that path, does
 themselves are checked in `config`, rows in `data`.
 """
 
+import asyncio
 import os
-import ssl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx2
 from transformers import AutoConfig
 
-from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
+from salesrl_trl.errors import (
+    ConfigError,
+    ModelNotFoundError,
+    ServiceError,
+    ServiceRejected,
+    ServiceTimeout,
+    ServiceUnavailable,
+)
+from salesrl_trl.reward.http import HttpClient, key_fault
 
 PROBE_TIMEOUT_S = 10.0
-"""Long enough for a cold load balancer, short enough to sit through."""
+"""For the whole answer: long enough for a cold load balancer, short enough to sit through."""
 
 
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> None:
@@ -43,7 +51,8 @@ def read_key(variable: str | None, setting: str) -> str | None:
     """The key in an environment variable; `None` where none is configured.
 
     Raises:
-        `ConfigError`: the variable is named but not set. The message names it; a key never stands in a message.
+        `ConfigError`: the variable is named but not set, or what it holds can't be sent. The message names it; a key
+            never stands in a message.
     """
     if variable is None:
         return None
@@ -53,42 +62,58 @@ def read_key(variable: str | None, setting: str) -> str | None:
             f"`{setting}` names the environment variable {variable}, which is not set. Expected it to hold the key. "
             f"Export it before the launch, or leave `{setting}` out."
         )
+    if fault := key_fault(key):
+        raise ConfigError(
+            f"the key in the environment variable {variable} (`{setting}`) holds {fault}. Expected printable ASCII "
+            "characters alone. Export it without what was copied along, such as a line break at its end."
+        )
     return key
 
 
 def check_rag(base_url: str, key: str | None) -> None:
     """Raise unless something answers at the RAG service's address. Its `/healthz` may be missing."""
-    _probe(f"{base_url.rstrip('/')}/healthz", key, "RAG service", "rag_base_url")
+    _probe(base_url, "/healthz", key, "RAG service", "rag_base_url")
 
 
 def check_judge(base_url: str, key: str | None, setting: str = "judge_base_url") -> None:
     """Raise unless something answers at the judge's address. Its `/models` may be missing."""
-    _probe(f"{base_url.rstrip('/')}/models", key, "judge", setting)
+    _probe(base_url, "/models", key, "judge", setting)
 
 
-def _probe(url: str, key: str | None, service: str, setting: str) -> None:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        response = httpx2.get(
-            url,
-            headers=headers,
-            timeout=PROBE_TIMEOUT_S,
-            trust_env=False,  # no proxies; which certificates are trusted is as in training
-            verify=ssl.create_default_context(),
-        )
-    except httpx2.HTTPError as error:
-        raise ServiceUnavailable(
-            f"the {service} does not answer at `{setting}`: GET {url} ended in {type(error).__name__}. Expected an "
-            f"HTTP answer within {PROBE_TIMEOUT_S:g} s. Start the service, correct the address, or leave `{setting}` "
-            "out to use the embedded one."
-        ) from None
-    if response.status_code in (401, 403):
+def _probe(base_url: str, path: str, key: str | None, service: str, setting: str) -> bytes | None:
+    """GET `path`, within `PROBE_TIMEOUT_S` and the size that answers have in training.
+
+    Returns:
+        `bytes`, *optional*: the body of a 200; `None` where the service has nothing at that path.
+    """
+    asked = f"GET {base_url.rstrip('/')}{path}"
+    # In a thread: in a notebook this one has an event loop of its own.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        answer = thread.submit(lambda: asyncio.run(_get(base_url, path, key, service))).result()
+    if isinstance(answer, bytes):
+        return answer
+    if answer.status in (401, 403):
         raise ServiceRejected(
-            f"the {service} at `{setting}` refused the key: GET {url} answered {response.status_code}. Expected the "
-            f"key in the variable named by `{setting.removesuffix('_base_url')}_api_key_env`. Check that variable."
+            f"the {service} at `{setting}` refused the key: {asked} answered {answer.status}. Expected the key in the "
+            f"variable named by `{setting.removesuffix('_base_url')}_api_key_env`. Check that variable."
         )
-    if response.status_code >= 500:
+    if answer.status is None or answer.status >= 500:
         raise ServiceUnavailable(
-            f"the {service} at `{setting}` is not healthy: GET {url} answered {response.status_code}. Expected 200. "
-            "Look at the service's own log."
+            f"the {service} does not answer at `{setting}` as it should ({asked}): {answer}. Expected 200 within "
+            f"{PROBE_TIMEOUT_S:g} s. Start the service, look at its own log, correct the address, or leave "
+            f"`{setting}` out to use the embedded one."
         )
+    return None
+
+
+async def _get(base_url: str, path: str, key: str | None, service: str) -> bytes | ServiceError:
+    http = HttpClient(f"the {service}", base_url, api_key=key)
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            return await http.get(path)
+    except TimeoutError:
+        return ServiceTimeout("no complete answer in time")
+    except ServiceError as error:
+        return error
+    finally:
+        await http.aclose()

@@ -1,6 +1,7 @@
 """What the modules of settings share: help texts, and checks that say what was got and what was expected."""
 
 import json
+import re
 import urllib.parse
 from typing import Any
 
@@ -31,14 +32,22 @@ def check_url(setting: str, url: str | None) -> None:
     if url is None:
         return
     check(
-        "@" not in urllib.parse.urlsplit(url).netloc,
-        f"`{setting}` holds credentials. Expected an address without them: logs and errors name it. Keys go into an "
-        "environment variable.",
+        re.search(r"(?<!/)@|[?#]", url) is None,
+        f"`{setting}` holds credentials or a query (an @, ? or #). Expected an address without them, which a path is "
+        "appended to, and which logs and errors name. Keys go into an environment variable.",
     )
     check(
-        url.startswith(("http://", "https://")),
-        f"`{setting}` is {url!r}. Expected an address that starts with http:// or https://.",
+        re.fullmatch(r"https?://\S+", url) is not None and _has_host(url),
+        f"`{setting}` is {url!r}. Expected an address that starts with http:// or https://, a host behind it.",
     )
+
+
+def _has_host(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port that is a number, or half of an IPv6 address
+        return False
 
 
 def structure(setting: str, value: Any, kind: type) -> Any:

@@ -19,6 +19,7 @@ import aiohttp
 from salesrl_trl.errors import (
     AccessDenied,
     BadServiceResponse,
+    ConfigError,
     ServiceError,
     ServiceOverloaded,
     ServiceRejected,
@@ -58,6 +59,9 @@ class HttpClient:
             Sent as a bearer token.
         max_body_bytes (`int`, *optional*, defaults to 4 MiB):
             Larger answers are cut off and are a `BadServiceResponse`.
+
+    Raises:
+        `ConfigError`: the key can't travel in a header. The message does not show it.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class HttpClient:
             "Accept-Encoding": "identity",
         }
         if api_key:
+            if fault := key_fault(api_key):
+                raise ConfigError(f"the key for {service} holds {fault}. Expected printable ASCII characters alone.")
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._max_body_bytes = max_body_bytes
         self._sessions: PerLoop[aiohttp.ClientSession] = PerLoop(_session)
@@ -84,15 +90,23 @@ class HttpClient:
         Raises:
             `ServiceError`: anything but a 200 within the size limit. Its message never holds what the service said.
         """
-        content = json.dumps(body, ensure_ascii=False).encode()
+        return await self._send("POST", path, json.dumps(body, ensure_ascii=False).encode())
+
+    async def get(self, path: str) -> bytes:
+        """Ask for what lies at `path`. Returns and raises as `post`."""
+        return await self._send("GET", path, None)
+
+    async def _send(self, method: str, path: str, content: bytes | None) -> bytes:
         try:
             # No redirects: customers' text goes to the configured address only.
-            async with self._sessions.get().post(
-                self._base_url + path, data=content, headers=self._headers, allow_redirects=False
+            async with self._sessions.get().request(
+                method, self._base_url + path, data=content, headers=self._headers, allow_redirects=False
             ) as response:
                 if response.status == 200:
                     return await self._read(response)
-                raise self._status_error(response, await _error_marks(response))
+                error = self._status_error(response, await _error_marks(response))
+                error.status = response.status
+                raise error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             # `from None`, here and below: what the client says may hold a header or a part of the body
             raise ServiceUnavailable(
@@ -146,6 +160,15 @@ class HttpClient:
         return ServiceRejected(
             f"{self.service} answered {status}: no retry will mend it. Check the address and the request.", code
         )
+
+
+def key_fault(key: str) -> str | None:
+    """What keeps a key from travelling in a header, in words that do not show it; `None` where nothing does."""
+    for place, character in enumerate(key, start=1):
+        if not "!" <= character <= "~":
+            what = "white space or a control character" if character.isascii() else "a character beyond ASCII"
+            return f"{what} at place {place} of {len(key)}"
+    return None
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:

@@ -254,6 +254,11 @@ def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(config, serv
         ({"embedding_model": "m"}, "without `vector_store_path`"),
         ({"vector_store_path": "store", "rag_base_url": DEAD}, "Expected one of them to retrieve from"),
         ({"rag_base_url": "http://user:hunter2@127.0.0.1"}, "holds credentials"),
+        ({"rag_base_url": "user:hunter2@127.0.0.1"}, "holds credentials"),
+        ({"rag_base_url": "http://127.0.0.1/rag?key=hunter2"}, "holds credentials or a query"),
+        ({"judge_base_url": "127.0.0.1/v1#hunter2"}, "holds credentials or a query"),
+        ({"rag_base_url": "http://"}, "a host behind it"),
+        ({"rag_base_url": "http://rag:http"}, "a host behind it"),
     ],
     ids=str,
 )
@@ -283,3 +288,30 @@ def test_a_verdict_is_not_kept_when_it_was_none(config, services, tmp_path):
     services.verdict(json.dumps({"candidate": 0.5, "reference": 0.5, "reason": ""}))
     (reward,) = score(config(), tmp_path, [action()]).last
     assert reward.value == 0.5
+
+
+def objects_of_ours(thing, seen):
+    """`thing` and all that hangs on it, as far as it is of this package."""
+    if id(thing) in seen:
+        return
+    seen[id(thing)] = thing
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    held = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
+    held += [getattr(thing, name) for name in slots if isinstance(name, str) and hasattr(thing, name)]
+    for each in thing if isinstance(thing, list | tuple) else [*thing.values()] if isinstance(thing, dict) else held:
+        if isinstance(each, list | tuple | dict) or type(each).__module__.startswith("salesrl_trl"):
+            objects_of_ours(each, seen)
+
+
+def test_no_part_shows_a_key(config, services, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAG_KEY", "hunter2-rag")
+    monkeypatch.setenv("JUDGE_KEY", "hunter2-judge")
+    settings = config(rag_api_key_env="RAG_KEY", judge_api_key_env="JUDGE_KEY")
+    parts = prepare_reward(settings, BRANCHES)
+    reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
+    seen = {}
+    objects_of_ours([parts, reward], seen)
+    kinds = {type(each).__name__ for each in seen.values()}
+    assert {"RewardParts", "JudgeProvider", "ProviderClient", "HttpClient", "RagClient"} <= kinds
+    ours = [each for each in seen.values() if type(each).__module__.startswith("salesrl_trl")]
+    assert not [type(each).__name__ for each in ours if "hunter2" in repr(each)]

@@ -1,11 +1,16 @@
 """Checks of the outside world, before any model is loaded."""
 
+import asyncio
+import gzip
 import socket
+import threading
 
 import pytest
+from werkzeug import Response
 
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
 from salesrl_trl.preflight import check_judge, check_model, check_rag, read_key
+from salesrl_trl.reward.http import MAX_BODY_BYTES, HttpClient
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10"])
@@ -36,12 +41,32 @@ def test_a_key_variable_that_is_not_set_is_refused(monkeypatch):
         read_key("SOME_KEY", "judge_api_key_env")
 
 
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("sk-hunter2\n", "white space or a control character at place 11 of 11"),
+        ("sk hunter2", "white space or a control character at place 3 of 10"),
+        ("sk-hünter2", "a character beyond ASCII at place 5 of 10"),
+    ],
+)
+def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch, key, what):
+    monkeypatch.setenv("SOME_KEY", key)
+    with pytest.raises(ConfigError, match=f"variable SOME_KEY .*{what}") as caught:
+        read_key("SOME_KEY", "judge_api_key_env")
+    assert "nter2" not in str(caught.value)
+    with pytest.raises(ConfigError, match=what) as caught:  # nor by a client that is made without the settings
+        HttpClient("judge", "http://127.0.0.1:9", api_key=key)
+    assert "nter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize("check", [check_rag, check_judge])
 def test_a_dead_address_is_refused(check):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(ServiceUnavailable, match=r"does not answer at `.*_base_url`.*ConnectError.*Start the service"):
+    with pytest.raises(
+        ServiceUnavailable, match=r"does not answer at `.*_base_url`.*ClientConnectorError.*Start the service"
+    ):
         check(url, None)
 
 
@@ -65,5 +90,47 @@ def test_a_refused_key_is_told_without_the_key(httpserver):
 
 def test_a_service_that_is_not_healthy_is_refused(httpserver):
     httpserver.expect_request("/healthz").respond_with_data("", status=503)
-    with pytest.raises(ServiceUnavailable, match=r"is not healthy.*503"):
+    with pytest.raises(ServiceUnavailable, match=r"does not answer.*answered 503"):
         check_rag(httpserver.url_for("").rstrip("/"), None)
+
+
+@pytest.fixture
+def endless(httpserver):
+    """A health page that drips a byte at a time until the test is over."""
+    over = threading.Event()
+
+    def drip(request):
+        return Response(b" " for _ in iter(lambda: over.wait(0.01), True))
+
+    httpserver.expect_request("/healthz").respond_with_handler(drip)
+    yield httpserver.url_for("").rstrip("/")
+    over.set()
+
+
+def test_a_health_page_without_an_end_is_left_at_the_probes_time(endless, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.preflight.PROBE_TIMEOUT_S", 0.3)
+    with pytest.raises(ServiceUnavailable, match=r"no complete answer in time.*within 0.3 s"):
+        check_rag(endless, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "what"),
+    [
+        (gzip.compress(b" " * 10_000_000), {"Content-Encoding": "gzip"}, "a compressed body"),
+        (b" " * (MAX_BODY_BYTES + 1), {}, f"a body of more than {MAX_BODY_BYTES} bytes"),
+    ],
+    ids=["bomb", "large"],
+)
+def test_a_health_page_is_read_within_the_size_of_an_answer(httpserver, body, headers, what):
+    httpserver.expect_request("/healthz").respond_with_data(body, headers=headers)
+    with pytest.raises(ServiceUnavailable, match=what):
+        check_rag(httpserver.url_for("").rstrip("/"), None)
+
+
+def test_a_check_works_beside_a_running_event_loop(httpserver):
+    httpserver.expect_request("/healthz").respond_with_data("")
+
+    async def in_a_notebook():
+        check_rag(httpserver.url_for("").rstrip("/"), None)
+
+    asyncio.run(in_a_notebook())
