@@ -24,6 +24,7 @@ from salesrl_trl.data.prompts import action_text, build_prompt
 from salesrl_trl.data.sources import demo_path, load_drafts
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.hostmem import keep_freed_memory
+from salesrl_trl.services.launcher import child_environment
 from salesrl_trl.types import Action
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,9 @@ def _recipe_hash() -> str:
 
 def _make_in_subprocess(target: Path, steps: int, seed: int) -> None:
     logger.info(f"warm start: {steps} SFT steps of the small policy (once; kept in {target})")
-    environment = {name: value for name, value in os.environ.items() if not _belongs_to_launcher(name)}
+    # One GPU, where there is one: over several, the Trainer of a single process multiplies the batch by their number.
+    inherited = child_environment(with_gpu=True)
+    environment = {name: value for name, value in inherited.items() if not _belongs_to_launcher(name)}
     work = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         command = [sys.executable, "-m", "salesrl_trl.policy", str(work / "policy")]

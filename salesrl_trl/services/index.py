@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import bm25s
 import numpy as np
 from numpy.typing import NDArray
 
@@ -286,6 +285,8 @@ class _ScoreTable:
     """
 
     def __init__(self, tokens: Sequence[Sequence[str]]) -> None:
+        import bm25s  # here alone: it brings numba, and JAX, which takes a GPU's memory, where that is installed
+
         bm25 = bm25s.BM25(method="lucene", k1=BM25_K1, b=BM25_B)
         bm25.index(tokens, show_progress=False)
         self._numbers = {token: number for token, number in bm25.vocab_dict.items() if token}

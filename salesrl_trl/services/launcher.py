@@ -1,8 +1,8 @@
 """Starts the RAG service and the judge as a child of the program that needs them.
 
-Owns the life of the child, and nothing of what it serves (`server`). A child is stopped only through the handle it was
-started with, and stops by itself when its parent is gone. Standard library only: the trainer imports this, and must
-not load what the services are made of.
+Owns the life of the child, and the environment of every child of this package; nothing of what it serves (`server`). A
+child is stopped only through the handle it was started with, and stops by itself when its parent is gone. Standard
+library only: the trainer imports this, and must not load what the services are made of.
 """
 
 import json
@@ -30,6 +30,12 @@ HEALTH_TIMEOUT_S = 2.0
 """Patience with one look, in seconds."""
 STDERR_TAIL_CHARS = 2_000
 """How much of a failed child's stderr an error shows, in characters: a traceback's last calls."""
+
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Environment variables that choose a process's GPUs, of NVIDIA and AMD."""
+NO_ACCELERATOR = {**dict.fromkeys(VISIBLE_DEVICES, "-1"), "JAX_PLATFORMS": "cpu"}
+"""Environment variables in which a process sees no accelerator. -1 and not the empty string, which AMD's runtime reads
+as all of them. bm25s imports JAX where that is installed, and JAX takes 75 % of every GPU that it sees."""
 
 _COMMAND = ("-P", "-m", "salesrl_trl.services", "--rag-port=0", "--judge-port=0", "--exit-with-parent")
 
@@ -171,13 +177,24 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def child_environment() -> dict[str, str]:
-    """This process's environment, with the package importable also where it is used from its source tree."""
+def child_environment(*, with_gpu: bool = False) -> dict[str, str]:
+    """The environment of a child: this process's, with the package importable also where it is used from its source
+    tree, and without this process's accelerators.
+
+    Args:
+        with_gpu (`bool`, *optional*, defaults to `False`):
+            The child sees the first of the GPUs that this process sees. Without it, none.
+    """
+    environment = dict(os.environ)
     root = Path(__file__).resolve().parents[2]
-    if root.name in ("site-packages", "dist-packages"):
-        return dict(os.environ)
-    paths = (str(root), os.environ.get("PYTHONPATH", ""))
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    if root.name not in ("site-packages", "dist-packages"):
+        paths = (str(root), environment.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    if not with_gpu:
+        return environment | NO_ACCELERATOR
+    chosen = {name: environment[name] for name in VISIBLE_DEVICES if name in environment}
+    chosen = chosen or {"CUDA_VISIBLE_DEVICES": "0"}  # AMD's runtime reads it too
+    return environment | {name: value.partition(",")[0] for name, value in chosen.items()}
 
 
 def _is_healthy(url: str) -> bool:

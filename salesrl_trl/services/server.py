@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments, argparse.Namespace(parent=os.getppid()))
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("bm25s").setLevel(options.log_level.upper())  # it sets itself to DEBUG
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(options.log_level.upper())  # bm25s sets its own logger to DEBUG when it is imported
     try:
         terms = load_terms(options.protected_terms)
         rag = create_rag_app(KnowledgeIndex(load_documents(options.documents)), _writer(options))

@@ -65,6 +65,21 @@ def test_a_warm_start_that_fails_says_so_and_leaves_no_half_policy(tmp_path, mon
     assert [path for path in (tmp_path / "policies").iterdir() if path.is_dir()] == []
 
 
+def test_the_warm_start_sees_one_gpu_and_nothing_of_the_launcher(tmp_path, monkeypatch):
+    # With two, the Trainer of one process would double the batch: another policy under the same name in the cache.
+    shell = tmp_path / "python"
+    shell.write_text(f'#!/bin/sh\nenv >"{tmp_path}/seen"\nmkdir "$3"\n')
+    shell.chmod(0o755)
+    monkeypatch.setattr(policy.sys, "executable", str(shell))
+    monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("RANK", "1")
+    policy.cached_policy(steps=2, seed=0)
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert "CUDA_VISIBLE_DEVICES=2" in seen
+    assert not [line for line in seen if line.startswith("RANK=")]
+
+
 def test_another_seed_or_length_is_another_policy(tmp_path, monkeypatch):
     monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
     made = []

@@ -24,6 +24,7 @@ from salesrl_trl.config import DEFAULT_BRANCHES, RewardConfig
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.services.launcher import NO_ACCELERATOR
 from salesrl_trl.types import Outcome
 
 PATIENCE_S = 30.0
@@ -546,7 +547,9 @@ def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(s
         assert secret not in command + environment
     ours = subprocess.run(["env", "-0"], capture_output=True, check=True).stdout  # as any child of ours has it
     added = set(environment.split(b"\0")) - set(ours.split(b"\0"))
-    assert all(each.startswith(b"PYTHONPATH=") for each in added)  # so that the package is found from its source tree
+    # So that the package is found from its source tree, and so that nothing in the child takes a GPU.
+    hidden = {f"{name}={value}".encode() for name, value in NO_ACCELERATOR.items()}
+    assert {each for each in added if not each.startswith(b"PYTHONPATH=")} == hidden
 
 
 def test_the_child_does_without_torch(remote, go):

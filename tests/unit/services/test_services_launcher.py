@@ -204,6 +204,55 @@ def test_bad_port_is_a_usage_error(port: str, capsys: pytest.CaptureFixture[str]
     assert "expected a port from 0 to 65535" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("started", ["by a run", "by hand"])
+def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(
+    tmp_path: Path, options: list[str], started: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A stand-in for JAX: what it sees is known when bm25s asks it for its first sorting, at import.
+    seen = tmp_path / "seen.json"
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax/__init__.py").touch()
+    (tmp_path / "jax/lax.py").write_text(
+        "import json, os, pathlib\n"
+        f"def top_k(*_): pathlib.Path({str(seen)!r}).write_text(json.dumps(dict(os.environ)))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    if started == "by a run":
+        with EmbeddedServices(arguments=options):
+            environment = json.loads(seen.read_text())
+    else:
+        with subprocess.Popen(
+            [*COMMAND, *options, "--exit-with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+        ) as child:
+            read_addresses(child)
+            environment = json.loads(seen.read_text())
+            child.communicate(timeout=WAIT_S)
+    assert {name: environment.get(name) for name in launcher.NO_ACCELERATOR} == launcher.NO_ACCELERATOR
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ({}, {"CUDA_VISIBLE_DEVICES": "0"}),
+        ({"CUDA_VISIBLE_DEVICES": "3,1"}, {"CUDA_VISIBLE_DEVICES": "3"}),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": ""}),
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, {"HIP_VISIBLE_DEVICES": "2"}),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, {"CUDA_VISIBLE_DEVICES": "GPU-aa"}),
+    ],
+    ids=["all", "chosen", "none", "amd", "by name"],
+)
+def test_a_child_with_a_gpu_sees_the_first_of_its_parents(
+    visible: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in launcher.VISIBLE_DEVICES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in visible.items():
+        monkeypatch.setenv(name, value)
+    environment = launcher.child_environment(with_gpu=True)
+    assert {name: environment[name] for name in launcher.VISIBLE_DEVICES if name in environment} == expected
+
+
 def test_services_start_without_the_heavy_libraries() -> None:
     script = (
         "import sys, salesrl_trl.services.server\n"
