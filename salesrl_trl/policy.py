@@ -20,7 +20,7 @@ from typing import Any
 
 import filelock
 
-from salesrl_trl.data.prompts import action_text, build_prompt
+from salesrl_trl.data.prompts import action_text, build_prompt, template_path
 from salesrl_trl.data.sources import demo_path, load_drafts
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.hostmem import keep_freed_memory
@@ -84,10 +84,9 @@ def cache_dir() -> Path:
 
 
 def _recipe_hash() -> str:
-    """Of everything that decides the policy: this file, the prompts and the drafts."""
+    """Of everything that decides the policy: this file, its prompt and the drafts."""
     digest = hashlib.sha256()
-    prompts = Path(__file__).parent / "data" / "prompts.py"
-    for path in (Path(__file__), prompts, demo_path("train.jsonl"), demo_path("drafts.jsonl")):
+    for path in (Path(__file__), template_path(PROMPT_STYLE), demo_path("train.jsonl"), demo_path("drafts.jsonl")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

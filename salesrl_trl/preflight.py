@@ -11,6 +11,9 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from salesrl_trl.config import DataConfig
+from salesrl_trl.data.prompts import ACTION_FIELDS
+from salesrl_trl.data.templates import PromptTemplate, read_template
 from salesrl_trl.errors import (
     ConfigError,
     ModelNotFoundError,
@@ -23,6 +26,13 @@ from salesrl_trl.reward.http import HttpClient, key_fault
 
 PROBE_TIMEOUT_S = 10.0
 """For the whole answer: long enough for a cold load balancer, short enough to sit through."""
+
+
+def prompt_of(config: DataConfig) -> str | PromptTemplate:
+    """What the policy is prompted with: a template of one's own, or the name of a packaged style."""
+    if config.prompt_template is None:
+        return config.prompt_style
+    return read_template(config.prompt_template, ACTION_FIELDS)
 
 
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> None:

@@ -29,11 +29,12 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from salesrl_trl.assembly import RewardParts, build_reward, prepare_reward
 from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
-from salesrl_trl.data.sources import build_dataset, is_file, load_rows
+from salesrl_trl.data.prompts import build_prompt
+from salesrl_trl.data.sources import is_file, load_rows, prompt_dataset
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.hostmem import collect_seldom, keep_freed_memory
 from salesrl_trl.policy import PROMPT_STYLE, cached_policy
-from salesrl_trl.preflight import check_model
+from salesrl_trl.preflight import check_model, prompt_of
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -122,6 +123,9 @@ class Prepared:
     train_rows: list[SalesRow]
     eval_rows: list[SalesRow]
     """Empty where nothing is to be evaluated."""
+    train_prompts: list[list[dict[str, str]]]
+    """The training rows' chat messages."""
+    eval_prompts: list[list[dict[str, str]]]
     reward: RewardParts
     notes: list[str] = field(default_factory=list)
     """Lines for the run's banner: what the checks found that a user should know at the start."""
@@ -138,9 +142,14 @@ def prepare(config: RunConfig) -> Prepared:
             "(`accelerate launch --multi_gpu ...` or accelerate_configs/full.yaml), or show it one "
             "(CUDA_VISIBLE_DEVICES=0)."
         )
+    prompt = prompt_of(data)
+    train_rows = load_rows(data.dataset, data.train_split, branches, data.max_train_rows)
+    eval_rows = _eval_rows(config)
     prepared = Prepared(
-        train_rows=load_rows(data.dataset, data.train_split, branches, data.max_train_rows),
-        eval_rows=_eval_rows(config),
+        train_rows=train_rows,
+        eval_rows=eval_rows,
+        train_prompts=[build_prompt(row, prompt) for row in train_rows],
+        eval_prompts=[build_prompt(row, prompt) for row in eval_rows],
         reward=prepare_reward(config.reward, branches, config.training.hybrid_reference_weight > 0),
     )
     processes, held_out = config.training.world_size, len(prepared.eval_rows)
@@ -151,10 +160,11 @@ def prepare(config: RunConfig) -> Prepared:
         )
     if config.model.model_name_or_path is not None:
         check_model(config.model.model_name_or_path, config.model.model_revision, config.training.trust_remote_code)
-    elif data.prompt_style != PROMPT_STYLE:
+    elif prompt != PROMPT_STYLE:
+        given = f"`prompt_style` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
         raise ConfigError(
-            f"`prompt_style` is {data.prompt_style!r}, but the small demo policy is taught with {PROMPT_STYLE!r}. "
-            "Give `model_name_or_path`, or set `prompt_style` so."
+            f"{given}, but the small demo policy is taught with {PROMPT_STYLE!r}. Give `model_name_or_path`, or set "
+            f"`prompt_style: {PROMPT_STYLE}` and no `prompt_template`."
         )
     return prepared
 
@@ -313,8 +323,8 @@ def _build_trainer(
             quick_eval=QuickEvalSettings(
                 steps=telemetry.quick_eval_steps, rows=telemetry.quick_eval_rows, best=telemetry.quick_eval_best
             ),
-            train_dataset=build_dataset(prepared.train_rows, config.data.prompt_style),
-            eval_dataset=_eval_dataset(prepared, config.data.prompt_style),
+            train_dataset=prompt_dataset(prepared.train_prompts),
+            eval_dataset=_eval_dataset(prepared),
             processing_class=AutoTokenizer.from_pretrained(
                 path, revision=config.model.model_revision, trust_remote_code=config.training.trust_remote_code
             ),
@@ -329,10 +339,10 @@ def _build_trainer(
     return trainer
 
 
-def _eval_dataset(prepared: Prepared, prompt_style: str) -> Dataset | None:
-    if not prepared.eval_rows:
+def _eval_dataset(prepared: Prepared) -> Dataset | None:
+    if not prepared.eval_prompts:
         return None
-    return build_dataset(prepared.eval_rows, prompt_style, first_index=len(prepared.train_rows))
+    return prompt_dataset(prepared.eval_prompts, first_index=len(prepared.train_prompts))
 
 
 def _load_model(path: str, config: ModelConfig, trust_remote_code: bool) -> PreTrainedModel:

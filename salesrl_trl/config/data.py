@@ -25,6 +25,9 @@ class DataConfig:
             Take the first so many held-out rows.
         prompt_style (`str`, *optional*, defaults to `"instruct"`):
             `instruct` explains the task to a general chat model, `compact` is the bare conversation.
+        prompt_template (`str`, *optional*):
+            File with a prompt of one's own, in place of `prompt_style`: a Jinja template with the row's fields, which
+            docs/DATA.md lists.
     """
 
     dataset: str = field(default="demo", metadata=about("demo, a local file or a dataset on the hub"))
@@ -36,6 +39,7 @@ class DataConfig:
     max_train_rows: int | None = field(default=None, metadata=about("take the first so many training rows"))
     max_eval_rows: int | None = field(default=None, metadata=about("take the first so many held-out rows"))
     prompt_style: str = field(default="instruct", metadata=about("instruct or compact"))
+    prompt_template: str | None = field(default=None, metadata=about("Jinja file with a prompt of one's own"))
 
     def __post_init__(self) -> None:
         check_choice(self, "prompt_style", PROMPT_STYLES)

@@ -13,7 +13,8 @@ from salesrl_trl.types import Message, SalesRow
 REQUIRED_COLUMNS = ("branch", "conversation")
 """Without them there is nothing to train on. `conversation` is a list of {role, content}, oldest first."""
 OPTIONAL_COLUMNS = ("id", "tenant_id", "contact_id", "account_id", "message_id", "documents")
-ROLES = ("customer", "seller")
+ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
+"""What a turn's role may be called, and what it is called from there on."""
 
 
 def check_columns(columns: Iterable[str], source: str) -> None:
@@ -81,19 +82,25 @@ def is_unicode(text: str) -> bool:
 
 
 def _conversation(value: Any, where: str) -> tuple[Message, ...]:
-    expected = f"a list of {{role: {' | '.join(ROLES)}, content: text}} that ends with the customer"
+    expected = "a list of {role: customer | seller (or user | assistant), content: text} that ends with the customer"
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(f"{where}: `conversation` is {_shape(value)}. Expected {expected}.")
     messages = []
     for turn, message in enumerate(value):
         role = message.get("role") if isinstance(message, Mapping) else None
         content = message.get("content") if isinstance(message, Mapping) else None
-        if role not in ROLES or not isinstance(content, str) or not content.strip() or not is_unicode(content):
+        if (
+            not isinstance(role, str)
+            or role not in ROLES
+            or not isinstance(content, str)
+            or not content.strip()
+            or not is_unicode(content)
+        ):
             raise DataError(
                 f"{where}: turn {turn} of `conversation` has role {role!r} and content {_shape(content)}. "
                 f"Expected {expected}."
             )
-        messages.append(Message(role=role, content=content))
+        messages.append(Message(role=ROLES[role], content=content))
     if messages[-1].role != "customer":
         raise DataError(f"{where}: the last turn of `conversation` is the seller's. Expected {expected}.")
     return tuple(messages)

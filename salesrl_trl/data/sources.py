@@ -14,6 +14,7 @@ from datasets import Dataset, load_dataset
 
 from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.rows import check_columns, parse_row
+from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import SalesRow
 
@@ -64,14 +65,19 @@ def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
         yield parse_row(record, position, branches, "the demo"), drafts[record["id"]]
 
 
-def build_dataset(rows: Sequence[SalesRow], prompt_style: str, first_index: int = 0) -> Dataset:
+def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate, first_index: int = 0) -> Dataset:
     """The dataset TRL trains on: `prompt`, and `row`, counted from `first_index`, by which the reward finds its row.
+    `prompt` is a style or a template, as in `build_prompt`."""
+    return prompt_dataset([build_prompt(row, prompt) for row in rows], first_index)
+
+
+def prompt_dataset(prompts: Sequence[list[dict[str, str]]], first_index: int = 0) -> Dataset:
+    """The same of prompts that are there already.
 
     Only these two travel through the trainer, so that nothing a customer said can reach a log by way of TRL's reward
     keyword arguments.
     """
-    prompts = [build_prompt(row, prompt_style) for row in rows]
-    return Dataset.from_dict({"prompt": prompts, "row": list(range(first_index, first_index + len(rows)))})
+    return Dataset.from_dict({"prompt": prompts, "row": list(range(first_index, first_index + len(prompts)))})
 
 
 def is_file(source: str) -> bool:

@@ -112,6 +112,17 @@ def test_the_small_policy_wants_the_prompts_it_was_taught_with():
         prepare(config)
 
 
+def test_a_template_of_ones_own_is_read_before_a_model_and_wants_one(tmp_path):
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("{% block system %}\nBe brief.\n{% endblock %}\n{{ contxt }}\n", encoding="utf-8")
+    asked = [*ON_CPU, "--prompt_template", str(mine)]
+    with pytest.raises(ConfigError, match=r"mine\.jinja, line 4 uses 'contxt'.*Did you mean 'context'"):
+        prepare(parse(asked, ROOT / "recipes/debug.yaml"))
+    mine.write_text("{{ context }}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="`prompt_template` is given, but the small demo policy is taught with"):
+        prepare(parse(asked, ROOT / "recipes/debug.yaml"))
+
+
 def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"branch": "fairness", "conversation": [{"role": "customer", "content": "Hi"}]}\n')

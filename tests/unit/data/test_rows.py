@@ -91,17 +91,25 @@ def test_a_line_that_is_not_json_is_refused_by_number_and_without_its_text(tmp_p
         None,
         [],
         "customer: hi",
-        [{"role": "user", "content": "hi"}],
+        [{"role": "system", "content": "hi"}],
+        [{"role": ["user"], "content": "hi"}],
         [{"role": "customer", "content": " "}],
         [{"role": "customer", "content": "half a surrogate pair \ud83d"}],
         [{"role": "customer", "content": "my number is 13800000000"}, {"role": "seller", "content": "13800000000?"}],
     ],
-    ids=["missing", "empty", "text", "role", "blank", "surrogate", "seller last"],
+    ids=["missing", "empty", "text", "role", "role of no text", "blank", "surrogate", "seller last"],
 )
 def test_a_malformed_conversation_is_refused_without_quoting_it(dataset, conversation):
     with pytest.raises(DataError, match="row 0") as caught:
         load(dataset({**GOOD, "conversation": conversation}))
     assert "13800000000" not in str(caught.value)
+
+
+def test_roles_of_chat_data_are_read_like_the_conversations_own(dataset):
+    turns = [("user", "Hi"), ("assistant", "Hello"), ("seller", "How can I help?"), ("customer", "The price?")]
+    conversation = [{"role": role, "content": content} for role, content in turns]
+    (row,) = load(dataset({**GOOD, "conversation": conversation}))
+    assert row.context == "customer: Hi\nseller: Hello\nseller: How can I help?\ncustomer: The price?"
 
 
 @pytest.mark.parametrize("documents", ["a text", [1], 1, ["half \ud83d"]], ids=["text", "number", "bare", "surrogate"])

@@ -1,0 +1,135 @@
+"""From a template file and a row to the chat messages that the policy reads.
+
+Owns how a template is written, which fields it may use, and what is wrong with one. The packaged templates lie in the
+folder `templates` beside this module. The tokenizer's chat template, which turns messages into tokens, is another
+thing and not looked at here.
+
+A template is Jinja. Its text is the user message; what stands in `{% block system %}` is the system message, which may
+be left out. White space around either is dropped.
+"""
+
+import difflib
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.meta
+import jinja2.sandbox
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.types import SalesRow
+
+SYSTEM = "system"
+"""The one block that a template may have."""
+CONVERSATION_FIELDS = ("context", "conversation")
+"""The conversation as text, a line per turn, and as a list of turns. A template shows one of them."""
+FIELDS = (*CONVERSATION_FIELDS, "branch", "documents", "row_id", "tenant_id", "contact_id", "account_id", "message_id",
+          "action_fields")  # fmt: skip
+"""What a template may name: the row's fields, and the names of the action's fields."""
+
+_WITHOUT_SYSTEM = "{% extends template %}{% block system %}{% endblock %}"
+_ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+
+
+class PromptTemplate:
+    """Chat messages for a row.
+
+    Args:
+        source (`str`):
+            The template's text.
+        name (`str`):
+            What to call it in an error: its file.
+        action_fields (`Sequence[str]`):
+            The names of the action's fields, which the template may list.
+
+    Raises:
+        `ConfigError`: with file and line: what is no Jinja, an unknown variable or block, no conversation.
+    """
+
+    def __init__(self, source: str, name: str, action_fields: Sequence[str]) -> None:
+        self._name = name
+        self._action_fields = tuple(action_fields)
+        try:
+            tree = _ENVIRONMENT.parse(source.rstrip())
+            self._template = _ENVIRONMENT.from_string(source.rstrip())
+            self._user = _ENVIRONMENT.from_string(_WITHOUT_SYSTEM)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"{name}, line {error.lineno} is no Jinja: {error.message}.") from None
+        self._check(tree)
+
+    def messages(self, row: SalesRow) -> list[dict[str, str]]:
+        """The row's prompt: a system message, where the template has one, and a user message.
+
+        Raises:
+            `ConfigError`: with file, line and row: the template fails on this row, or leaves the user message empty.
+        """
+        fields = {name: getattr(row, name) for name in FIELDS[:-1]} | {FIELDS[-1]: self._action_fields}
+        try:
+            system = self._system(fields).strip()
+            user = self._user.render(fields, template=self._template).lstrip()
+        except Exception as error:  # a filter may raise anything
+            self._fail(row, error)
+        if not user.strip():
+            raise ConfigError(f"{self._name} leaves the user message of row {row.row_id!r} empty. Expected a text.")
+        messages = [{"role": "user", "content": user}]
+        return [{"role": "system", "content": system}, *messages] if system else messages
+
+    def _system(self, fields: dict[str, Any]) -> str:
+        block = self._template.blocks.get(SYSTEM)
+        try:
+            return "" if block is None else "".join(block(self._template.new_context(fields)))
+        except Exception:
+            _ENVIRONMENT.handle_exception()  # raises it again, with the template's own lines in its traceback
+
+    def _check(self, tree: jinja2.nodes.Template) -> None:
+        for block in tree.find_all(jinja2.nodes.Block):
+            if block.name != SYSTEM:
+                raise ConfigError(
+                    f"{self._name}, line {block.lineno} has a block {block.name!r}. Expected `block {SYSTEM}` alone: "
+                    "all other text is the user message."
+                )
+        used = jinja2.meta.find_undeclared_variables(tree) - _ENVIRONMENT.globals.keys()
+        for name in sorted(used - set(FIELDS)):
+            line = min(node.lineno for node in tree.find_all(jinja2.nodes.Name) if node.name == name)
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            guess = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{self._name}, line {line} uses {name!r}, which no row has.{guess} Expected some of: "
+                f"{', '.join(FIELDS)}."
+            )
+        if not used & set(CONVERSATION_FIELDS):
+            raise ConfigError(
+                f"{self._name} never shows the conversation, so that every prompt would be the same. Expected "
+                "`{{ context }}`, or turns of `conversation`, in it."
+            )
+
+    def _fail(self, row: SalesRow, error: Exception) -> NoReturn:
+        """What a filter says may hold a customer's text: only Jinja's own words are repeated."""
+        said = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+        where = f", line {lines[-1]}" if lines else ""
+        raise ConfigError(
+            f"{self._name}{where} does not work for row {row.row_id!r} ({type(error).__name__}{said})."
+        ) from None
+
+
+def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTemplate:
+    """A template from its file.
+
+    Raises:
+        `ConfigError`: there is no such file, it is not UTF-8, or it is no template.
+    """
+    file = Path(path).expanduser()
+    try:
+        return PromptTemplate(file.read_text(encoding="utf-8"), str(path), action_fields)
+    except OSError as error:
+        raise ConfigError(
+            f"`prompt_template` is {str(path)!r}, which can't be read ({error.strerror}). Expected a Jinja file. "
+            "Correct the path, or copy salesrl_trl/data/templates/instruct.jinja to start from."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}, byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
