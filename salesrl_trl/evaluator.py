@@ -70,10 +70,12 @@ class QuickEvaluator:
     def run_begins(self) -> None:
         """Take up the record of a run that goes on; every rank the main one's, for all save the best together."""
         trainer = self._trainer
-        self._evaluated_step = trainer.state.global_step
+        step = trainer.state.global_step
         told: list[Any] = [self._history.read(), self._best_on_disk()] if trainer.accelerator.is_main_process else []
         told = broadcast_object_list(told or [None, None])
-        self._history.resume(told[0], self._evaluated_step)
+        self._history.resume(told[0], step)
+        # A run may have ended between a step's checkpoint and its evaluation: that one is then still due
+        self._evaluated_step = step if self._history.has(step) else 0
         on_disk = told[1]
         if on_disk is None or (self._history.best is not None and self._history.best.step == on_disk):
             return

@@ -330,9 +330,7 @@ def can_stream(trainer: Any) -> bool:
     """Whether completions are known one by one, and their texts as TRL will have them."""
     if not trainer.use_vllm:
         return False
-    if trainer.tools:
-        hindrance = "tools are called"
-    elif trainer.rollout_func is not None:
+    if trainer.rollout_func is not None:
         hindrance = "`rollout_func` generates"
     elif any(getattr(trainer._tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         hindrance = "the tokenizer's response template parses them"

@@ -189,6 +189,10 @@ class QuickEvalHistory:
             if record["step"] <= step:
                 self.add(QuickEvaluation.from_dict(record))
 
+    def has(self, step: int) -> bool:
+        """Whether there is an evaluation of this step."""
+        return any(each.step == step for each in self.evaluations)
+
     def read(self) -> list[dict[str, Any]]:
         """The record on disk, as far as its lines are whole."""
         if not self._path.is_file():

@@ -83,6 +83,10 @@ _OUT = Reward(outcome=Outcome.INFRA, value=None, reason="out")
 """Stands for a reward that has not come in yet, where others' advantages are computed."""
 STOPPED = "stopped"
 """Reason code of completions that were given up because the run was told to stop."""
+_NO_TOOLS = (
+    "`{}` does not work with this trainer: completions are generated before TRL has set up the tools that they would "
+    "call. Expected a policy without tools. Leave it out, or use TRL's own `GRPOTrainer`."
+)
 
 
 class SalesGRPOTrainer(GRPOTrainer):
@@ -91,6 +95,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     Changes these things only:
     - `__init__`: vLLM gets the engine options TRL does not pass through, and TRL's warning of a row that could not be
       scored, which prints prompt and completion, is left out;
+    - `_tool_call_loop`: refuses; so does `__init__`, where `tools` or an `environment_factory` are given;
     - `_get_train_sampler` and `_run_epoch`: an epoch's order of prompts is the same after a resume;
     - `get_batch_samples`, `_prepare_inputs`, `_generate`, `_get_per_token_logps_and_entropies`: rollouts are launched
       before the step that trains on them, and the reward of each completion starts when it is finished (`pipeline`);
@@ -139,6 +144,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         quick_eval: QuickEvalSettings | None = None,
         **kwargs: Any,
     ) -> None:
+        for name in ("tools", "environment_factory"):
+            if kwargs.get(name):
+                raise ConfigError(_NO_TOOLS.format(name))
         self._reward = reward
         self._instruments = instruments or Instruments(
             InstrumentSettings(heartbeat_s=0.0), args.device, Path(args.output_dir)
@@ -336,6 +344,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         rollout.tokens = 0
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
         return rollout.generated
+
+    def _tool_call_loop(self, *args, **kwargs):
+        raise ConfigError(_NO_TOOLS.format("a `rollout_func` that calls `_tool_call_loop`"))
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
         return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self._pipeline.epoch)
@@ -679,6 +690,8 @@ class _Steps(TrainerCallback):
         trainer._instruments.see_model(trainer.accelerator.unwrap_model(trainer.model))
         trainer._timeline.end("prepare")
         trainer._instruments.run_begins(state.global_step, state.max_steps)
+        if trainer._quick_eval is not None:
+            trainer._quick_eval.evaluate_if_due()  # where the run stopped before it had made one
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._timeline.end(perf.OPTIMIZER)

@@ -448,14 +448,19 @@ def test_a_quick_evaluation_whose_services_fail_has_no_score_and_says_why(
     assert not (tmp_path / "run/best").exists()
 
 
-def test_a_resumed_run_goes_on_with_the_record_of_the_one_before(scripted_trainer, services, tmp_path):
+@pytest.mark.parametrize("evaluated", [True, False], ids=["evaluated", "ended_between_checkpoint_and_evaluation"])
+def test_a_resumed_run_has_each_evaluation_once(scripted_trainer, services, tmp_path, evaluated):
     arguments = {**UNSCRIPTED, "save_strategy": "steps", "save_steps": 2, "quick_eval": QUICK}
     scripted_trainer(**arguments, max_steps=4).train()
-    before = (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()
+    record = tmp_path / "run/quick_eval.jsonl"
+    before = record.read_text().splitlines()
+    if not evaluated:
+        record.unlink()
     again = scripted_trainer(**arguments, max_steps=6)
     again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
-    after = (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()
+    after = record.read_text().splitlines()
     assert [json.loads(line)["step"] for line in after] == [2, 4, 6]
+    # of the very same policy: that of the checkpoint
     seconds_aside = [{**json.loads(line), "seconds": 0, "best": 0} for line in (before[0], after[0])]
     assert seconds_aside[0] == seconds_aside[1]
 

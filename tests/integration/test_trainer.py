@@ -9,8 +9,9 @@ import torch
 from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 from transformers import TrainerCallback
 
-from salesrl_trl.errors import RunStopped, TooFewRewardsError, WeightSyncError
+from salesrl_trl.errors import ConfigError, RunStopped, TooFewRewardsError, WeightSyncError
 from salesrl_trl.telemetry.metrics import metric_names, report_names
+from salesrl_trl.trainer import SalesGRPOTrainer
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
 """Actions that no cache answers, as many as a test may need."""
@@ -232,3 +233,28 @@ class _AfterEachStep(TrainerCallback):
         self.call()
         if state.global_step == self.at:
             self.then()
+
+
+@pytest.mark.parametrize("name", ["tools", "environment_factory"])
+def test_tools_are_refused_before_anything_is_built(name):
+    with pytest.raises(ConfigError, match=f"`{name}` does not work with this trainer"):
+        SalesGRPOTrainer(model=None, reward=None, args=None, **{name: [print]})
+
+
+def test_a_rollout_func_writes_completions_and_calls_no_tools(scripted_trainer, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    calls_tools = []
+
+    def rollout(prompts, trainer):
+        if calls_tools:
+            trainer._tool_call_loop(prompts)
+        ids = [*trainer._tokenizer(ACTION)["input_ids"], trainer._tokenizer.eos_token_id]
+        prompt_ids, *_ = trainer._tokenize_prompts(prompts)
+        return {"prompt_ids": prompt_ids, "completion_ids": [ids for _ in prompts], "logprobs": None}
+
+    trainer = scripted_trainer(rollout_func=rollout, max_steps=2)
+    trainer.train()
+    assert [logs["reward"] for logs in step_logs(trainer)] == [0.75, 0.75]  # of ACTION, by the judge on loopback
+    calls_tools.append(True)
+    with pytest.raises(ConfigError, match="a `rollout_func` that calls `_tool_call_loop`"):
+        trainer.train()

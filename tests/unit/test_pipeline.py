@@ -262,7 +262,6 @@ def test_what_a_skipped_batch_leaves_of_a_mask_counts_for_nothing():
         ({}, None),
         ({"accelerator": SimpleNamespace(num_processes=8)}, None),
         ({"use_vllm": False}, None),
-        ({"tools": [print]}, "because tools are called"),
         ({"rollout_func": print}, "because `rollout_func` generates"),
         (
             {"_tokenizer": SimpleNamespace(response_template={"role": "assistant"})},
@@ -272,7 +271,7 @@ def test_what_a_skipped_batch_leaves_of_a_mask_counts_for_nothing():
     ],
 )
 def test_what_keeps_rewards_waiting_for_a_whole_batch_is_told(given, line, caplog):
-    trainer = {"use_vllm": True, "tools": None, "rollout_func": None, "_tokenizer": SimpleNamespace(), **given}
+    trainer = {"use_vllm": True, "rollout_func": None, "_tokenizer": SimpleNamespace(), **given}
     PartialState()  # accelerate's logger asks it which process this is
     with caplog.at_level("INFO"):
         assert can_stream(SimpleNamespace(**trainer)) is (line is None and trainer["use_vllm"])
