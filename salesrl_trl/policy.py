@@ -68,12 +68,24 @@ def cached_policy(steps: int, seed: int) -> Path:
     Raises:
         `SalesRLError`: the warm start failed; the message holds the end of its output.
     """
-    target = cache_dir() / "policies" / f"seed{seed}-steps{steps}-{_recipe_hash()}"
+    target = _policy_folder(steps, seed)
     target.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f"{target}.lock"):
         if not (target / "config.json").is_file():
             _make_in_subprocess(target, steps, seed)
     return target
+
+
+def policy_tokenizer(steps: int, seed: int) -> Any:
+    """The small policy's tokenizer, which needs no warm start: from its folder, or made anew and alike."""
+    from transformers import AutoTokenizer
+
+    folder = _policy_folder(steps, seed)
+    return AutoTokenizer.from_pretrained(folder) if (folder / "config.json").is_file() else build_tokenizer()
+
+
+def _policy_folder(steps: int, seed: int) -> Path:
+    return cache_dir() / "policies" / f"seed{seed}-steps{steps}-{_recipe_hash()}"
 
 
 def cache_dir() -> Path:

@@ -8,10 +8,12 @@ import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
-from salesrl_trl.config import DataConfig
+from salesrl_trl.config import DataConfig, SalesGRPOConfig
+from salesrl_trl.data.lengths import Limit
 from salesrl_trl.data.prompts import ACTION_FIELDS
 from salesrl_trl.data.templates import PromptTemplate, read_template
 from salesrl_trl.errors import (
@@ -35,8 +37,52 @@ def prompt_of(config: DataConfig) -> str | PromptTemplate:
     return read_template(config.prompt_template, ACTION_FIELDS)
 
 
-def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> None:
-    """Raise `ModelNotFoundError` unless a model's configuration is there, locally or on the hub."""
+def prompt_limit(data: DataConfig, training: SalesGRPOConfig, positions: int | None) -> Limit | None:
+    """How long a prompt may be, so that a completion of `max_completion_length` has room behind it.
+
+    Args:
+        data (`DataConfig`), training (`SalesGRPOConfig`):
+            Settings.
+        positions (`int`, *optional*):
+            Tokens that the model is made for.
+
+    Returns:
+        `Limit`, *optional*: `None` where nothing is known to bound a prompt.
+
+    Raises:
+        `ConfigError`: there is no room for a prompt, or for one of `max_prompt_tokens`.
+    """
+    room, source = positions, "the model's positions"
+    if training.use_vllm and training.vllm_mode == "colocate":  # a server has its own length
+        if training.vllm_max_model_length is not None:
+            room, source = training.vllm_max_model_length, "`vllm_max_model_length`"
+        if "max_model_len" in (extra := training.parsed_engine_kwargs()):
+            room, source = extra["max_model_len"], "`max_model_len` of `vllm_engine_kwargs`"
+    asked, completion = data.max_prompt_tokens, training.max_completion_length or 1
+    if room is None:
+        return None if asked is None else Limit(tokens=asked, reason="`max_prompt_tokens`")
+    if (asked or 1) + completion > room:
+        prompt = "a prompt" if asked is None else f"`max_prompt_tokens` {asked}"
+        raise ConfigError(
+            f"{prompt} and `max_completion_length` {completion} do not fit into {source} {room}: completions would be "
+            "cut short. Raise the length, or lower the others."
+        )
+    reason = f"{source} {room} less `max_completion_length` {completion}"
+    return (
+        Limit(tokens=room - completion, reason=reason)
+        if asked is None
+        else Limit(tokens=asked, reason="`max_prompt_tokens`")
+    )
+
+
+def positions_of(model: Any) -> int | None:
+    """Tokens that a model is made for, by its configuration; `None` where that doesn't say."""
+    positions = getattr(model.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
+def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """The model's configuration. Raises `ModelNotFoundError` unless there is one, locally or on the hub."""
     path = Path(name_or_path).expanduser()
     looks_local = name_or_path.startswith(("/", ".", "~")) or path.is_dir() or name_or_path.count("/") > 1
     if looks_local and not (path / "config.json").is_file():
@@ -47,7 +93,7 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
             "the small demo policy."
         )
     try:
-        AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(
             f"`model_name_or_path` is {name_or_path!r}, whose configuration could not be loaded "
@@ -55,6 +101,23 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
             "machine can reach. Correct it, log in if the model is gated, or leave it out to train the small demo "
             "policy."
         ) from error
+
+
+def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """The model's tokenizer. Raises `ModelNotFoundError` without one, `ConfigError` where it has no chat template."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"`model_name_or_path` is {name_or_path!r}, whose tokenizer could not be loaded ({type(error).__name__}). "
+            "Expected tokenizer files beside the model's configuration. Save the tokenizer there too."
+        ) from error
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"the tokenizer of {name_or_path!r} has no chat template, so that prompts can't become tokens. Expected "
+            "an instruct model, or a chat_template.jinja beside the tokenizer."
+        )
+    return tokenizer
 
 
 def read_key(variable: str | None, setting: str) -> str | None:

@@ -29,12 +29,13 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from salesrl_trl.assembly import RewardParts, build_reward, prepare_reward
 from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
-from salesrl_trl.data.prompts import build_prompt
+from salesrl_trl.data.lengths import FittingPrompts, fit_prompts, token_counter
 from salesrl_trl.data.sources import is_file, load_rows, prompt_dataset
+from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.hostmem import collect_seldom, keep_freed_memory
-from salesrl_trl.policy import PROMPT_STYLE, cached_policy
-from salesrl_trl.preflight import check_model, prompt_of
+from salesrl_trl.policy import MAX_POSITIONS, PROMPT_STYLE, cached_policy, policy_tokenizer
+from salesrl_trl.preflight import check_model, load_tokenizer, positions_of, prompt_limit, prompt_of
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -145,28 +146,49 @@ def prepare(config: RunConfig) -> Prepared:
     prompt = prompt_of(data)
     train_rows = load_rows(data.dataset, data.train_split, branches, data.max_train_rows)
     eval_rows = _eval_rows(config)
-    prepared = Prepared(
-        train_rows=train_rows,
-        eval_rows=eval_rows,
-        train_prompts=[build_prompt(row, prompt) for row in train_rows],
-        eval_prompts=[build_prompt(row, prompt) for row in eval_rows],
-        reward=prepare_reward(config.reward, branches, config.training.hybrid_reference_weight > 0),
-    )
-    processes, held_out = config.training.world_size, len(prepared.eval_rows)
-    if config.telemetry.quick_eval_steps and held_out < processes:
-        raise ConfigError(
-            f"a quick evaluation has {held_out} held-out rows for {processes} processes. Expected one for each. Hold "
-            "out more (`max_eval_rows`), or set `quick_eval_steps: 0`."
-        )
-    if config.model.model_name_or_path is not None:
-        check_model(config.model.model_name_or_path, config.model.model_revision, config.training.trust_remote_code)
-    elif prompt != PROMPT_STYLE:
+    if config.model.model_name_or_path is None and prompt != PROMPT_STYLE:
         given = f"`prompt_style` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
         raise ConfigError(
             f"{given}, but the small demo policy is taught with {PROMPT_STYLE!r}. Give `model_name_or_path`, or set "
             f"`prompt_style: {PROMPT_STYLE}` and no `prompt_template`."
         )
-    return prepared
+    reward = prepare_reward(config.reward, branches, config.training.hybrid_reference_weight > 0)
+    train, held_out = _fitting_prompts(config, prompt, train_rows, eval_rows)
+    processes = config.training.world_size
+    if config.telemetry.quick_eval_steps and len(held_out.rows) < processes:
+        raise ConfigError(
+            f"a quick evaluation has {len(held_out.rows)} held-out rows for {processes} processes. Expected one for "
+            "each. Hold out more (`max_eval_rows`), or set `quick_eval_steps: 0`."
+        )
+    return Prepared(
+        train_rows=train.rows,
+        eval_rows=held_out.rows,
+        train_prompts=train.prompts,
+        eval_prompts=held_out.prompts,
+        reward=reward,
+        notes=[each.note for each in (train, held_out) if each.note],
+    )
+
+
+def _fitting_prompts(
+    config: RunConfig, prompt: str | PromptTemplate, train_rows: list[SalesRow], eval_rows: list[SalesRow]
+) -> tuple[FittingPrompts, FittingPrompts]:
+    """Training rows and held-out rows whose prompts the model has room for. Looks for the model."""
+    name, training = config.model.model_name_or_path, config.training
+    if name is None:
+        positions: int | None = MAX_POSITIONS
+        tokenizer = policy_tokenizer(config.warm_start.warm_start_steps, config.warm_start.warm_start_seed)
+    else:
+        source = (name, config.model.model_revision, training.trust_remote_code)
+        positions = positions_of(check_model(*source))
+        tokenizer = load_tokenizer(*source)
+    limit = prompt_limit(config.data, training, positions)
+    count = token_counter(tokenizer, training.chat_template_kwargs)
+    rule = config.data.long_prompts
+    return (
+        fit_prompts(train_rows, prompt, count, limit, rule, "training"),
+        fit_prompts(eval_rows, prompt, count, limit, rule, "held-out"),
+    )
 
 
 def _eval_rows(config: RunConfig) -> list[SalesRow]:

@@ -118,6 +118,8 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
     [
         (DataConfig, {"prompt_style": "long"}, "Expected one of: instruct, compact"),
         (DataConfig, {"max_train_rows": 0}, "Expected at least 1"),
+        (DataConfig, {"max_prompt_tokens": 0}, "`max_prompt_tokens` is 0. Expected at least 1"),
+        (DataConfig, {"long_prompts": "cut"}, "Expected one of: error, drop, truncate_oldest_turns"),
         (DataConfig, {"max_eval_rows": -1}, "Expected at least 1"),
         (RewardConfig, {"rag_score_threshold": 2.0}, "Expected 0 to 1"),
         (RewardConfig, {"rag_top_k": 0}, "Expected 1 to 50"),

@@ -8,8 +8,9 @@ import threading
 import pytest
 from werkzeug import Response
 
+from salesrl_trl.config import DataConfig, SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
-from salesrl_trl.preflight import check_judge, check_model, check_rag, read_key
+from salesrl_trl.preflight import check_judge, check_model, check_rag, prompt_limit, read_key
 from salesrl_trl.reward.http import MAX_BODY_BYTES, HttpClient
 
 
@@ -27,6 +28,43 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 def test_a_hub_name_that_cannot_be_reached_is_refused():
     with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
         check_model("nobody/no-such-model", None, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "positions", "tokens", "reason"),
+    [
+        # a prompt has what the completion's 64 tokens leave
+        ({"vllm_max_model_length": 320}, 512, 256, "`vllm_max_model_length` 320 less `max_completion_length` 64"),
+        ({}, 512, 448, "the model's positions 512 less"),
+        ({"use_vllm": False, "vllm_max_model_length": 320}, 512, 448, "the model's positions"),
+        ({"vllm_mode": "server", "vllm_max_model_length": 320}, 512, 448, "the model's positions"),
+        ({"vllm_max_model_length": 320, "vllm_engine_kwargs": '{"max_model_len": 300}'}, 512, 236, "`max_model_len`"),
+        ({"vllm_max_model_length": 320, "max_prompt_tokens": 200}, 512, 200, "`max_prompt_tokens`"),
+        ({"max_prompt_tokens": 200}, None, 200, "`max_prompt_tokens`"),
+        ({}, None, None, ""),
+    ],
+)
+def test_a_prompt_leaves_room_for_its_completion(given, positions, tokens, reason):
+    limit = prompt_limit(*_lengths(**given), positions)
+    assert (limit and limit.tokens) == tokens
+    assert reason in (limit.reason if limit else "")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_prompt_tokens": 257}, r"`max_prompt_tokens` 257 and `max_completion_length` 64 do not fit .* 320"),
+        ({"max_completion_length": 320}, "a prompt and `max_completion_length` 320 do not fit"),
+    ],
+)
+def test_a_prompt_without_room_for_a_completion_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        prompt_limit(*_lengths(**{"vllm_max_model_length": 320, **given}), 512)
+
+
+def _lengths(max_prompt_tokens=None, **given):
+    settings = {"output_dir": "unused", "use_cpu": True, "bf16": False, "use_vllm": True, "max_completion_length": 64}
+    return DataConfig(max_prompt_tokens=max_prompt_tokens), SalesGRPOConfig(**{**settings, **given})
 
 
 def test_a_key_is_read_from_the_variable_that_is_named(monkeypatch):

@@ -59,7 +59,8 @@ PINS = {
     (GRPOTrainer, "log"): "c4d4db52f9ef",
     # weights are pushed when global_step moved, before generating
     (GRPOTrainer, "_generate_single_turn"): "7e2f21bdaf91",
-    # SalesGRPOTrainer._ask_server: what it returns are that method's first arguments; it may change the prompts
+    # SalesGRPOTrainer._ask_server: what it returns are that method's first arguments; it may change the prompts.
+    # data.lengths.token_counter tokenizes as it does
     (GRPOTrainer, "_tokenize_prompts"): "f0e7e168ffd6",
     # SalesVLLMGeneration: builds `LLM` from the module's global
     (VLLMGeneration, "_init_vllm"): "90ee5e82844d",

@@ -1,0 +1,175 @@
+"""Prompts that are too long for the model, found before one is loaded.
+
+Owns the count of every prompt's tokens and the three rules for those above the limit. How many tokens there is room
+for is not decided here.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from salesrl_trl.data.prompts import build_prompt
+from salesrl_trl.data.templates import PromptTemplate
+from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.types import SalesRow
+
+Prompt = list[dict[str, str]]
+Count = Callable[[Sequence[Prompt]], list[int]]
+"""Prompts to their lengths in tokens."""
+
+LONG_PROMPT_RULES = ("error", "drop", "truncate_oldest_turns")
+"""What becomes of a prompt above the limit: the run ends, the row is left out, or its oldest turns are left out of the
+prompt."""
+BATCH_PROMPTS = 1024
+"""Prompts that are in memory as tokens at once."""
+SHOWN_ROWS = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """How long a prompt may be."""
+
+    tokens: int
+    """Most tokens of a prompt, the chat template's included."""
+    reason: str
+    """Where the figure comes from: "`vllm_max_model_length` 320 less `max_completion_length` 64"."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FittingPrompts:
+    """Rows whose prompts fit, beside their prompts."""
+
+    rows: list[SalesRow]
+    prompts: list[Prompt]
+    note: str | None
+    """What was left out, for the run's banner; `None` where nothing was."""
+
+
+def token_counter(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> Count:
+    """Counts as TRL's `GRPOTrainer._tokenize_prompts` tokenizes, with the tokenizer's chat template. Equal prompts are
+    tokenized once. The counter raises `ConfigError` for what the chat template refuses."""
+
+    def count(prompts: Sequence[Prompt]) -> list[int]:
+        keys = [json.dumps(prompt) for prompt in prompts]
+        different = dict(zip(keys, prompts, strict=True))
+        lengths = []
+        for batch in _batches(list(different.values())):
+            try:
+                tokens = tokenizer.apply_chat_template(
+                    conversation=batch,
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=True,
+                    tokenizer_kwargs={"verbose": False},  # too long a prompt is told of here
+                    **(chat_template_kwargs or {}),
+                )
+            except jinja2.TemplateError as error:
+                raise ConfigError(
+                    f"the model's chat template takes no such prompts: {error.message}. Expected it to take the roles "
+                    f"{', '.join(message['role'] for message in batch[0])}. Give a `prompt_template` that suits it: "
+                    "without a system message, for example."
+                ) from None
+            lengths += [len(ids) for ids in tokens["input_ids"]]
+        by_key = dict(zip(different, lengths, strict=True))
+        return [by_key[key] for key in keys]
+
+    return count
+
+
+def fit_prompts(
+    rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, limit: Limit | None, rule: str, name: str
+) -> FittingPrompts:
+    """The rows whose prompts fit.
+
+    Args:
+        rows (`Sequence[SalesRow]`):
+            In the order of their source: a row is told by its place.
+        prompt (`str` or `PromptTemplate`):
+            As in `build_prompt`.
+        count (`Callable[[Sequence[Prompt]], list[int]]`):
+            Counts tokens: a `token_counter`.
+        limit (`Limit`, *optional*):
+            How long a prompt may be; any length where it is not given.
+        rule (`str`):
+            One of `LONG_PROMPT_RULES`.
+        name (`str`):
+            What to call the rows: `"training"`.
+
+    Raises:
+        `DataError`: a prompt is too long and the rule is `error`; one can't be made short enough; or no row is left.
+    """
+    prompts = [build_prompt(row, prompt) for row in rows]
+    lengths = count(prompts) if rows else []
+    long = [] if limit is None else [at for at, length in enumerate(lengths) if length > limit.tokens]
+    if limit is None or not long:
+        return FittingPrompts(rows=list(rows), prompts=prompts, note=None)
+    told = f"{_share(long, rows)} {name} rows have prompts of more than {limit.tokens} tokens ({limit.reason})"
+    if rule == "error":
+        raise DataError(
+            f"{told}: {_named(long, lengths)}. Expected room for prompt and completion. Shorten the rows, raise the "
+            "limit, or set `long_prompts: drop` or `long_prompts: truncate_oldest_turns`."
+        )
+    if rule == "drop":
+        kept = sorted(set(range(len(rows))).difference(long))
+        if not kept:
+            raise DataError(f"{told}: no row is left. Expected some that fit. Raise the limit, or shorten the rows.")
+        return FittingPrompts(
+            rows=[rows[at] for at in kept],
+            prompts=[prompts[at] for at in kept],
+            note=f"{told} and are left out (`long_prompts: drop`): {_named(long, lengths)}.",
+        )
+    shortened = _without_oldest_turns([rows[at] for at in long], prompt, count, limit.tokens)
+    unfit = [at for at, short in zip(long, shortened, strict=True) if short is None]
+    if unfit:
+        raise DataError(
+            f"{_share(unfit, rows)} {name} rows have prompts of more than {limit.tokens} tokens ({limit.reason}) even "
+            f"with the last turn alone: {_named(unfit, lengths)}. Shorten them, raise the limit, or set "
+            "`long_prompts: drop`."
+        )
+    for at, short in zip(long, shortened, strict=True):
+        assert short is not None
+        prompts[at] = short
+    return FittingPrompts(
+        rows=list(rows),
+        prompts=prompts,
+        note=f"{told} and lack their oldest turns (`long_prompts: truncate_oldest_turns`; services and judge "
+        f"still see the whole conversation): {_named(long, lengths)}.",
+    )
+
+
+def _without_oldest_turns(
+    rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: int
+) -> list[Prompt | None]:
+    """Each row's prompt without as many of its oldest turns as it takes, found by halving; `None` where the last turn
+    alone is too long."""
+    fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # turns left out; `most` leaves none
+    found: list[Prompt | None] = [None] * len(rows)
+    while open_rows := [at for at in range(len(rows)) if fewest[at] < most[at]]:
+        middles = [(fewest[at] + most[at]) // 2 for at in open_rows]
+        shorter = [_prompt_without(rows[at], middle, prompt) for at, middle in zip(open_rows, middles, strict=True)]
+        for at, middle, each, length in zip(open_rows, middles, shorter, count(shorter), strict=True):
+            if length <= tokens:
+                most[at], found[at] = middle, each
+            else:
+                fewest[at] = middle + 1
+    return found
+
+
+def _prompt_without(row: SalesRow, turns: int, prompt: str | PromptTemplate) -> Prompt:
+    return build_prompt(dataclasses.replace(row, conversation=row.conversation[turns:]), prompt)
+
+
+def _batches(prompts: Sequence[Prompt]) -> Iterable[Sequence[Prompt]]:
+    return (prompts[at : at + BATCH_PROMPTS] for at in range(0, len(prompts), BATCH_PROMPTS))
+
+
+def _share(some: Sequence[int], rows: Sequence[SalesRow]) -> str:
+    return f"{len(some):,} of {len(rows):,}"
+
+
+def _named(places: Sequence[int], lengths: Sequence[int]) -> str:
+    shown = ", ".join(f"row {at} ({lengths[at]} tokens)" for at in places[:SHOWN_ROWS])
+    return shown + (f" and {len(places) - SHOWN_ROWS:,} more" if len(places) > SHOWN_ROWS else "")
