@@ -22,12 +22,12 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 class _EmbeddingBody(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
     index: int
-    embedding: list[FiniteFloat] = Field(min_length=1)
+    embedding: list[FiniteFloat] = Field(min_length=1, fail_fast=True)
 
 
 class _EmbeddingsBody(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
-    data: list[_EmbeddingBody]
+    data: list[_EmbeddingBody] = Field(fail_fast=True)
 
 
 class Embedder:

@@ -17,11 +17,20 @@ _OPENERS = """
 """
 _HOLLOW = frozenset(opener.strip() for opener in _OPENERS.replace("\n", "").split("|"))
 _WORD = re.compile(r"[^\W_]")
+_LONG_GAP = re.compile(r"([\W_]{64})[\W_]+")
+MAX_OPENER_CHARS = 4096
+"""Longer texts, long gaps between words aside, say more than any of these."""
 
 
 def is_hollow(text: str) -> bool:
     """Whether a text is empty, holds no letter and no digit, or is one of the known openers alone. Width, case,
-    markup around it and invisible characters make no difference."""
+    markup around it and invisible characters make no difference.
+
+    Of a gap between words 64 characters are looked at: to normalise a run of combining marks takes its square.
+    """
+    text = _LONG_GAP.sub(r"\1", text)
+    if len(text) > MAX_OPENER_CHARS:
+        return False
     plain = unicodedata.normalize("NFKC", text).casefold().replace("’", "'")
     seen = "".join(character for character in plain if unicodedata.category(character) != "Cf")
     first, last = _WORD.search(seen), _WORD.search(seen[::-1])

@@ -4,7 +4,6 @@ Owns what counts as a valid action. Strict on purpose: what is let through here 
 """
 
 import json
-import re
 from typing import Any
 
 from salesrl_trl.data.prompts import ACTION_FIELDS
@@ -20,7 +19,8 @@ action led to an answer that says nothing."""
 MAX_FIELD_CHARS = 4000
 """Longest field that is sent to a RAG service; the embedded one refuses more with a 422."""
 
-_CODE_FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL)
+MAX_COMPLETION_CHARS = 200_000
+"""Longest completion that is read: three such fields in JSON's longest spelling, 12 characters for one, and room."""
 
 
 def parse_action(completion: str) -> Action | InvalidAction:
@@ -37,13 +37,23 @@ def parse_action(completion: str) -> Action | InvalidAction:
     text = completion.strip()
     if not text:
         return InvalidAction(reason="empty")
-    fenced = _CODE_FENCE.match(text)
+    if len(text) > MAX_COMPLETION_CHARS:
+        return InvalidAction(reason="too_long")
     try:
-        value = json.loads(fenced.group(1) if fenced else text)
+        value = json.loads(_unfenced(text))
     except (ValueError, RecursionError):  # ValueError also for a number of more than 4,300 digits
         return InvalidAction(reason="not_json")
     reason = _fault(value)
     return InvalidAction(reason=reason) if reason else Action(**value)
+
+
+def _unfenced(text: str) -> str:
+    """What lies in a Markdown code fence that is all of a text, or the text. By hand: a regular expression for it takes
+    the square of the blank lines."""
+    if not (text.startswith("```") and text.endswith("\n```")):
+        return text
+    first, _, content = text[3:-4].removeprefix("json").partition("\n")
+    return text if first.strip() else content
 
 
 def _fault(value: Any) -> str | None:
@@ -57,8 +67,8 @@ def _fault(value: Any) -> str | None:
         return "wrong_type"
     if not all(is_unicode(field) for field in value.values()):
         return "not_unicode"
-    if is_hollow(value["rewritten_query"]):
-        return "empty_query"
     if any(len(field) > MAX_FIELD_CHARS for field in value.values()):
         return "too_long"
+    if is_hollow(value["rewritten_query"]):
+        return "empty_query"
     return None

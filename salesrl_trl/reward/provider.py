@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openai.types.shared_params import ResponseFormatJSONSchema
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import AccessDenied, BadServiceResponse, JudgeInvalid, ServiceError, ServiceRejected
 from salesrl_trl.fencing import make_nonce
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
 """`auto` holds a provider to the schema, and falls back to text where it answers nothing, or no JSON, that way."""
+
+MAX_TOKENS = 10**9
+"""Of one call. What says more counts nothing."""
 
 _UNHELD = frozenset({"judge_empty", "judge_not_json"})
 
@@ -87,13 +90,13 @@ class _Choice(BaseModel):
 
 class _Usage(BaseModel):
     model_config = ConfigDict(extra="ignore")
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    completion_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
 
 
 class _Completion(BaseModel):
     model_config = ConfigDict(extra="ignore")
-    choices: list[_Choice]
+    choices: list[_Choice] = Field(fail_fast=True)
 
 
 @dataclass(frozen=True)

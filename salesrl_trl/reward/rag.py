@@ -66,6 +66,11 @@ class RagBackend(Protocol):
         ...
 
 
+MAX_ANSWER_CHARS = 65_536
+"""Longest answer: far more than a customer reads, and no more than a judge's context holds beside the rest."""
+MAX_PASSAGES = 1000
+
+
 class _PassageBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
     id: str
@@ -75,8 +80,8 @@ class _PassageBody(BaseModel):
 
 class _AnswerBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
-    answer: str
-    passages: list[_PassageBody]
+    answer: str = Field(max_length=MAX_ANSWER_CHARS)
+    passages: list[_PassageBody] = Field(max_length=MAX_PASSAGES, fail_fast=True)
     took_ms: float = Field(ge=0, allow_inf_nan=False)
 
 

@@ -7,7 +7,6 @@ and anything outside the schema is `JudgeInvalid`, never a number. Pure: no netw
 
 import functools
 import json
-import re
 from typing import Any
 
 from openai.types.shared_params import ResponseFormatJSONSchema
@@ -19,6 +18,8 @@ from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
 MESSAGE_VERSION = 1
 """Of what a judge is shown. To be raised with each change of it: verdicts of another version are not reused."""
+MAX_VERDICT_CHARS = 65_536
+"""Longest verdict that is read. Of a text in which a judge thinks aloud before, this much of its end."""
 MAX_OBJECT_STARTS = 64
 """Opening braces that are tried, from the end, for the verdict in a text: more than a reason in words holds."""
 
@@ -105,6 +106,8 @@ def read_verdict(content: str, *, expect_reference: bool) -> Verdict:
     Raises:
         `JudgeInvalid`: anything else.
     """
+    if len(content) > MAX_VERDICT_CHARS:
+        raise _invalid(content, "judge_too_long")
     try:
         body = _VerdictBody.model_validate_json(content)
     except ValidationError as error:
@@ -122,7 +125,7 @@ def read_text_verdict(content: str, *, nonce: str, expect_reference: bool) -> Ve
     Raises:
         `JudgeInvalid`: anything else.
     """
-    text = re.sub(r"\s*```\s*\Z", "", content).rstrip()
+    text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
     last = _last_object(text)
     if last is None:
         raise _invalid(content, "judge_not_json")

@@ -46,6 +46,7 @@ LEAST_SCORE = float(np.finfo(np.float32).tiny)
 _HAN = r"\u3400-\u9fff\uf900-\ufaff"
 _RUN = re.compile(rf"(?P<han>[{_HAN}]+)|\d+(?:[.:/]\d+)*|(?:(?![{_HAN}])[^\W\d_])+(?:'[a-z]+|\+\+|#)?")
 _INVISIBLE = re.compile(r"[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
+_LONG_GAP = re.compile(r"([^\w\s]{64})[^\w\s]+")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _SENTENCE = re.compile(r".+?(?:[。！？!?]|\.(?=\s|$)|$)", re.DOTALL)
 _ES_PLURAL = re.compile(r"(?:ss|sh|ch|x)es$")
@@ -84,7 +85,8 @@ class Document:
 
 def normalise(text: str) -> str:
     """Lower-case text in one Unicode form (NFKC), without invisible characters or thousands separators."""
-    folded = unicodedata.normalize("NFKC", text)
+    # to normalise a run of combining marks takes its square
+    folded = unicodedata.normalize("NFKC", _LONG_GAP.sub(r"\1", text))
     visible = _INVISIBLE.sub("", folded).replace("\u2019", "'")  # the typographic apostrophe
     return _THOUSANDS.sub("", visible).lower()
 

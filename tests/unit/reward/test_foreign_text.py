@@ -1,0 +1,120 @@
+"""What other programs wrote is read in a time that grows with its length, not with its square.
+
+It is read between the calls of all completions: while one text is read, all of them stand still, deadlines included.
+"""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.seconds import check_seconds
+
+from salesrl_trl.errors import BadServiceResponse, JudgeInvalid
+from salesrl_trl.fencing import neutralise
+from salesrl_trl.reward.embedding import Embedder
+from salesrl_trl.reward.hollow import is_hollow
+from salesrl_trl.reward.http import retry_after_s
+from salesrl_trl.reward.parsing import MAX_COMPLETION_CHARS, parse_action
+from salesrl_trl.reward.provider import JudgeProvider, ProviderClient
+from salesrl_trl.reward.rag import MAX_ANSWER_CHARS, _read_answer
+from salesrl_trl.reward.verdict import MAX_VERDICT_CHARS, read_text_verdict, read_verdict
+from salesrl_trl.services.index import words
+from salesrl_trl.services.judge import content_words
+from salesrl_trl.types import InvalidAction
+
+NONCE = "0123456789abcdef"
+CHARS = 128 * 1024
+"""Twice what an answer or a verdict may hold. The square of it, at a nanosecond each, is 17 s."""
+MOST_S = 1.0
+"""Of the thread's own time, so that other processes do not count. The slowest reader takes 0.1 s."""
+
+PROVIDER = ProviderClient(
+    JudgeProvider(name="judge", base_url="http://127.0.0.1:9", model="m", transport=SimpleNamespace(service="judge"))
+)
+READERS = {
+    "completion": parse_action,
+    "hollow": is_hollow,
+    "verdict": lambda text: read_verdict(text, expect_reference=True),
+    "text verdict": lambda text: read_text_verdict(text, nonce=NONCE, expect_reference=True),
+    "rag answer": lambda text: _read_answer(text.encode(), "rag_8b"),
+    "chat completion": lambda text: PROVIDER._content(text.encode()),
+    "embeddings": lambda text: Embedder("http://127.0.0.1:9", "m")._read(text.encode(), 1),
+    "retry after": lambda text: retry_after_s({"retry-after": text[:8190]}),  # all of a header that aiohttp takes
+    "fence": lambda text: neutralise(text, NONCE),
+    "search": lambda text: words(text[: CHARS // 8]),  # the embedded services: in a process of their own
+    "embedded judge": lambda text: content_words(text[: CHARS // 8]),
+}
+UNITS = (" ", "\n", "\n ", "a", "0", "f", ".", "A. ", "{", "[", '{"a":', "[0,", "0,", "{},", '"",', '"', '{"', "\\", "\\u",
+         "`", "```", "\n```", "<", "<|", ">", "<s", "\u200b", "\u0301\u0316", "\ufdfa", "千", "千a", "，")  # fmt: skip
+BEGINNINGS = ("", "{", '{"', '{"candidate": 0.5, "reference": 0.5, "reason": "', '{"answer": "', "```json", "```json\n",
+              '{"answer": "x", "took_ms": 1, "passages": [', '{"choices": [', '{"data": [{"index": 0, "embedding": [',
+              "<", "Solution", "customer: ")  # fmt: skip
+ENDS = ("", "x", '"', "}", '"}', "]}", "```", "\n```", "元")
+
+
+@pytest.mark.parametrize("reader", READERS)
+@settings(max_examples=60)
+@given(
+    unit=st.sampled_from(UNITS) | st.text(alphabet=sorted(set("".join(UNITS))), min_size=1, max_size=4),
+    beginning=st.sampled_from(BEGINNINGS),
+    end=st.sampled_from(ENDS),
+)
+@example(unit=" ", beginning="", end="x")
+@example(unit="\n", beginning="```json", end="x")
+@example(unit="\u0301\u0316", beginning="a", end="")
+@example(unit="千", beginning="", end="")
+def test_no_text_takes_the_square_of_its_length(reader, unit, beginning, end):
+    text = beginning + unit * (CHARS // len(unit)) + end
+    started = time.thread_time()
+    try:
+        READERS[reader](text)
+    except BadServiceResponse:  # it is no answer, which is soon said
+        pass
+    check_seconds(time.thread_time() - started, most=MOST_S, what=f"{beginning!r} + {unit!r} x n + {end!r}")
+
+
+LONG = " " * (4 * 1024 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("read", "refused"),
+    [
+        (lambda: parse_action("{" + LONG[:MAX_COMPLETION_CHARS] + "}"), InvalidAction(reason="too_long")),
+        (lambda: READERS["verdict"]("{" + LONG[:MAX_VERDICT_CHARS] + "}"), "judge_too_long"),
+        (lambda: READERS["rag answer"](f'{{"answer": "{LONG[: MAX_ANSWER_CHARS + 1]}", "passages": [], "took_ms": 1}}'),
+         "rag_8b_bad_response"),
+    ],
+    ids=["completion", "verdict", "answer"],
+)  # fmt: skip
+def test_what_is_too_long_is_not_parsed(read, refused):
+    if isinstance(refused, InvalidAction):
+        assert read() == refused
+        return
+    with pytest.raises(BadServiceResponse) as caught:
+        read()
+    assert caught.value.code == refused
+
+
+def test_a_verdict_behind_long_thoughts_is_read():
+    verdict = f'{{"nonce": "{NONCE}", "candidate": 0.25, "reference": 0.5, "reason": ""}}'
+    assert READERS["text verdict"](f"{LONG}{{{LONG}{verdict}\n```\n").candidate == 0.25
+    with pytest.raises(JudgeInvalid):
+        READERS["text verdict"](f"{verdict}{LONG}.")
+
+
+def test_gaps_of_any_length_hide_no_opener():
+    for gap in ("." * 300_000, " " * 300_000, ":\n" * 150_000, "\u200b" * 300_000):
+        assert is_hollow(gap)
+        assert is_hollow(f"{gap}Thought process:{gap}")
+        assert not is_hollow(f"{gap}answer{gap}5980{gap}")
+    assert is_hollow(f"Thought{' ' * 300_000}process")
+
+
+@pytest.mark.parametrize("count", [10**400, -1, 10**9 + 1], ids=["10**400", "-1", "10**9 + 1"])
+def test_a_usage_that_can_not_be_loses_no_verdict(count):
+    usage = f'{{"prompt_tokens": {count}, "completion_tokens": 7}}'
+    content = f'{{"choices": [{{"message": {{"content": "hi"}}, "finish_reason": "stop"}}], "usage": {usage}}}'
+    assert PROVIDER._content(content.encode()) == "hi"
+    assert PROVIDER.take_usage().completion_tokens == 0
