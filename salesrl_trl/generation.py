@@ -8,6 +8,7 @@ trainer's. vLLM is imported only while an engine is built, so that this module c
 import contextlib
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from threading import Semaphore
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import trl.generation.vllm_generation as upstream_vllm
 import trl.trainer.grpo_trainer as upstream_trainer
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, get_free_port
 from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -95,6 +96,9 @@ class SalesVLLMGeneration(VLLMGeneration):
         def build(**kwargs: Any) -> Any:
             return stock(**{**kwargs, **self.engine_options})
 
+        # Without a named port TRL takes the first free one of a short list, and two runs that start together take the
+        # same. A launcher of several processes has named one.
+        os.environ.setdefault("MASTER_PORT", str(get_free_port()))
         with replaced(upstream_vllm, "LLM", build):
             super()._init_vllm()
         if self.mode == "server":

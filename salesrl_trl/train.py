@@ -136,13 +136,6 @@ def prepare(config: RunConfig) -> Prepared:
     """Look at everything that can be looked at without a model. Raises `SalesRLError`."""
     data, branches = config.data, config.training.branches
     config.telemetry.check_branches(branches)
-    if config.training.n_gpu > 1:
-        raise ConfigError(
-            f"one process sees {config.training.n_gpu} GPUs. Expected one GPU for each process: transformers would "
-            "split batches over them by DataParallel, which GRPO cannot use. Launch a process for each GPU "
-            "(`accelerate launch --multi_gpu ...` or accelerate_configs/full.yaml), or show it one "
-            "(CUDA_VISIBLE_DEVICES=0)."
-        )
     prompt = prompt_of(data)
     train_rows = load_rows(data.dataset, data.train_split, branches, data.max_train_rows)
     eval_rows = _eval_rows(config)

@@ -12,6 +12,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import ControlLaw, KLTarget
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.penalty import PenaltySettings
+from salesrl_trl.machine import settle
 
 DEFAULT_BRANCHES = ("fairness", "hallucination")
 
@@ -118,7 +119,10 @@ class SalesGRPOConfig(GRPOConfig):
         )
         self._check_groups()
         self.eval_on_start: bool = self.eval_on_start or self.held_out_eval
+        self.use_cpu, self.bf16, self.fp16, self.machine_notes = settle(self.use_cpu, self.bf16, self.fp16)
         super().__post_init__()
+        # One process trains on one GPU: with several in sight transformers would split batches by DataParallel.
+        self._n_gpu: int = min(self._n_gpu, 1)
         check(
             0 <= self.min_valid_reward_fraction <= 1,
             f"`min_valid_reward_fraction` is {self.min_valid_reward_fraction}. Expected 0 to 1.",

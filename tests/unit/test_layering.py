@@ -26,6 +26,7 @@ ORDER = (
     "sampling",
     "schedule",
     "run_control",
+    "machine",
     "config",
     "telemetry",
     "pipeline",

@@ -1,0 +1,114 @@
+"""What the machine can do: devices, number format, threads.
+
+Owns how a recipe's wish (a number format, a device) becomes what this machine runs, and the sentences that say so.
+Builds no model and starts nothing.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+from accelerate.utils import str_to_bool
+
+from salesrl_trl.errors import ConfigError
+
+_OLDEST_WITH_BF16 = (8, 0)
+"""CUDA compute capability: Ampere. Older cards emulate bf16, slower than float32."""
+
+
+class Settled(NamedTuple):
+    """Device and precision as this machine runs them."""
+
+    use_cpu: bool
+    bf16: bool
+    fp16: bool
+    notes: list[str]
+    """What differs from the wish, and why."""
+
+
+def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
+    """What becomes of a wished device and precision on this machine.
+
+    The result holds for accelerate and DeepSpeed too: what an accelerate configuration says of the precision is
+    replaced by it, in the variables that `accelerate launch` hands to this process.
+
+    Args:
+        use_cpu (`bool`):
+            Whether the CPU is wished for. Without a GPU it is taken anyhow.
+        bf16 (`bool`, *optional*):
+            Whether bf16 mixed precision is wished for. TRL's default, where it is `None`, is bf16 unless `fp16`.
+        fp16 (`bool`):
+            Whether fp16 mixed precision is wished for.
+
+    Raises:
+        `ConfigError`: this node has more processes than GPUs.
+    """
+    wish = "bf16" if (not fp16 if bf16 is None else bf16) else "fp16" if fp16 else "float32"
+    launched_on_cpu = str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false")) == 1
+    on_cpu = use_cpu or launched_on_cpu or not torch.accelerator.is_available()
+    precision, notes = wish, []
+    if on_cpu and wish != "float32":
+        precision = "float32"
+        if bf16 is not None:
+            notes.append(f"precision: float32. The recipe wishes for {wish}, and this run is on a CPU")
+    elif not on_cpu:
+        _check_processes()
+        if wish == "bf16" and not _has_bf16():
+            precision = "float32"
+            notes.append(f"precision: float32. The recipe wishes for bf16, which {torch.cuda.get_device_name()} lacks")
+    told = _hand_to_accelerate("no" if precision == "float32" else precision)
+    if told is not None and told not in ("no", wish):
+        notes.append(f"accelerate's configuration says mixed_precision {told}: not used, the recipe decides")
+    return Settled(on_cpu, precision == "bf16", precision == "fp16", notes)
+
+
+def _has_bf16() -> bool:
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return True  # other makers' chips: transformers checks them
+    return torch.cuda.get_device_capability(_local_rank()) >= _OLDEST_WITH_BF16
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _check_processes() -> None:
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    if processes > gpus:
+        raise ConfigError(
+            f"{processes} processes were launched on this node, which has {gpus} GPU{'s' * (gpus > 1)} in sight. "
+            f"Expected a GPU for each. Launch with `--num_processes {gpus}`, or show the run more GPUs "
+            "(CUDA_VISIBLE_DEVICES)."
+        )
+
+
+def _hand_to_accelerate(precision: str) -> str | None:
+    """Put the precision where accelerate and DeepSpeed look for it. Returns what stood there."""
+    told = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if told is not None:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+    fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS")
+    if fields is not None:  # DeepSpeed refuses another precision where this list says that the file has named one
+        kept = [name for name in fields.split(",") if name != "mixed_precision"]
+        os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(kept)
+    return told
+
+
+def device_line(device: torch.device, processes: int) -> str:
+    """`2 processes, a NVIDIA H200 (139.8 GiB) each`, or the CPU's cores, threads and memory."""
+    several = f"{processes} processes" if processes > 1 else "1 process"
+    if device.type == "cpu":
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        idle = "" if threads * processes >= cores else f"; OMP_NUM_THREADS={cores // processes} uses all cores"
+        return f"{several} on the CPU: {cores} cores, {threads} threads each{idle}; {pages / 2**30:.0f} GiB of memory"
+    if device.type != "cuda":
+        return f"{several} on {device.type}"
+    properties = torch.cuda.get_device_properties(device)
+    line = f"{several}, {properties.name} ({properties.total_memory / 2**30:.0f} GiB) each"
+    others = torch.cuda.device_count() - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if others > 0:
+        line += (
+            f"; {others} more in sight not used (`--multi_gpu --num_processes N` takes N, CUDA_VISIBLE_DEVICES chooses)"
+        )
+    return line
