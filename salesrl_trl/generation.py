@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import trl.generation.vllm_generation as upstream_vllm
 import trl.trainer.grpo_trainer as upstream_trainer
-from accelerate.utils import broadcast_object_list, get_free_port
+from accelerate.utils import broadcast_object_list
+from accelerate.utils.other import get_free_port
 from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration
 

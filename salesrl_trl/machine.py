@@ -46,7 +46,7 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
     wish = "bf16" if (not fp16 if bf16 is None else bf16) else "fp16" if fp16 else "float32"
     launched_on_cpu = str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false")) == 1
     on_cpu = use_cpu or launched_on_cpu or not torch.accelerator.is_available()
-    precision, notes = wish, []
+    precision, notes = wish, list[str]()
     if on_cpu and wish != "float32":
         precision = "float32"
         if bf16 is not None:
@@ -108,7 +108,5 @@ def device_line(device: torch.device, processes: int) -> str:
     line = f"{several}, {properties.name} ({properties.total_memory / 2**30:.0f} GiB) each"
     others = torch.cuda.device_count() - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if others > 0:
-        line += (
-            f"; {others} more in sight not used (`--multi_gpu --num_processes N` takes N, CUDA_VISIBLE_DEVICES chooses)"
-        )
+        line += f"; {others} more in sight, not used (`--multi_gpu --num_processes N` takes N of them)"
     return line

@@ -5,7 +5,6 @@ the model's path stops here, before any model is loaded, with one message and ex
 """
 
 import contextlib
-import dataclasses
 import difflib
 import logging
 import signal
@@ -27,6 +26,7 @@ from transformers.integrations import TensorBoardCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from salesrl_trl.assembly import RewardParts, build_reward, prepare_reward
+from salesrl_trl.banner import LOG_NAME, banner, keep_console
 from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.data.lengths import FittingPrompts, fit_prompts, token_counter
@@ -65,6 +65,13 @@ class RunConfig:
     telemetry: TelemetryConfig
     training: SalesGRPOConfig
     model: ModelConfig
+    notes: list[str] = field(default_factory=list)
+    """Lines for the banner: what was set otherwise than the recipe says."""
+
+
+_SETTINGS = (DataConfig, RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig, ModelConfig)
+STAND_IN = "small_policy"
+"""A recipe's key: settings that hold where it names no model, so that the packaged small policy stands in."""
 
 
 def main(default_config: Path, argv: Sequence[str] | None = None) -> None:
@@ -82,6 +89,8 @@ def main(default_config: Path, argv: Sequence[str] | None = None) -> None:
         prepared = prepare(config)
     except SalesRLError as error:
         _say_and_exit(error, EXIT_BAD_INPUT)
+    if config.training.process_index == config.training.local_process_index:  # the first node's processes
+        keep_console(Path(config.training.output_dir) / LOG_NAME)
     try:
         with addresses(config.reward) as (rag_base_url, judge_base_url):
             run(config, prepared, rag_base_url, judge_base_url)
@@ -98,20 +107,44 @@ def parse(argv: Sequence[str], default_config: Path) -> RunConfig:
     argv = list(argv)
     if "--config" not in argv:
         argv = ["--config", str(default_config), *argv]
-    parser = _Parser(tuple(field.type for field in dataclasses.fields(RunConfig)), allow_abbrev=False)
+    parser = _Parser(_SETTINGS, allow_abbrev=False)
     if argv[-1] == "--config":
         raise ConfigError("`--config` has no file behind it. Expected a recipe's YAML.")
     _check_keys(Path(argv[argv.index("--config") + 1]), {action.dest for action in parser._actions})
     try:
-        return RunConfig(*parser.parse_args_and_config(argv))
+        config = RunConfig(*parser.parse_args_and_config(argv))
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the settings do not work: {error}") from error
+    config.notes = parser.stand_in
+    return config
 
 
 class _Parser(TrlParser):
-    """TRL's parser with one change: what argparse cannot read is a `ConfigError`, not a page of usage and an exit."""
+    """TRL's parser with two changes: what argparse cannot read is a `ConfigError`, not a page of usage and an exit;
+    and a recipe's `small_policy` settings hold where no model is named."""
+
+    def parse_args_and_config(self, args: Sequence[str], **kwargs: Any) -> Any:
+        self._names_model = any(each.split("=")[0] == "--model_name_or_path" for each in args)
+        self._given = {each.split("=")[0].removeprefix("--") for each in args if each.startswith("--")}
+        self.stand_in: list[str] = []
+        return super().parse_args_and_config(args, **kwargs)
+
+    def set_defaults_with_config(self, **config: Any) -> Any:
+        stand_in = config.pop(STAND_IN, {})
+        if stand_in and not self._names_model and config.get("model_name_or_path") is None:
+            other = {name: value for name, value in stand_in.items() if name not in self._given}
+            changed = [
+                name if isinstance(value, dict) else f"{name} {value} (not {config[name]})"
+                for name, value in other.items()
+                if value != config.get(name)
+            ]
+            self.stand_in = [
+                f"no model is named: the recipe's settings for the small policy hold, {', '.join(changed)}"
+            ]
+            config |= stand_in
+        return super().set_defaults_with_config(**config)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
@@ -328,6 +361,9 @@ def _build_trainer(
         path = config.model.model_name_or_path
         if path is None:
             path = str(cached_policy(config.warm_start.warm_start_steps, config.warm_start.warm_start_seed))
+        if PartialState().is_main_process:
+            for line in _banner(config, prepared, path):
+                logger.info(line)
         model = _load_model(path, config.model, config.training.trust_remote_code)
     with phase("engine"):
         trainer = SalesGRPOTrainer(
@@ -352,6 +388,18 @@ def _build_trainer(
         if isinstance(callback, TensorBoardCallback):  # before ours, so that its file is open
             trainer.add_callback(ScalarLayout(config.training.branches, config.training.kl_targets(), callback))
     return trainer
+
+
+def _banner(config: RunConfig, prepared: Prepared, policy_path: str) -> list[str]:
+    return banner(
+        config.data,
+        config.reward,
+        config.training,
+        config.model,
+        policy_path=policy_path,
+        rows=(len(prepared.train_rows), len(prepared.eval_rows)),
+        notes=[*config.notes, *config.training.machine_notes, *prepared.notes, *prepared.reward.notes],
+    )
 
 
 def _eval_dataset(prepared: Prepared) -> Dataset | None:
@@ -380,7 +428,8 @@ def _check_keys(path: Path, known: set[str]) -> None:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-    unknown = sorted(set(recipe) - known - {"env"})
+    stand_in = recipe.get(STAND_IN) or {}
+    unknown = sorted((set(recipe) | set(stand_in)) - known - {"env", STAND_IN})
     if unknown:
         guesses = {key: difflib.get_close_matches(str(key), known, n=1) for key in unknown}
         named = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in guesses.items())

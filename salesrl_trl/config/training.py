@@ -119,7 +119,8 @@ class SalesGRPOConfig(GRPOConfig):
         )
         self._check_groups()
         self.eval_on_start: bool = self.eval_on_start or self.held_out_eval
-        self.use_cpu, self.bf16, self.fp16, self.machine_notes = settle(self.use_cpu, self.bf16, self.fp16)
+        args: Any = self  # these fields are transformers'
+        args.use_cpu, args.bf16, args.fp16, self.machine_notes = settle(args.use_cpu, args.bf16, args.fp16)
         super().__post_init__()
         # One process trains on one GPU: with several in sight transformers would split batches by DataParallel.
         self._n_gpu: int = min(self._n_gpu, 1)

@@ -15,12 +15,12 @@ from salesrl_trl.telemetry.metrics import LEFT_OUT, STALENESS, STALENESS_MAX, me
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-ON_CPU = () if torch.cuda.is_available() else ("--use_cpu", "true", "--bf16", "false", "--dtype", "float32")
 
 
-def launch(recipe, *arguments, accelerate=(), succeeds=True, **environment):
+def launch(recipe, *arguments, configured=True, succeeds=True, **environment):
     command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"accelerate_configs/{recipe}.yaml", *accelerate, f"recipes/{recipe}.py", *arguments]
+    command += ["--config_file", f"accelerate_configs/{recipe}.yaml"] if configured else []
+    command += [f"recipes/{recipe}.py", *arguments]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -73,14 +73,19 @@ def test_the_debug_recipe_trains_and_evaluates_from_nothing_but_this_checkout(tm
     assert [entry["step"] for entry in json.loads((tmp_path / "run" / "held_out.json").read_text())] == [0, 3]
 
 
-def test_the_fast_load_recipe_starts_a_given_model_with_dummy_weights(policy_path, tmp_path):
-    launch(
+def test_a_recipe_starts_without_a_model_and_without_an_accelerate_configuration(tmp_path):
+    (tmp_path / "home").mkdir()
+    told = launch(
         "fast_load",
-        *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--max_steps", "2"),
-        *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
-        *("--vllm_engine_kwargs", '{"max_num_batched_tokens": 2048}', *ON_CPU),
+        *("--max_steps", "2", "--warm_start_steps", "40", "--output_dir", str(tmp_path / "run")),
+        configured=False,
+        HOME=str(tmp_path / "home"),
+        XDG_CACHE_HOME=str(tmp_path / "home"),
     )
     check_run(tmp_path / "run", steps=2)
+    assert "[Run] policy       the packaged small policy (your own: --model_name_or_path NAME)" in told
+    kept = (tmp_path / "run/run.log").read_text()
+    assert set(told[told.index("[Run]") :].splitlines()[1:]) <= set(kept.splitlines())
 
 
 def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp_path):
@@ -91,9 +96,8 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
         *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--max_steps", "4"),
         *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"),
         *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
-        *("--max_eval_rows", "8", "--per_device_eval_batch_size", "4", "--save_steps", "2", *ON_CPU),
+        *("--max_eval_rows", "8", "--per_device_eval_batch_size", "4", "--save_steps", "2"),
         *("--quick_eval_steps", "2", "--quick_eval_rows", "4", "--trace_steps", "1:2"),
-        accelerate=() if torch.cuda.is_available() else ("--mixed_precision", "no"),
     )
     check_run(tmp_path / "run", steps=4, lookahead=2)
     logged = scalars(tmp_path / "run")

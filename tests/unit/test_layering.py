@@ -36,6 +36,7 @@ ORDER = (
     "callbacks",
     "preflight",
     "assembly",
+    "banner",
     "train",
     "report",
 )

@@ -16,7 +16,6 @@ from salesrl_trl.train import build_instruments, main, parse, prepare
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +29,7 @@ def _keep_environment(monkeypatch):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_parses(recipe, tmp_path):
-    config = parse([*ON_CPU, "--output_dir", str(tmp_path)], recipe)
+    config = parse(["--output_dir", str(tmp_path)], recipe)
     assert config.training.use_vllm
     assert config.data.dataset == "demo"
 
@@ -61,20 +60,20 @@ def test_every_knob_is_set_by_a_recipe_or_turned_by_a_test():
 
 def test_the_command_line_wins_over_the_recipe():
     arguments = ["--max_steps", "7", "--branches", "fairness", "--branch_kl", '{"fairness": {"beta": 0.2}}']
-    config = parse([*ON_CPU, *arguments], ROOT / "recipes/debug.yaml")
+    config = parse([*arguments], ROOT / "recipes/debug.yaml")
     assert config.training.max_steps == 7
     assert config.training.branches == ["fairness"]
     assert config.training.kl_targets()["fairness"].beta == 0.2
 
 
 def test_one_coefficient_for_all_can_be_asked_for_on_the_command_line():
-    config = parse([*ON_CPU, "--branch_kl", "{}", "--beta", "0.04"], ROOT / "recipes/debug.yaml")
+    config = parse(["--branch_kl", "{}", "--beta", "0.04"], ROOT / "recipes/debug.yaml")
     assert {target.beta for target in config.training.kl_targets().values()} == {0.04}
 
 
 def test_another_recipe_can_be_named(tmp_path):
     other = tmp_path / "mine.yaml"
-    other.write_text("output_dir: x\nmax_steps: 3\nuse_cpu: true\nbf16: false\n", encoding="utf-8")
+    other.write_text("output_dir: x\nmax_steps: 3\n", encoding="utf-8")
     assert parse(["--config", str(other)], ROOT / "recipes/debug.yaml").training.max_steps == 3
 
 
@@ -93,21 +92,21 @@ def test_a_recipe_that_cannot_work_is_refused(tmp_path, text, message):
     recipe = tmp_path / "bad.yaml"
     recipe.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
-        parse(ON_CPU, recipe)
+        parse([], recipe)
 
 
 def test_a_recipe_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no recipe"):
-        parse(ON_CPU, tmp_path / "absent.yaml")
+        parse([], tmp_path / "absent.yaml")
 
 
 def test_an_unknown_argument_is_refused():
     with pytest.raises(ConfigError, match="--learning_rat"):
-        parse([*ON_CPU, "--learning_rat", "1"], ROOT / "recipes/debug.yaml")
+        parse(["--learning_rat", "1"], ROOT / "recipes/debug.yaml")
 
 
 def test_the_small_policy_wants_the_prompts_it_was_taught_with():
-    config = parse([*ON_CPU, "--prompt_style", "instruct"], ROOT / "recipes/debug.yaml")
+    config = parse(["--prompt_style", "instruct"], ROOT / "recipes/debug.yaml")
     with pytest.raises(ConfigError, match="taught with 'compact'"):
         prepare(config)
 
@@ -138,7 +137,7 @@ def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded():
 def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"branch": "fairness", "conversation": [{"role": "customer", "content": "Hi"}]}\n')
-    asked = [*ON_CPU, "--dataset", str(rows)]
+    asked = ["--dataset", str(rows)]
     with pytest.raises(ConfigError, match="`eval_dataset` is not given"):
         prepare(parse(asked, ROOT / "recipes/debug.yaml"))
     given = prepare(parse([*asked, "--eval_dataset", str(rows)], ROOT / "recipes/debug.yaml"))
@@ -148,21 +147,14 @@ def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     assert without.eval_rows == []
 
 
-def test_one_process_that_sees_several_gpus_is_refused():
-    config = parse(ON_CPU, ROOT / "recipes/debug.yaml")
-    config.training._n_gpu = 2
-    with pytest.raises(ConfigError, match="one process sees 2 GPUs"):
-        prepare(config)
-
-
 def test_a_users_rubrics_are_read_from_their_folder(tmp_path):
     (tmp_path / "fairness.txt").write_text("mine", encoding="utf-8")
-    config = parse([*ON_CPU, "--rubric_dir", str(tmp_path)], ROOT / "recipes/debug.yaml")
+    config = parse(["--rubric_dir", str(tmp_path)], ROOT / "recipes/debug.yaml")
     assert prepare(config).reward.rubrics["fairness"] == "mine"
 
 
 def test_a_branch_of_the_data_that_is_not_configured_is_refused():
-    config = parse([*ON_CPU, "--branches", "fairness", "--branch_kl", "{}"], ROOT / "recipes/debug.yaml")
+    config = parse(["--branches", "fairness", "--branch_kl", "{}"], ROOT / "recipes/debug.yaml")
     with pytest.raises(DataError, match="branch 'hallucination' is not configured"):
         prepare(config)
 
@@ -183,7 +175,7 @@ def test_a_branch_of_the_data_that_is_not_configured_is_refused():
 def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr("salesrl_trl.train._quiet", lambda: None)  # it is for a whole process
     with pytest.raises(SystemExit) as ended:
-        main(ROOT / "recipes/debug.yaml", [*ON_CPU, *arguments])
+        main(ROOT / "recipes/debug.yaml", [*arguments])
     told = capsys.readouterr().err
     assert ended.value.code == 2
     assert message in told
@@ -192,7 +184,7 @@ def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, m
 
 
 def test_what_a_recipe_ends_with_is_what_its_process_ends_with():
-    command = [sys.executable, "recipes/debug.py", *ON_CPU, "--dataset", "absent.jsonl"]
+    command = [sys.executable, "recipes/debug.py", "--dataset", "absent.jsonl"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     assert "DataError: there is no dataset file" in done.stderr
@@ -203,7 +195,7 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
     given = {"timing": "false", "perf_logging_steps": 3, "trace_steps": "4:6", "trace_max_mb": 2.5, "heartbeat_s": 7,
              "peak_tflops": 400, "output_dir": tmp_path}  # fmt: skip
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    instruments = build_instruments(parse([*ON_CPU, *arguments], ROOT / "recipes/debug.yaml"))
+    instruments = build_instruments(parse([*arguments], ROOT / "recipes/debug.yaml"))
     assert not instruments.enabled
     assert instruments._settings == InstrumentSettings(
         enabled=False, perf_steps=3, trace_steps=range(4, 7), trace_bytes=2_500_000, heartbeat_s=7.0, peak_flops=4e14
