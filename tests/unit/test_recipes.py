@@ -114,7 +114,7 @@ def test_the_small_policy_wants_the_prompts_it_was_taught_with():
 def test_a_template_of_ones_own_is_read_before_a_model_and_wants_one(tmp_path):
     mine = tmp_path / "mine.jinja"
     mine.write_text("{% block system %}\nBe brief.\n{% endblock %}\n{{ contxt }}\n", encoding="utf-8")
-    asked = [*ON_CPU, "--prompt_template", str(mine)]
+    asked = ["--prompt_template", str(mine)]
     with pytest.raises(ConfigError, match=r"mine\.jinja, line 4 uses 'contxt'.*Did you mean 'context'"):
         prepare(parse(asked, ROOT / "recipes/debug.yaml"))
     mine.write_text("{{ context }}", encoding="utf-8")
@@ -125,11 +125,11 @@ def test_a_template_of_ones_own_is_read_before_a_model_and_wants_one(tmp_path):
 def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded():
     # The debug recipe has room for 320 - 64 = 256 tokens. With room for 100 - 64 = 36, some of the demo's rows fit.
     fits, short = ["--vllm_max_model_length", "320"], ["--vllm_max_model_length", "100"]
-    given = prepare(parse([*ON_CPU, *fits], ROOT / "recipes/debug.yaml"))
+    given = prepare(parse([*fits], ROOT / "recipes/debug.yaml"))
     assert (len(given.train_prompts), len(given.eval_prompts), given.notes) == (960, 160, [])
     with pytest.raises(DataError, match=r"of 960 training rows have prompts of more than 36 tokens .* row \d+ \(\d+"):
-        prepare(parse([*ON_CPU, *short], ROOT / "recipes/debug.yaml"))
-    dropped = prepare(parse([*ON_CPU, *short, "--long_prompts", "drop"], ROOT / "recipes/debug.yaml"))
+        prepare(parse([*short], ROOT / "recipes/debug.yaml"))
+    dropped = prepare(parse([*short, "--long_prompts", "drop"], ROOT / "recipes/debug.yaml"))
     assert len(dropped.train_rows) == len(dropped.train_prompts) < 960
     assert [note.split(" rows have")[0].split(" ", 3)[-1] for note in dropped.notes] == ["training", "held-out"]
 
