@@ -48,8 +48,8 @@ def parse_action(completion: str) -> Action | InvalidAction:
 
 
 def _unfenced(text: str) -> str:
-    """What lies in a Markdown code fence that is all of a text, or the text. By hand: a regular expression for it takes
-    the square of the blank lines."""
+    """What lies in a Markdown code fence that is all of a text, or the text. No regular expression: it would take the
+    square of the blank lines."""
     if not (text.startswith("```") and text.endswith("\n```")):
         return text
     first, _, content = text[3:-4].removeprefix("json").partition("\n")
