@@ -47,11 +47,35 @@ READERS = {
     "search": lambda text: words(text[: CHARS // 8]),  # the embedded services: in a process of their own
     "embedded judge": lambda text: content_words(text[: CHARS // 8]),
 }
-UNITS = (" ", "\n", "\n ", "a", "0", "f", ".", "A. ", "{", "[", '{"a":', "[0,", "0,", "{},", '"",', '"', '{"', "\\",
-         "\\u", "`", "```", "\n```", "<", "<|", ">", "<s", "\u200b", "\u0301\u0316", "\ufdfa", "千", "千a", "，")  # fmt: skip
-BEGINNINGS = ("", "{", '{"', '{"candidate": 0.5, "reference": 0.5, "reason": "', '{"answer": "', "```json",
-              "```json\n", '{"answer": "x", "took_ms": 1, "passages": [', '{"choices": [', '{"data": [{"index": 0, "embedding": [',
-              "<", "Solution", "customer: ")  # fmt: skip
+UNITS = (
+    *(
+        " ",
+        "\n",
+        "\n ",
+        "a",
+        "0",
+        "f",
+        ".",
+        "A. ",
+        "{",
+        "[",
+        '{"a":',
+        "[0,",
+        "0,",
+        "{},",
+        '"",',
+        '"',
+        '{"',
+        "\\",
+        "\\u",
+    ),
+    *("`", "```", "\n```", "<", "<|", ">", "<s", "\u200b", "\u0301\u0316", "\ufdfa", "千", "千a", "，"),
+)
+BEGINNINGS = (
+    *("", "{", '{"', '{"candidate": 0.5, "reference": 0.5, "reason": "', '{"answer": "', "```json", "```json\n"),
+    *('{"answer": "x", "took_ms": 1, "passages": [', '{"choices": [', '{"data": [{"index": 0, "embedding": ['),
+    *("<", "Solution", "customer: "),
+)
 ENDS = ("", "x", '"', "}", '"}', "]}", "```", "\n```", "元")
 
 
