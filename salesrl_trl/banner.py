@@ -142,6 +142,8 @@ def _rag(reward: RewardConfig) -> str:
         return f"the store {reward.vector_store_path}, embeddings from {reward.embedding_base_url}"
     if reward.rag_base_url is not None:
         return reward.rag_base_url
+    if reward.knowledge_file is not None:
+        return f"embedded, over {reward.knowledge_file}"
     return "embedded, over the demo's course catalogue (your own: --rag_base_url http://HOST:PORT)"
 
 

@@ -6,13 +6,14 @@ themselves are checked in `config`, rows in `data`.
 
 import asyncio
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from salesrl_trl.config import DataConfig, SalesGRPOConfig
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.lengths import Limit
 from salesrl_trl.data.prompts import ACTION_FIELDS
 from salesrl_trl.data.templates import PromptTemplate, read_template
@@ -25,6 +26,9 @@ from salesrl_trl.errors import (
     ServiceUnavailable,
 )
 from salesrl_trl.reward.http import HttpClient, key_fault
+from salesrl_trl.reward.judge import packaged_rubrics
+from salesrl_trl.reward.scoring import OTHER_RUBRIC
+from salesrl_trl.services.index import load_documents
 
 PROBE_TIMEOUT_S = 10.0
 """For the whole answer: long enough for a cold load balancer, short enough to sit through."""
@@ -35,6 +39,55 @@ def prompt_of(config: DataConfig) -> str | PromptTemplate:
     if config.prompt_template is None:
         return config.prompt_style
     return read_template(config.prompt_template, ACTION_FIELDS)
+
+
+def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
+    """Whether the embedded services know what they are to score. Also looks at the embedded RAG service's documents.
+
+    Args:
+        config (`RewardConfig`):
+            Settings.
+        branches (`Sequence[str]`):
+            Branch names.
+        own_rows (`str`, *optional*):
+            A dataset of the run that is not the demo.
+
+    Returns:
+        `list[str]`: lines for the run's banner, where `allow_stand_ins` lets them score what they don't know.
+
+    Raises:
+        `ConfigError`: they don't, and `allow_stand_ins` is not set.
+        `DataError`: `knowledge_file` can't be read.
+    """
+    if config.knowledge_file is not None:
+        load_documents(Path(config.knowledge_file).expanduser())
+    faults = []
+    if config.embeds_judge and (own := _own_rubrics(config, branches)):
+        faults.append(
+            "The embedded judge is a program that knows the packaged rubrics and the demo alone. It reads no rubric "
+            f"and can't follow yours ({own}). Set `judge_base_url` and `judge_model`, or `judge_providers`."
+        )
+    if config.embeds_rag and config.knowledge_file is None and own_rows is not None:
+        faults.append(
+            f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue. Set "
+            "`rag_base_url` or `vector_store_path`, or `knowledge_file` for your documents in the embedded service."
+        )
+    if faults and not config.allow_stand_ins:
+        raise ConfigError(
+            f"{' '.join(faults)} To try things with scores that mean nothing, set `allow_stand_ins: true`."
+        )
+    return [f"THE SCORES OF THIS RUN MEAN NOTHING (`allow_stand_ins`). {fault}" for fault in faults]
+
+
+def _own_rubrics(config: RewardConfig, branches: Sequence[str]) -> str:
+    """Rubrics that are not packaged, of branches and of weights."""
+    packaged = packaged_rubrics()
+    folder = Path(config.rubric_dir).expanduser() if config.rubric_dir else None
+    weighed = [component for weights in config.parsed_branch_weights().values() for component in weights]
+    others = [each.removeprefix(OTHER_RUBRIC) for each in weighed if each.startswith(OTHER_RUBRIC)]
+    names = dict.fromkeys((*branches, *others))
+    own = [name for name in names if name not in packaged or (folder and (folder / f"{name}.txt").is_file())]
+    return ", ".join(f"{name}.txt" for name in own)
 
 
 def prompt_limit(data: DataConfig, training: SalesGRPOConfig, positions: int | None) -> Limit | None:

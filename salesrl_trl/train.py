@@ -30,12 +30,12 @@ from salesrl_trl.banner import LOG_NAME, banner, keep_console
 from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.data.lengths import FittingPrompts, fit_prompts, token_counter
-from salesrl_trl.data.sources import is_file, load_rows, prompt_dataset
+from salesrl_trl.data.sources import DEMO, is_file, load_rows, prompt_dataset
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.hostmem import collect_seldom, keep_freed_memory
 from salesrl_trl.policy import MAX_POSITIONS, PROMPT_STYLE, cached_policy, policy_tokenizer
-from salesrl_trl.preflight import check_model, load_tokenizer, positions_of, prompt_limit, prompt_of
+from salesrl_trl.preflight import check_model, check_stand_ins, load_tokenizer, positions_of, prompt_limit, prompt_of
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -178,6 +178,8 @@ def prepare(config: RunConfig) -> Prepared:
             f"{given}, but the small demo policy is taught with {PROMPT_STYLE!r}. Give `model_name_or_path`, or set "
             f"`prompt_style: {PROMPT_STYLE}` and no `prompt_template`."
         )
+    own_rows = next((each for each in (data.dataset, data.eval_dataset) if each not in (DEMO, None)), None)
+    stand_ins = check_stand_ins(config.reward, branches, own_rows)
     reward = prepare_reward(config.reward, branches, config.training.hybrid_reference_weight > 0)
     train, held_out = _fitting_prompts(config, prompt, train_rows, eval_rows)
     processes = config.training.world_size
@@ -192,7 +194,7 @@ def prepare(config: RunConfig) -> Prepared:
         train_prompts=train.prompts,
         eval_prompts=held_out.prompts,
         reward=reward,
-        notes=[each.note for each in (train, held_out) if each.note],
+        notes=[*stand_ins, *(each.note for each in (train, held_out) if each.note)],
     )
 
 
@@ -236,13 +238,12 @@ def addresses(config: RewardConfig) -> Iterator[tuple[str, str]]:
 
     One process of each node starts them and stops them again; all ranks learn the addresses of their own node.
     """
-    has_rag = config.rag_base_url is not None or config.vector_store_path is not None
-    has_judge = config.judge_base_url is not None or config.judge_providers is not None
-    if has_rag and has_judge:
+    if not (config.embeds_rag or config.embeds_judge):
         yield config.rag_base_url or "", config.judge_base_url or ""
         return
     state = PartialState()
-    services = EmbeddedServices()
+    knowledge = config.knowledge_file
+    services = EmbeddedServices(documents=None if knowledge is None else Path(knowledge).expanduser())
     started: Any = None
     if state.is_local_main_process:
         try:

@@ -85,6 +85,12 @@ class RewardConfig:
     """The services that score, and how patiently they are asked.
 
     Args:
+        allow_stand_ins (`bool`, *optional*, defaults to `False`):
+            Let the embedded RAG service and judge, which know the demo alone, score rows, branches and rubrics of
+            one's own. For trying things: the scores mean nothing. Without it such a run is refused.
+        knowledge_file (`str`, *optional*):
+            Documents that the embedded RAG service answers from, in place of the demo's: JSON lines of `{id, text}`,
+            perhaps with a `title`.
         rag_base_url (`str`, *optional*):
             Address of the RAG service before `/v1/rag/...`. Without one the recipe starts the embedded service.
         rag_api_key_env (`str`, *optional*):
@@ -164,6 +170,8 @@ class RewardConfig:
             Reward of a completion that is no action; the judge's scores lie in [0, 1].
     """
 
+    allow_stand_ins: bool = field(default=False, metadata=about("let embedded services score what they don't know"))
+    knowledge_file: str | None = field(default=None, metadata=about("the embedded RAG service's documents"))
     rag_base_url: str | None = field(default=None, metadata=about("RAG service; embedded if not given"))
     rag_api_key_env: str | None = field(default=None, metadata=about("environment variable with the RAG key"))
     vector_store_path: str | None = field(default=None, metadata=about("local vector store in place of a RAG service"))
@@ -199,7 +207,22 @@ class RewardConfig:
     reward_deadline_s: float = field(default=300.0, metadata=about("seconds that a completion's reward may take"))
     invalid_action_reward: float = field(default=0.0, metadata=about("reward of a completion that is no action"))
 
+    @property
+    def embeds_rag(self) -> bool:
+        """Whether the embedded RAG service answers."""
+        return self.rag_base_url is None and self.vector_store_path is None
+
+    @property
+    def embeds_judge(self) -> bool:
+        """Whether the embedded judge scores."""
+        return self.judge_base_url is None and self.judge_providers is None
+
     def __post_init__(self) -> None:
+        check(
+            self.knowledge_file is None or self.embeds_rag,
+            "`knowledge_file` is given beside `rag_base_url` or `vector_store_path`: only the embedded RAG service "
+            "reads it. Expected one of them.",
+        )
         check(
             0 <= self.rag_score_threshold <= 1,
             f"`rag_score_threshold` is {self.rag_score_threshold}. Expected 0 to 1: passage scores are normalised.",

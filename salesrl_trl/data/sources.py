@@ -15,6 +15,7 @@ from datasets import Dataset, load_dataset
 from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate
+from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import SalesRow
 
@@ -111,7 +112,17 @@ def _local_records(path: Path) -> list[dict[str, Any]]:
         return []
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
-    return list(load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train"))
+    try:
+        if path.suffix == ".json":
+            path.read_text(encoding="utf-8-sig")
+        return list(load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, {unreadable(error)}.") from None
+    except Exception as error:  # pyarrow's and pandas' own, which hold the file's text
+        raise DataError(
+            f"{path} can't be read as {path.suffix} ({type(error).__name__}). Expected rows with the same columns: "
+            "docs/DATA.md shows one. Correct the file."
+        ) from None
 
 
 def _hub_records(name: str, split: str) -> list[dict[str, Any]]:
@@ -127,12 +138,14 @@ def _hub_records(name: str, split: str) -> list[dict[str, Any]]:
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     records = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}, line {number}: {unreadable(error).removeprefix('line 1, ')}.") from None
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"{path}, line {number} is not JSON (column {error.colno}). Expected one JSON object a line."

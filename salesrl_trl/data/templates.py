@@ -18,6 +18,7 @@ import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
+from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import SalesRow
 
@@ -125,11 +126,9 @@ def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTempl
     """
     file = Path(path).expanduser()
     try:
-        return PromptTemplate(file.read_text(encoding="utf-8"), str(path), action_fields)
-    except OSError as error:
+        return PromptTemplate(file.read_text(encoding="utf-8-sig"), str(path), action_fields)
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"`prompt_template` is {str(path)!r}, which can't be read ({error.strerror}). Expected a Jinja file. "
-            "Correct the path, or copy salesrl_trl/data/templates/instruct.jinja to start from."
+            f"the prompt template {path} can't be read ({unreadable(error)}). Expected a Jinja file in UTF-8. Correct "
+            "`prompt_template`, or copy salesrl_trl/data/templates/instruct.jinja to start from."
         ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}, byte {error.start} is not UTF-8. Save the file as UTF-8.") from None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.provider import JudgeProvider, Material, ProviderClient, ProviderUsage
@@ -44,22 +45,39 @@ def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str
     """Rubrics by name: `<name>.txt` in `directory`, else the packaged one.
 
     Raises:
-        `ConfigError`: for one that is in neither place.
+        `ConfigError`: for those that are in neither place, all together; for one that can't be read.
     """
-    packaged = resources.files("salesrl_trl.reward") / "rubrics"
-    rubrics = {}
-    for name in names:
-        places = [Path(directory).expanduser() / f"{name}.txt"] if directory else []
-        places.append(Path(str(packaged / f"{name}.txt")))
-        found = next((place for place in places if place.is_file()), None)
-        if found is None:
-            raise ConfigError(
-                f"branch {name!r} has no rubric. Expected a file {name}.txt in "
-                f"{directory or 'a folder named by `rubric_dir`'}. Write one, or correct `branches` or "
-                "`branch_reward_weights`."
-            )
-        rubrics[name] = found.read_text(encoding="utf-8")
-    return rubrics
+    packaged = packaged_rubrics()
+    folder = Path(directory).expanduser() if directory else None
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"`rubric_dir` is {directory!r}, which is no folder. Correct the path.")
+    found = {
+        name: folder / f"{name}.txt" if folder and (folder / f"{name}.txt").is_file() else packaged.get(name)
+        for name in names
+    }
+    lacking = [f"{name}.txt" for name, path in found.items() if path is None]
+    if lacking:
+        raise ConfigError(
+            f"rubrics are missing: {', '.join(lacking)}. Expected a text file for each branch and each "
+            f"`judge_<rubric>`, in {directory or 'a folder named by `rubric_dir`'}. Write them, or correct `branches` "
+            "or `branch_reward_weights`."
+        )
+    return {name: _read_rubric(path) for name, path in found.items() if path is not None}
+
+
+def packaged_rubrics() -> dict[str, Path]:
+    """The rubrics that come with the package, by name."""
+    return {path.stem: path for path in Path(str(resources.files("salesrl_trl.reward") / "rubrics")).glob("*.txt")}
+
+
+def _read_rubric(path: Path) -> str:
+    try:
+        rubric = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the rubric {path} can't be read ({unreadable(error)}). Expected UTF-8 text.") from None
+    if not rubric.strip():
+        raise ConfigError(f"the rubric {path} is empty. Expected what the judge is told.")
+    return rubric
 
 
 class JudgeClient:

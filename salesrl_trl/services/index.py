@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import Passage
 
@@ -149,7 +150,8 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the knowledge base {path}: {error}; give a UTF-8 file of JSON lines") from error
+        fault = unreadable(error)
+        raise DataError(f"cannot read the knowledge base {path}: {fault}; give a UTF-8 file of JSON lines") from error
     documents: dict[str, Document] = {}
     for number, line in enumerate(lines, start=1):
         if line.strip():

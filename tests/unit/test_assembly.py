@@ -272,7 +272,7 @@ def test_settings_that_cannot_work_are_refused(settings, message):
     ("settings", "message"),
     [
         ({"branch_reward_weights": {"tone": {"judge": 1.0}}}, r"names the branches \['tone'\]"),
-        ({"branch_reward_weights": {"fairness": {"judge_tone": 1.0}}}, "branch 'tone' has no rubric"),
+        ({"branch_reward_weights": {"fairness": {"judge_tone": 1.0}}}, "rubrics are missing: tone.txt"),
         ({"judge_providers": [{**PROVIDER, "api_key_env": "NO_SUCH_KEY"}]}, r"judge_providers\[openai\].api_key_env"),
     ],
     ids=str,

@@ -137,7 +137,7 @@ def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded():
 def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"branch": "fairness", "conversation": [{"role": "customer", "content": "Hi"}]}\n')
-    asked = ["--dataset", str(rows)]
+    asked = ["--dataset", str(rows), "--allow_stand_ins", "true"]
     with pytest.raises(ConfigError, match="`eval_dataset` is not given"):
         prepare(parse(asked, ROOT / "recipes/debug.yaml"))
     given = prepare(parse([*asked, "--eval_dataset", str(rows)], ROOT / "recipes/debug.yaml"))
@@ -147,10 +147,22 @@ def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     assert without.eval_rows == []
 
 
-def test_a_users_rubrics_are_read_from_their_folder(tmp_path):
-    (tmp_path / "fairness.txt").write_text("mine", encoding="utf-8")
-    config = parse(["--rubric_dir", str(tmp_path)], ROOT / "recipes/debug.yaml")
-    assert prepare(config).reward.rubrics["fairness"] == "mine"
+def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_asked_for(tmp_path):
+    (tmp_path / "tone.txt").write_text("mine", encoding="utf-8")
+    rows, knowledge = tmp_path / "rows.jsonl", tmp_path / "knowledge.jsonl"
+    rows.write_text('{"branch": "tone", "conversation": [{"role": "customer", "content": "Hi"}]}\n')
+    knowledge.write_text('{"id": "a", "text": "We open at nine."}\n')
+    asked = ["--dataset", str(rows), "--branches", "tone", "--branch_kl", "{}", "--held_out_eval", "false",
+             "--quick_eval_steps", "0", "--rubric_dir", str(tmp_path)]  # fmt: skip
+    asked += ["--quick_eval_best", "reward"]
+    with pytest.raises(ConfigError, match=r"can't follow yours \(tone\.txt\).*`judge_base_url`.*rows\.jsonl from the"):
+        prepare(parse(asked, ROOT / "recipes/debug.yaml"))
+    with pytest.raises(ConfigError, match="can't follow yours") as caught:
+        prepare(parse([*asked, "--knowledge_file", str(knowledge)], ROOT / "recipes/debug.yaml"))
+    assert "course catalogue" not in str(caught.value)
+    prepared = prepare(parse([*asked, "--allow_stand_ins", "true"], ROOT / "recipes/debug.yaml"))
+    assert prepared.reward.rubrics == {"tone": "mine"}
+    assert [note.split("(")[0] for note in prepared.notes] == ["THE SCORES OF THIS RUN MEAN NOTHING "] * 2
 
 
 def test_a_branch_of_the_data_that_is_not_configured_is_refused():

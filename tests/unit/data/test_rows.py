@@ -85,6 +85,28 @@ def test_a_line_that_is_not_json_is_refused_by_number_and_without_its_text(tmp_p
     assert "13800000000" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_file_in_another_encoding_is_refused_by_line_and_byte(tmp_path, name):
+    path = tmp_path / name
+    # before it, the line has `{"branch": "caf`: 15 bytes
+    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"branch": "caf\xe9", "conversation": []}\n')
+    with pytest.raises(DataError, match=rf"{name}, line 2.* byte 16 \(0xe9\) is not UTF-8: is it Latin-1"):
+        load(str(path))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert len(load(str(tmp_path / "rows.jsonl"))) == 1
+
+
+@pytest.mark.parametrize(("name", "content"), [("rows.json", '[{"branch": }]'), ("rows.parquet", "13800000000")])
+def test_a_damaged_file_is_refused_without_its_text(tmp_path, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match="can't be read as") as caught:
+        load(str(tmp_path / name))
+    assert "13800000000" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "conversation",
     [

@@ -95,7 +95,9 @@ def test_a_template_that_fails_on_a_row_names_line_and_row_and_quotes_no_custome
     assert "13800000000" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "can't be read"), (b"caf\xe9", "byte 3 is not UTF-8")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "No such file"), (b"a\ncaf\xe9", r"line 2, byte 4 \(0xe9\) is not UTF-8")]
+)
 def test_a_file_that_is_no_text_is_refused(tmp_path, content, message):
     if content:
         (tmp_path / "mine.jinja").write_bytes(content)

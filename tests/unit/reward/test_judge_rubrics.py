@@ -19,6 +19,19 @@ def test_a_users_file_wins_over_the_packaged_one(tmp_path):
     assert "grounding" in rubrics["hallucination"]
 
 
-def test_a_branch_without_a_rubric_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"branch 'tone' has no rubric. Expected a file tone\.txt"):
-        load_rubrics(("tone",), str(tmp_path))
+def test_all_rubrics_that_are_missing_are_told_together(tmp_path):
+    (tmp_path / "price.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"rubrics are missing: tone\.txt, honesty\.txt\. Expected"):
+        load_rubrics(("tone", "price", "fairness", "honesty"), str(tmp_path))
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"caf\xe9", r"line 1, byte 4 \(0xe9\)"), (b" \n", "is empty")])
+def test_a_rubric_that_says_nothing_readable_is_refused(tmp_path, content, message):
+    (tmp_path / "fairness.txt").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_rubrics(("fairness",), str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_not_taken_for_one_without_rubrics(tmp_path):
+    with pytest.raises(ConfigError, match="which is no folder"):
+        load_rubrics(("fairness",), str(tmp_path / "absent"))
