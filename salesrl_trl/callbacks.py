@@ -12,8 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.integrations import TensorBoardCallback
 
 from salesrl_trl.kl.controller import KLTarget
@@ -23,6 +30,20 @@ from salesrl_trl.telemetry.metrics import JUDGE_SECONDS, REWARD_SECONDS, fractio
 from salesrl_trl.types import Outcome
 
 logger = logging.getLogger(__name__)
+
+HELD_OUT_NAME = "held_out.json"
+"""In the output folder: every evaluation of the held-out rows."""
+
+
+def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None:
+    """Put these callbacks in the place of transformers' own lines.
+
+    Those print all of a step's figures, two hundred here, beside a progress bar. TensorBoard has all of them.
+    """
+    for stock in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(stock)
+    for callback in callbacks:
+        trainer.add_callback(callback)
 
 
 class StepLine(TrainerCallback):
@@ -131,38 +152,43 @@ def figure(value: Any) -> str:
 
 
 class ScalarLayout(TrainerCallback):
-    """Groups the figures under TensorBoard's "Custom Scalars" tab.
+    """Groups the figures under TensorBoard's "Custom Scalars" tab, where a run reports to it.
 
     Args:
         branches (`Sequence[str]`):
             Branch names.
         targets (`Mapping[str, KLTarget]`):
             KL targets by branch, where there are any.
-        tensorboard (`TensorBoardCallback`):
-            Whose file the layout goes into.
+        callbacks (`Sequence[TrainerCallback]`):
+            The trainer's, TensorBoard's perhaps among them.
     """
 
     def __init__(
-        self, branches: Sequence[str], targets: Mapping[str, KLTarget], tensorboard: TensorBoardCallback
+        self, branches: Sequence[str], targets: Mapping[str, KLTarget], callbacks: Sequence[TrainerCallback]
     ) -> None:
         self._layout = custom_scalars(branches, [name for name, target in targets.items() if target.has_band])
-        self._tensorboard = tensorboard
+        self._callbacks = callbacks
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._tensorboard.tb_writer is not None:
-            self._tensorboard.tb_writer.add_custom_scalars(self._layout)
+        for callback in self._callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+                callback.tb_writer.add_custom_scalars(self._layout)
 
 
 class HeldOut(TrainerCallback):
-    """The held-out evaluations of a run: a line each, and at the end the first beside the last.
+    """The held-out evaluations of a run: a line each, all of them in `held_out.json`, and at the end the first beside
+    the last.
 
     Args:
         branches (`Sequence[str]`):
             Branch names.
+        output_dir (`Path`):
+            Where `held_out.json` goes.
     """
 
-    def __init__(self, branches: Sequence[str]) -> None:
+    def __init__(self, branches: Sequence[str], output_dir: Path) -> None:
         self._branches = branches
+        self._output_dir = output_dir
         self._evaluations: list[dict[str, Any]] = []
 
     def on_evaluate(
@@ -182,19 +208,21 @@ class HeldOut(TrainerCallback):
             "valid_actions": None if invalid is None else 1 - invalid,
         }
         self._evaluations.append(evaluation)
-        if state.is_world_process_zero:
-            logger.info(f"[HeldOut@{state.global_step}] {_evaluation_text(evaluation)}")
-
-    def conclude(self, output_dir: Path) -> None:
-        """Log the change from the first evaluation to the last and write all to `held_out.json`."""
-        if not PartialState().is_main_process or len(self._evaluations) < 2:
+        if not state.is_world_process_zero:
             return
+        logger.info(f"[HeldOut@{state.global_step}] {_evaluation_text(evaluation)}")
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self._evaluations, indent=2) + "\n"
+        (self._output_dir / HELD_OUT_NAME).write_text(text, encoding="utf-8")
+        if len(self._evaluations) > 1 and state.global_step >= state.max_steps:
+            self._compare()
+
+    def _compare(self) -> None:
         first, last = self._evaluations[0], self._evaluations[-1]
         logger.info(f"held-out before (step {first['step']}): {_evaluation_text(first)}")
         logger.info(f"held-out after  (step {last['step']}): {_evaluation_text(last)}")
         if first["reward"] is not None and last["reward"] is not None:
             logger.info(f"held-out mean reward changed by {last['reward'] - first['reward']:+.3f}")
-        (output_dir / "held_out.json").write_text(json.dumps(self._evaluations, indent=2) + "\n", encoding="utf-8")
 
 
 def _evaluation_text(evaluation: Mapping[str, Any]) -> str:

@@ -326,36 +326,45 @@ class Pipeline:
         return logps
 
 
-def can_stream(trainer: Any) -> bool:
-    """Whether completions are known one by one, and their texts as TRL will have them."""
-    if not trainer.use_vllm:
-        return False
-    if trainer.rollout_func is not None:
-        hindrance = "`rollout_func` generates"
-    elif any(getattr(trainer._tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
-        hindrance = "the tokenizer's response template parses them"
-    else:
-        return True
-    logger.info(f"rewards start when all completions of a batch are generated, because {hindrance}")
-    return False
+def why_not_streamed(trainer: Any) -> str | None:
+    """What keeps completions from being known one by one, with their texts as TRL will have them; `None` if nothing
+    does."""
+    parsed = any(
+        getattr(trainer._tokenizer, name, None) is not None for name in ("response_template", "response_schema")
+    )
+    return _first_of({
+        "transformers generates, a whole batch at once: they start when it is done": not trainer.use_vllm,
+        "`rollout_func` generates a whole batch: they start when it is done": trainer.rollout_func is not None,
+        "the tokenizer's response template parses completions: they start when all of a batch are generated": parsed,
+    })  # fmt: skip
 
 
-def is_divisible(trainer: Any) -> bool:
-    """Whether an update is the same whichever of its completions share a micro-batch, and in whatever order."""
+def why_not_divisible(trainer: Any) -> str | None:
+    """What makes an update depend on which of its completions share a micro-batch, or on their order; `None` if
+    nothing does."""
     args = trainer.args
-    return (
-        trainer.num_iterations == 1
-        and args.gradient_accumulation_steps % args.steps_per_generation == 0  # one update has the whole batch
-        and len(parts(args.per_device_train_batch_size * args.steps_per_generation,
-                      args.per_device_train_batch_size, trainer.num_generations)) > 1
-        and trainer.loss_type not in SHARED_BY_A_MICRO_BATCH
-        and trainer.scale_rewards != "batch"
-        and (not args.hybrid_reference_weight or trainer.scale_rewards == "none")  # its spread is the batch's too
-        and trainer.multi_objective_aggregation == "sum_then_normalize"
-        and trainer.top_entropy_quantile == 1.0
-        and not trainer._entropy_bonus_enabled
-        and not trainer.aux_loss_enabled
-    )  # fmt: skip
+    size = args.per_device_train_batch_size
+    places = parts(size * args.steps_per_generation, size, trainer.num_generations)
+    return _first_of({
+        "`num_iterations` is above 1, so that a batch is trained on again": trainer.num_iterations > 1,
+        "an update has a part of a generation batch (`steps_per_generation`)":
+            args.gradient_accumulation_steps % args.steps_per_generation != 0,
+        "a micro-batch and a group share no border before the batch's end, so that it has one part": len(places) <= 1,
+        f"`loss_type` {trainer.loss_type} weighs a completion by its micro-batch":
+            trainer.loss_type in SHARED_BY_A_MICRO_BATCH,
+        "`scale_rewards: batch` divides by the spread of all rewards": trainer.scale_rewards == "batch",
+        "`hybrid_reference_weight` is scaled by the spread of all rewards; not with `scale_rewards: none`":
+            bool(args.hybrid_reference_weight) and trainer.scale_rewards != "none",
+        f"`multi_objective_aggregation` is {trainer.multi_objective_aggregation}, which needs all rewards":
+            trainer.multi_objective_aggregation != "sum_then_normalize",
+        "`top_entropy_quantile` compares the tokens of a micro-batch": trainer.top_entropy_quantile != 1.0,
+        "the entropy bonus is taken over a micro-batch": trainer._entropy_bonus_enabled,
+        "the router's auxiliary loss is taken over a micro-batch": trainer.aux_loss_enabled,
+    })  # fmt: skip
+
+
+def _first_of(hindrances: dict[str, bool]) -> str | None:
+    return next((hindrance for hindrance, is_there in hindrances.items() if is_there), None)
 
 
 def _draw_as_a_dataloader() -> None:

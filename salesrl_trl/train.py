@@ -21,13 +21,11 @@ import yaml
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PrinterCallback
-from transformers.integrations import TensorBoardCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from salesrl_trl.assembly import RewardParts, build_reward, prepare_reward
 from salesrl_trl.banner import LOG_NAME, banner, keep_console
-from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.data.lengths import FittingPrompts, fit_prompts, token_counter
 from salesrl_trl.data.sources import DEMO, is_file, load_rows, prompt_dataset
@@ -42,7 +40,7 @@ from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.services.launcher import EmbeddedServices
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
-from salesrl_trl.telemetry.logs import LeaveOut
+from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
 from salesrl_trl.types import SalesRow
 
 if TYPE_CHECKING:
@@ -279,14 +277,12 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
         process_index=config.training.process_index,
     )
     reward = _placed(chain, config.reward.reward_process, on_cpu)
-    held_out = HeldOut(config.training.branches)
     instruments = build_instruments(config)
-    instruments.details |= dict.fromkeys((perf.REWARD_WAIT, perf.EVALUATION), reward.status)
     try:
         instruments.start(PartialState().is_main_process)
-        trainer = _build_trainer(config, prepared, reward, held_out, instruments)
+        trainer = _build_trainer(config, prepared, reward, instruments)
         try:
-            _train(config, trainer, held_out, instruments)
+            _train(config, trainer, instruments)
         except BaseException:
             with contextlib.suppress(Exception):  # the run's own error is the one to tell
                 trainer.finish()
@@ -296,7 +292,7 @@ def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url
         instruments.close()
 
 
-def _train(config: RunConfig, trainer: "SalesGRPOTrainer", held_out: HeldOut, instruments: Instruments) -> None:
+def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instruments) -> None:
     collect_seldom()
     if config.reward.warm_up_services:
         with instruments.timeline.phase("warm_up"):
@@ -308,7 +304,6 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", held_out: HeldOut, in
     trainer.raise_if_stopped()  # before an evaluation that nothing could be scored in
     if config.training.held_out_eval:
         trainer.evaluate()
-        held_out.conclude(Path(config.training.output_dir))
 
 
 def _placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:
@@ -352,7 +347,6 @@ def _build_trainer(
     config: RunConfig,
     prepared: Prepared,
     reward: SalesReward | RemoteReward,
-    held_out: HeldOut,
     instruments: Instruments,
 ) -> "SalesGRPOTrainer":
     phase, telemetry = instruments.timeline.phase, config.telemetry
@@ -381,13 +375,7 @@ def _build_trainer(
                 path, revision=config.model.model_revision, trust_remote_code=config.training.trust_remote_code
             ),
             peft_config=get_peft_config(config.model),
-            callbacks=[held_out],
         )
-    trainer.remove_callback(PrinterCallback)  # a page of figures a step; StepLine says what matters, TensorBoard all
-    trainer.add_callback(StepLine(config.training.branches, reward.provider_names, trainer.failures["train"]))
-    for callback in list(trainer.callback_handler.callbacks):
-        if isinstance(callback, TensorBoardCallback):  # before ours, so that its file is open
-            trainer.add_callback(ScalarLayout(config.training.branches, config.training.kl_targets(), callback))
     return trainer
 
 
@@ -446,7 +434,6 @@ def _say_and_exit(error: SalesRLError, code: int) -> None:
     raise SystemExit(code)
 
 
-_HANDLER_FORMAT = "%(asctime)s %(message)s"
 _LEFT_OUT = {
     # at every weight push on a CPU, about the one module that has no weights
     "vllm.model_executor.model_loader.reload.layerwise": "RotaryEmbedding: Failed to load weights",
@@ -458,7 +445,7 @@ _LEFT_OUT = {
 
 def _quiet() -> None:
     """Our own lines on stderr; third parties only when they warn."""
-    logging.basicConfig(level=logging.WARNING, format=_HANDLER_FORMAT, datefmt="%H:%M:%S")
+    logging.basicConfig(level=logging.WARNING, format=LINE_FORMAT, datefmt=TIME_FORMAT)
     logging.getLogger("salesrl_trl").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM looks at every attribute
     transformers.utils.logging.disable_progress_bar()

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from trl import GRPOTrainer
 
 from salesrl_trl.advantages import hybrid_advantages
+from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine, take_over_the_console
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import (
     ConfigError,
@@ -36,7 +37,7 @@ from salesrl_trl.evaluator import QuickEvaluator
 from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.pipeline import Parts, Pipeline, Rollout, can_stream, correction_sums, is_divisible
+from salesrl_trl.pipeline import Parts, Pipeline, Rollout, correction_sums, why_not_divisible, why_not_streamed
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -45,8 +46,8 @@ from salesrl_trl.sampling import OrderByEpoch
 from salesrl_trl.schedule import parts
 from salesrl_trl.server_requests import Requests
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
-from salesrl_trl.telemetry.logs import LeaveOut
+from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
+from salesrl_trl.telemetry.logs import LeaveOut, show_lines
 from salesrl_trl.telemetry.metrics import (
     BASELINE_FALLBACK,
     BOUNDED,
@@ -108,7 +109,8 @@ class SalesGRPOTrainer(GRPOTrainer):
       once per optimizer step and moves the coefficients;
     - `_get_per_token_logps_and_entropies`: hands that penalty the policy's log-probs;
     - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: the coefficients' state goes along;
-    - `log`: adds the package's metrics, under the same keys at every step;
+    - `log`: adds the package's metrics, under the same keys at every step; in place of transformers' print of all
+      figures there are two lines a step, and a line for each evaluation of held-out rows (`callbacks`);
     - `_maybe_log_save_evaluate`: a quick evaluation after it, where one is due;
     - `training_step`, `evaluate`, `_save_checkpoint`, and those above: tell the instruments which phase of a step it
       is; so do vLLM's weight push and accelerate's `backward`;
@@ -124,7 +126,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         args (`SalesGRPOConfig`):
             Settings.
         instruments (`Instruments`, *optional*):
-            What is measured of the run. Phases only, without a trace and heartbeats, when not given.
+            What is measured of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
         quick_eval (`QuickEvalSettings`, *optional*):
             Greedy evaluations every few steps on a sample of `eval_dataset`. None when not given.
         kwargs:
@@ -148,9 +150,11 @@ class SalesGRPOTrainer(GRPOTrainer):
             if kwargs.get(name):
                 raise ConfigError(_NO_TOOLS.format(name))
         self._reward = reward
+        show_lines()
         self._instruments = instruments or Instruments(
-            InstrumentSettings(heartbeat_s=0.0), args.device, Path(args.output_dir)
+            InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
+        self._instruments.details |= dict.fromkeys((perf.REWARD_WAIT, perf.EVALUATION), reward.status)
         self._timeline = self._instruments.timeline
         self._quick_eval: QuickEvaluator | None = None
         self._tuner: BaseTunerLayer | None = None
@@ -177,6 +181,12 @@ class SalesGRPOTrainer(GRPOTrainer):
             super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
         self.add_callback(_SkipAndStop(self))
         self.add_callback(_Steps(self))
+        take_over_the_console(
+            self,
+            StepLine(args.branches, reward.provider_names, self.failures["train"]),
+            HeldOut(args.branches, Path(args.output_dir)),
+            ScalarLayout(args.branches, targets, self.callback_handler.callbacks),
+        )
         self._tuner = next((each for each in self.model.modules() if isinstance(each, BaseTunerLayer)), None)
         self.accelerator.backward = self._phased(perf.BACKWARD, self.accelerator.backward)
         if args.rollout_lookahead and self.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
@@ -185,8 +195,8 @@ class SalesGRPOTrainer(GRPOTrainer):
                 f"{args.vllm_importance_sampling_mode}`, which takes out of the loss what the policy has moved away "
                 f"from: see `{LEFT_OUT}`. `token_truncate` keeps it, with bounded weights."
             )
-        self._streams = can_stream(self)
-        self._divisible = args.scored_groups_first and is_divisible(self)
+        self._streams = self._is_on("rewards start as soon as a completion is finished", why_not_streamed(self))
+        self._divisible = args.scored_groups_first and self._is_on("scored groups first", why_not_divisible(self))
         self._pipeline = Pipeline(self, args.rollout_lookahead, args.references_ahead)
         if self.use_vllm:
             generation = self.vllm_generation
@@ -269,6 +279,12 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._pipeline.forget()
         asyncio.run_coroutine_threadsafe(self._reward.aclose(), self.async_loop).result()
         self._instruments.close()
+
+    def _is_on(self, feature: str, hindrance: str | None) -> bool:
+        """Whether nothing hinders it; what does is told once."""
+        if hindrance is not None:
+            logger.info(f"off: {feature}, because {hindrance}")
+        return hindrance is None
 
     def _phased(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as a phase of the step."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from bench_rewards import BRANCHES, InstantReward
 from datasets import Dataset
-from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
+from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -132,7 +132,6 @@ def build(
         config = SalesGRPOConfig(branch_kl=bands, kl_update_steps=1, held_out_eval=False, **settings)
         trainer = Branched(model, reward or InstantReward(), config, instruments=instruments, **common)
     trainer.length = TOKENS[shape]
-    trainer.remove_callback(PrinterCallback)
     return trainer
 
 

@@ -47,7 +47,7 @@ from bench_rewards import GENERATIONS, SlowReward, service, set_medians
 from bench_server import fix_server_lengths, for_training, vllm_server
 from bench_timing import SHAPES, Meter
 from datasets import Dataset
-from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
+from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -308,7 +308,6 @@ class Bench:
             self._model, reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[self._clock],
             processing_class=build_tokenizer(), optimizers=(self._optimizer, None), **more,
         )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
         return trainer
 
     def close(self) -> None:

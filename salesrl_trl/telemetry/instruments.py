@@ -30,6 +30,8 @@ from salesrl_trl.timing import MAX_STEPS_KEPT, Span, StepTimes, Timeline, overla
 logger = logging.getLogger(__name__)
 
 TRACE_NAME = "trace.json"
+DEFAULT_TRACED_STEPS = range(1, 51)
+"""Of a trainer that is given no instruments, as in the recipes."""
 BATCHES_KEPT = 256
 """Micro-batches whose lengths are kept before they are summed."""
 

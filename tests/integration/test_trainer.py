@@ -29,10 +29,15 @@ def step_logs(trainer):
     return [entry for entry in trainer.state.log_history if "reward" in entry]
 
 
-def test_a_step_learns_and_logs_every_metric(scripted_trainer):
-    trainer = scripted_trainer()
+def test_a_step_learns_and_logs_every_metric(scripted_trainer, caplog, capfd, tmp_path):
+    trainer = scripted_trainer(disable_tqdm=False)
     before = weights(trainer)
-    trainer.train()
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        trainer.train()
+    shown = capfd.readouterr()
+    assert "{'loss'" not in shown.out + shown.err  # transformers' print of every figure
+    assert [caplog.text.count(f"[Step {step}/4]") for step in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    assert (tmp_path / "run/trace.json").is_file()
     assert moved(before, weights(trainer))
     names = {*metric_names(["fairness", "hallucination"]), *report_names(["judge"], ["rag_8b", "rag_32b", "judge"])}
     names |= {"judge/length_correlation", "judge/position_gap"}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from salesrl_trl.callbacks import StepLine
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from support.loopback import action, build_reward
 from support.scripted import build_trainer, default_rows
@@ -21,7 +20,6 @@ def main(policy, url, out):
         policy, build_reward(url, rows), texts, rows, out, instruments=instruments, report_to="tensorboard",
         max_steps=900,
     )  # fmt: skip
-    trainer.add_callback(StepLine(trainer.args.branches, ["judge"], trainer.failures["train"]))
     trainer.train()
 
 

@@ -5,7 +5,8 @@ import logging
 from collections import Counter
 
 import pytest
-from transformers import TrainerControl, TrainerState
+from transformers import ProgressCallback, TrainerControl, TrainerState
+from transformers.integrations import TensorBoardCallback
 
 from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine, clock, figure, judge_line, shares, step_line
 from salesrl_trl.kl.controller import KLTarget
@@ -75,12 +76,9 @@ def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_
         def add_custom_scalars(self, layout):
             self.layouts.append(layout)
 
-    class Callback:
-        tb_writer = None
-
-    tensorboard = Callback()
+    tensorboard = TensorBoardCallback(tb_writer=None)
     banded = {"fairness": KLTarget(beta=0.1, low=0.02, high=0.06), "hallucination": KLTarget(beta=0.1)}
-    layout = ScalarLayout(BRANCHES, banded, tensorboard)
+    layout = ScalarLayout(BRANCHES, banded, [ProgressCallback(), tensorboard])
     layout.on_train_begin(None, TrainerState(), TrainerControl())  # another rank has no writer
     tensorboard.tb_writer = Writer()
     layout.on_train_begin(None, TrainerState(), TrainerControl())
@@ -113,25 +111,25 @@ def test_only_the_main_process_speaks(caplog):
 
 def evaluated(callback, step, reward):
     state = TrainerState(global_step=step, is_world_process_zero=True)
+    state.max_steps = 20
     state.log_history = [{"eval_reward": reward, "eval_reward/fairness": reward, "eval_outcome/invalid_action": 0.25}]
     callback.on_evaluate(None, state, TrainerControl())
 
 
 def test_the_first_evaluation_is_set_beside_the_last(caplog, tmp_path):
-    callback = HeldOut(("fairness",))
+    callback = HeldOut(("fairness",), tmp_path)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         for step, reward in ((0, 0.25), (10, 0.5), (20, 0.75)):
             evaluated(callback, step, reward)
-        callback.conclude(tmp_path)
+    assert caplog.text.count("held-out before (step 0)") == 1  # once the last step is done
     assert "held-out mean reward changed by +0.500" in caplog.text  # 0.75 - 0.25
     written = json.loads((tmp_path / "held_out.json").read_text())
     assert written[2] == {"step": 20, "reward": 0.75, "fairness": 0.75, "valid_actions": 0.75}
 
 
 def test_an_evaluation_without_a_score_claims_no_change(caplog, tmp_path):
-    callback = HeldOut(("fairness",))
+    callback = HeldOut(("fairness",), tmp_path)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         evaluated(callback, 0, 0.25)
         evaluated(callback, 20, None)
-        callback.conclude(tmp_path)
     assert "changed" not in caplog.text

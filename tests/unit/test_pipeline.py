@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.pipeline import Parts, can_stream, correction_sums
+from salesrl_trl.pipeline import Parts, correction_sums, why_not_divisible, why_not_streamed
 from salesrl_trl.schedule import parts
 
 WANTED = 0.5
@@ -253,16 +252,16 @@ def test_what_a_skipped_batch_leaves_of_a_mask_counts_for_nothing():
         assert correction_sums(torch.zeros(2, columns), mask, mode, 0.5, 2.0).tolist() == [0, 0, 0]
 
 
-# What hinders the reward of a single completion from starting
+# What is off says why
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("given", "hindrance"),
     [
         ({}, None),
         ({"accelerator": SimpleNamespace(num_processes=8)}, None),
-        ({"use_vllm": False}, None),
-        ({"rollout_func": print}, "because `rollout_func` generates"),
+        ({"use_vllm": False}, "transformers generates"),
+        ({"rollout_func": print}, "`rollout_func` generates"),
         (
             {"_tokenizer": SimpleNamespace(response_template={"role": "assistant"})},
             "the tokenizer's response template",
@@ -270,10 +269,36 @@ def test_what_a_skipped_batch_leaves_of_a_mask_counts_for_nothing():
         ({"_tokenizer": SimpleNamespace(response_schema={"type": "object"})}, "the tokenizer's response template"),
     ],
 )
-def test_what_keeps_rewards_waiting_for_a_whole_batch_is_told(given, line, caplog):
+def test_what_keeps_rewards_waiting_for_a_whole_batch_is_told(given, hindrance):
     trainer = {"use_vllm": True, "rollout_func": None, "_tokenizer": SimpleNamespace(), **given}
-    PartialState()  # accelerate's logger asks it which process this is
-    with caplog.at_level("INFO"):
-        assert can_stream(SimpleNamespace(**trainer)) is (line is None and trainer["use_vllm"])
-    assert (line or "") in caplog.text
-    assert bool(caplog.text) is bool(line)
+    told = why_not_streamed(SimpleNamespace(**trainer))
+    assert told is None if hindrance is None else told.startswith(hindrance)
+
+
+@pytest.mark.parametrize(
+    ("given", "hindrance"),
+    [
+        ({}, None),
+        ({"steps_per_generation": 8}, "an update has a part"),
+        ({"per_device_train_batch_size": 2, "num_generations": 16}, "a micro-batch and a group share no border"),
+        ({"num_iterations": 2}, "`num_iterations`"),
+        ({"loss_type": "bnpo"}, "`loss_type` bnpo"),
+        ({"scale_rewards": "batch"}, "`scale_rewards: batch`"),
+        ({"hybrid_reference_weight": 0.5}, "`hybrid_reference_weight`"),
+        ({"hybrid_reference_weight": 0.5, "scale_rewards": "none"}, None),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "`multi_objective_aggregation`"),
+        ({"top_entropy_quantile": 0.2}, "`top_entropy_quantile`"),
+        ({"_entropy_bonus_enabled": True}, "the entropy bonus"),
+        ({"aux_loss_enabled": True}, "the router's"),
+    ],
+)
+def test_what_keeps_scored_groups_from_being_trained_on_first_is_told(given, hindrance):
+    # 4 micro-batches of 4 completions, groups of 4: a border after each
+    trainer = {
+        "num_iterations": 1, "num_generations": 4, "loss_type": "dapo", "scale_rewards": "group",
+        "multi_objective_aggregation": "sum_then_normalize", "top_entropy_quantile": 1.0,
+        "_entropy_bonus_enabled": False, "aux_loss_enabled": False, "gradient_accumulation_steps": 4,
+        "steps_per_generation": 4, "per_device_train_batch_size": 4, "hybrid_reference_weight": 0.0, **given,
+    }  # fmt: skip
+    told = why_not_divisible(SimpleNamespace(args=SimpleNamespace(**trainer), **trainer))
+    assert told is None if hindrance is None else told.startswith(hindrance)
