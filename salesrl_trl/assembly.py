@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
-from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.policy import cache_dir
-from salesrl_trl.preflight import check_judge, check_rag, read_key
+from salesrl_trl.preflight import read_key
+from salesrl_trl.probe import check_models, check_rag
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.embedding import SERVICE as EMBEDDING
@@ -92,9 +93,12 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
         reference_weighed=hybrid_baseline or any("margin" in weighed for weighed in scoring.weights.values()),
     )
     if config.rag_base_url is not None:
-        check_rag(config.rag_base_url, parts.rag_key)
+        parts.notes += check_rag(config.rag_base_url, parts.rag_key)
     if config.judge_base_url is not None:
-        check_judge(config.judge_base_url, parts.judge_keys[JUDGE])
+        parts.notes += check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
+    if config.vector_store_path is not None and config.embedding_base_url and config.embedding_model:
+        address = {"service": "embedding service", "setting": "embedding_base_url"}
+        parts.notes += check_models(config.embedding_base_url, parts.embedding_key, config.embedding_model, **address)
     _check_providers(config, parts)
     return parts
 
@@ -206,8 +210,9 @@ def _check_providers(config: RewardConfig, parts: RewardParts) -> None:
     providers, failures = config.parsed_judge_providers(), []
     for each in providers:
         try:
-            check_judge(each.base_url, parts.judge_keys[each.name], f"judge_providers[{each.name}]")
-        except SalesRLError as error:
+            key, setting = parts.judge_keys[each.name], f"judge_providers[{each.name}]"
+            parts.notes += check_models(each.base_url, key, each.model, setting=setting)
+        except ServiceError as error:
             failures.append(error)
             logger.warning(str(error))
     if providers and len(failures) == len(providers):

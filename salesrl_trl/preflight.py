@@ -1,13 +1,14 @@
 """What is looked at before any model is loaded.
 
-Owns the checks that need the outside world: is there a model at that path, does that address answer. Settings by
-themselves are checked in `config`, rows in `data`.
+Owns the checks that need the machine or several settings: is there a model at that path, can the output be written, do
+the embedded services know what they are to score. Settings by themselves are checked in `config`, rows in `data`,
+addresses in `probe`.
 """
 
-import asyncio
+import difflib
 import os
+import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,11 @@ from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.lengths import Limit
 from salesrl_trl.data.prompts import ACTION_FIELDS
 from salesrl_trl.data.templates import PromptTemplate, read_template
-from salesrl_trl.errors import (
-    ConfigError,
-    ModelNotFoundError,
-    ServiceError,
-    ServiceRejected,
-    ServiceTimeout,
-    ServiceUnavailable,
-)
-from salesrl_trl.reward.http import HttpClient, key_fault
+from salesrl_trl.errors import ConfigError, ModelNotFoundError
+from salesrl_trl.reward.http import key_fault
 from salesrl_trl.reward.judge import packaged_rubrics
 from salesrl_trl.reward.scoring import OTHER_RUBRIC
 from salesrl_trl.services.index import load_documents
-
-PROBE_TIMEOUT_S = 10.0
-"""For the whole answer: long enough for a cold load balancer, short enough to sit through."""
 
 
 def prompt_of(config: DataConfig) -> str | PromptTemplate:
@@ -90,7 +81,9 @@ def _own_rubrics(config: RewardConfig, branches: Sequence[str]) -> str:
     return ", ".join(f"{name}.txt" for name in own)
 
 
-def prompt_limit(data: DataConfig, training: SalesGRPOConfig, positions: int | None) -> Limit | None:
+def prompt_limit(
+    data: DataConfig, training: SalesGRPOConfig, positions: int | None, server_room: int | None = None
+) -> Limit | None:
     """How long a prompt may be, so that a completion of `max_completion_length` has room behind it.
 
     Args:
@@ -98,6 +91,8 @@ def prompt_limit(data: DataConfig, training: SalesGRPOConfig, positions: int | N
             Settings.
         positions (`int`, *optional*):
             Tokens that the model is made for.
+        server_room (`int`, *optional*):
+            Tokens that a vLLM server has room for.
 
     Returns:
         `Limit`, *optional*: `None` where nothing is known to bound a prompt.
@@ -106,7 +101,9 @@ def prompt_limit(data: DataConfig, training: SalesGRPOConfig, positions: int | N
         `ConfigError`: there is no room for a prompt, or for one of `max_prompt_tokens`.
     """
     room, source = positions, "the model's positions"
-    if training.use_vllm and training.vllm_mode == "colocate":  # a server has its own length
+    if server_room is not None:
+        room, source = server_room, "the vLLM server's length"
+    if training.use_vllm and training.vllm_mode == "colocate":
         if training.vllm_max_model_length is not None:
             room, source = training.vllm_max_model_length, "`vllm_max_model_length`"
         if "max_model_len" in (extra := training.parsed_engine_kwargs()):
@@ -196,50 +193,26 @@ def read_key(variable: str | None, setting: str) -> str | None:
     return key
 
 
-def check_rag(base_url: str, key: str | None) -> None:
-    """Raise unless something answers at the RAG service's address. Its `/healthz` may be missing."""
-    _probe(base_url, "/healthz", key, "RAG service", "rag_base_url")
-
-
-def check_judge(base_url: str, key: str | None, setting: str = "judge_base_url") -> None:
-    """Raise unless something answers at the judge's address. Its `/models` may be missing."""
-    _probe(base_url, "/models", key, "judge", setting)
-
-
-def _probe(base_url: str, path: str, key: str | None, service: str, setting: str) -> bytes | None:
-    """GET `path`, within `PROBE_TIMEOUT_S` and the size that answers have in training.
-
-    Returns:
-        `bytes`, *optional*: the body of a 200; `None` where the service has nothing at that path.
-    """
-    asked = f"GET {base_url.rstrip('/')}{path}"
-    # In a thread: in a notebook this one has an event loop of its own.
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        answer = thread.submit(lambda: asyncio.run(_get(base_url, path, key, service))).result()
-    if isinstance(answer, bytes):
-        return answer
-    if answer.status in (401, 403):
-        raise ServiceRejected(
-            f"the {service} at `{setting}` refused the key: {asked} answered {answer.status}. Expected the key in the "
-            f"variable named by `{setting.removesuffix('_base_url')}_api_key_env`. Check that variable."
-        )
-    if answer.status is None or answer.status >= 500:
-        raise ServiceUnavailable(
-            f"the {service} does not answer at `{setting}` as it should ({asked}): {answer}. Expected 200 within "
-            f"{PROBE_TIMEOUT_S:g} s. Start the service, look at its own log, correct the address, or leave "
-            f"`{setting}` out to use the embedded one."
-        )
-    return None
-
-
-async def _get(base_url: str, path: str, key: str | None, service: str) -> bytes | ServiceError:
-    http = HttpClient(f"the {service}", base_url, api_key=key)
+def check_output_dir(path: Path | str) -> None:
+    """Raise `ConfigError` unless files can be written there; the folder is made."""
+    folder = Path(path).expanduser()
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            return await http.get(path)
-    except TimeoutError:
-        return ServiceTimeout("no complete answer in time")
-    except ServiceError as error:
-        return error
-    finally:
-        await http.aclose()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written to `output_dir` {str(path)!r} ({error.strerror}). Expected a folder, or a place "
+            "for one, with room and the right to write. Name another."
+        ) from None
+
+
+def check_checkpoint(path: str | None, output_dir: str) -> None:
+    """Raise `ConfigError` unless the checkpoint to resume from is there."""
+    if path is None or (Path(path).expanduser() / "trainer_state.json").is_file():
+        return
+    found = sorted(each.parent.name for each in Path(output_dir).expanduser().glob("checkpoint-*/trainer_state.json"))
+    near = difflib.get_close_matches(Path(path).name, found, n=1)
+    guess = f" Did you mean {Path(output_dir) / near[0]}?" if near else ""
+    held = f"{output_dir} holds {', '.join(found)}" if found else f"{output_dir} holds none"
+    raise ConfigError(f"`resume_from_checkpoint` is {path!r}, where there is no checkpoint.{guess} {held}.")

@@ -30,10 +30,21 @@ from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, Teleme
 from salesrl_trl.data.lengths import FittingPrompts, fit_prompts, token_counter
 from salesrl_trl.data.sources import DEMO, is_file, load_rows, prompt_dataset
 from salesrl_trl.data.templates import PromptTemplate
+from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.hostmem import collect_seldom, keep_freed_memory
 from salesrl_trl.policy import MAX_POSITIONS, PROMPT_STYLE, cached_policy, policy_tokenizer
-from salesrl_trl.preflight import check_model, check_stand_ins, load_tokenizer, positions_of, prompt_limit, prompt_of
+from salesrl_trl.preflight import (
+    check_checkpoint,
+    check_model,
+    check_output_dir,
+    check_stand_ins,
+    load_tokenizer,
+    positions_of,
+    prompt_limit,
+    prompt_of,
+)
+from salesrl_trl.probe import check_vllm_server
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -108,6 +119,10 @@ def parse(argv: Sequence[str], default_config: Path) -> RunConfig:
     parser = _Parser(_SETTINGS, allow_abbrev=False)
     if argv[-1] == "--config":
         raise ConfigError("`--config` has no file behind it. Expected a recipe's YAML.")
+    options = {option for action in parser._actions for option in action.option_strings}
+    unknown = [each for each in argv if each.startswith("--") and each.split("=")[0] not in {*options, "--config"}]
+    if unknown:
+        raise ConfigError(f"unknown arguments: {_with_guesses(unknown, options)}. Correct them; `--help` lists all.")
     _check_keys(Path(argv[argv.index("--config") + 1]), {action.dest for action in parser._actions})
     try:
         config = RunConfig(*parser.parse_args_and_config(argv))
@@ -167,6 +182,8 @@ def prepare(config: RunConfig) -> Prepared:
     """Look at everything that can be looked at without a model. Raises `SalesRLError`."""
     data, branches = config.data, config.training.branches
     config.telemetry.check_branches(branches)
+    check_output_dir(config.training.output_dir)
+    check_checkpoint(config.training.resume_from_checkpoint, config.training.output_dir)
     prompt = prompt_of(data)
     train_rows = load_rows(data.dataset, data.train_split, branches, data.max_train_rows)
     eval_rows = _eval_rows(config)
@@ -208,7 +225,11 @@ def _fitting_prompts(
         source = (name, config.model.model_revision, training.trust_remote_code)
         positions = positions_of(check_model(*source))
         tokenizer = load_tokenizer(*source)
-    limit = prompt_limit(config.data, training, positions)
+    server_room = None
+    if training.use_vllm and training.vllm_mode == "server":
+        named = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
+        server_room = check_vllm_server(named.rstrip("/"), training.vllm_server_timeout)
+    limit = prompt_limit(config.data, training, positions, server_room)
     count = token_counter(tokenizer, training.chat_template_kwargs)
     rule = config.data.long_prompts
     return (
@@ -413,6 +434,8 @@ def _check_keys(path: Path, known: set[str]) -> None:
         raise ConfigError(f"there is no recipe {path}. Expected a YAML file. Correct --config.")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}, {unreadable(error)}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
@@ -420,12 +443,17 @@ def _check_keys(path: Path, known: set[str]) -> None:
     stand_in = recipe.get(STAND_IN) or {}
     unknown = sorted((set(recipe) | set(stand_in)) - known - {"env", STAND_IN})
     if unknown:
-        guesses = {key: difflib.get_close_matches(str(key), known, n=1) for key in unknown}
-        named = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in guesses.items())
         raise ConfigError(
-            f"{path} has unknown keys: {named}. Expected settings of DataConfig, RewardConfig, WarmStartConfig, "
-            "TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove them; `--help` lists all."
+            f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, RewardConfig, "
+            "WarmStartConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove them; `--help` "
+            "lists all."
         )
+
+
+def _with_guesses(names: Sequence[Any], known: set[str]) -> str:
+    """`"learning_rat (did you mean learning_rate?)"`."""
+    guesses = {name: difflib.get_close_matches(str(name).split("=")[0], known, n=1) for name in names}
+    return ", ".join(f"{name}" + (f" (did you mean {near[0]}?)" if near else "") for name, near in guesses.items())
 
 
 def _say_and_exit(error: SalesRLError, code: int) -> None:

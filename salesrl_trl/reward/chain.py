@@ -140,7 +140,7 @@ class SalesReward(BatchedReward):
         """Ask both endpoints and every judge provider once, before anything depends on them.
 
         Returns:
-            `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong.
+            `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong and where.
         """
         with deadline(self.deadline_s):
             return await self._warm_up()
@@ -159,6 +159,10 @@ class SalesReward(BatchedReward):
         if self._needs_judge:
             told.update(await self._judge.warm_up(row, action, judged))
         self.take_report()
+        places = {**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **self._judge.places}
+        for name, result in told.items():
+            if isinstance(result, ServiceError):
+                result.args = (f"{result} ({name}: {places[name]})",)
         return told
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:

@@ -162,6 +162,12 @@ class JudgeClient:
         records, self._records = self._records, []
         return records
 
+    @property
+    def places(self) -> dict[str, str]:
+        """What each provider is asked for and where, by service name."""
+        settings = [each.settings for each in self._providers.values()]
+        return {each.transport.service: f"model {each.model} at {each.base_url}" for each in settings}
+
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
         """Ask every provider once, by the branch's rubric; returns seconds, or what went wrong, by service name."""
         material = Material(row.branch, self._rubrics[row.branch], row, action, answer, answer)

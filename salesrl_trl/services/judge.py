@@ -364,13 +364,13 @@ class ChatRequest(BaseModel):
     response_format: Annotated[JsonSchemaFormat | PlainFormat, Field(discriminator="type")] | None = None
 
 
-def create_judge_app(terms: ProtectedTerms, model: str = "embedded-judge") -> FastAPI:
+def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> FastAPI:
     """Make the judge.
 
     Args:
         terms (`ProtectedTerms`):
             What the fairness branch looks for.
-        model (`str`, *optional*, defaults to `"embedded-judge"`):
+        model (`str`, *optional*, defaults to `"salesrl-judge"`):
             The name under which `GET /v1/models` lists the judge. Every name is answered.
     """
     app = FastAPI(title="Judge", docs_url=None, redoc_url=None, openapi_url=None)

@@ -280,7 +280,7 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(tmp_path)
 
 TLS_PROBE = """
 import asyncio, sys
-from salesrl_trl.preflight import check_rag
+from salesrl_trl.probe import check_rag
 from salesrl_trl.reward.http import HttpClient
 
 async def main():

@@ -35,6 +35,7 @@ ORDER = (
     "callbacks",
     "trainer",
     "preflight",
+    "probe",
     "assembly",
     "banner",
     "train",

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import re
 import socket
 import threading
 
@@ -10,7 +11,8 @@ from werkzeug import Response
 
 from salesrl_trl.config import DataConfig, SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
-from salesrl_trl.preflight import check_judge, check_model, check_rag, prompt_limit, read_key
+from salesrl_trl.preflight import check_checkpoint, check_model, prompt_limit, read_key
+from salesrl_trl.probe import check_models, check_rag, check_vllm_server
 from salesrl_trl.reward.http import MAX_BODY_BYTES, HttpClient
 
 
@@ -97,6 +99,10 @@ def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch, key, 
     assert "nter2" not in str(caught.value)
 
 
+def check_judge(url, key, model="judge-32b"):
+    return check_models(url, key, model)
+
+
 @pytest.mark.parametrize("check", [check_rag, check_judge])
 def test_a_dead_address_is_refused(check):
     with socket.socket() as free:
@@ -108,14 +114,98 @@ def test_a_dead_address_is_refused(check):
         check(url, None)
 
 
+MODELS = '{"object": "list", "data": [{"id": "judge-32b"}, {"id": "embedder"}]}'
+
+
+@pytest.fixture
+def serve(httpserver):
+    """Pages by path, everything else a 404; returns the address without a slash at its end."""
+
+    def at(**pages):
+        for path, (status, body) in pages.items():
+            httpserver.expect_request(f"/{path.replace('_', '/')}").respond_with_data(body, status=status)
+        httpserver.expect_request(re.compile(".*")).respond_with_data("", status=404)
+        return httpserver.url_for("").rstrip("/")
+
+    return at
+
+
 @pytest.mark.parametrize(
-    ("check", "path", "setting"),
-    [(check_rag, "/healthz", "rag_base_url"), (check_judge, "/v1/models", "judge_base_url")],
+    ("check", "pages", "path", "noted"),
+    [
+        (check_rag, {"healthz": (200, "")}, "", None),
+        (check_rag, {}, "", "has no /healthz"),
+        (check_rag, {}, "/v1", "has no /healthz"),  # nor does the address without it
+        (check_judge, {"v1_models": (200, MODELS)}, "/v1", None),
+        (check_judge, {"v1_models": (200, '{"data": []}')}, "/v1", None),
+        (check_judge, {}, "/v1", "has no list of models"),
+        (check_judge, {"v1_models": (200, "<html>")}, "/v1", "that it has 'judge-32b' shows at the first call"),
+    ],
 )
-@pytest.mark.parametrize("status", [200, 404])
-def test_an_address_that_answers_is_taken(httpserver, check, path, setting, status):
-    httpserver.expect_request(path).respond_with_data("", status=status)
-    check(httpserver.url_for("/v1" if setting == "judge_base_url" else "").rstrip("/"), "key")
+def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(serve, check, pages, path, noted):
+    url = serve(**pages) + path
+    notes = check(url, "key")
+    assert bool(notes) == bool(noted)
+    assert not noted or (noted in notes[0] and url in notes[0])
+
+
+@pytest.mark.parametrize(
+    ("check", "pages", "path", "message"),
+    [
+        (check_rag, {"healthz": (200, "")}, "/v1", r"`rag_base_url` is \S+/v1, but .* Set `rag_base_url: \S+:\d+`"),
+        (check_rag, {"healthz": (200, "")}, "/v1/rag/8b", r"Set `rag_base_url: \S+:\d+`"),
+        (
+            check_judge,
+            {"v1_models": (200, MODELS)},
+            "",
+            r"`judge_base_url` is \S+:\d+, .* `judge_base_url: \S+:\d+/v1`",
+        ),
+        (check_judge, {"v1_models": (200, MODELS)}, "/v1/v1", r"`judge_base_url: \S+:\d+/v1`"),
+        (check_judge, {"v1_models": (200, MODELS)}, "/v1/chat/completions", r"`judge_base_url: \S+:\d+/v1`"),
+        (
+            lambda url, key: check_judge(url, key, "judge-32"),
+            {"v1_models": (200, MODELS)},
+            "/v1",
+            r"`judge_model` is 'judge-32', which the judge at \S+/v1 does not list\. Did you mean 'judge-32b'\? "
+            "It lists judge-32b, embedder",
+        ),
+        (
+            lambda url, key: check_models(url, key, "x", setting="judge_providers[a]"),
+            {"v1_models": (200, MODELS)},
+            "/v1",
+            r"`judge_providers\[a\]\.model` is 'x'.* does not list\. It lists",
+        ),
+    ],
+    ids=["a /v1 too many", "an endpoint", "no /v1", "two /v1", "a path too many", "a typo", "of a provider"],
+)
+def test_an_address_or_a_model_with_a_typo_is_refused_with_what_was_meant(serve, check, pages, path, message):
+    with pytest.raises(ConfigError, match=message):
+        check(serve(**pages) + path, None)
+
+
+def test_a_vllm_server_is_waited_for_and_says_how_much_room_it_has(httpserver):
+    httpserver.expect_ordered_request("/health").respond_with_data("", status=503)  # it still loads
+    httpserver.expect_ordered_request("/health").respond_with_data("")
+    httpserver.expect_ordered_request("/server_info").respond_with_json({})
+    httpserver.expect_ordered_request("/v1/models").respond_with_json({"data": [{"id": "x", "max_model_len": 640}]})
+    room = check_vllm_server(httpserver.url_for("").rstrip("/"), 60.0)
+    assert room == 640
+    # 64 of them are the completion's
+    assert prompt_limit(*_lengths(vllm_mode="server"), 1024, room).tokens == 576
+
+
+def test_a_vllm_server_whose_weights_can_not_be_updated_is_refused(serve):
+    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1"):
+        check_vllm_server(serve(health=(200, "")), 0.0)
+
+
+def test_a_checkpoint_that_is_not_there_is_told_beside_those_that_are(tmp_path):
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("{}")
+    check_checkpoint(None, str(tmp_path))
+    check_checkpoint(str(tmp_path / "checkpoint-20"), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"Did you mean \S+/checkpoint-20\? \S+ holds checkpoint-20\."):
+        check_checkpoint(str(tmp_path / "checkpoint-2"), str(tmp_path))
 
 
 def test_a_refused_key_is_told_without_the_key(httpserver):
@@ -146,7 +236,7 @@ def endless(httpserver):
 
 
 def test_a_health_page_without_an_end_is_left_at_the_probes_time(endless, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.preflight.PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("salesrl_trl.probe.PROBE_TIMEOUT_S", 0.3)
     with pytest.raises(ServiceUnavailable, match=r"no complete answer in time.*within 0.3 s"):
         check_rag(endless, None)
 

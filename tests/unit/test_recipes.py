@@ -101,8 +101,8 @@ def test_a_recipe_that_is_not_there_is_refused(tmp_path):
 
 
 def test_an_unknown_argument_is_refused():
-    with pytest.raises(ConfigError, match="--learning_rat"):
-        parse(["--learning_rat", "1"], ROOT / "recipes/debug.yaml")
+    with pytest.raises(ConfigError, match=r"unknown arguments: --learning_rat \(did you mean --learning_rate\?\)\."):
+        parse(["--learning_rat", "1", "--seed", "-1"], ROOT / "recipes/debug.yaml")
 
 
 def test_the_small_policy_wants_the_prompts_it_was_taught_with():
@@ -181,8 +181,14 @@ def test_a_branch_of_the_data_that_is_not_configured_is_refused():
         (["--beta", "0.1"], "ConfigError: `beta` is 0.1 and `branch_kl` names every branch"),
         (["--num_generations", "7"], "ConfigError: a generation batch holds 48 completions"),
         (["--judge_api_key_env", "NO_SUCH_KEY"], "ConfigError: `judge_api_key_env` names"),
+        (["--output_dir", f"{__file__}/below"], "ConfigError: nothing can be written to `output_dir`"),
+        (["--resume_from_checkpoint", "runs/no-such"], "ConfigError: `resume_from_checkpoint` is 'runs/no-such'"),
+        (
+            ["--vllm_mode", "server", "--vllm_server_base_url", "http://127.0.0.1:9/", "--vllm_server_timeout", "0"],
+            "ServiceUnavailable: there is no vLLM server at http://127.0.0.1:9 (",
+        ),
     ],
-    ids=["dataset", "model", "rag", "judge", "beta", "groups", "key"],
+    ids=["dataset", "model", "rag", "judge", "beta", "groups", "key", "output", "checkpoint", "vllm server"],
 )
 def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr("salesrl_trl.train._quiet", lambda: None)  # it is for a whole process

@@ -263,13 +263,22 @@ def test_the_warm_up_asks_every_service_once_and_is_not_part_of_a_report(service
 
 
 @pytest.mark.parametrize(
-    ("broken", "unusable"), [("8b", ["rag_8b_http_500"]), ("32b", []), ("judge", ["judge_http_500"])]
+    ("broken", "unusable", "place"),
+    [
+        ("8b", ["rag_8b_http_500"], "(rag_8b: at {url})"),
+        ("32b", [], "(rag_32b: at {url})"),
+        ("judge", ["judge_http_500"], "(judge: model judge-1 at {url}/v1)"),
+    ],
 )
-def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(services, remote, go, broken, unusable):
+def test_after_the_warm_up_it_is_known_what_can_not_be_done_without_and_where(
+    services, remote, go, broken, unusable, place
+):
     services.set(broken, {}, status=500)
     reward = remote()
     told = go(reward.warm_up())
     assert [error.code for error in reward.unusable(told)] == unusable
+    failed = told["judge" if broken == "judge" else f"rag_{broken}"]
+    assert str(failed).endswith(place.format(url=services.url))
 
 
 def test_references_that_are_fetched_ahead_are_asked_once_and_are_no_saved_call(services, remote, go, loop):

@@ -255,7 +255,7 @@ def test_judge_says_in_words_that_it_cannot_judge(judge: openai.OpenAI, message:
 
 
 def test_judge_lists_its_model(judge: openai.OpenAI) -> None:
-    assert [model.id for model in judge.models.list()] == ["embedded-judge"]
+    assert [model.id for model in judge.models.list()] == ["salesrl-judge"]
 
 
 def test_judge_refuses_a_stream_in_openai_form(judge: openai.OpenAI) -> None:
