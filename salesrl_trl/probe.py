@@ -23,6 +23,7 @@ PROBE_TIMEOUT_S = 10.0
 SERVER_POLL_S = 1.0
 """Between two looks at a vLLM server that is still starting."""
 SHOWN_MODELS = 8
+_HAS_EMBEDDED = ("rag_base_url", "judge_base_url")
 
 
 def check_rag(base_url: str, key: str | None) -> list[str]:
@@ -170,10 +171,10 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
             f"variable named by `{setting.removesuffix('_base_url')}_api_key_env`. Check that variable."
         )
     if answer.status is None or answer.status >= 500:
+        embedded = f", or leave `{setting}` out to use the embedded one" if setting in _HAS_EMBEDDED else ""
         raise ServiceUnavailable(
             f"the {service} does not answer at `{setting}` as it should ({asked}): {answer}. Expected 200 within "
-            f"{PROBE_TIMEOUT_S:g} s. Start the service, look at its own log, correct the address, or leave "
-            f"`{setting}` out to use the embedded one."
+            f"{PROBE_TIMEOUT_S:g} s. Start the service, look at its own log, or correct the address{embedded}."
         )
     return None
 

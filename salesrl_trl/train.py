@@ -444,9 +444,9 @@ def _check_keys(path: Path, known: set[str]) -> None:
     unknown = sorted((set(recipe) | set(stand_in)) - known - {"env", STAND_IN})
     if unknown:
         raise ConfigError(
-            f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, RewardConfig, "
-            "WarmStartConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove them; `--help` "
-            "lists all."
+            f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, "
+            "RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove "
+            "them; `--help` lists all."
         )
 
 

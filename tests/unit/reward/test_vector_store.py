@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import math
+import re
 import runpy
 import shutil
 import socket
@@ -558,7 +559,8 @@ def test_settings_lead_to_it_and_its_answers_are_kept(build, embeddings, httpser
         judge_base_url=f"{Services(httpserver).url}/v1",
         reference_cache=str(tmp_path / "references.sqlite"),
     )
-    httpserver.expect_request("/v1/models").respond_with_data("{}")
+    httpserver.expect_request(re.compile("(/0)?/v1/models")).respond_with_json({"data": [{"id": MODEL}]})
+    settings.judge_model = MODEL
     parts = prepare_reward(settings, ("fairness", "hallucination"))
     for run in ("first", "resumed"):
         reward = build_reward(settings, parts, [row()], "", settings.judge_base_url, output_dir=tmp_path / "run")
