@@ -12,7 +12,10 @@
     │   ├── ServiceRejected        4xx that no retry will mend
     │   │   └── AccessDenied           key refused or quota used up: every call will meet the same answer
     │   └── BadServiceResponse     an answer outside its contract
+    │       ├── ForeignReply           not, or not only, the reply to this request
+    │       ├── ErrorInAnswer          a 200 that says of itself that it is an error
     │       └── JudgeInvalid           a verdict outside its schema
+    │           └── ForeignVerdict         with another request's nonce; a ForeignReply too
     ├── WeightSyncError        vLLM samples from other weights than the ones in training
     ├── TooFewRewardsError     too few completions could be scored, several steps in a row
     └── RunStopped             the run was told to stop, and has saved its state
@@ -48,6 +51,8 @@ class ServiceError(SalesRLError):
     """
 
     default_code = "service"
+    worth_retrying = False
+    """Whether the same call may go well the next time."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -62,6 +67,7 @@ class ServiceUnavailable(ServiceError):
     """Refused, unreachable or 5xx."""
 
     default_code = "unavailable"
+    worth_retrying = True
 
 
 class ServiceOverloaded(ServiceUnavailable):
@@ -75,12 +81,14 @@ class ServiceTimeout(ServiceError):
     """No complete answer in time."""
 
     default_code = "timeout"
+    worth_retrying = True
 
 
 class DeadlineExceeded(ServiceTimeout):
     """The reward phase's own deadline came first: says nothing about the service."""
 
     default_code = "deadline"
+    worth_retrying = False
 
 
 class ServiceRejected(ServiceError):
@@ -101,10 +109,30 @@ class BadServiceResponse(ServiceError):
     default_code = "bad_response"
 
 
+class ForeignReply(BadServiceResponse):
+    """Not, or not only, the reply to this request. Its connection is closed; on another one a retry may mend it."""
+
+    default_code = "foreign_reply"
+    worth_retrying = True
+
+
+class ErrorInAnswer(BadServiceResponse):
+    """A 200 that says of itself that it is an error. Whatever else it holds is no answer."""
+
+    default_code = "error_in_answer"
+    worth_retrying = True
+
+
 class JudgeInvalid(BadServiceResponse):
     """The judge answered, but not with a verdict inside the schema."""
 
     default_code = "invalid_verdict"
+
+
+class ForeignVerdict(JudgeInvalid, ForeignReply):
+    """A verdict with another request's nonce. A retry has a nonce of its own."""
+
+    default_code = "foreign_verdict"
 
 
 class WeightSyncError(SalesRLError, RuntimeError):

@@ -45,6 +45,17 @@ def make_nonce() -> str:
     return secrets.token_hex(8)
 
 
+def is_nonce(text: str) -> bool:
+    """Whether a text has the form of a nonce."""
+    return _NONCE.fullmatch(text) is not None
+
+
+def read_nonce(message: str) -> str | None:
+    """The nonce of a message that `fence` made, which a judge returns with its verdict; `None` of another one."""
+    header = _HEADER_PATTERN.search(message)
+    return header and header.group(1)
+
+
 def fence(sections: Mapping[str, str], nonce: str | None = None) -> str:
     """Join named sections into one message.
 
@@ -61,7 +72,7 @@ def fence(sections: Mapping[str, str], nonce: str | None = None) -> str:
         `ValueError`: for a section name or nonce that is not of the form above.
     """
     nonce = make_nonce() if nonce is None else nonce
-    if not _NONCE.fullmatch(nonce):
+    if not is_nonce(nonce):
         raise ValueError("the nonce must be 16 hexadecimal digits")
     parts = [_HEADER.format(nonce=nonce)]
     for name, text in sections.items():
@@ -89,9 +100,8 @@ def read_sections(message: str) -> dict[str, str]:
     Returns:
         `dict[str, str]`: section name to text; empty when the message has no fence header.
     """
-    header = _HEADER_PATTERN.search(message)
-    if header is None:
+    nonce = read_nonce(message)
+    if nonce is None:
         return {}
-    nonce = header.group(1)
     pattern = re.compile(rf"^<<<([a-z_]+) {nonce}>>>\n(.*?)\n<<<end \1 {nonce}>>>$", re.MULTILINE | re.DOTALL)
     return dict(pattern.findall(message))

@@ -1,7 +1,8 @@
 """One POST to one service: what comes back, and what every way of failing is called.
 
-Owns the HTTP client, the size limit of bodies, the refusal of redirects and the way from statuses and transport errors
-to this package's exceptions. Knows nothing of retries, limits or time: those are the transport's.
+Owns the HTTP client, the ids of requests, the size limit of bodies, the refusal of redirects and the way from statuses
+and transport errors to this package's exceptions. Which connection carries a request is a matter for `wire`.
+Knows nothing of retries, limits or time: those are the transport's.
 
 The client is aiohttp's: a call costs 0.13 ms of CPU, against 0.32 ms for `httpx2` over aiohttp's connections, 1.1 ms
 (2.4 ms with 150 in flight) over httpx2's own pool, and 1.4 ms or more through the `openai` client's chat method.
@@ -10,9 +11,11 @@ The client is aiohttp's: a call costs 0.13 ms of CPU, against 0.32 ms for `httpx
 import datetime
 import email.utils
 import json
+import re
+import secrets
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import aiohttp
 
@@ -20,20 +23,20 @@ from salesrl_trl.errors import (
     AccessDenied,
     BadServiceResponse,
     ConfigError,
+    ErrorInAnswer,
+    ForeignReply,
     ServiceError,
     ServiceOverloaded,
     ServiceRejected,
     ServiceUnavailable,
 )
 from salesrl_trl.reward.perloop import PerLoop
+from salesrl_trl.reward.wire import WiredResponse, open_session
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Largest answer that is read: fifty long passages are a tenth of it."""
 MAX_ERROR_BODY_BYTES = 64 * 1024
 """Of an error's body, which is looked at for one thing only: whether a quota is used up."""
-KEEPALIVE_S = 60.0
-"""How long an idle connection is kept: longer than an optimizer step."""
-
 OVERLOAD_STATUS = frozenset({429, 529})
 """Too many requests; 529 is what some providers answer when they are overloaded."""
 RETRYABLE_STATUS = frozenset({408, 409, 425})
@@ -43,6 +46,17 @@ DENIED_STATUS = frozenset({401, 402})
 QUOTA_MARKS = frozenset({"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance"})
 """Values of `error.code` or `error.type` in a 429's body by which OpenAI-compatible providers say that a retry is
 useless."""
+
+
+REQUEST_ID_HEADER = "X-Request-Id"
+"""Carries the request's id, and the reply's where the service returns it."""
+_REQUEST_ID = re.compile(r"salesrl-[0-9a-f]{16}")
+
+T = TypeVar("T")
+FAILED_WORDS = frozenset(
+    {"error", "failed", "failure", "fail", "busy", "overloaded", "unavailable", "timeout", "throttled", "rate_limited"}
+)
+"""Values of a `status` in an answer, in lower case, by which a service says that it is none."""
 
 
 class HttpClient:
@@ -79,31 +93,64 @@ class HttpClient:
                 raise ConfigError(f"the key for {service} holds {fault}. Expected printable ASCII characters alone.")
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._max_body_bytes = max_body_bytes
-        self._sessions: PerLoop[aiohttp.ClientSession] = PerLoop(_session)
+        self._sessions: PerLoop[aiohttp.ClientSession] = PerLoop(open_session)
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        read: Callable[[bytes], T] = bytes,  # type: ignore[assignment]
+        *,
+        request_id: str | None = None,
+    ) -> T:
         """Send `body` as JSON.
 
+        Args:
+            path (`str`):
+                Appended to the base URL.
+            body (`Mapping[str, Any]`):
+                What is sent.
+            read (`Callable[[bytes], T]`, *optional*):
+                Makes what is returned of the answer's body. Where it raises `ForeignReply`, the connection is closed.
+            request_id (`str`, *optional*):
+                By `make_request_id`, where `body` holds it too. Made here when not given.
+
         Returns:
-            `bytes`: the body of the answer.
+            `T`: what `read` makes of the answer; its bytes without one.
 
         Raises:
-            `ServiceError`: anything but a 200 within the size limit. Its message never holds what the service said.
+            `ServiceError`: anything but a 200 within the size limit, or a reply to another request. Its message never
+            holds what the service said.
         """
-        return await self._send("POST", path, json.dumps(body, ensure_ascii=False).encode())
+        content = json.dumps(body, ensure_ascii=False).encode()
+        answer, response = await self._send("POST", path, content, request_id or make_request_id())
+        try:
+            return read(answer)
+        except ForeignReply:
+            response.hang_up()
+            raise
 
     async def get(self, path: str) -> bytes:
         """Ask for what lies at `path`. Returns and raises as `post`."""
-        return await self._send("GET", path, None)
+        return (await self._send("GET", path, None, make_request_id()))[0]
 
-    async def _send(self, method: str, path: str, content: bytes | None) -> bytes:
+    async def _send(
+        self, method: str, path: str, content: bytes | None, request_id: str
+    ) -> tuple[bytes, WiredResponse]:
+        headers = {**self._headers, REQUEST_ID_HEADER: request_id}
         try:
             # No redirects: customers' text goes to the configured address only.
             async with self._sessions.get().request(
-                method, self._base_url + path, data=content, headers=self._headers, allow_redirects=False
-            ) as response:
+                method, self._base_url + path, data=content, headers=headers, allow_redirects=False
+            ) as reply:
+                response = cast(WiredResponse, reply)
+                try:
+                    check_echo(self.service, request_id, *response.headers.getall(REQUEST_ID_HEADER, ()))
+                except ForeignReply:
+                    response.hang_up()
+                    raise
                 if response.status == 200:
-                    return await self._read(response)
+                    return await self._read(response), response
                 error = self._status_error(response, await _error_marks(response))
                 error.status = response.status
                 raise error
@@ -115,7 +162,11 @@ class HttpClient:
                 code=f"{self.service}_unavailable",
             ) from None
         except (aiohttp.ClientError, ValueError) as error:
-            raise self._bad_response(f"no readable HTTP ({type(error).__name__})") from None
+            raise ForeignReply(
+                f"{self.service} answered with no readable HTTP ({type(error).__name__}). Expected one reply to each "
+                "request: look at the address, and at what stands between.",
+                code=f"{self.service}_bad_response",
+            ) from None
 
     async def aclose(self) -> None:
         """Close the running loop's connections. The next call opens new ones."""
@@ -160,6 +211,64 @@ class HttpClient:
         return ServiceRejected(
             f"{self.service} answered {status}: no retry will mend it. Check the address and the request.", code
         )
+
+
+def make_request_id() -> str:
+    """An id for one request: `"salesrl-0123456789abcdef"`."""
+    return f"salesrl-{secrets.token_hex(8)}"
+
+
+def check_echo(service: str, request_id: str, *echoes: Any) -> None:
+    """Refuse the reply to another request.
+
+    Args:
+        service (`str`):
+            Whose reply it is.
+        request_id (`str`):
+            What was sent.
+        *echoes:
+            What came where a service repeats it. Anything but an id of `make_request_id` is no echo: gateways put ids
+            of their own there.
+
+    Raises:
+        `ForeignReply`: one of them is the id of another request.
+    """
+    for echo in echoes:
+        if isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo):
+            raise ForeignReply(
+                f"{service} returned the id of another request. Expected the request's own: replies are mixed up, in "
+                "the service or between it and here.",
+                code=f"{service}_foreign_reply",
+            )
+
+
+def refuse_stated_error(service: str, answer: Any) -> None:
+    """Refuse a 200 that says of itself that it is an error, whatever stands beside that.
+
+    Looked at are `error` and `errors` (anything but nothing), `success` and `ok` (false), `status` (a word of
+    `FAILED_WORDS`, or a status of HTTP from 400 on) and `code` (such a status). A service that says it in the text of
+    an answer alone can't be told from one that answers.
+
+    Raises:
+        `ErrorInAnswer`: it names the field, and nothing that the service said.
+    """
+    if not isinstance(answer, Mapping):
+        return
+    stated = [name for name in ("error", "errors") if answer.get(name)]
+    stated += [name for name in ("success", "ok") if answer.get(name) is False]
+    status = answer.get("status")
+    stated += ["status"] if isinstance(status, str) and status.lower() in FAILED_WORDS else []
+    stated += [name for name in ("status", "code") if _is_failed_status(answer.get(name))]
+    if stated:
+        raise ErrorInAnswer(
+            f"{service} answered 200 with a `{stated[0]}` that says it failed. Expected a status from 500 on for a "
+            "failure: see the service's own log.",
+            code=f"{service}_error_in_answer",
+        )
+
+
+def _is_failed_status(value: Any) -> bool:
+    return type(value) is int and 400 <= value < 600
 
 
 def key_fault(key: str) -> str | None:
@@ -230,13 +339,3 @@ async def _error_marks(response: aiohttp.ClientResponse) -> frozenset[str]:
         return frozenset(str(error[field]) for field in ("code", "type") if field in error)
     except (ValueError, KeyError, TypeError, RecursionError):
         return frozenset()
-
-
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),  # 0: the transport limits
-        timeout=aiohttp.ClientTimeout(total=None),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        trust_env=False,  # no proxy from the environment: customers' text goes to the configured address only
-    )

@@ -14,12 +14,19 @@ from typing import Any
 from openai.types.shared_params import ResponseFormatJSONSchema
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from salesrl_trl.errors import AccessDenied, BadServiceResponse, JudgeInvalid, ServiceError, ServiceRejected
+from salesrl_trl.errors import (
+    AccessDenied,
+    BadServiceResponse,
+    ForeignVerdict,
+    JudgeInvalid,
+    ServiceError,
+    ServiceRejected,
+)
 from salesrl_trl.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.http import HttpClient
+from salesrl_trl.reward.http import HttpClient, refuse_stated_error
 from salesrl_trl.reward.transport import Transport
-from salesrl_trl.reward.verdict import judge_message, read_text_verdict, read_verdict, response_format, text_rubric
+from salesrl_trl.reward.verdict import judge_message, read_verdict, response_format, signed_rubric
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
 logger = logging.getLogger(__name__)
@@ -29,6 +36,15 @@ RESPONSE_FORMATS = ("auto", "json_schema", "text")
 
 MAX_TOKENS = 10**9
 """Of one call. What says more counts nothing."""
+
+CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
+"""Values of `finish_reason`, in lower case, of a text that is not whole: OpenAI's, Gemini's, Mistral's."""
+WITHHELD = frozenset(
+    {"content_filter", "refusal", "safety", "recitation", "blocklist", "prohibited_content", "spii", "sensitive"}
+)
+"""Of one that a filter or the model itself held back: OpenAI's, Anthropic's, Gemini's, GLM's."""
+BROKEN_OFF = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
+"""Of one that the server gave up: OpenRouter's, vLLM's and SGLang's, GLM's, DeepSeek's."""
 
 _UNHELD = frozenset({"judge_empty", "judge_not_json"})
 
@@ -79,7 +95,8 @@ class ProviderUsage:
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
-    content: str
+    content: str | None = None
+    refusal: Any = None
 
 
 class _Choice(BaseModel):
@@ -172,7 +189,7 @@ class ProviderClient:
         return error.code in _UNHELD
 
     async def _one_way(self, material: Material, candidate_first: bool, *, by_text: bool) -> Verdict:
-        nonce = make_nonce()
+        nonce = make_nonce()  # of the fence and of the verdict, for this one request
         message = judge_message(
             material.row,
             material.action,
@@ -182,15 +199,24 @@ class ProviderClient:
             nonce=nonce,
         )
         expect_reference = material.reference is not None
-        system = text_rubric(material.rubric, nonce) if by_text else material.rubric
         held_to = None if by_text else response_format(expect_reference=expect_reference)
-        content = self._content(await self.http.post("/chat/completions", self._body(system, message, held_to)))
-        if by_text:
-            verdict = read_text_verdict(content, nonce=nonce, expect_reference=expect_reference)
-        else:
-            verdict = read_verdict(content, expect_reference=expect_reference)
-        self._usage.verdicts += 1
-        return verdict
+        body = self._body(signed_rubric(material.rubric, nonce), message, held_to)
+
+        def read(answer: bytes) -> Verdict:
+            value = self._completion(answer)
+            usage = value.get("usage") if isinstance(value, dict) else None
+            try:
+                verdict = read_verdict(_text_of(value), nonce=nonce, expect_reference=expect_reference)
+            except ForeignVerdict:  # whose tokens are counted with another request
+                raise
+            except ServiceError:
+                self._count_tokens(usage)
+                raise
+            self._count_tokens(usage)
+            self._usage.verdicts += 1
+            return verdict
+
+        return await self.http.post("/chat/completions", body, read)
 
     def _body(self, system: str, message: str, held_to: ResponseFormatJSONSchema | None) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -204,36 +230,23 @@ class ProviderClient:
             body["response_format"] = held_to
         return {**body, **self.settings.extra_body}
 
-    def _content(self, answer: bytes) -> str:
-        """The text of a chat completion, which a broken endpoint may not have."""
+    def _completion(self, answer: bytes) -> Any:
+        """The body of a chat completion, as JSON, where it does not say of itself that it is an error."""
+        service = self.settings.transport.service
         try:
             value = json.loads(answer)
         except (ValueError, RecursionError):
             raise BadServiceResponse(
-                f"{self.settings.transport.service} answered with a body of {len(answer)} bytes that is not JSON. "
-                "Expected a chat completion.",
-                code=f"{self.settings.transport.service}_bad_response",
+                f"{service} answered with a body of {len(answer)} bytes that is not JSON. Expected a chat completion.",
+                code=f"{service}_bad_response",
             ) from None
-        self._count_tokens(value)
-        try:
-            choices = _Completion.model_validate(value).choices
-        except ValidationError:
-            choices = []
-        if not choices or not choices[0].message.content.strip():
-            cut_off = bool(choices) and choices[0].finish_reason == "length"
-            raise JudgeInvalid(
-                "the judge answered 200 without any text"
-                + (": it used up `max_completion_tokens` before" if cut_off else ""),
-                code="judge_cut_off" if cut_off else "judge_empty",
-            )
-        if choices[0].finish_reason == "length":
-            raise JudgeInvalid("the verdict was cut off at `max_completion_tokens`", code="judge_cut_off")
-        return choices[0].message.content
+        refuse_stated_error(service, value)
+        return value
 
-    def _count_tokens(self, value: Any) -> None:
+    def _count_tokens(self, stated: Any) -> None:
         try:
-            usage = _Usage.model_validate(value["usage"])
-        except (ValidationError, TypeError, KeyError):
+            usage = _Usage.model_validate(stated)
+        except ValidationError:
             return
         self._usage.prompt_tokens += usage.prompt_tokens
         self._usage.completion_tokens += usage.completion_tokens
@@ -241,3 +254,33 @@ class ProviderClient:
             usage.prompt_tokens * self.settings.usd_per_million_prompt_tokens
             + usage.completion_tokens * self.settings.usd_per_million_completion_tokens
         ) / 1e6
+
+
+def _text_of(completion: Any) -> str:
+    """The text of a chat completion that came to its end, which a broken endpoint may not have.
+
+    Raises:
+        `JudgeInvalid`: there is none, or what is there was cut off, refused or withheld.
+    """
+    try:
+        choices = _Completion.model_validate(completion).choices
+    except ValidationError:
+        choices = []
+    if not choices:
+        raise JudgeInvalid("the judge answered 200 without any choice. Expected a chat completion.", "judge_empty")
+    end, message = str(choices[0].finish_reason).lower(), choices[0].message
+    if end in CUT_OFF:
+        where = "in" if message.content else "before"
+        raise JudgeInvalid(f"`max_completion_tokens` was used up {where} the verdict. Raise it.", "judge_cut_off")
+    if message.refusal or end in WITHHELD:
+        refused = f"finish_reason {end}" if end in WITHHELD else "a refusal"
+        raise JudgeInvalid(
+            f"the judge, or its provider's filter, answered with {refused}. Expected a verdict; text beside a refusal is "
+            "none.",
+            "judge_refused",
+        )
+    if end in BROKEN_OFF:
+        raise JudgeInvalid(f"the judge broke off (finish_reason {end}). Expected a verdict.", "judge_broken_off")
+    if not message.content or not message.content.strip():
+        raise JudgeInvalid("the judge answered 200 without any text. Expected a verdict.", "judge_empty")
+    return message.content

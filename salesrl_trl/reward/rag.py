@@ -1,15 +1,18 @@
 """The RAG service's client.
 
-Owns the interface that every retrieval backend has, and the wire format of both HTTP endpoints. Retries, time-outs and
-limits are the transport's.
+Owns the interface that every retrieval backend has, and the wire format of both HTTP endpoints. Each request has an id
+of its own, in the header and in the body; an answer with another one's is refused. Retries, time-outs and limits are
+the transport's.
 """
 
+import json
+from functools import partial
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import BadServiceResponse
-from salesrl_trl.reward.http import HttpClient
+from salesrl_trl.reward.http import HttpClient, check_echo, make_request_id, refuse_stated_error
 from salesrl_trl.reward.transport import Transport
 from salesrl_trl.types import Answer, Passage, RequestIds
 
@@ -79,10 +82,11 @@ class _PassageBody(BaseModel):
 
 
 class _AnswerBody(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")  # for what it may say of itself
     answer: str = Field(max_length=MAX_ANSWER_CHARS)
     passages: list[_PassageBody] = Field(max_length=MAX_PASSAGES, fail_fast=True)
     took_ms: float = Field(ge=0, allow_inf_nan=False)
+    request_id: Any = None
 
 
 class RagClient:
@@ -152,22 +156,34 @@ class _Endpoint:
 
     async def ask(self, body: dict[str, Any]) -> Answer:
         async def attempt() -> Answer:
-            return _read_answer(await self.http.post(self._path, body), self._transport.service)
+            request_id = make_request_id()
+            read = partial(_read_answer, self._transport.service, request_id)
+            return await self.http.post(self._path, {**body, "request_id": request_id}, read, request_id=request_id)
 
         return await self._transport.call(attempt)
 
 
-def _read_answer(content: bytes, service: str) -> Answer:
+def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
     try:
         body = _AnswerBody.model_validate_json(content)
     except ValidationError as error:
+        refuse_stated_error(service, _json_or_none(content))
         raise BadServiceResponse(
             f"{service} answered with a body of {len(content)} bytes that has {error.error_count()} faults. Expected "
             "{answer, passages: [{id, text, score in [0, 1]}], took_ms}.",
             code=f"{service}_bad_response",
         ) from None
+    check_echo(service, request_id, body.request_id)
+    refuse_stated_error(service, body.model_extra)
     passages = tuple(Passage(id=item.id, text=item.text, score=item.score) for item in body.passages)
     return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
+
+
+def _json_or_none(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
 
 
 def answer_to_json(answer: Answer) -> Any:

@@ -261,6 +261,8 @@ class Transport:
 class _HeldBack(ServiceUnavailable):
     """The breaker is open and the call does not wait."""
 
+    worth_retrying = False
+
 
 class _Retries:
     """Decides for one call whether to try again, and after how many seconds."""
@@ -280,9 +282,7 @@ class _Retries:
             if wait_s < RETRY_WAIT_INITIAL_S:  # "now", which a service that turns calls away can't mean
                 wait_s = self._usual_s(self._overloads)
             return self._unless_too_late(error, wait_s, self._overloads < self._max_overloads)
-        if isinstance(error, _HeldBack | DeadlineExceeded) or not isinstance(
-            error, ServiceUnavailable | ServiceTimeout
-        ):
+        if not isinstance(error, ServiceError) or not error.worth_retrying:
             return False
         self._failures += 1
         goes_on = self._failures < self._max_attempts and not self._outage()

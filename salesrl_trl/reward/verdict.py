@@ -1,8 +1,8 @@
 """What a judge is shown, and what of its answer counts as a verdict.
 
-Owns the judge's message and both forms of a verdict: by JSON schema, or, from a provider that can't be held to one, as
-the last thing in its text. Completions are hostile text here: they travel in fenced sections of the user message only,
-and anything outside the schema is `JudgeInvalid`, never a number. Pure: no network.
+Owns the judge's message, the schema that a provider is held to where it can be, and what it wrote as far as it is a
+verdict: the last thing in its text, signed with the request's nonce. Completions are hostile text here: they travel in
+fenced sections of the user message only, and anything else is `JudgeInvalid`, never a number. Pure: no network.
 """
 
 import functools
@@ -12,11 +12,11 @@ from typing import Any
 from openai.types.shared_params import ResponseFormatJSONSchema
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from salesrl_trl.errors import JudgeInvalid
-from salesrl_trl.fencing import fence
+from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
+from salesrl_trl.fencing import fence, is_nonce
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
-MESSAGE_VERSION = 1
+MESSAGE_VERSION = 2
 """Of what a judge is shown. To be raised with each change of it: verdicts of another version are not reused."""
 MAX_VERDICT_CHARS = 65_536
 """Longest verdict that is read. Of a text in which a judge thinks aloud before, this much of its end."""
@@ -26,13 +26,10 @@ MAX_OBJECT_STARTS = 64
 
 class _VerdictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+    nonce: str
     candidate: float = Field(ge=0, le=1, allow_inf_nan=False)
     reference: float | None = Field(ge=0, le=1, allow_inf_nan=False)
     reason: str
-
-
-class _SignedVerdictBody(_VerdictBody):
-    nonce: str
 
 
 class _PairVerdictBody(_VerdictBody):
@@ -43,10 +40,10 @@ class _LoneVerdictBody(_VerdictBody):
     reference: None
 
 
-_TEXT_INSTRUCTION = """
+_INSTRUCTION = """
 
 End your reply with the JSON object, and write nothing after it. Begin the object with the field "nonce" that holds
-{nonce}, which shows that the verdict is yours:
+{nonce}, which shows that the verdict is yours and on these answers:
 {{"nonce": "{nonce}", "candidate": <0 to 1>, "reference": <0 to 1 or null>, "reason": "<one sentence>"}}"""
 
 
@@ -79,7 +76,11 @@ def judge_message(
 @functools.cache
 def response_format(*, expect_reference: bool) -> ResponseFormatJSONSchema:
     """Holds a judge to the schema. The reference's score is a number where a reference is shown, and null elsewhere: a
-    model that may choose will at times choose null."""
+    model that may choose will at times choose null.
+
+    The nonce is a field of the schema, but its value is not: providers prepare a schema when they first see it, which
+    takes seconds with some, and a schema of its own for each request would cost that each time.
+    """
     body = _PairVerdictBody if expect_reference else _LoneVerdictBody
     name = "pair_verdict" if expect_reference else "lone_verdict"
     return {
@@ -88,54 +89,44 @@ def response_format(*, expect_reference: bool) -> ResponseFormatJSONSchema:
     }
 
 
-def text_rubric(rubric: str, nonce: str) -> str:
-    """The system message for a provider without response formats. The rubric is not a template: only what is appended
-    is filled in."""
-    return rubric + _TEXT_INSTRUCTION.format(nonce=nonce)
+def signed_rubric(rubric: str, nonce: str) -> str:
+    """The system message. The rubric is not a template: only what is appended is filled in."""
+    return rubric + _INSTRUCTION.format(nonce=nonce)
 
 
-def read_verdict(content: str, *, expect_reference: bool) -> Verdict:
-    """A verdict from a provider that is held to the schema.
+def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict:
+    """A verdict: the JSON object at the very end of a judge's answer, signed with the request's nonce.
+
+    A judge that thinks aloud may quote the completion, forged verdicts and all. None of them can hold the nonce, and
+    whatever comes before the last object is not looked at. A reply that was meant for another request, or an earlier
+    one, holds another nonce.
 
     Args:
         content (`str`):
-            One JSON object {candidate, reference, reason}, scores in [0, 1].
+            What the judge wrote.
+        nonce (`str`):
+            What the request asked it to sign with.
         expect_reference (`bool`):
             Whether a reference answer was shown, and so must be scored.
 
     Raises:
-        `JudgeInvalid`: anything else.
-    """
-    if len(content) > MAX_VERDICT_CHARS:
-        raise _invalid(content, "judge_too_long")
-    try:
-        body = _VerdictBody.model_validate_json(content)
-    except ValidationError as error:
-        is_json = error.errors(include_input=False)[0]["type"] != "json_invalid"
-        raise _invalid(content, "judge_outside_schema" if is_json else "judge_not_json") from None
-    return _verdict(body, expect_reference)
-
-
-def read_text_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict:
-    """A verdict from free text: the JSON object at its very end, signed with the request's nonce.
-
-    A judge that thinks aloud may quote the completion, forged verdicts and all. None of them can hold the nonce, and
-    whatever comes before the last object is not looked at.
-
-    Raises:
-        `JudgeInvalid`: anything else.
+        `JudgeInvalid`: anything else. `ForeignVerdict` where it is signed with another nonce.
     """
     text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
     last = _last_object(text)
     if last is None:
-        raise _invalid(content, "judge_not_json")
+        raise _invalid(f"{len(content)} characters that do not end with a JSON object", "judge_not_json")
+    if last.get("nonce") != nonce:
+        raise _unsigned(last.get("nonce"))
     try:
-        body = _SignedVerdictBody.model_validate_json(last)
-    except ValidationError:
-        raise _invalid(content, "judge_outside_schema") from None
-    if body.nonce != nonce:
-        raise _invalid(content, "judge_unsigned")
-    return _verdict(body, expect_reference)
+        body = _VerdictBody.model_validate(last)
+    except ValidationError as error:
+        raise _invalid(f"a verdict in which {_faults(error)}", "judge_outside_schema") from None
+    if expect_reference and body.reference is None:
+        raise _invalid("a verdict without the score of the reference that was shown", "judge_no_reference")
+    return Verdict(
+        candidate=body.candidate, reference=body.reference if expect_reference else None, reason=body.reason
+    )
 
 
 def verdict_to_json(verdict: Verdict) -> Any:
@@ -148,32 +139,50 @@ def verdict_from_json(value: Any) -> Verdict:
     return Verdict(**value)
 
 
-def _last_object(text: str) -> str | None:
+def _last_object(text: str) -> dict[str, Any] | None:
     decoder, start = json.JSONDecoder(), len(text)
     for _ in range(MAX_OBJECT_STARTS):
         start = text.rfind("{", 0, start)
         if start < 0:
             return None
         try:
-            _, end = decoder.raw_decode(text, start)
+            value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
         if end == len(text):
-            return text[start:]
+            return value  # type: ignore[no-any-return]
     return None
 
 
-def _verdict(body: _VerdictBody, expect_reference: bool) -> Verdict:
-    if expect_reference and body.reference is None:
-        raise JudgeInvalid("the judge left out the reference's score", code="judge_no_reference")
-    return Verdict(
-        candidate=body.candidate, reference=body.reference if expect_reference else None, reason=body.reason
+def _unsigned(got: Any) -> JudgeInvalid:
+    """What to say of a verdict that does not return the nonce. It is shown in neither case."""
+    if isinstance(got, str) and is_nonce(got):
+        return ForeignVerdict(
+            "the verdict returns another nonce than the request's. Expected its own: replies are mixed up, or the "
+            "judge copies badly.",
+            code="judge_foreign_verdict",
+        )
+    what = "has no field `nonce`" if got is None else "holds something else in its field `nonce`"
+    return JudgeInvalid(
+        f"the verdict does not return the request's nonce: it {what}. Expected the 16 digits that the system message "
+        "asks for.",
+        code="judge_unsigned",
     )
 
 
-def _invalid(content: str, code: str) -> JudgeInvalid:
+def _faults(error: ValidationError) -> str:
+    """What is wrong with the fields of a verdict, without anything that the judge wrote."""
+    faults = []
+    for each in error.errors(include_input=False, include_url=False):
+        name = each["loc"][0]
+        known = name in _VerdictBody.model_fields
+        faults.append(f"`{name}`: {each['msg'].lower()}" if known else "a field stands that was not asked for")
+    return "; ".join(dict.fromkeys(faults))
+
+
+def _invalid(got: str, code: str) -> JudgeInvalid:
     return JudgeInvalid(
-        f"the judge's answer of {len(content)} characters is no verdict. Expected one JSON object {{candidate: 0..1, "
-        "reference: 0..1 or null, reason: text}.",
+        f"the judge answered with {got}. Expected one JSON object {{nonce, candidate: 0..1, reference: 0..1 or null, "
+        "reason: text}.",
         code=code,
     )

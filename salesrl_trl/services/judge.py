@@ -20,7 +20,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from salesrl_trl.errors import DataError
-from salesrl_trl.fencing import read_sections
+from salesrl_trl.fencing import read_nonce, read_sections
+from salesrl_trl.services.echo import EchoRequestId
 from salesrl_trl.services.index import is_chinese, normalise, sentences, words
 from salesrl_trl.types import Action
 
@@ -157,9 +158,11 @@ class JudgeVerdict:
     reason: str
     """The parts of the scores; quotes nobody."""
 
-    def to_json(self) -> str:
-        """The verdict as a judge writes it."""
-        return json.dumps({"candidate": self.candidate, "reference": self.reference, "reason": self.reason})
+    def to_json(self, nonce: str | None) -> str:
+        """The verdict as a judge writes it, signed with the nonce of the message it was asked by."""
+        return json.dumps(
+            {"nonce": nonce, "candidate": self.candidate, "reference": self.reference, "reason": self.reason}
+        )
 
 
 def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> JudgeVerdict:
@@ -375,6 +378,7 @@ def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> Fas
     """
     app = FastAPI(title="Judge", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
+    app.add_middleware(EchoRequestId)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -396,7 +400,9 @@ def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> Fas
 def _verdict_text(request: ChatRequest, terms: ProtectedTerms) -> str:
     asked = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
     sections = read_sections(asked)
-    return judge_sections(sections, terms).to_json() if sections.keys() >= REQUIRED_SECTIONS else CANNOT_JUDGE
+    if not sections.keys() >= REQUIRED_SECTIONS:
+        return CANNOT_JUDGE
+    return judge_sections(sections, terms).to_json(read_nonce(asked))
 
 
 def _completion(request: ChatRequest, content: str) -> dict[str, Any]:

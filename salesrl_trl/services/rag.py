@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.fencing import fence
+from salesrl_trl.services.echo import EchoRequestId
 from salesrl_trl.services.index import KnowledgeIndex, is_chinese, sentences, words
 from salesrl_trl.types import Passage
 
@@ -73,6 +74,7 @@ class ActionRequest(BaseModel):
     history_summary: FieldText
     score_threshold: Score
     top_k: TopK
+    request_id: Identifier = ""
 
 
 class ContextRequest(BaseModel):
@@ -87,6 +89,7 @@ class ContextRequest(BaseModel):
     context: Context
     score_threshold: Score
     top_k: TopK
+    request_id: Identifier = ""
 
 
 class PassageBody(BaseModel):
@@ -103,6 +106,8 @@ class AnswerBody(BaseModel):
     answer: str
     passages: list[PassageBody]
     took_ms: float
+    request_id: str
+    """The request's, so that the client sees whose answer it is; empty where it had none."""
 
 
 class WriterFailed(Exception):
@@ -225,6 +230,7 @@ def create_rag_app(index: KnowledgeIndex, writer: Writer) -> FastAPI:
     app = FastAPI(title="RAG service", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
     app.add_exception_handler(WriterFailed, _report_writer)
+    app.add_middleware(EchoRequestId)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str | int]:
@@ -259,6 +265,7 @@ async def _answer(
         answer=answer,
         passages=[PassageBody(id=passage.id, text=passage.text, score=passage.score) for passage in passages],
         took_ms=(time.perf_counter() - started) * 1000,
+        request_id=request.request_id,
     )
 
 

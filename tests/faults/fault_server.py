@@ -26,8 +26,16 @@ def chat(content):
     return {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
 
 
-def good(path):
-    return chat(json.dumps(VERDICT)) if path.endswith("/chat/completions") else ANSWER
+def nonce_of(body):
+    """What a judge is asked to return: the fence says it first."""
+    found = re.search(rb"nonce ([0-9a-f]{16})", body)
+    return found and found[1].decode()
+
+
+def good(path, body):
+    if not path.endswith("/chat/completions"):
+        return ANSWER
+    return chat(json.dumps({"nonce": nonce_of(body), **VERDICT}))
 
 
 def response(status, body, **headers):
@@ -59,55 +67,54 @@ class Scenarios:
         self.busy += 1
         self.stats["most_at_once"] = max(self.stats["most_at_once"], self.busy)
         try:
-            scenario = getattr(self, self.settings["kind"])
-            await (scenario(path, transport, body) if scenario == self.latency else scenario(path, transport))
+            await getattr(self, self.settings["kind"])(path, transport, body)
         finally:
             self.busy -= 1
 
-    def ok(self, path, transport):
+    def ok(self, path, transport, body):
         self.stats["ok"] += 1
-        transport.write(response(200, good(path)))
+        transport.write(response(200, good(path, body)))
 
     def refuse(self, transport, status, body=None, **headers):
         self.stats["refused"] += 1
         transport.write(response(status, body or {"error": {"message": "no"}}, **headers))
 
-    async def slots(self, path, transport):
+    async def slots(self, path, transport, body):
         """So many at once, each taking its time; one more is a 429."""
         if self.busy > self.settings["slots"]:
             self.refuse(transport, 429, Retry_After=self.settings.get("retry_after", "1"))
             return
         await asyncio.sleep(self.settings["seconds"])
-        self.ok(path, transport)
+        self.ok(path, transport, body)
 
-    async def hang_up(self, path, transport):
+    async def hang_up(self, path, transport, body):
         """Dead behind an open port."""
         self.stats["refused"] += 1
         transport.abort()
 
-    async def status(self, path, transport):
+    async def status(self, path, transport, body):
         self.refuse(transport, self.settings["status"], self.settings.get("body"), **self.settings.get("headers", {}))
 
-    async def body(self, path, transport):
+    async def body(self, path, transport, body):
         """A 200 with any body."""
         transport.write(response(200, self.settings["body"].encode(), **self.settings.get("headers", {})))
 
-    async def stragglers(self, path, transport):
+    async def stragglers(self, path, transport, body):
         """Every n-th request takes very long."""
         late = self.stats["requests"] % self.settings["every"] == 0
         low, high = self.settings["seconds"]
         await asyncio.sleep(self.settings["late_seconds"] if late else self.random.uniform(low, high))
-        self.ok(path, transport)
+        self.ok(path, transport, body)
 
-    async def drip(self, path, transport):
+    async def drip(self, path, transport, body):
         """A byte at a time."""
-        content = json.dumps(good(path)).encode()
+        content = json.dumps(good(path, body)).encode()
         transport.write(response(200, content)[: -len(content)])
         for byte in content:
             transport.write(bytes([byte]))
             await asyncio.sleep(self.settings["seconds"])
 
-    async def huge(self, path, transport):
+    async def huge(self, path, transport, body):
         """As many bytes as asked for; with a length, or in chunks."""
         head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
         chunked = self.settings.get("chunked", False)
@@ -122,35 +129,35 @@ class Scenarios:
             while transport.get_write_buffer_size() > 1_000_000 and not transport.is_closing():
                 await asyncio.sleep(0.001)
 
-    async def redirect(self, path, transport):
+    async def redirect(self, path, transport, body):
         self.refuse(transport, self.settings["status"], Location=self.settings["location"])
 
-    async def overloaded_once(self, path, transport):
+    async def overloaded_once(self, path, transport, body):
         """The first request is turned away; `headers` may hold {"date": seconds from now}."""
         if self.stats["requests"] > 1:
-            self.ok(path, transport)
+            self.ok(path, transport, body)
             return
         headers = dict(self.settings["headers"])
         if "date" in headers:
             headers = {"Retry_After": email.utils.formatdate(time.time() + headers["date"], usegmt=True)}
         self.refuse(transport, self.settings.get("status", 429), **headers)
 
-    async def down(self, path, transport):
+    async def down(self, path, transport, body):
         """500 for the first `failures` requests, each after its time; then well."""
         await asyncio.sleep(self.settings.get("seconds", 0))
         if self.stats["requests"] <= self.settings["failures"]:
             self.refuse(transport, 500)
         else:
-            self.ok(path, transport)
+            self.ok(path, transport, body)
 
-    async def comes_back_shedding(self, path, transport):
+    async def comes_back_shedding(self, path, transport, body):
         """Down, then overloaded once, then well."""
         if self.stats["requests"] <= self.settings["failures"]:
             self.refuse(transport, 500)
         elif self.stats["requests"] == self.settings["failures"] + 1:
             self.refuse(transport, 429, Retry_After="0.3")
         else:
-            self.ok(path, transport)
+            self.ok(path, transport, body)
 
     async def latency(self, path, transport, body):
         """Seconds by the end of the path, log-normal around them where `sigma` is given: then the same for the same
@@ -160,7 +167,7 @@ class Scenarios:
             await asyncio.sleep(0.5)
         else:
             await asyncio.sleep(seconds_of(end, median, self.settings.get("sigma", 0.0), body))
-        self.ok(path, transport)
+        self.ok(path, transport, body)
 
 
 class Connection(asyncio.Protocol):

@@ -8,6 +8,7 @@ from collections import Counter
 
 from werkzeug import Response
 
+from salesrl_trl.fencing import read_nonce
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge import JudgeClient, load_rubrics
 from salesrl_trl.reward.provider import JudgeProvider
@@ -35,8 +36,21 @@ def chat_completion(content):
     return {"id": "c1", "object": "chat.completion", "created": 1, "model": "judge", "choices": [choice]}
 
 
+def sign(completion, request):
+    """The chat completion with the nonce that the request asks its judge to return, where it is a verdict."""
+    try:
+        message = completion["choices"][0]["message"]
+        verdict = json.loads(message["content"])
+        assert isinstance(verdict, dict) and "nonce" not in verdict
+    except (TypeError, KeyError, IndexError, ValueError, AssertionError):
+        return completion
+    nonce = read_nonce(request["messages"][-1]["content"])
+    signed = {**message, "content": json.dumps({"nonce": nonce, **verdict})}
+    return {**completion, "choices": [{**completion["choices"][0], "message": signed}]}
+
+
 class Services:
-    """What each endpoint answers next, and what it was asked.
+    """What each endpoint answers next, and what it was asked. The judge signs its verdicts, unless `signs` is false.
 
     `answers[endpoint]` is a list of (status, body, headers, delay in seconds); the last one is repeated.
     """
@@ -50,6 +64,7 @@ class Services:
         }
         self.asked = {name: [] for name in self.answers}
         self.functions = {}
+        self.signs = True
         self._lock = threading.Lock()
         paths = {"8b": "/v1/rag/8b", "32b": "/v1/rag/32b", "judge": "/v1/chat/completions"}
         for name, path in paths.items():
@@ -86,6 +101,8 @@ class Services:
                 queue = self.answers[name]
                 status, body, headers, delay_s = queue.pop(0) if len(queue) > 1 else queue[0]
         time.sleep(delay_s)
+        if name == "judge" and self.signs:
+            body = sign(body, request.json)
         text = body if isinstance(body, str) else json.dumps(body)
         return Response(text, status=status, headers={"Content-Type": "application/json", **headers})
 

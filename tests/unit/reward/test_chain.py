@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import re
 import socket
 import time
 import warnings
@@ -56,9 +57,18 @@ def test_an_invalid_action_is_a_real_low_reward_and_asks_nobody(score, services)
     assert services.calls.total() == 0
 
 
+def asked(services, endpoint):
+    """The body of its first request, without the id, which the header holds too."""
+    request = services.asked[endpoint][0]
+    body = request.json
+    assert re.fullmatch("salesrl-[0-9a-f]{16}", body["request_id"])
+    assert request.headers["X-Request-Id"] == body.pop("request_id")
+    return body
+
+
 def test_the_8b_endpoint_gets_the_action_and_the_row(score, services):
     score([ACTION], rows=[row(tenant_id="t1", contact_id="c2", account_id="a3", message_id="m4")])
-    assert services.asked["8b"][0].json == {
+    assert asked(services, "8b") == {
         "tenant_id": "t1",
         "contact_id": "c2",
         "account_id": "a3",
@@ -75,7 +85,7 @@ def test_the_8b_endpoint_gets_the_action_and_the_row(score, services):
 
 def test_the_32b_endpoint_gets_the_conversation_and_the_identifiers_there_are(score, services):
     score([ACTION], rows=[row(tenant_id="t1")])
-    assert services.asked["32b"][0].json == {
+    assert asked(services, "32b") == {
         "tenant_id": "t1",
         "context": "customer: I'm a nurse. What does Python cost?",
         "score_threshold": 0.03,
@@ -102,7 +112,12 @@ def test_the_judge_sees_the_branchs_rubric_and_all_material_fenced(score, servic
         "candidate_answer": ANSWER["answer"],
         "reference_answer": ANSWER["answer"],
     }
-    assert body["response_format"]["json_schema"]["schema"]["required"] == ["candidate", "reference", "reason"]
+    assert body["response_format"]["json_schema"]["schema"]["required"] == [
+        "nonce",
+        "candidate",
+        "reference",
+        "reason",
+    ]
     assert (body["model"], body["temperature"]) == ("judge-1", 0.0)
 
 

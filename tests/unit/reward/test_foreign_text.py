@@ -18,9 +18,9 @@ from salesrl_trl.reward.embedding import Embedder
 from salesrl_trl.reward.hollow import is_hollow
 from salesrl_trl.reward.http import retry_after_s
 from salesrl_trl.reward.parsing import MAX_COMPLETION_CHARS, parse_action
-from salesrl_trl.reward.provider import JudgeProvider, ProviderClient
+from salesrl_trl.reward.provider import JudgeProvider, ProviderClient, _text_of
 from salesrl_trl.reward.rag import MAX_ANSWER_CHARS, _read_answer
-from salesrl_trl.reward.verdict import MAX_VERDICT_CHARS, read_text_verdict, read_verdict
+from salesrl_trl.reward.verdict import MAX_VERDICT_CHARS, read_verdict
 from salesrl_trl.services.index import words
 from salesrl_trl.services.judge import content_words
 from salesrl_trl.types import InvalidAction
@@ -37,10 +37,9 @@ PROVIDER = ProviderClient(
 READERS = {
     "completion": parse_action,
     "hollow": is_hollow,
-    "verdict": lambda text: read_verdict(text, expect_reference=True),
-    "text verdict": lambda text: read_text_verdict(text, nonce=NONCE, expect_reference=True),
-    "rag answer": lambda text: _read_answer(text.encode(), "rag_8b"),
-    "chat completion": lambda text: PROVIDER._content(text.encode()),
+    "verdict": lambda text: read_verdict(text, nonce=NONCE, expect_reference=True),
+    "rag answer": lambda text: _read_answer("rag_8b", "salesrl-1", text.encode()),
+    "chat completion": lambda text: _text_of(PROVIDER._completion(text.encode())),
     "embeddings": lambda text: Embedder("http://127.0.0.1:9", "m")._read(text.encode(), 1),
     "retry after": lambda text: retry_after_s({"retry-after": text[:8190]}),  # all of a header that aiohttp takes
     "fence": lambda text: neutralise(text, NONCE),
@@ -106,7 +105,7 @@ LONG = " " * (4 * 1024 * 1024)
     ("read", "refused"),
     [
         (lambda: parse_action("{" + LONG[:MAX_COMPLETION_CHARS] + "}"), InvalidAction(reason="too_long")),
-        (lambda: READERS["verdict"]("{" + LONG[:MAX_VERDICT_CHARS] + "}"), "judge_too_long"),
+        (lambda: READERS["verdict"]("{" + LONG[:MAX_VERDICT_CHARS] + "}"), "judge_not_json"),
         (lambda: READERS["rag answer"](ANSWER % LONG[: MAX_ANSWER_CHARS + 1]), "rag_8b_bad_response"),
     ],
     ids=["completion", "verdict", "answer"],
@@ -122,9 +121,9 @@ def test_what_is_too_long_is_not_parsed(read, refused):
 
 def test_a_verdict_behind_long_thoughts_is_read():
     verdict = f'{{"nonce": "{NONCE}", "candidate": 0.25, "reference": 0.5, "reason": ""}}'
-    assert READERS["text verdict"](f"{LONG}{{{LONG}{verdict}\n```\n").candidate == 0.25
+    assert READERS["verdict"](f"{LONG}{{{LONG}{verdict}\n```\n").candidate == 0.25
     with pytest.raises(JudgeInvalid):
-        READERS["text verdict"](f"{verdict}{LONG}.")
+        READERS["verdict"](f"{verdict}{LONG}.")
 
 
 def test_gaps_of_any_length_hide_no_opener():

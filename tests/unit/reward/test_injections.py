@@ -81,7 +81,7 @@ def copies_the_last_object(system, user):
 
 def says(services, talk):
     """A judge whose text is `talk`'s, as it is."""
-    services.judge_by(lambda system, user: VERDICT)
+    services.signs = False
 
     def respond(request):
         system, user = (message["content"] for message in request.json["messages"])

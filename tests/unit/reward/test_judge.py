@@ -6,7 +6,7 @@ import time
 
 import pytest
 from pytest_httpserver import HTTPServer
-from support.loopback import ANSWER, VERDICT, Services, action, build_reward, chat_completion, row, score_batch
+from support.loopback import ANSWER, VERDICT, Services, action, build_reward, chat_completion, row, score_batch, sign
 from werkzeug import Response
 
 from salesrl_trl.fencing import read_sections
@@ -150,7 +150,7 @@ def test_one_answer_that_is_no_verdict_does_not_have_another_completion_judged_b
             elif "response_format" not in request.json:
                 asked_by_text.set()
                 assert other_asked.wait(30.0)
-            return Response(json.dumps(chat_completion(verdict)))
+            return Response(json.dumps(sign(chat_completion(verdict), request.json)))
 
     reward = build_reward(InTurn(httpserver).url, [row()], timeout_s=60.0, deadline_s=60.0)
     score_batch(reward, [action(query="q0"), action(query="q1")])

@@ -70,7 +70,7 @@ def test_it_is_asked_with_what_completions_would_ask_with(services, rows):
 
     play(reward, scene())
     ahead, behind = (request.json for request in services.asked["32b"])
-    assert ahead == {**behind, "message_id": "m2"}
+    assert ahead == {**behind, "message_id": "m2", "request_id": ahead["request_id"]}
 
 
 def test_one_that_is_under_way_is_shared(services, rows):

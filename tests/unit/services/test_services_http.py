@@ -92,8 +92,11 @@ def test_answers_do_not_wait_for_acknowledgements(addresses: ServiceAddresses, h
     [("watercolour price", PRICE_EN), ("Python数据分析 价格", PRICE_ZH), ("Python数据分析 上课时间", HOURS_ZH)],
 )
 def test_8b_answers_from_the_action(addresses: ServiceAddresses, http: httpx2.Client, query: str, answer: str) -> None:
-    reply = http.post(f"{addresses.rag_base_url}/v1/rag/8b", json=action_body(rewritten_query=query)).json()
-    assert reply.keys() == {"answer", "passages", "took_ms"}
+    body = action_body(rewritten_query=query, request_id="salesrl-1")
+    response = http.post(f"{addresses.rag_base_url}/v1/rag/8b", json=body, headers={"X-Request-Id": "salesrl-1"})
+    reply = response.json()
+    assert reply.keys() == {"answer", "passages", "took_ms", "request_id"}
+    assert response.headers["X-Request-Id"] == reply["request_id"] == "salesrl-1"
     assert reply["answer"] == answer
     assert reply["passages"][0].keys() == {"id", "text", "score"}
     assert reply["passages"][0]["text"] == answer
@@ -182,6 +185,9 @@ def test_an_empty_query_is_refused_and_a_blank_one_finds_nothing(
     assert http.post(url, json=action_body(rewritten_query=" ")).json()["passages"] == []
 
 
+NONCE = "0123456789abcdef"
+
+
 def judge_message(**changes: str) -> str:
     action = {"user_profile": "", "rewritten_query": "price", "history_summary": ""}
     return fence(
@@ -193,7 +199,8 @@ def judge_message(**changes: str) -> str:
             "candidate_answer": PRICE_EN,
             "reference_answer": "Parking is free.",
         }
-        | changes
+        | changes,
+        NONCE,
     )
 
 
@@ -207,6 +214,7 @@ def test_judge_answers_an_openai_client_with_a_verdict(judge: openai.OpenAI) -> 
     completion = ask(judge, judge_message(), response_format=schema, temperature=0.0, max_tokens=200)
     # Covered and supported: 0.6 + 0.4. The reference shares no word: 0.4.
     assert json.loads(completion.choices[0].message.content) == {
+        "nonce": NONCE,
         "candidate": 1.0,
         "reference": 0.4,
         "reason": "coverage 1.00, supported 1.00",

@@ -1,0 +1,125 @@
+"""Connections whose replies belong to the requests that they carried.
+
+aiohttp takes a kept-alive connection that holds unread bytes, so a stray reply answers the next request, and from then
+on that connection is one reply behind. Here a connection is used again only when it brought exactly one reply to its
+last request and nothing since. It is closed at the first byte beyond that: together with the reply, later while it is
+idle, or unread in the socket at the moment when it is taken again.
+
+A reply that was sent to nobody and arrives after the next request has left can't be told by its bytes. For that every
+request carries an id, and each judge's request a nonce; `http` and `verdict` check them.
+"""
+
+import select
+from functools import partial
+from typing import Any, cast
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+from aiohttp.http import RawResponseMessage
+from aiohttp.streams import StreamReader
+
+KEEPALIVE_S = 60.0
+"""How long an idle connection is kept: longer than an optimizer step."""
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A session on the running loop, without proxies, cookies or limits of its own."""
+    return aiohttp.ClientSession(
+        connector=_Connector(limit=0, keepalive_timeout=KEEPALIVE_S),  # 0: the transport limits
+        response_class=WiredResponse,
+        timeout=aiohttp.ClientTimeout(total=None),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        trust_env=False,  # no proxy from the environment: customers' text goes to the configured address only
+    )
+
+
+class WiredResponse(aiohttp.ClientResponse):
+    """A response that can close its connection after it has given it back."""
+
+    _wire: ResponseHandler | None = None
+
+    async def start(self, connection: Connection) -> aiohttp.ClientResponse:
+        """Wait for the head of the reply."""
+        self._wire = connection.protocol
+        return await super().start(connection)
+
+    def hang_up(self) -> None:
+        """Close the connection: what it brought was another request's, and the next reply would be too."""
+        if self._wire is not None:
+            self._wire.abort()
+
+
+class _Wire(ResponseHandler):
+    """One connection. Adds to aiohttp's: it closes at the first byte beyond the reply to its latest request."""
+
+    was_used = False
+    """Whether it has carried a request."""
+    _reply: StreamReader | None = None  # to the latest request, once its head is there
+    _holds_more = False
+
+    def set_response_params(self, **settings: Any) -> None:
+        """A request is about to be sent."""
+        self.was_used, self._reply = True, None
+        super().set_response_params(**settings)
+
+    def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
+        """A reply's head was read."""
+        if self._reply is not None:
+            self._holds_more = True  # a second reply, which is left out
+            return
+        if data[0].code >= 200:  # the others come before the reply
+            self._reply = data[1]
+        super().feed_data(data, size)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        if data and not self._is_waiting:
+            self.abort()
+            return
+        super().data_received(data)
+        if not self._is_waiting and (self._holds_more or self._began_another()):
+            self.abort()  # what was read of the reply stays readable
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing has come that a request sent now could take for its reply."""
+        if self.transport is None or self.should_close:
+            return False
+        if not self.was_used and self.transport.get_extra_info("sslcontext"):
+            return True  # TLS sends tickets of its own at first
+        unread = select.poll()
+        unread.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not unread.poll(0)
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether a request is out whose reply has not come to its end."""
+        return self.was_used and (self._reply is None or not self._reply.is_eof())
+
+    def _began_another(self) -> bool:
+        """Whether the parser holds the beginning of another reply. Each request gets a parser of its own."""
+        try:
+            return self._parser is not None and self._parser.feed_eof() is not None
+        except Exception:  # whatever the parser makes of such a beginning: there is one
+            return True
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Gives out fresh connections only."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._factory = cast("partial[ResponseHandler]", partial(_Wire, loop=self._loop))
+
+    async def connect(self, *args: Any, **settings: Any) -> Connection:
+        """A connection on which nothing is unread. One for which that is not so is closed, and another one taken."""
+        while True:
+            connection = await super().connect(*args, **settings)
+            wire = cast(_Wire, connection.protocol)
+            if wire.is_fresh:
+                return connection
+            connection.close()
+            if not wire.was_used:
+                raise aiohttp.ClientConnectionError("the service spoke before it was asked")
