@@ -138,5 +138,7 @@ def test_gaps_of_any_length_hide_no_opener():
 def test_a_usage_that_can_not_be_loses_no_verdict(count):
     usage = f'{{"prompt_tokens": {count}, "completion_tokens": 7}}'
     content = f'{{"choices": [{{"message": {{"content": "hi"}}, "finish_reason": "stop"}}], "usage": {usage}}}'
-    assert PROVIDER._content(content.encode()) == "hi"
+    completion = PROVIDER._completion(content.encode())
+    PROVIDER._count_tokens(completion["usage"])
+    assert _text_of(completion) == "hi"
     assert PROVIDER.take_usage().completion_tokens == 0
