@@ -35,8 +35,13 @@ from salesrl_trl.report.records import (
     slowest_of,
     stage_of,
 )
+from salesrl_trl.reward.parsing import INVALID_REASONS
 
 NOT_KNOWN = "n/a"
+POLICY, SERVICES = "the policy", "services"
+"""Whose failures there are."""
+INVALID_ACTION = "invalid_action"
+"""The outcome that is the policy's; the other failures are those of services."""
 EDGE_SHARE = 0.1
 """Part of the steps at either end whose mean stands for the start and the end: one step alone is a throw of dice."""
 NAME_CHARS = 40
@@ -178,6 +183,20 @@ def failed_share(run: Run) -> float | None:
     """Share of completions that did not end well; `None` where outcomes were not logged."""
     ok = mean(run.of(outcome_of("ok")).values())
     return None if ok is None else 1 - ok
+
+
+def whose(reason: str) -> str:
+    """Who failed: `POLICY`, by a completion that is no valid action, or `SERVICES`."""
+    return POLICY if reason in INVALID_REASONS else SERVICES
+
+
+def failures_of(run: Run, who: str) -> tuple[dict[str, float], float | None]:
+    """The failures of the policy or of the services by reason, and the share of completions that ended so; `None`
+    where outcomes were not logged."""
+    outcomes = [outcome for outcome in OUTCOMES[1:] if (outcome == INVALID_ACTION) == (who == POLICY)]
+    shares = [share for outcome in outcomes if (share := mean(run.of(outcome_of(outcome)).values())) is not None]
+    found = {reason: times for reason, times in failures(run).items() if whose(reason) == who}
+    return found, sum(shares) if shares else None
 
 
 def skipped_updates(run: Run) -> float:
@@ -338,14 +357,18 @@ def _branch_kl(run: Run, branch: str) -> str:
 
 
 def _failure_total(run: Run) -> str:
-    found, share = failures(run), failed_share(run)
-    if found:
-        worst = next(iter(found))
-        of = "" if share is None else f", {percent(share)} of the completions"
-        return f"{count(sum(found.values()))}{of}; most often {shown(worst)} ({count(found[worst])})"
-    if share is None:
-        return "were not logged"
-    return "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
+    if not failures(run) and (share := failed_share(run)) is not None:
+        return "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
+    told = [words for who in (POLICY, SERVICES) if (words := _failures_of(run, who))]
+    return "; ".join(told) or "were not logged"
+
+
+def _failures_of(run: Run, who: str) -> str:
+    found, share = failures_of(run, who)
+    if not found:
+        return ""
+    of = "" if share is None else f", {percent(share)} of the completions"
+    return f"{count(sum(found.values()))} of {who}{of}, most often {shown(next(iter(found)))}"
 
 
 def rate(run: Run, tag: str, *times: str) -> float | None:
@@ -402,7 +425,9 @@ def _held_out(evaluations: Sequence[HeldOut]) -> str:
 
 def advice(run: Run) -> tuple[str, ...]:
     """What to look at, the most costly first; empty where nothing stands out."""
-    found = (_skipped(run), _exposed(run), _outside(run), _failing(run), _loading(run), _unmeasured(run))
+    found = (
+        _skipped(run), _unscored(run), _exposed(run), _outside(run), _invalid(run), _loading(run), _unmeasured(run)
+    )  # fmt: skip
     return tuple(sentence for sentence in found if sentence)[:MOST_ADVICE]
 
 
@@ -440,15 +465,32 @@ def _outside(run: Run) -> str:
     )
 
 
-def _failing(run: Run) -> str:
-    found, share = failures(run), failed_share(run)
+def _invalid(run: Run) -> str:
+    found, share = failures_of(run, POLICY)
+    if share is None or share <= FAILED_SHARE:
+        return ""
+    return (
+        f"{percent(share)} of the completions were no valid action{_mostly(found)}. That is the policy's doing: look "
+        "at its prompt (docs/DATA.md), and whether `max_completion_length` cuts actions short."
+    )
+
+
+def _unscored(run: Run) -> str:
+    found, share = failures_of(run, SERVICES)
     if not found or (share is not None and share <= FAILED_SHARE):
         return ""
+    of = "Completions" if share is None else f"{percent(share)} of the completions"
+    return (
+        f"{of} could not be scored because a service failed{_mostly(found)}. That is no fault of the policy: look at "
+        "that service (docs/SERVICES.md)."
+    )
+
+
+def _mostly(found: Mapping[str, float]) -> str:
+    if not found:
+        return ""
     worst, times = next(iter(found.items()))
-    kinds = {kind: mean(run.of(outcome_of(kind)).values()) or 0.0 for kind in OUTCOMES[1:]}
-    kind = max(kinds, key=lambda name: kinds[name])
-    of = "" if share is None else f" {percent(share)} of the completions did not end well, mostly as {kind}."
-    return f"The most frequent failure is {shown(worst)} ({percent(times / sum(found.values()))} of the failures).{of}"
+    return f", mostly {shown(worst)} ({percent(times / sum(found.values()))} of these)"
 
 
 def _loading(run: Run) -> str:

@@ -261,10 +261,13 @@ def _failures(run: Run, pictures: Pictures) -> str:
         none = "Every completion was scored: there were no failures."
         return _said(none if share <= 0 else f"{percent(share)} of the completions failed; no reason was counted.")
     total = sum(found.values())
-    rows = [(shown(reason), figures.count(times), percent(times / total)) for reason, times in found.items()]
+    rows = [
+        (shown(reason), figures.whose(reason), figures.count(times), percent(times / total))
+        for reason, times in found.items()
+    ]
     more = _remark(f"and {len(rows) - MOST_ROWS} more reasons") if len(rows) > MOST_ROWS else ""
     words = f"Failures by reason over the steps, {figures.count(total)} in all, mostly {rows[0][0]}"
-    return _image(pictures.failures, words) + _table(("Reason", "Times", "Share"), rows[:MOST_ROWS]) + more
+    return _image(pictures.failures, words) + _table(("Reason", "Of", "Times", "Share"), rows[:MOST_ROWS]) + more
 
 
 def _quick_evals(run: Run, pictures: Pictures) -> str:
