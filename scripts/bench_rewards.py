@@ -20,6 +20,7 @@ from typing import Any
 
 from aiohttp import web
 
+from salesrl_trl.fencing import read_nonce
 from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, Stages
 from salesrl_trl.reward.http import HttpClient
 from salesrl_trl.reward.transport import Transport
@@ -46,23 +47,26 @@ def serve() -> None:
     numbers = itertools.count()
     passages = [{"id": f"d{n}", "text": "A passage of the knowledge base. " * 12, "score": 0.5} for n in range(3)]
     answered = {"answer": "An answer of some length. " * 20, "passages": passages, "took_ms": 1.0}
-    verdict = json.dumps({"candidate": 0.75, "reference": 0.5, "reason": "It names the price and the delay."})
-    message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": verdict}}
+    verdict = {"candidate": 0.75, "reference": 0.5, "reason": "It names the price and the delay."}
     usage = {"prompt_tokens": 700, "completion_tokens": 30, "total_tokens": 730}
     judged = {
         "id": "c1",
         "object": "chat.completion",
         "created": 1,
         "model": "j",
-        "choices": [message],
         "usage": usage,
     }
 
     async def real(request: web.Request) -> web.Response:
-        await request.read()
+        body = await request.json()
         is_judge = request.path.endswith("completions")
         await asyncio.sleep(latency_s(next(numbers), 0, request.path, 3.2 if is_judge else 5.6))
-        return web.json_response(judged if is_judge else answered)
+        if not is_judge:
+            return web.json_response(answered)
+        signed = {"nonce": read_nonce(body["messages"][-1]["content"]), **verdict}
+        message = {"role": "assistant", "content": json.dumps(signed)}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        return web.json_response({**judged, "choices": [choice]})
 
     async def answer(request: web.Request) -> web.Response:
         body = await request.json()

@@ -275,7 +275,7 @@ def _text_of(completion: Any) -> str:
     if message.refusal or end in WITHHELD:
         refused = f"finish_reason {end}" if end in WITHHELD else "a refusal"
         raise JudgeInvalid(
-            f"the judge, or its provider's filter, answered with {refused}. Expected a verdict: text beside it is none.",
+            f"the judge, or its provider's filter, answered with {refused}. Expected a verdict: text beside is none.",
             "judge_refused",
         )
     if end in BROKEN_OFF:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import urllib.request
@@ -19,9 +20,12 @@ SERVER = Path(__file__).with_name("fault_server.py")
 class FaultServer:
     """A running fault server."""
 
-    def __init__(self, settings):
+    def __init__(self, settings, server=SERVER):
         self.process = subprocess.Popen(
-            [sys.executable, str(SERVER), json.dumps(settings)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, str(server), json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(SERVER.parents[1])},
         )
         self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
 

@@ -1,0 +1,127 @@
+"""A loopback RAG service and judge that mix up their replies, and the ledger of what they truly said.
+
+    PYTHONPATH=tests python tests/faults/mixed_up.py '{"share": 0.05, "faults": ["stale", "swap"]}'
+
+What is said of an item or a row is a function of it (`truth`), so that a test can hold every number of a reward
+against the service's own. Each of `share` of the replies has one of `FAULTS`. `GET /_stats` answers how many of each
+there were.
+"""
+
+import asyncio
+import json
+import random
+import re
+import sys
+from collections import Counter, deque
+
+from faults.fault_server import Connection, chat, nonce_of, response
+
+PROVABLE = ("duplicate", "duplicate_later", "stray_later", "in_parts", "doubled_body", "doubled_length", "echo")
+"""Faults that the client can tell by the bytes of a connection and the form of a reply."""
+FAULTS = (*PROVABLE, "stray_first", "stale", "swap")
+"""And those that it can tell by a nonce or an id alone."""
+LATER_S = 0.01
+SWAP_PATIENCE_S = 0.2
+
+
+def truth(kind, number):
+    """What is said of it: in [0, 1], another one for each."""
+    return round(random.Random(f"{kind} {number}").random(), 9)
+
+
+def number_in(name, text):
+    return int(re.search(rf"{name}-(\d+)", text)[1])
+
+
+def rag_answer(path, asked):
+    """An answer names what it is about; its passage's score is said of that."""
+    name, kind, text = ("item", "passage", asked["rewritten_query"]) if "8b" in path else ("row", "", asked["context"])
+    number = number_in(name, text)
+    passages = [{"id": f"d{number}", "text": "...", "score": truth(kind, number)}]
+    return {"answer": f"All about {name}-{number}.", "passages": passages, "took_ms": 1.0}
+
+
+def verdict(asked):
+    """Scores are said of what the answers are about, not of the action."""
+    system, user = (message["content"] for message in asked["messages"])
+    shown = dict(re.findall(r"^<<<(\w+_answer) \w+>>>\n(.*?)\n<<<end", user, re.MULTILINE | re.DOTALL))
+    reference = shown.get("reference_answer")
+    said = {
+        "candidate": truth("candidate", number_in("item", shown["candidate_answer"])),
+        "reference": None if reference is None else truth("reference", number_in("row", reference)),
+        "reason": "",
+    }
+    return {"nonce": nonce_of(user.encode()), **said} if '"nonce"' in system else said
+
+
+class MixedUp:
+    """Serves requests of `Connection`."""
+
+    def __init__(self, share, faults=FAULTS, returns_ids=True, **_):
+        self.share, self.faults, self.returns_ids = share, faults, returns_ids
+        self.stats = Counter()
+        self.random = random.Random(0)
+        self.said = {}  # path: its latest replies
+        self.waiting = {}  # path: (transport, reply) that waits for another one to swap with
+
+    async def serve(self, path, transport, body):
+        reply = self.reply(path, json.loads(body))
+        earlier = self.said.setdefault(path, deque([reply], maxlen=100))
+        fault = self.random.choice(self.faults) if self.random.random() < self.share else "none"
+        self.stats[fault] += 1
+        other = self.random.choice(earlier)
+        earlier.append(reply)
+        content = reply.partition(b"\r\n\r\n")[2]
+        parts = {
+            "none": [reply],
+            "duplicate": [reply + reply],
+            "duplicate_later": [reply, reply],
+            "stray_later": [reply, other],
+            "stray_first": [other, reply],
+            "stale": [other],
+            "in_parts": [reply + other[:40], other[40:]],
+            "doubled_body": [reply + content],
+            "doubled_length": [response(200, content + content)],
+            "echo": [response(200, chat(body.decode()) if self.random.random() < 0.5 else body)],
+        }
+        if fault == "swap":
+            await self.swap(path, transport, reply)
+            return
+        first, *rest = parts[fault]
+        transport.write(first)
+        for part in rest:
+            await asyncio.sleep(0 if fault == "stray_first" else LATER_S)
+            transport.write(part)
+
+    async def swap(self, path, transport, reply):
+        """Each gets the other's; without another one soon, its own."""
+        waiting = self.waiting.pop(path, None)
+        if waiting is not None:
+            waiting[0].write(reply)
+            transport.write(waiting[1])
+            return
+        self.waiting[path] = (transport, reply)
+        await asyncio.sleep(SWAP_PATIENCE_S)
+        if self.waiting.get(path) == (transport, reply):
+            del self.waiting[path]
+            transport.write(reply)
+
+    def reply(self, path, asked):
+        if path.endswith("/chat/completions"):
+            return response(200, chat(json.dumps(verdict(asked))))
+        answer, request_id = rag_answer(path, asked), asked.get("request_id")
+        if request_id is None or not self.returns_ids:
+            return response(200, answer)
+        return response(200, {**answer, "request_id": request_id}, X_Request_Id=request_id)
+
+
+async def main(settings):
+    loop = asyncio.get_running_loop()
+    scenarios = MixedUp(**settings)
+    server = await loop.create_server(lambda: Connection(scenarios), "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await loop.run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))
