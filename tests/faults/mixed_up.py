@@ -16,10 +16,10 @@ from collections import Counter, deque
 
 from faults.fault_server import Connection, chat, nonce_of, response
 
-PROVABLE = ("duplicate", "duplicate_later", "stray_later", "in_parts", "doubled_body", "doubled_length", "echo")
-"""Faults that the client can tell by the bytes of a connection and the form of a reply."""
-FAULTS = (*PROVABLE, "stray_first", "stale", "swap")
-"""And those that it can tell by a nonce or an id alone."""
+BY_BYTES = ("duplicate", "in_parts", "doubled_body", "doubled_length", "echo")
+"""Faults that the client can always tell by the bytes of a connection and the form of a reply."""
+FAULTS = (*BY_BYTES, "duplicate_later", "stray_later", "stray_first", "stale", "swap")
+"""And those that it can tell by a nonce or an id alone: the later ones where the next request has left before."""
 LATER_S = 0.01
 SWAP_PATIENCE_S = 0.2
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults.conftest import FaultServer
-from faults.mixed_up import FAULTS, PROVABLE, truth
+from faults.mixed_up import FAULTS, BY_BYTES, truth
 from support.loopback import action, build_reward
 
 from salesrl_trl.types import Message, Outcome, SalesRow
@@ -79,7 +79,7 @@ def score(url, chains):
 
 
 @pytest.mark.parametrize(
-    ("faults", "returns_ids"), [(FAULTS, True), (PROVABLE, False)], ids=["all faults", "a service without ids"]
+    ("faults", "returns_ids"), [(FAULTS, True), (BY_BYTES, False)], ids=["all faults", "a service without ids"]
 )
 def test_no_number_is_anothers(faults, returns_ids):
     settings = {"share": SHARE, "faults": faults, "returns_ids": returns_ids}
