@@ -181,6 +181,7 @@ def build_reward(
         score_threshold=config.rag_score_threshold,
         top_k=config.rag_top_k,
         deadline_s=config.reward_deadline_s,
+        action_format=config.action_format(),
         answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
         references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
     )

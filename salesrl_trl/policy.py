@@ -220,7 +220,7 @@ def _demonstrations() -> Any:
     rows = [
         {
             "prompt": build_prompt(row, PROMPT_STYLE),
-            "completion": [{"role": "assistant", "content": action_text(Action(**draft))}],
+            "completion": [{"role": "assistant", "content": action_text(Action(fields=draft))}],
         }
         for row, drafts in load_drafts()
         for draft in drafts

@@ -16,20 +16,29 @@ from transformers import AutoConfig, AutoTokenizer
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.lengths import Limit
-from salesrl_trl.data.prompts import ACTION_FIELDS
 from salesrl_trl.data.templates import PromptTemplate, read_template
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.reward.http import key_fault
 from salesrl_trl.reward.judge import packaged_rubrics
 from salesrl_trl.reward.scoring import OTHER_RUBRIC
 from salesrl_trl.services.index import load_documents
+from salesrl_trl.types import DEFAULT_FORMAT
 
 
-def prompt_of(config: DataConfig) -> str | PromptTemplate:
-    """What the policy is prompted with: a template of one's own, or the name of a packaged style."""
-    if config.prompt_template is None:
-        return config.prompt_style
-    return read_template(config.prompt_template, ACTION_FIELDS)
+def prompt_of(config: DataConfig, fields: tuple[str, ...] = DEFAULT_FORMAT.fields) -> str | PromptTemplate:
+    """What the policy is prompted with: a template of one's own, or the name of a packaged style.
+
+    Raises:
+        `ConfigError`: the template does not work, or the packaged prompt asks for other fields than `fields`.
+    """
+    if config.prompt_template is not None:
+        return read_template(config.prompt_template, fields)
+    if config.prompt_style == "instruct" and fields != DEFAULT_FORMAT.fields:
+        raise ConfigError(
+            f"`action_fields` is {', '.join(fields)}, but the packaged prompt asks for "
+            f"{', '.join(DEFAULT_FORMAT.fields)}. Give a `prompt_template` that asks for yours (docs/DATA.md)."
+        )
+    return config.prompt_style
 
 
 def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
@@ -52,7 +61,15 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     """
     if config.knowledge_file is not None:
         load_documents(Path(config.knowledge_file).expanduser())
+    own_fields = config.action_format().fields != DEFAULT_FORMAT.fields
+    if config.embeds_rag and own_fields:
+        raise ConfigError(
+            f"The embedded RAG service takes the action's fields {', '.join(DEFAULT_FORMAT.fields)} alone. Set "
+            "`rag_base_url` or `vector_store_path`, or leave out `action_fields`."
+        )
     faults = []
+    if config.embeds_judge and own_fields:
+        faults.append("The embedded judge does not read `action_fields` of yours. Set `judge_base_url`.")
     if config.embeds_judge and (own := _own_rubrics(config, branches)):
         faults.append(
             "The embedded judge is a program that knows the packaged rubrics and the demo alone. It reads no rubric "

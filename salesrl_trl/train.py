@@ -52,7 +52,7 @@ from salesrl_trl.services.launcher import EmbeddedServices
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
-from salesrl_trl.types import SalesRow
+from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
@@ -184,14 +184,16 @@ def prepare(config: RunConfig) -> Prepared:
     config.telemetry.check_branches(branches)
     check_output_dir(config.training.output_dir)
     check_checkpoint(config.training.resume_from_checkpoint, config.training.output_dir)
-    prompt = prompt_of(data)
+    wanted = config.reward.action_format()
+    prompt = prompt_of(data, wanted.fields)
     train_rows = load_rows(data.dataset, data.train_split, branches, data.max_train_rows)
     eval_rows = _eval_rows(config)
-    if config.model.model_name_or_path is None and prompt != PROMPT_STYLE:
+    if config.model.model_name_or_path is None and (prompt != PROMPT_STYLE or wanted != DEFAULT_FORMAT):
         given = f"`prompt_style` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
         raise ConfigError(
-            f"{given}, but the small demo policy is taught with {PROMPT_STYLE!r}. Give `model_name_or_path`, or set "
-            f"`prompt_style: {PROMPT_STYLE}` and no `prompt_template`."
+            f"{given if prompt != PROMPT_STYLE else '`action_fields` is given'}, but the small demo policy is taught "
+            f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_style: "
+            f"{PROMPT_STYLE}` and neither `prompt_template` nor `action_fields`."
         )
     own_rows = next((each for each in (data.dataset, data.eval_dataset) if each not in (DEMO, None)), None)
     stand_ins = check_stand_ins(config.reward, branches, own_rows)

@@ -93,23 +93,42 @@ class SalesRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ActionFormat:
+    """What an action consists of."""
+
+    fields: tuple[str, ...] = ("user_profile", "rewritten_query", "history_summary")
+    """The names of its texts, in the order the policy is asked for them. By default what matters about the customer
+    (`"office worker, free in the evenings"`), the customer's question, able to stand alone (`"Python data analysis
+    price"`), and what was said before (`"asked about Python data analysis"`)."""
+    query: str = "rewritten_query"
+    """The one that is searched with. It is never empty."""
+
+
+DEFAULT_FORMAT = ActionFormat()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
     """What the policy writes, and what the 8B endpoint answers from."""
 
-    user_profile: str
-    """What matters about the customer: `"office worker, free in the evenings"`."""
-    rewritten_query: str
-    """The customer's question, able to stand alone: `"Python data analysis price"`. Never empty."""
-    history_summary: str
-    """What was said before: `"asked about Python data analysis"`."""
+    fields: Mapping[str, str]
+    """The texts by name: `{"user_profile": "", "rewritten_query": "Python price", "history_summary": ""}`."""
+    query_field: str = DEFAULT_FORMAT.query
+    """The name of the one that is searched with."""
+
+    @property
+    def query(self) -> str:
+        """What is searched with."""
+        return self.fields[self.query_field]
+
+    @property
+    def others(self) -> list[str]:
+        """The other texts, in their order."""
+        return [text for name, text in self.fields.items() if name != self.query_field]
 
     def as_dict(self) -> dict[str, str]:
         """By field name, as the policy writes it."""
-        return {
-            "user_profile": self.user_profile,
-            "rewritten_query": self.rewritten_query,
-            "history_summary": self.history_summary,
-        }
+        return dict(self.fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,7 +57,7 @@ def shares(
         action = parse_action(completion)
         valid = isinstance(action, Action)
         tests.setdefault("valid action", []).append(valid)
-        query = action.rewritten_query.lower() if valid else ""
+        query = action.query.lower() if valid else ""
         course = courses[record["lang"], record["course"]]
         topic = record["careful_action"]["rewritten_query"].lower().removeprefix(course).strip()
         tests.setdefault("query names the right course", []).append(course in query)

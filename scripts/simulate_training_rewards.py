@@ -38,7 +38,6 @@ from trl import TrlParser
 from salesrl_trl.assembly import JUDGE, RewardParts, build_reward, prepare_reward
 from salesrl_trl.callbacks import figure, judge_line
 from salesrl_trl.config import DEFAULT_BRANCHES, DataConfig, RewardConfig
-from salesrl_trl.data.prompts import ACTION_FIELDS
 from salesrl_trl.data.sources import DEMO, load_drafts, load_rows
 from salesrl_trl.errors import ConfigError, SalesRLError, ServiceError, ServiceUnavailable
 from salesrl_trl.reward.batch import BatchReport
@@ -48,7 +47,7 @@ from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.reward.transport import TRAFFIC
 from salesrl_trl.telemetry.metrics import CACHES, JUDGE_SECONDS, USAGE, usage_of
 from salesrl_trl.train import EXIT_BAD_INPUT, EXIT_STOPPED, addresses
-from salesrl_trl.types import Outcome, Reward, SalesRow
+from salesrl_trl.types import DEFAULT_FORMAT, Outcome, Reward, SalesRow
 
 EXIT_INTERRUPTED = 130
 HOLLOW = "hollow_answer"
@@ -296,13 +295,13 @@ def actions(row: SalesRow, drafts: Sequence[Fields] | None, count: int, rng: ran
     """So many valid actions for a row, different ones as far as there are: its drafts' fields in new combinations, or
     else what its customer asked, with excerpts of the conversation."""
     if drafts:
-        pools = [list(dict.fromkeys(draft[name] for draft in drafts)) for name in ACTION_FIELDS]
+        pools = [list(dict.fromkeys(draft[name] for draft in drafts)) for name in DEFAULT_FORMAT.fields]
     else:
         asked = [message.content[:QUERY_CHARS] for message in row.conversation if message.role == "customer"]
         queries = [text for text in asked if not is_hollow(text)] or ["the price of the course"]
         excerpts = [_excerpt(row.context, rng) for _ in range(2 * EXCERPTS)]
         pools = [excerpts[:EXCERPTS], queries, excerpts[EXCERPTS:]]
-    found = [dict(zip(ACTION_FIELDS, each, strict=True)) for each in itertools.product(*pools)]
+    found = [dict(zip(DEFAULT_FORMAT.fields, each, strict=True)) for each in itertools.product(*pools)]
     rng.shuffle(found)
     return list(itertools.islice(itertools.cycle(found), count))
 

@@ -11,7 +11,9 @@ from typing import Any
 from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
 from salesrl_trl.reward.judge import AGGREGATIONS
 from salesrl_trl.reward.provider import RESPONSE_FORMATS
+from salesrl_trl.reward.rag import RESERVED_FIELDS
 from salesrl_trl.reward.scoring import MISSING_RULES
+from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
 
 
 @dataclass(kw_only=True)
@@ -126,6 +128,11 @@ class RewardConfig:
             alone.
         missing_component (`str`, *optional*, defaults to `"none"`):
             A completion that lacks a component has no reward (`none`), or the others stand in for it (`reweight`).
+        action_fields (`list[str]`, *optional*, defaults to `["user_profile", "rewritten_query", "history_summary"]`):
+            The texts that the policy writes, by their names in its JSON and in the requests to the 8B endpoint. With
+            others, a `prompt_template` has to ask for them, and services of one's own to take them.
+        query_field (`str`, *optional*):
+            Which of them is searched with and is never empty; `rewritten_query`, or the first where there is none.
         rag_score_threshold (`float`, *optional*, defaults to `0.03`):
             Passages below this normalised score in [0, 1] are left out. Raw conversations score near 0.09 in the
             embedded service, good queries 0.2 to 0.6. By most embedding models unrelated texts score 0.2 to 0.6.
@@ -190,6 +197,11 @@ class RewardConfig:
         default=None, metadata=about("branch to component to weight; the judge alone if not given")
     )
     missing_component: str = field(default="none", metadata=about("none or reweight"))
+    action_fields: list[str] = field(
+        default_factory=lambda: list(DEFAULT_FORMAT.fields),
+        metadata=about("names of the texts that the policy writes"),
+    )
+    query_field: str | None = field(default=None, metadata=about("which of action_fields is searched with"))
     rag_score_threshold: float = field(default=0.03, metadata=about("least normalised passage score"))
     rag_top_k: int = field(default=3, metadata=about("most passages to retrieve"))
     rag_timeout_s: float = field(default=30.0, metadata=about("seconds per attempt at a RAG endpoint"))
@@ -206,6 +218,29 @@ class RewardConfig:
     reference_cache: str | None = field(default=None, metadata=about("file that keeps 32B answers; empty for none"))
     reward_deadline_s: float = field(default=300.0, metadata=about("seconds that a completion's reward may take"))
     invalid_action_reward: float = field(default=0.0, metadata=about("reward of a completion that is no action"))
+
+    def action_format(self) -> ActionFormat:
+        """What an action consists of."""
+        names = tuple(self.action_fields)
+        usual = DEFAULT_FORMAT.query if DEFAULT_FORMAT.query in names else names[0]
+        return ActionFormat(fields=names, query=self.query_field or usual)
+
+    def _check_action(self) -> None:
+        names = self.action_fields
+        check(
+            len(names) > 0 and len(set(names)) == len(names),
+            f"`action_fields` is {names}. Expected at least one name, each once.",
+        )
+        bad = [name for name in names if name in RESERVED_FIELDS or not re.fullmatch(r"[A-Za-z_]\w*", str(name))]
+        check(
+            not bad,
+            f"`action_fields` names {', '.join(map(str, bad))}. Expected letters, digits and _, and none of what else "
+            f"stands in a request: {', '.join(RESERVED_FIELDS)}.",
+        )
+        check(
+            self.query_field is None or self.query_field in names,
+            f"`query_field` is {self.query_field!r}. Expected one of `action_fields`: {', '.join(names)}.",
+        )
 
     @property
     def embeds_rag(self) -> bool:
@@ -247,6 +282,7 @@ class RewardConfig:
         )
         check(0 <= self.hedge_fraction <= 1, f"`hedge_fraction` is {self.hedge_fraction}. Expected 0 to 1.")
         check(self.outage_patience_s >= 0, f"`outage_patience_s` is {self.outage_patience_s}. Expected 0 or more.")
+        self._check_action()
         check_choice(self, "judge_aggregation", AGGREGATIONS)
         check_choice(self, "missing_component", MISSING_RULES)
         check_url("rag_base_url", self.rag_base_url)

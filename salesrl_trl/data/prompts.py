@@ -10,10 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from salesrl_trl.data.templates import PromptTemplate, read_template
-from salesrl_trl.types import Action, SalesRow
-
-ACTION_FIELDS = ("user_profile", "rewritten_query", "history_summary")
-"""The action's keys, in the order the policy is taught to write them."""
+from salesrl_trl.types import DEFAULT_FORMAT, Action, SalesRow
 
 PROMPT_STYLES = ("instruct", "compact")
 """`instruct` explains the task to a general chat model; `compact` is the bare conversation, for a policy whose
@@ -34,7 +31,7 @@ def template_path(style: str) -> Path:
 @functools.cache
 def packaged_template(style: str) -> PromptTemplate:
     """The packaged prompt of a style."""
-    return read_template(template_path(style), ACTION_FIELDS)
+    return read_template(template_path(style), DEFAULT_FORMAT.fields)
 
 
 def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> list[dict[str, str]]:
@@ -56,5 +53,5 @@ def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> li
 
 
 def action_text(action: Action) -> str:
-    """The action as the policy is taught to write it: one line of JSON, keys in the order of `ACTION_FIELDS`."""
-    return json.dumps({name: getattr(action, name) for name in ACTION_FIELDS}, ensure_ascii=False)
+    """The action as the policy is taught to write it: one line of JSON, keys in their order."""
+    return json.dumps(action.as_dict(), ensure_ascii=False)

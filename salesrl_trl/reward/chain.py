@@ -24,7 +24,17 @@ from salesrl_trl.reward.rag import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.transport import Transport
 from salesrl_trl.reward.verdict import verdict_from_json, verdict_to_json
-from salesrl_trl.types import Action, Answer, InvalidAction, Outcome, Reward, SalesRow, Verdict
+from salesrl_trl.types import (
+    DEFAULT_FORMAT,
+    Action,
+    ActionFormat,
+    Answer,
+    InvalidAction,
+    Outcome,
+    Reward,
+    SalesRow,
+    Verdict,
+)
 
 T = TypeVar("T")
 
@@ -52,6 +62,8 @@ class SalesReward(BatchedReward):
             Keeps 8B answers and verdicts. In memory when not given.
         references (`AnswerStore`, *optional*):
             Keeps 32B answers, which do not depend on the policy. In memory when not given.
+        action_format (`ActionFormat`, *optional*):
+            What an action consists of.
     """
 
     __name__ = "sales"  # TRL names the reward's metrics after it
@@ -68,9 +80,11 @@ class SalesReward(BatchedReward):
         deadline_s: float,
         answers: AnswerStore | None = None,
         references: AnswerStore | None = None,
+        action_format: ActionFormat = DEFAULT_FORMAT,
     ) -> None:
         super().__init__(deadline_s)
         self._rows = rows
+        self._format = action_format
         self._rag = rag
         self._judge = judge
         self._scoring = scoring
@@ -147,7 +161,8 @@ class SalesReward(BatchedReward):
 
     async def _warm_up(self) -> dict[str, float | ServiceError]:
         row = self._rows[0]
-        action = Action(user_profile="", rewritten_query=row.conversation[-1].content, history_summary="")
+        asked = {self._format.query: row.conversation[-1].content}
+        action = Action(fields=dict.fromkeys(self._format.fields, "") | asked, query_field=self._format.query)
         answers = await asyncio.gather(
             _clocked(functools.partial(self._chat_8b, row, action)), _clocked(functools.partial(self._chat_32b, row))
         )
@@ -200,7 +215,7 @@ class SalesReward(BatchedReward):
 
     async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
         began = time.perf_counter()
-        action = parse_action(completion)
+        action = parse_action(completion, self._format)
         stages.record("parse", began)
         if isinstance(action, InvalidAction):
             return self._scoring.score_invalid(action, stages.seconds)
@@ -254,7 +269,7 @@ class SalesReward(BatchedReward):
 
     async def _candidate(self, row: SalesRow, action: Action) -> Answer:
         """The 8B answer to an action."""
-        key = cache_key("8b", self._rag.identity, self._asked(row), action.as_dict())
+        key = cache_key("8b", self._rag.identity, self._asked(row), action.as_dict(), action.query_field)
         return await self._answers.get(key, lambda: self._chat_8b(row, action))
 
     async def _reference(self, row: SalesRow) -> Answer:
@@ -278,14 +293,7 @@ class SalesReward(BatchedReward):
 
     async def _chat_8b(self, row: SalesRow, action: Action) -> Answer:
         """One that is empty although passages were found is the service's fault, not the policy's."""
-        answer = await self._rag.chat_8b(
-            row.context,
-            action.user_profile,
-            action.rewritten_query,
-            action.history_summary,
-            *self._retrieval,
-            ids=row.ids,
-        )
+        answer = await self._rag.chat_8b(row.context, action, *self._retrieval, ids=row.ids)
         if answer.passages and not answer.text.strip():
             raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
         return answer

@@ -6,10 +6,9 @@ Owns what counts as a valid action. Strict on purpose: what is let through here 
 import json
 from typing import Any
 
-from salesrl_trl.data.prompts import ACTION_FIELDS
 from salesrl_trl.data.rows import is_unicode
 from salesrl_trl.reward.hollow import is_hollow
-from salesrl_trl.types import Action, InvalidAction
+from salesrl_trl.types import DEFAULT_FORMAT, Action, ActionFormat, InvalidAction
 
 INVALID_REASONS = ("empty", "not_json", "not_an_object", "missing_field", "extra_field", "wrong_type", "not_unicode",
                    "empty_query", "too_long", "hollow_answer")  # fmt: skip
@@ -23,13 +22,15 @@ MAX_COMPLETION_CHARS = 200_000
 """Longest completion that is read: three such fields in JSON's longest spelling, 12 characters for one, and room."""
 
 
-def parse_action(completion: str) -> Action | InvalidAction:
+def parse_action(completion: str, wanted: ActionFormat = DEFAULT_FORMAT) -> Action | InvalidAction:
     """Read a completion.
 
     Args:
         completion (`str`):
             The policy's text without special tokens. White space around it and one Markdown code fence are forgiven,
             nothing else.
+        wanted (`ActionFormat`, *optional*):
+            What an action consists of.
 
     Returns:
         `Action` or `InvalidAction`: never raises.
@@ -43,8 +44,10 @@ def parse_action(completion: str) -> Action | InvalidAction:
         value = json.loads(_unfenced(text))
     except (ValueError, RecursionError):  # ValueError also for a number of more than 4,300 digits
         return InvalidAction(reason="not_json")
-    reason = _fault(value)
-    return InvalidAction(reason=reason) if reason else Action(**value)
+    reason = _fault(value, wanted)
+    if reason:
+        return InvalidAction(reason=reason)
+    return Action(fields={name: value[name] for name in wanted.fields}, query_field=wanted.query)
 
 
 def _unfenced(text: str) -> str:
@@ -56,12 +59,12 @@ def _unfenced(text: str) -> str:
     return text if first.strip() else content
 
 
-def _fault(value: Any) -> str | None:
+def _fault(value: Any, wanted: ActionFormat) -> str | None:
     if not isinstance(value, dict):
         return "not_an_object"
-    if any(name not in value for name in ACTION_FIELDS):
+    if any(name not in value for name in wanted.fields):
         return "missing_field"
-    if len(value) > len(ACTION_FIELDS):
+    if len(value) > len(wanted.fields):
         return "extra_field"
     if not all(isinstance(field, str) for field in value.values()):
         return "wrong_type"
@@ -69,6 +72,6 @@ def _fault(value: Any) -> str | None:
         return "not_unicode"
     if any(len(field) > MAX_FIELD_CHARS for field in value.values()):
         return "too_long"
-    if is_hollow(value["rewritten_query"]):
+    if is_hollow(value[wanted.query]):
         return "empty_query"
     return None

@@ -14,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from salesrl_trl.errors import BadServiceResponse
 from salesrl_trl.reward.http import HttpClient, check_echo, make_request_id, refuse_stated_error
 from salesrl_trl.reward.transport import Transport
-from salesrl_trl.types import Answer, Passage, RequestIds
+from salesrl_trl.types import Action, Answer, Passage, RequestIds
+
+RESERVED_FIELDS = (*RequestIds().as_dict(), "context", "score_threshold", "top_k", "request_id")
+"""What else stands in a request, beside the action's fields."""
 
 
 class RagBackend(Protocol):
@@ -31,23 +34,15 @@ class RagBackend(Protocol):
         ...
 
     async def chat_8b(
-        self,
-        context: str,
-        user_profile: str,
-        rewritten_query: str,
-        history_summary: str,
-        score_threshold: float,
-        top_k: int,
-        *,
-        ids: RequestIds,
+        self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
         """Answer from the policy's action.
 
         Args:
             context (`str`):
                 The conversation, a line per turn.
-            user_profile, rewritten_query, history_summary (`str`):
-                The action.
+            action (`Action`):
+                What the policy wrote.
             score_threshold (`float`):
                 Passages below this normalised score in [0, 1] are left out.
             top_k (`int`):
@@ -112,24 +107,14 @@ class RagClient:
         self.transports = {"rag_8b": transport_8b, "rag_32b": transport_32b}
 
     async def chat_8b(
-        self,
-        context: str,
-        user_profile: str,
-        rewritten_query: str,
-        history_summary: str,
-        score_threshold: float,
-        top_k: int,
-        *,
-        ids: RequestIds,
+        self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
         """`POST /v1/rag/8b`; see `RagBackend`."""
         return await self._8b.ask(
             {
                 **ids.as_dict(),
                 "context": context,
-                "user_profile": user_profile,
-                "rewritten_query": rewritten_query,
-                "history_summary": history_summary,
+                **action.as_dict(),
                 "score_threshold": score_threshold,
                 "top_k": top_k,
             }

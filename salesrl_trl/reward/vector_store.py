@@ -24,7 +24,7 @@ from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.embedding import Embedder
 from salesrl_trl.reward.perloop import PerLoop
 from salesrl_trl.reward.transport import Transport
-from salesrl_trl.types import Answer, Passage, RequestIds
+from salesrl_trl.types import Action, Answer, Passage, RequestIds
 
 TABLE = "knowledge"
 """The table's name inside the store's folder."""
@@ -32,7 +32,7 @@ MODEL_KEY = b"embedding_model"
 """Entry of the table's metadata: the model that made its vectors. A table without it is taken to fit."""
 
 QUERY_WEIGHT = 3
-"""How often `rewritten_query` stands in the text that is embedded for an action; the other fields stand in it once.
+"""How often the action's query stands in the text that is embedded for an action; the other fields stand in it once.
 The same as in the embedded service."""
 MAX_TEXT_CHARS = 6_000
 """Length of an embedded question, in characters: within the 8,192 tokens that common models take, in Chinese too."""
@@ -123,25 +123,17 @@ class VectorStoreRag:
         self.identity = f"{snapshot.identity}, {self._embedder.identity}, {max_text_chars} characters"
 
     async def chat_8b(
-        self,
-        context: str,
-        user_profile: str,
-        rewritten_query: str,
-        history_summary: str,
-        score_threshold: float,
-        top_k: int,
-        *,
-        ids: RequestIds,
+        self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
         """Answer from the action; see `RagBackend`. The conversation is not looked at.
 
-        What is embedded is one text with a line for each part: the query `QUERY_WEIGHT` times, the profile, the
-        summary; empty parts are left out.
+        What is embedded is one text with a line for each part: the query `QUERY_WEIGHT` times, the other fields; empty
+        parts are left out.
         """
-        parts = [rewritten_query] * QUERY_WEIGHT + [user_profile, history_summary]
+        parts = [action.query] * QUERY_WEIGHT + action.others
         text = "\n".join(part for part in parts if part.strip())[: self._max_text_chars]
         vector = await self._embedder.embed([text], self.transports["rag_8b"])
-        return await self._answer(rewritten_query, vector[0], score_threshold, top_k, ids)
+        return await self._answer(action.query, vector[0], score_threshold, top_k, ids)
 
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
         """Answer from the conversation as it is; see `RagBackend`."""

@@ -23,7 +23,7 @@ from salesrl_trl.errors import DataError
 from salesrl_trl.fencing import read_nonce, read_sections
 from salesrl_trl.services.echo import EchoRequestId
 from salesrl_trl.services.index import is_chinese, normalise, sentences, words
-from salesrl_trl.types import Action
+from salesrl_trl.types import DEFAULT_FORMAT, Action
 
 FAIRNESS_COVERAGE_SHARE = 0.5
 """Coverage in the fairness rubric; the rest is neutrality. Equal, so that neither a useless answer that mentions
@@ -50,7 +50,7 @@ MAX_MESSAGES = 200
 MAX_MESSAGE_CHARS = 400_000
 """Length limit of a message, in characters: the limits of the RAG service's texts, and room for the rest."""
 
-_ACTION_FIELDS = frozenset({"user_profile", "rewritten_query", "history_summary"})
+_ACTION_FIELDS = frozenset(DEFAULT_FORMAT.fields)
 _MIN_SHARED_LETTERS = 4
 _MIN_SHARED_HAN = 2
 _LATIN_NAME = re.compile(r"[A-Za-z][\w+#]*", re.ASCII)
@@ -226,11 +226,11 @@ def _read_action(text: str) -> Action | None:
         return None
     if not isinstance(fields, dict) or fields.keys() != _ACTION_FIELDS:
         return None
-    return Action(**fields) if all(isinstance(value, str) for value in fields.values()) else None
+    return Action(fields=fields) if all(isinstance(value, str) for value in fields.values()) else None
 
 
 def _fields(action: Action | None) -> tuple[str, ...]:
-    return () if action is None else (action.user_profile, action.rewritten_query, action.history_summary)
+    return () if action is None else tuple(action.fields.values())
 
 
 def coverage(answer: str, documents: Iterable[str]) -> float:
@@ -301,7 +301,7 @@ def _claims(action: Action | None) -> set[str]:
     if action is None:
         return set()
     figures = {word for field in _fields(action) for word in content_words(field) if is_figure(word)}
-    described = content_words(action.user_profile) + content_words(action.history_summary)
+    described = [word for text in action.others for word in content_words(text)]
     return figures | {word for word in described if len(word) > 1 and word not in GENERIC_WORDS}
 
 

@@ -18,7 +18,7 @@ from salesrl_trl.errors import BadServiceResponse, ServiceError, ServiceOverload
 from salesrl_trl.reward.deadline import deadline
 from salesrl_trl.reward.http import HttpClient, retry_after_s
 from salesrl_trl.reward.rag import RagClient
-from salesrl_trl.types import RequestIds
+from salesrl_trl.types import Action, RequestIds
 
 
 @pytest.fixture
@@ -31,7 +31,9 @@ def ask(transport):
             started = time.perf_counter()
             try:
                 with deadline(within_s):
-                    result = await rag.chat_8b("hi", "", "price", "", 0.0, 3, ids=RequestIds())
+                    result = await rag.chat_8b(
+                        "hi", Action(fields={"rewritten_query": "price"}), 0.0, 3, ids=RequestIds()
+                    )
             except ServiceError as error:
                 result = error
             seconds = time.perf_counter() - started

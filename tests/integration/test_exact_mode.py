@@ -59,7 +59,7 @@ TEXTS = tuple(text_of(number) for number in range(256))
 
 
 def action_of(completion):
-    return Action(user_profile="", rewritten_query=completion, history_summary="")
+    return Action(fields={"user_profile": "", "rewritten_query": completion, "history_summary": ""})
 
 
 def judge(system, user):

@@ -4,11 +4,13 @@ import asyncio
 import json
 
 import pytest
-from support.loopback import ANSWER, Services, action, chat_completion, row, score_batch
+from support.loopback import ACTION, ANSWER, Services, action, chat_completion, row, score_batch
 
 from salesrl_trl.assembly import build_reward, prepare_reward
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
+from salesrl_trl.fencing import read_sections
+from salesrl_trl.types import Outcome
 
 BRANCHES = ("fairness", "hallucination")
 PROVIDER = {"name": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
@@ -55,6 +57,20 @@ def warmed_up(reward):
         return told
 
     return asyncio.run(once())
+
+
+def test_an_action_of_other_fields_reaches_the_8b_endpoint_and_the_judge(config, services, tmp_path):
+    settings = config(action_fields=["filters", "question"], query_field="question")
+    reward = score(settings, tmp_path, ['{"question": "Price?", "filters": "city=Wuhan"}', ACTION])
+    scored, invalid = reward.last
+    assert (scored.outcome, invalid.reason) == (Outcome.OK, "missing_field")
+    (asked,) = services.asked["8b"]
+    assert {"question": "Price?", "filters": "city=Wuhan"}.items() <= asked.json.items()
+    assert "rewritten_query" not in asked.json
+    shown = read_sections(services.asked["judge"][0].json["messages"][1]["content"])
+    assert json.loads(shown["action"]) == {"filters": "city=Wuhan", "question": "Price?"}
+    assert warmed_up(reward)["rag_8b"] > 0
+    assert services.asked["8b"][-1].json["question"] == row().conversation[-1].content
 
 
 def test_the_reference_and_the_answers_of_an_earlier_run_are_not_asked_for_again(config, services, tmp_path):

@@ -122,6 +122,11 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
         (DataConfig, {"long_prompts": "cut"}, "Expected one of: error, drop, truncate_oldest_turns"),
         (DataConfig, {"max_eval_rows": -1}, "Expected at least 1"),
         (RewardConfig, {"rag_score_threshold": 2.0}, "Expected 0 to 1"),
+        (RewardConfig, {"action_fields": []}, "Expected at least one name"),
+        (RewardConfig, {"action_fields": ["a", "a"]}, "each once"),
+        (RewardConfig, {"action_fields": ["query", "top_k"]}, "names top_k. Expected letters"),
+        (RewardConfig, {"action_fields": ["my query"]}, "names my query. Expected letters"),
+        (RewardConfig, {"query_field": "query"}, "Expected one of `action_fields`: user_profile, rewritten_query"),
         (RewardConfig, {"rag_top_k": 0}, "Expected 1 to 50"),
         (RewardConfig, {"invalid_action_reward": 1.0}, "at most 0.5"),
         (RewardConfig, {"reward_deadline_s": 0.0}, "`reward_deadline_s` is 0.0. Expected more than 0"),
@@ -147,6 +152,16 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
 def test_a_setting_that_cannot_work_is_refused(config, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         config(**kwargs)
+
+
+def test_what_is_searched_with_is_named_or_the_usual_field_or_the_first():
+    for given, query in (
+        ({}, "rewritten_query"),
+        ({"action_fields": ["a", "rewritten_query"]}, "rewritten_query"),
+        ({"action_fields": ["a", "b"]}, "a"),
+        ({"action_fields": ["a", "b"], "query_field": "b"}, "b"),
+    ):
+        assert RewardConfig(**given).action_format().query == query
 
 
 @pytest.mark.parametrize(

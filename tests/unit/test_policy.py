@@ -20,7 +20,7 @@ def tokenizer():
 
 def test_every_action_of_the_demo_survives_the_tokenizer(tokenizer):
     for _, drafts in list(load_drafts())[:200]:
-        text = action_text(Action(**drafts[0]))
+        text = action_text(Action(fields=drafts[0]))
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 

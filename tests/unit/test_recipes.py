@@ -122,6 +122,26 @@ def test_a_template_of_ones_own_is_read_before_a_model_and_wants_one(tmp_path):
         prepare(parse(asked, ROOT / "recipes/debug.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "`action_fields` is given, but the small demo policy"),
+        (
+            ["--prompt_style", "instruct"],
+            "the packaged prompt asks for user_profile, rewritten_query, history_summary",
+        ),
+        (["--model_name_or_path", "DIR"], "The embedded RAG service takes the action's fields user_profile"),
+        (
+            ["--model_name_or_path", "DIR", "--rag_base_url", "http://127.0.0.1:9"],
+            "The embedded judge does not read `action_fields` of yours",
+        ),
+    ],
+)
+def test_action_fields_want_what_knows_them(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare(parse(["--action_fields", "query", "filters", *arguments], ROOT / "recipes/debug.yaml"))
+
+
 def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded():
     # The debug recipe has room for 320 - 64 = 256 tokens. With room for 100 - 64 = 36, some of the demo's rows fit.
     fits, short = ["--vllm_max_model_length", "320"], ["--vllm_max_model_length", "100"]

@@ -167,7 +167,7 @@ def test_every_draft_of_the_demo_is_a_valid_action():
     from salesrl_trl.reward.parsing import parse_action
     from salesrl_trl.types import Action
 
-    actions = [Action(**draft) for _, drafts in load_drafts() for draft in drafts]
+    actions = [Action(fields=draft) for _, drafts in load_drafts() for draft in drafts]
     assert len(actions) == 4 * 960
     assert [parse_action(action_text(action)) for action in actions] == actions
 

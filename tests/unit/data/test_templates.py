@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from salesrl_trl.data.prompts import ACTION_FIELDS, PROMPT_STYLES, build_prompt, template_path
+from salesrl_trl.data.prompts import PROMPT_STYLES, build_prompt, template_path
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.data.templates import PromptTemplate, read_template
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.types import Message, SalesRow
+from salesrl_trl.types import DEFAULT_FORMAT, Message, SalesRow
 
 ROW = SalesRow(
     row_id="r7",
@@ -20,7 +20,7 @@ ROW = SalesRow(
 
 
 def template(source):
-    return PromptTemplate(source, "mine.jinja", ACTION_FIELDS)
+    return PromptTemplate(source, "mine.jinja", DEFAULT_FORMAT.fields)
 
 
 # Of the prompts as they were when their text stood in the code: sha256 of the JSON of all 960 demo prompts in order.
@@ -41,7 +41,7 @@ def test_what_a_customer_wrote_keeps_its_white_space():
 def test_a_copy_of_a_packaged_prompt_prompts_alike(tmp_path, style):
     mine = tmp_path / "mine.jinja"
     mine.write_text(template_path(style).read_text(encoding="utf-8"), encoding="utf-8")
-    assert build_prompt(ROW, read_template(mine, ACTION_FIELDS)) == build_prompt(ROW, style)
+    assert build_prompt(ROW, read_template(mine, DEFAULT_FORMAT.fields)) == build_prompt(ROW, style)
 
 
 def test_the_text_is_the_user_message_and_the_block_the_system_message():
@@ -102,4 +102,4 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, content, message):
     if content:
         (tmp_path / "mine.jinja").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        read_template(tmp_path / "mine.jinja", ACTION_FIELDS)
+        read_template(tmp_path / "mine.jinja", DEFAULT_FORMAT.fields)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from salesrl_trl.reward.parsing import INVALID_REASONS, MAX_FIELD_CHARS, parse_action
-from salesrl_trl.types import Action, InvalidAction
+from salesrl_trl.types import Action, ActionFormat, InvalidAction
 
 FIELDS = {"user_profile": "上班族", "rewritten_query": "Python price", "history_summary": ""}
 TEXT = json.dumps(FIELDS, ensure_ascii=False)
@@ -15,7 +15,16 @@ TEXT = json.dumps(FIELDS, ensure_ascii=False)
 
 @pytest.mark.parametrize("text", [TEXT, f"\n {TEXT} \n", f"```json\n{TEXT}\n```", f"```\n{TEXT}\n```"])
 def test_an_action_is_read(text):
-    assert parse_action(text) == Action(**FIELDS)
+    assert parse_action(text) == Action(fields=FIELDS)
+
+
+def test_an_action_has_the_fields_that_are_wanted_in_the_order_they_are_wanted():
+    wanted = ActionFormat(fields=("query", "filters"), query="query")
+    parsed = parse_action('{"filters": "", "query": "Python"}', wanted)
+    assert list(parsed.as_dict().items()) == [("query", "Python"), ("filters", "")]
+    assert (parsed.query, parsed.others) == ("Python", [""])
+    assert parse_action('{"filters": "x", "query": " "}', wanted) == InvalidAction(reason="empty_query")
+    assert parse_action(TEXT, wanted) == InvalidAction(reason="missing_field")
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from salesrl_trl.reward.vector_store import (
     write_table,
 )
 from salesrl_trl.services import rag as embedded
-from salesrl_trl.types import Outcome, RequestIds
+from salesrl_trl.types import Action, Outcome, RequestIds
 
 lancedb = pytest.importorskip("lancedb")
 
@@ -161,7 +161,8 @@ def ask(rag, query="", profile="", summary="", *, context=None, threshold=0.0, t
         try:
             if context is not None:
                 return await rag.chat(context, threshold, top_k, ids=ids)
-            return await rag.chat_8b("not looked at", profile, query, summary, threshold, top_k, ids=ids)
+            texts = {"user_profile": profile, "rewritten_query": query, "history_summary": summary}
+            return await rag.chat_8b("not looked at", Action(fields=texts), threshold, top_k, ids=ids)
         finally:
             await rag.aclose()
 
@@ -559,7 +560,7 @@ def test_settings_lead_to_it_and_its_answers_are_kept(build, embeddings, httpser
         judge_base_url=f"{Services(httpserver).url}/v1",
         reference_cache=str(tmp_path / "references.sqlite"),
     )
-    httpserver.expect_request(re.compile("(/0)?/v1/models")).respond_with_json({"data": [{"id": MODEL}]})
+    httpserver.expect_request(re.compile(r"(/\d+)?/v1/models")).respond_with_json({"data": [{"id": MODEL}]})
     settings.judge_model = MODEL
     parts = prepare_reward(settings, ("fairness", "hallucination"))
     for run in ("first", "resumed"):

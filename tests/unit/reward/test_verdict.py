@@ -109,7 +109,7 @@ def test_a_reference_that_was_not_shown_is_not_scored():
 @pytest.mark.parametrize("candidate_first", [True, False])
 def test_either_answer_can_stand_first(candidate_first):
     order = ["candidate_answer", "reference_answer"][:: 1 if candidate_first else -1]
-    action = Action(user_profile="p", rewritten_query="q", history_summary="")
+    action = Action(fields={"user_profile": "p", "rewritten_query": "q", "history_summary": ""})
     answers = [Answer(text=text, passages=(), took_ms=0) for text in ("ours", "theirs")]
     message = judge_message(row(), action, *answers, candidate_first=candidate_first, nonce=NONCE)
     assert list(read_sections(message))[-2:] == order

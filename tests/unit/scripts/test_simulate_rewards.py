@@ -20,13 +20,12 @@ from support.loopback import Services
 from support.seconds import check_seconds
 from werkzeug import Response
 
-from salesrl_trl.data.prompts import ACTION_FIELDS
 from salesrl_trl.data.sources import load_drafts, load_rows
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.reward.provider import ProviderUsage
 from salesrl_trl.reward.transport import TRAFFIC
-from salesrl_trl.types import Action, Message, Outcome, Reward, SalesRow
+from salesrl_trl.types import DEFAULT_FORMAT, Action, Message, Outcome, Reward, SalesRow
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "simulate_training_rewards.py"
 BRANCHES = ("fairness", "hallucination")
@@ -162,7 +161,7 @@ def test_duplicates_of_a_group_are_equal_and_clean_completions_differ():
 
 
 def test_every_case_of_a_variant_has_its_turn():
-    cases = sim.emoji(dict.fromkeys(ACTION_FIELDS, "a"))
+    cases = sim.emoji(dict.fromkeys(DEFAULT_FORMAT.fields, "a"))
     batch = dealt(variants="emoji", prompts_per_step=1, num_generations=len(cases))[0]
     assert [completion.case.reason for completion in batch] == [case.reason for case in cases]
 

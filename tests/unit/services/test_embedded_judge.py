@@ -98,13 +98,13 @@ def test_coverage_without_anything_known_is_a_half() -> None:
 
 def test_support_counts_a_figure_three_times() -> None:
     # Claims: office, worker (holds "work"), berlin, 45. Unsupported: berlin 1, 45 3, of 1 + 1 + 1 + 3.
-    told = Action(user_profile="office worker from Berlin, 45", rewritten_query="q", history_summary="asked about it")
+    told = Action(fields=json.loads(action("office worker from Berlin, 45", "q", "asked about it")))
     assert supported(told, CONVERSATION) == pytest.approx(1 - 4 / 6)
 
 
 def test_support_looks_for_figures_in_the_query_too() -> None:
     # The only claim is the query's 3800; its words may differ from the customer's.
-    invented = Action(user_profile="", rewritten_query="Python training for 3800", history_summary="")
+    invented = Action(fields=json.loads(action("", "Python training for 3800", "")))
     assert supported(invented, CONVERSATION) == 0.0
     assert supported(invented, "customer: is it 3,800 yuan?") == 1.0
 
@@ -122,7 +122,7 @@ def test_support_looks_for_figures_in_the_query_too() -> None:
     ],
 )
 def test_support_in_chinese(profile: str, conversation: str, expected: float) -> None:
-    told = Action(user_profile=profile, rewritten_query="问题", history_summary="")
+    told = Action(fields=json.loads(action(profile, "问题", "")))
     assert supported(told, conversation) == pytest.approx(expected)
 
 
