@@ -251,7 +251,12 @@ class SalesVLLMGeneration(VLLMGeneration):
             return outputs
 
         with replaced(engine, "add_request", noted), replaced(engine, "step", told):
-            yield
+            try:
+                yield
+            except BaseException:  # an interruption: the next generation would be told of these too
+                with contextlib.suppress(Exception):  # of an engine that is gone: the first error is the one to tell
+                    engine.abort_request(list(places))
+                raise
 
 
 @contextlib.contextmanager

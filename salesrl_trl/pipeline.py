@@ -170,14 +170,15 @@ class Pipeline:
         self._schedule.restart(trainer._step, trainer.state.global_step, trainer._buffered_inputs is not None)
 
     def forget(self) -> None:
-        """Give up what is in flight and nobody will train on."""
+        """Give up what is in flight and nobody will train on, a batch too that a step was interrupted in."""
         trainer = self._trainer
         self._updates.restart()
         self._dataloader = ()
         for rollout in self._schedule.restart(0, 0, False):
             if rollout.requests is not None:
                 rollout.requests.give_up()
-            trainer.async_loop.call_soon_threadsafe(trainer._reward.forget, rollout.rewards)
+        for rewards in trainer._reward.open_batches:
+            trainer.async_loop.call_soon_threadsafe(trainer._reward.forget, rewards)
 
     def epoch_begins(self, dataloader: Any) -> None:
         """Training goes through `dataloader` once, and then perhaps once more."""

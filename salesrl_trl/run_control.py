@@ -22,8 +22,6 @@ class RunControl:
     def __init__(self, min_valid_reward_fraction: float, max_skipped_generations: int) -> None:
         self.wanted_fraction = min_valid_reward_fraction
         """Share of completions below which a batch is skipped."""
-        self.is_skipping = False
-        """Whether the generation batch in training is left out of the loss."""
         self._most = max_skipped_generations
         self.restart()
 
@@ -33,6 +31,8 @@ class RunControl:
         """What asked this rank for a stop."""
         self.error: SalesRLError | None = None
         """What the run ends with after the step under way."""
+        self.is_skipping = False
+        """Whether the generation batch in training is left out of the loss."""
         self._moves = False
         self._skipped_in_a_row = 0
 

@@ -26,6 +26,7 @@ from trl import GRPOTrainer
 
 from salesrl_trl.advantages import hybrid_advantages
 from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine, take_over_the_console
+from salesrl_trl.checkpoint import load_under_way, save_under_way
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import (
     ConfigError,
@@ -108,7 +109,10 @@ class SalesGRPOTrainer(GRPOTrainer):
     - `_compute_loss`: where TRL reads `beta`, it meets the branches' penalty; what was measured is summed over ranks
       once per optimizer step and moves the coefficients;
     - `_get_per_token_logps_and_entropies`: hands that penalty the policy's log-probs;
-    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: the coefficients' state goes along;
+    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: the coefficients' state goes along, and the
+      generation batch under way;
+    - `_init_training_state`: micro-steps are counted on from where the run stands, so that generation batches begin
+      where they did;
     - `log`: adds the package's metrics, under the same keys at every step; in place of transformers' print of all
       figures there are two lines a step, and a line for each evaluation of held-out rows (`callbacks`);
     - `_maybe_log_save_evaluate`: a quick evaluation after it, where one is due;
@@ -213,11 +217,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             `RunStopped`: after `request_stop`. A checkpoint was saved before.
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
-        self._kl_sums = None  # an earlier run may have ended inside an accumulation window
-        if self.use_vllm:
-            self._last_loaded_step = -1  # steps are counted anew, and weights have moved
-        self._run_control.restart()
-        self._reward.resume()
+        self._start_over()
         self._instruments.start(self.accelerator.is_main_process)
         self._timeline.begin("prepare")
         try:
@@ -230,6 +230,41 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self._run_control.error is not None:
             raise self._run_control.error
         return output
+
+    def _start_over(self) -> None:
+        """Leave nothing of an earlier run in this one: it may have ended anywhere, by an interruption too."""
+        self._pipeline.forget()
+        self._kl_sums = self._rollout = None
+        for mode in ("train", "eval"):
+            self._metrics[mode].clear()
+            self._means[mode].flush()
+            self._bias[mode].flush()
+            self.failures[mode].clear()
+        for table in (*self._logs.values(), self._pending_extra_logs, self._pending_metrics):
+            table.clear()
+        self._current_train_step_time = 0.0
+        if self.use_vllm:
+            self._last_loaded_step = -1  # steps are counted anew, and weights have moved
+        self._run_control.restart()
+        self._reward.resume()
+
+    def _init_training_state(self, *args, **kwargs):
+        epochs, micro_steps = super()._init_training_state(*args, **kwargs)  # micro-steps of the epoch to go on with
+        self._step = micro_steps  # TRL counts from 0, and epochs are whole windows: generation batches begin as before
+        self._buffered_inputs = self._parts = None
+        return epochs, micro_steps
+
+    @property
+    def _is_inside_a_window(self) -> bool:
+        """Whether the next micro-step goes on with the generation batch under way."""
+        return bool(self._step % (self.args.steps_per_generation * self.num_iterations))
+
+    @property
+    def _arrangement(self) -> list[int]:
+        """What decides which completions of a generation batch a micro-step has."""
+        args = self.args
+        batch = args.per_device_train_batch_size
+        return [self.accelerator.num_processes, batch, args.steps_per_generation, self.num_iterations]
 
     def raise_if_stopped(self) -> None:
         """Raise `RunStopped` on all ranks where any was asked to stop after its last step; a collective."""
@@ -579,10 +614,16 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self._kl is not None and self.args.should_save:
             text = json.dumps(self._kl.state_dict(), indent=2)
             Path(output_dir, KL_STATE_NAME).write_text(text + "\n", encoding="utf-8")
+        if self._is_inside_a_window and not self._run_control.is_skipping:
+            save_under_way(Path(output_dir), self.args.process_index, self._arrangement, self._buffered_inputs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self._kl is None or checkpoint is None:
+        if checkpoint is None:
+            return
+        if self._is_inside_a_window:
+            self._go_on_inside_a_window(Path(checkpoint))
+        if self._kl is None:
             return
         path = Path(checkpoint, KL_STATE_NAME)
         if path.is_file():
@@ -591,6 +632,17 @@ class SalesGRPOTrainer(GRPOTrainer):
             logger.info(f"[BranchedKL] going on with {betas}")
         else:
             logger.warning(f"{checkpoint} holds no {KL_STATE_NAME}: the KL coefficients start as configured")
+
+    def _go_on_inside_a_window(self, checkpoint: Path) -> None:
+        """With the generation batch of the checkpoint, as far as it was not trained on."""
+        batches = load_under_way(checkpoint, self.args.process_index, self._arrangement, self.accelerator.device)
+        if self._on_any_rank(batches is None):  # all alike: TRL generates where it has none, which is a collective
+            logger.warning(
+                f"{checkpoint} lies inside a generation batch whose completions it does not hold, or not for this "
+                "number of processes and these batch sizes: they are generated anew, from the same prompts"
+            )
+        else:
+            self._buffered_inputs = batches
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         with self._timeline.phase(perf.LOGGING):
@@ -699,9 +751,6 @@ class _Steps(TrainerCallback):
             engine.engine.step = trainer._phased(perf.OPTIMIZER, engine.engine.step)
         if trainer._quick_eval is not None:
             trainer._quick_eval.run_begins()
-        if trainer._parts is not None:  # an earlier run ended inside it, and its advantages are not whole
-            trainer._reward.forget(trainer._parts.rollout.rewards)
-            trainer._parts = trainer._buffered_inputs = None
         trainer._pipeline.restart()
         trainer._instruments.see_model(trainer.accelerator.unwrap_model(trainer.model))
         trainer._timeline.end("prepare")

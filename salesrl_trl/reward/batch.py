@@ -244,9 +244,11 @@ class RewardBatch:
                 self._settle(place, missing(Outcome.INFRA, reason, self.stages[place].seconds))
 
     def cancel(self) -> None:
-        """Cancel what is under way, without a reward for it."""
+        """Cancel what is under way, without a reward for it, and whoever waits for one."""
         for place in list(self._chains):
             self._drop(place)
+        if self._changed is not None:
+            self._changed.cancel()
 
     def under_way(self) -> list[str]:
         """The stages under way, one entry for each completion and stage. From any thread."""
@@ -387,6 +389,11 @@ class BatchedReward(ABC):
     def expect(self, batch: RewardBatch) -> None:
         """The next call is for this batch."""
         self._expected = batch
+
+    @property
+    def open_batches(self) -> list[RewardBatch]:
+        """Those that were begun, and of which no report was taken. From any thread."""
+        return list(self._open)
 
     def forget(self, batch: RewardBatch) -> None:
         """A batch that nobody will wait for: cancel what is under way."""

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import statistics
 import sys
 import threading
@@ -28,6 +29,7 @@ from salesrl_trl.errors import RunStopped, TooFewRewardsError
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.metrics import STALENESS
 from salesrl_trl.types import Outcome, Reward
 
 TEXTS = tuple(action(query=f"n{number}n") for number in range(400))
@@ -118,9 +120,13 @@ def pending(trainer):
     return asyncio.run_coroutine_threadsafe(told(), trainer.async_loop).result(10)
 
 
+def pending_rewards(trainer):
+    return [task for task in pending(trainer) if any(name in task for name in ("_score", "settled", "_run_async"))]
+
+
 def assert_nothing_is_left(trainer, caplog):
     """Of rewards when training has ended; of calls, which go on for the cache's sake, when the trainer is finished."""
-    assert [task for task in pending(trainer) if "_score" in task or "settled" in task] == []
+    assert pending_rewards(trainer) == []
     assert trainer._reward._open == []
     trainer.finish()
     assert pending(trainer) == []
@@ -226,6 +232,64 @@ def test_a_run_that_is_told_to_stop_while_rewards_hang_stops_with_a_checkpoint_t
         skipped = [entry[SKIPPED] for entry in steps_of(second) if entry["step"] > done]
         assert skipped[0] == 0
         assert set(skipped) <= {0, None}  # none, where an update has no generation batch of its own
+
+
+WINDOWS = {"steps_per_generation": 2, "per_device_train_batch_size": 2}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("given", [IN_PARTS, WINDOWS], ids=["while_rewards_hang", "inside_a_generation_batch"])
+def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(trainer_of, services, caplog, given):
+    """As in a notebook, where a trainer outlives Ctrl-C."""
+    fresh, again = (trainer_of(**given, max_steps=4, out=out) for out in ("fresh", "again"))
+    prompts = {trainer: noted_prompts(trainer) for trainer in (fresh, again)}
+    fresh.train()
+
+    def interrupt():
+        if given is IN_PARTS:
+            assert services.asked_to_hang.wait(60)
+            time.sleep(0.3)  # so that it is the trainer that waits
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    again.add_callback(AtStep(at_1=interrupter.start if given is WINDOWS else services.hangs.set))
+    if given is IN_PARTS:
+        interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        again.train()
+    interrupter.join()
+    assert pending_rewards(again) == []
+    assert again._reward.open_batches == []
+    services.hangs.clear()
+    services.let_go.set()
+    prompts[again].clear()
+    again.train()
+    per_batch = 4 if given is IN_PARTS else 2
+    for trainer in (fresh, again):
+        assert len(prompts[trainer]) == 4 * given.get("gradient_accumulation_steps", 1)
+    wanted, seen = (
+        [sorted(sum(noted[first : first + per_batch], [])) for first in range(0, len(noted), per_batch)]
+        for noted in (prompts[fresh], prompts[again])
+    )
+    assert seen == wanted
+    for mine, theirs in zip(steps_of(again), steps_of(fresh), strict=True):
+        assert set(mine) == set(theirs)
+        assert [mine.get(name) for name in ("outcome/ok", STALENESS)] == [
+            theirs.get(name) for name in ("outcome/ok", STALENESS)
+        ]
+    assert_nothing_is_left(again, caplog)
+
+
+def noted_prompts(trainer):
+    """A list to which the prompts of every micro-batch come that is trained on."""
+    noted, loss = [], trainer._compute_loss
+
+    def compute(model, inputs):
+        noted.append(trainer._tokenizer.batch_decode(inputs["prompt_ids"], skip_special_tokens=True))
+        return loss(model, inputs)
+
+    trainer._compute_loss = compute
+    return noted
 
 
 @pytest.mark.timeout(120)

@@ -218,13 +218,18 @@ ARRANGEMENTS = {
                                    "per_device_train_batch_size": 2, "rows": 6}, 2),
     "two_updates_a_generation": ({"steps_per_generation": 2, "per_device_train_batch_size": 2}, 2),
     "two_iterations": ({**TWO_MICRO, "num_iterations": 2}, 2),
+    "a_generation_begins_inside_an_update": ({"gradient_accumulation_steps": 2, "steps_per_generation": 3,
+                                              "per_device_train_batch_size": 2}, 3),
+    "iterations_over_updates": ({"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 3,
+                                 "per_device_train_batch_size": 2}, 6),
     "rows_left_over": ({"rows": 10, "per_device_train_batch_size": 8}, 1),
 }  # fmt: skip
 
 
-def prompts_by_generation_batch(trainer, micro_batches):
-    """In order, the prompts of each generation batch's micro-batches, which TRL shuffles among themselves."""
-    batches = trainer.micro_batches
+def prompts_by_generation_batch(trainer, micro_batches, first=0):
+    """In order, the prompts of each generation batch's micro-batches, which TRL shuffles among themselves, from the
+    trainer's micro-batch `first` on."""
+    batches = trainer.micro_batches[first:]
     return [
         sorted(prompt for batch in batches[start : start + micro_batches] for prompt in batch["prompts"])
         for start in range(0, len(batches), micro_batches)
@@ -285,15 +290,24 @@ def _as_judged(texts):
     return [json.dumps(parse_action(text).as_dict(), ensure_ascii=False) for text in texts]
 
 
-@pytest.mark.parametrize("step", [2, 3, 4, 5])
-def test_a_run_goes_on_from_a_checkpoint_with_rollouts_in_flight_and_no_prompt_is_lost_or_twice(trained, step):
-    given = {"rollout_lookahead": 2, "max_steps": 9, "save_strategy": "steps", "save_steps": 1}
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_a_run_goes_on_from_any_checkpoint_and_no_prompt_is_lost_or_twice(trained, arrangement):
+    """Also from inside a generation batch, and with rollouts in flight."""
+    given, per_generation = ARRANGEMENTS[arrangement]
+    given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "rollout_lookahead": 2, **given}
     whole = trained(**given)
-    second = trained(**given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
-    assert {batch["step"] for batch in second.micro_batches} == set(range(step, 9))
-    assert prompts_by_generation_batch(second, 1) == prompts_by_generation_batch(whole, 1)[step:]
-    # it starts without a rollout at hand
-    assert assert_ages_are_as_logged(second, 2) == [min(age, 2) for age in range(9 - step)]
+    steps = [batch["step"] for batch in whole.micro_batches]
+    for step in (3, 5):  # an epoch's end is among them, and a place inside a batch where it has several updates
+        second = trained(**given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
+        assert [batch["step"] for batch in second.micro_batches] == [each for each in steps if each >= step]
+        done = steps.index(step)
+        rest = -done % per_generation  # micro-batches of the batch under way, which are the very same
+        for mine, theirs in zip(second.micro_batches[:rest], whole.micro_batches[done:], strict=False):
+            assert mine["completions"] == theirs["completions"], step
+        ahead = prompts_by_generation_batch(second, per_generation, rest)
+        assert ahead == prompts_by_generation_batch(whole, per_generation, done + rest), step
+        if arrangement == "whole":  # it starts without a rollout at hand
+            assert assert_ages_are_as_logged(second, 2) == [min(age, 2) for age in range(6 - step)]
 
 
 @pytest.mark.usefixtures("any_text_is_an_action")

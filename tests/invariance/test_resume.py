@@ -74,6 +74,26 @@ def test_a_resumed_run_goes_the_very_same_way_as_one_that_did_not_stop(train, wh
     assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
 
 
+WINDOWS = {
+    "two_updates_a_generation": {"steps_per_generation": 2, "per_device_train_batch_size": 4},
+    "two_iterations": {"num_iterations": 2},
+    "a_generation_begins_inside_an_update": {"gradient_accumulation_steps": 2, "steps_per_generation": 3,
+                                             "per_device_train_batch_size": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_a_run_that_stops_inside_a_generation_batch_goes_on_with_that_very_batch(train, tmp_path, windows):
+    settings = {"max_steps": 6, "kl_update_steps": 2, **WINDOWS[windows]}
+    whole = train(**settings)
+    for step in (1, 3):  # two updates a batch, or the second one's in the middle of a step: inside it
+        out = tmp_path / str(step)
+        train(StopAt(step), output_dir=out, **settings)
+        second = train(resume_from=out / f"checkpoint-{step}", **settings)
+        assert second["after"] == {at: state for at, state in whole["after"].items() if int(at) > step}
+        assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items()), step
+
+
 @pytest.mark.parametrize("step", [3, 5, 6, 9, 10])
 def test_a_run_resumes_in_any_epoch(train, tmp_path_factory, tmp_path, short_epochs, step):
     train(StopAt(step), output_dir=tmp_path, **SHORT_EPOCHS)

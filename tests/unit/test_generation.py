@@ -139,6 +139,9 @@ class Engine:
             del self._open[place]
         return outputs
 
+    def abort_request(self, request_ids):
+        self._open = {place: each for place, each in self._open.items() if each not in request_ids}
+
     def has_unfinished_requests(self):
         return bool(self._open)
 
@@ -204,11 +207,13 @@ def test_the_engine_is_left_as_it_was_also_when_a_generation_fails(fails):
         with generation_on(engine).streamed(lambda *finished: told.append(finished), 1):
             assert engine.step != step
             if fails:
+                engine.add_request("7", "p", "params")
                 raise InterruptedError
     except InterruptedError:
         assert fails
     assert (engine.add_request, engine.step) == (add_request, step)
-    generate(engine, 1)
+    assert not engine.has_unfinished_requests()  # or the next generation would be told of it too
+    generate(engine, 0)
     assert told == []
 
 

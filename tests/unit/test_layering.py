@@ -27,6 +27,7 @@ ORDER = (
     "schedule",
     "run_control",
     "machine",
+    "checkpoint",
     "config",
     "telemetry",
     "pipeline",
