@@ -4,6 +4,7 @@ Owns the vocabulary and nothing else: no parsing, no I/O, standard library only.
 may be shared between the trainer's thread and the reward loop's.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -165,7 +166,11 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the judge said of one answer and of the reference beside it."""
+    """What the judge said of one answer and of the reference beside it.
+
+    Raises:
+        `ValueError`: for a score that is no number in [0, 1], wherever it comes from.
+    """
 
     candidate: float
     """Score of the answer made from the policy's action, in [0, 1]."""
@@ -174,13 +179,19 @@ class Verdict:
     reason: str
     """The judge's words. Free text that may quote the customer: not for logs."""
 
+    def __post_init__(self) -> None:
+        scores = (self.candidate,) if self.reference is None else (self.candidate, self.reference)
+        if not all(type(score) in (int, float) and 0 <= score <= 1 for score in scores):
+            raise ValueError("a verdict's score is no number in [0, 1]")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
     """The end of the chain for one completion.
 
     Raises:
-        `ValueError`: if `value` and `outcome` disagree: a failed call is never a number, and a scored one always is.
+        `ValueError`: if `value` and `outcome` disagree: a failed call is never a number, and a scored one always is;
+            or if a number is infinite or NaN.
     """
 
     outcome: Outcome
@@ -199,3 +210,6 @@ class Reward:
     def __post_init__(self) -> None:
         if (self.value is not None) != (self.outcome in (Outcome.OK, Outcome.INVALID_ACTION)):
             raise ValueError(f"outcome {self.outcome.value!r} does not go with value {self.value!r}")
+        numbers = (self.value, self.reference_value, *self.components.values())
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise ValueError("a reward, or a part of it, is no finite number")

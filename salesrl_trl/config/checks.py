@@ -1,6 +1,8 @@
 """What the modules of settings share: help texts, and checks that say what was got and what was expected."""
 
+import dataclasses
 import json
+import math
 import re
 import urllib.parse
 from typing import Any
@@ -26,6 +28,16 @@ def check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         check(value > 0, f"`{name}` is {value}. Expected more than 0.")
+
+
+def check_finite(config: Any, where: str = "") -> None:
+    """No infinite number, and none that is none: neither is a limit, a price or a reward."""
+    for each in dataclasses.fields(config):
+        value = getattr(config, each.name)
+        check(
+            not isinstance(value, float) or math.isfinite(value),
+            f"`{where}{each.name}` is {value}. Expected a finite number.",
+        )
 
 
 def check_url(setting: str, url: str | None) -> None:

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
+from salesrl_trl.config.checks import about, check, check_choice, check_finite, check_positive, check_url, structure
 from salesrl_trl.reward.judge import AGGREGATIONS
 from salesrl_trl.reward.provider import RESPONSE_FORMATS
 from salesrl_trl.reward.rag import RESERVED_FIELDS
@@ -70,6 +70,7 @@ class JudgeProviderConfig:
             bool(re.fullmatch(r"[A-Za-z0-9_-]+", str(self.name))),
             f"a provider of `judge_providers` is named {self.name!r}. Expected letters, digits, - and _.",
         )
+        check_finite(self, f"{where}.")
         check_url(f"{where}.base_url", self.base_url)
         check(self.weight >= 0, f"`{where}.weight` is {self.weight}. Expected 0 or more.")
         check(
@@ -253,6 +254,7 @@ class RewardConfig:
         return self.judge_base_url is None and self.judge_providers is None
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check(
             self.knowledge_file is None or self.embeds_rag,
             "`knowledge_file` is given beside `rag_base_url` or `vector_store_path`: only the embedded RAG service "

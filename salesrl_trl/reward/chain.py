@@ -125,7 +125,7 @@ class SalesReward(BatchedReward):
 
     async def _fetch_reference(self, row: SalesRow) -> None:
         with contextlib.suppress(Exception):  # who needs it meets the same, or asks again, and tells
-            await self._references.fetch(self._reference_key(row), lambda: self._chat_32b(row))
+            await self._references.fetch(self._reference_key(row), lambda: self._chat_32b(row), _check_32b)
 
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
@@ -200,7 +200,7 @@ class SalesReward(BatchedReward):
         await self._rag.aclose()
         await self._judge.aclose()
         for store in self._stores:
-            store.close()
+            await asyncio.to_thread(store.close)
 
     @property
     def _needs_judge(self) -> bool:
@@ -270,11 +270,11 @@ class SalesReward(BatchedReward):
     async def _candidate(self, row: SalesRow, action: Action) -> Answer:
         """The 8B answer to an action."""
         key = cache_key("8b", self._rag.identity, self._asked(row), action.as_dict(), action.query_field)
-        return await self._answers.get(key, lambda: self._chat_8b(row, action))
+        return await self._answers.get(key, lambda: self._chat_8b(row, action), _check_8b)
 
     async def _reference(self, row: SalesRow) -> Answer:
         """The row's 32B answer, asked for once: it does not depend on the policy."""
-        return await self._references.get(self._reference_key(row), lambda: self._chat_32b(row))
+        return await self._references.get(self._reference_key(row), lambda: self._chat_32b(row), _check_32b)
 
     def _reference_key(self, row: SalesRow) -> str:
         return cache_key("32b", self._rag.identity, self._asked(row))
@@ -285,24 +285,44 @@ class SalesReward(BatchedReward):
         texts = (candidate.text, None if reference is None else reference.text)
         material = (row.branch, row.context, row.documents, action.as_dict(), texts)
         key = cache_key(self._judge.identity(rubric), material)
-        return await self._verdicts.get(key, lambda: self._judge.judge(rubric, row, action, candidate, reference))
+        return await self._verdicts.get(
+            key,
+            lambda: self._judge.judge(rubric, row, action, candidate, reference),
+            functools.partial(_check_verdict, reference is not None),
+        )
 
     def _asked(self, row: SalesRow) -> tuple[Any, ...]:
         """What both endpoints are asked with, for the cache's keys."""
         return (row.context, row.ids.as_dict(), self._retrieval)
 
     async def _chat_8b(self, row: SalesRow, action: Action) -> Answer:
-        """One that is empty although passages were found is the service's fault, not the policy's."""
         answer = await self._rag.chat_8b(row.context, action, *self._retrieval, ids=row.ids)
-        if answer.passages and not answer.text.strip():
-            raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
+        _check_8b(answer)
         return answer
 
     async def _chat_32b(self, row: SalesRow) -> Answer:
         answer = await self._rag.chat(row.context, *self._retrieval, ids=row.ids)
-        if is_hollow(answer.text):
-            raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
+        _check_32b(answer)
         return answer
+
+
+# What is no answer, whether it comes off the wire or out of a cache
+
+
+def _check_8b(answer: Answer) -> None:
+    """One that is empty although passages were found is the service's fault, not the policy's."""
+    if answer.passages and not answer.text.strip():
+        raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
+
+
+def _check_32b(answer: Answer) -> None:
+    if is_hollow(answer.text):
+        raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
+
+
+def _check_verdict(expect_reference: bool, verdict: Verdict) -> None:
+    if (verdict.reference is not None) != expect_reference:
+        raise JudgeInvalid("the verdict is of other material", code="judge_no_reference")
 
 
 _NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)

@@ -160,6 +160,10 @@ def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
         ) from None
     check_echo(service, request_id, body.request_id)
     refuse_stated_error(service, body.model_extra)
+    return _answer(body)
+
+
+def _answer(body: _AnswerBody) -> Answer:
     passages = tuple(Passage(id=item.id, text=item.text, score=item.score) for item in body.passages)
     return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
 
@@ -178,5 +182,5 @@ def answer_to_json(answer: Answer) -> Any:
 
 
 def answer_from_json(value: Any) -> Answer:
-    """From the cache. Raises `TypeError` or `KeyError` for another form."""
-    return Answer(**{**value, "passages": tuple(Passage(**passage) for passage in value["passages"])})
+    """From the cache, by the same rules as off the wire. Raises `TypeError`, `KeyError` or `ValueError`."""
+    return _answer(_AnswerBody.model_validate({**value, "answer": value["text"]}))

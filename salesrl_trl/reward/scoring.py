@@ -18,6 +18,8 @@ COMPONENTS = {
 }
 """What a branch may weigh, beside `judge_<rubric>`: the score by another rubric."""
 OTHER_RUBRIC = "judge_"
+MAX_WEIGHT = 1e6
+"""Judges' scores lie in [0, 1]: far more than a reward is scaled by, and far from where sums become infinite."""
 MISSING_RULES = ("none", "reweight")
 """What becomes of a completion that lacks a weighed component."""
 
@@ -44,11 +46,15 @@ class Scoring:
     """Reward of a completion that is no action, or whose answer is hollow."""
 
     def __post_init__(self) -> None:
+        if not abs(self.invalid_action) <= MAX_WEIGHT:
+            raise ConfigError(
+                f"`invalid_action_reward` is {self.invalid_action}. Expected a finite number, {MAX_WEIGHT:g} at most."
+            )
         for branch, weights in self.weights.items():
-            if not weights or any(not weight > 0 for weight in weights.values()):
+            if not weights or not all(0 < weight <= MAX_WEIGHT for weight in weights.values()):
                 raise ConfigError(
                     f"`branch_reward_weights` of branch {branch!r} is {dict(weights)}. Expected at least one "
-                    "component, each with a weight above 0."
+                    f"component, each with a weight above 0 and up to {MAX_WEIGHT:g}."
                 )
             for component in weights:
                 _check_component(branch, component)

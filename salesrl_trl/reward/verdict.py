@@ -135,7 +135,7 @@ def verdict_to_json(verdict: Verdict) -> Any:
 
 
 def verdict_from_json(value: Any) -> Verdict:
-    """From the cache. Raises `TypeError` for another form."""
+    """From the cache. Raises `TypeError` for another form, `ValueError` for scores that are none."""
     return Verdict(**value)
 
 

@@ -1,7 +1,9 @@
 """From settings to the reward chain."""
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 
 import pytest
 from support.loopback import ACTION, ANSWER, Services, action, chat_completion, row, score_batch
@@ -81,6 +83,40 @@ def test_the_reference_and_the_answers_of_an_earlier_run_are_not_asked_for_again
     assert again.take_report().cache_hits == {"answers": 2, "references": 1}
     score(config(), tmp_path / "another_run", [action()])
     assert services.calls == {"8b": 2, "32b": 1, "judge": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        ("verdict", '{"candidate": 7.0, "reference": 0.5, "reason": ""}'),
+        ("verdict", '{"candidate": NaN, "reference": 0.5, "reason": ""}'),
+        ("verdict", '{"candidate": 0.9, "reference": Infinity, "reason": ""}'),
+        ("verdict", '{"candidate": "1", "reference": 0.5, "reason": ""}'),
+        ("verdict", '{"candidate": true, "reference": 0.5, "reason": ""}'),
+        ("verdict", '{"candidate": 0.9, "reference": null, "reason": ""}'),
+        ("verdict", "{}"),
+        ("answer", '{"text": "x", "passages": [{"id": "a", "text": "", "score": 7.0}], "took_ms": 1}'),
+        ("answer", '{"text": "x", "passages": [{"id": "a", "text": "", "score": NaN}], "took_ms": 1}'),
+        ("answer", '{"text": " ", "passages": [{"id": "a", "text": "", "score": 0.5}], "took_ms": 1}'),
+        ("answer", '{"text": 7, "passages": [], "took_ms": 1}'),
+        ("answer", '[' * 5000),
+        ("answer", '"busy"'),
+        ("reference", '{"text": "Thought process:", "passages": [], "took_ms": 1}'),
+        ("reference", '{"text": "x", "passages": [], "took_ms": NaN}'),
+    ],
+)  # fmt: skip
+def test_what_comes_out_of_a_cache_is_checked_as_what_comes_off_the_wire(config, services, tmp_path, kind, stored):
+    weights = {"fairness": {"judge": 0.5, "retrieval": 0.5}}
+    first = score(config(branch_reward_weights=weights), tmp_path, [action()]).last
+    path = tmp_path / ("refs.sqlite" if kind == "reference" else "answers.rank0.sqlite")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as file:
+        like = "%candidate%" if kind == "verdict" else "%passages%"
+        assert file.execute("UPDATE answers SET value = ? WHERE value LIKE ?", (stored, like)).rowcount == 1
+    for times in (2, 2):  # asked for again, and overwritten
+        again = score(config(branch_reward_weights=weights), tmp_path, [action()]).last
+        assert [each.value for each in again] == [each.value for each in first]
+        asked = {"verdict": "judge", "answer": "8b", "reference": "32b"}[kind]
+        assert services.calls == {"8b": 1, "32b": 1, "judge": 1, asked: times}
 
 
 def test_without_caches_everything_is_asked_for_again(config, services, tmp_path):
@@ -263,6 +299,10 @@ def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(config, serv
         ({"branch_reward_weights": {"fairness": 1.0}}, "Expected a mapping of component to number"),
         ({"branch_reward_weights": "judge"}, "is not JSON"),
         ({"hedge_fraction": 2.0}, "Expected 0 to 1"),
+        ({"invalid_action_reward": float("-inf")}, "Expected a finite number"),
+        ({"reward_deadline_s": float("inf")}, "Expected a finite number"),
+        ({"judge_providers": [{**PROVIDER, "weight": float("inf")}]}, "Expected a finite number"),
+        ({"judge_providers": [{**PROVIDER, "usd_per_million_prompt_tokens": float("nan")}]}, "a finite number"),
         ({"outage_patience_s": -1.0}, "Expected 0 or more"),
         ({"initial_concurrency": 0}, "Expected more than 0"),
         ({"judge_repeats": 0}, "Expected more than 0"),
@@ -287,6 +327,9 @@ def test_settings_that_cannot_work_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"branch_reward_weights": {"fairness": {"judge": float("inf")}}}, "a weight above 0 and up to"),
+        ({"branch_reward_weights": {"fairness": {"judge": float("nan")}}}, "a weight above 0 and up to"),
+        ({"branch_reward_weights": {"fairness": {"judge": 10**400}}}, "a weight above 0 and up to"),
         ({"branch_reward_weights": {"tone": {"judge": 1.0}}}, r"names the branches \['tone'\]"),
         ({"branch_reward_weights": {"fairness": {"judge_tone": 1.0}}}, "rubrics are missing: tone.txt"),
         ({"judge_providers": [{**PROVIDER, "api_key_env": "NO_SUCH_KEY"}]}, r"judge_providers\[openai\].api_key_env"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from salesrl_trl.types import Message, Outcome, Reward, SalesRow
+from salesrl_trl.types import Message, Outcome, Reward, SalesRow, Verdict
 
 
 @pytest.mark.parametrize("outcome", [Outcome.INFRA, Outcome.JUDGE_INVALID])
@@ -15,6 +15,19 @@ def test_a_failed_call_can_not_be_given_a_number(outcome):
 def test_a_scored_completion_can_not_be_without_a_number(outcome):
     with pytest.raises(ValueError, match="does not go with"):
         Reward(outcome=outcome, value=None)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_no_reward_holds_what_is_no_finite_number(number):
+    for held in ({"value": number}, {"reference_value": number}, {"components": {"judge": number}}):
+        with pytest.raises(ValueError, match="no finite number"):
+            Reward(**{"outcome": Outcome.OK, "value": 0.5, **held})
+
+
+@pytest.mark.parametrize("score", [7.0, -0.1, float("nan"), "0.5", True, None])
+def test_no_verdict_holds_a_score_outside_its_range(score):
+    with pytest.raises(ValueError, match="no number in"):
+        Verdict(candidate=score, reference=None, reason="")
 
 
 def test_the_context_is_a_line_per_turn():

@@ -4,11 +4,14 @@ import asyncio
 import json
 import sqlite3
 import stat
+import threading
+import time
 
 import pytest
+from support.seconds import check_seconds
 
 from salesrl_trl.errors import ServiceUnavailable
-from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
+from salesrl_trl.reward.cache import AnswerStore, Memo, _File, cache_key
 from salesrl_trl.reward.deadline import deadline, remaining_s
 
 
@@ -28,6 +31,10 @@ def asker(answer="answer", *, fails=0, delay_s=0.0):
 
     ask.times = 0
     return ask
+
+
+def kept(store, key):
+    return asyncio.run(store.get(key))
 
 
 def test_a_key_depends_on_every_part_and_on_nothing_else():
@@ -53,7 +60,7 @@ def test_an_answer_outlives_the_process(tmp_path):
     first = AnswerStore(path)
     first.put("k", {"text": "价格"})
     first.close()
-    assert AnswerStore(path).get("k") == {"text": "价格"}
+    assert kept(AnswerStore(path), "k") == {"text": "价格"}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -136,8 +143,87 @@ def test_a_file_that_cannot_be_written_is_said_once_and_answers_go_on(tmp_path, 
     for index in range(3):
         store.put(f"k{index}", index)
         store.flush()
-    assert [store.get(f"k{index}") for index in range(3)] == [0, 1, 2]
-    assert caplog.text.count("is left aside") == 1
+    assert [kept(store, f"k{index}") for index in range(3)] == [0, 1, 2]
+    store.close()
+    assert caplog.text.count("Delete the file, or see to its folder.") + caplog.text.count("can't be written") == 1
+
+
+async def slowest_turn(over):
+    """The longest that the event loop gave nobody else a turn, in seconds, until `over` is done."""
+    longest, last = 0.0, time.perf_counter()
+    while not over.done():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+@pytest.mark.alone
+def test_a_file_that_another_process_has_locked_is_as_an_empty_one_and_holds_nobody(tmp_path, caplog):
+    path = tmp_path / "c.sqlite"
+    filled = AnswerStore(path)
+    filled.put("k0", "from the file")
+    filled.close()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+
+    async def run():
+        store, ask = AnswerStore(path), asker("asked for")
+        keep = memo(store)
+        began = time.perf_counter()
+        asking = asyncio.gather(*(keep.get(f"k{index}", ask) for index in range(12)))
+        longest = await slowest_turn(asking)
+        seconds = time.perf_counter() - began
+        store.flush()
+        assert await asking == ["asked for"] * 12
+        other.execute("COMMIT")
+        await asyncio.to_thread(store.close)
+        return longest, seconds
+
+    longest, seconds = asyncio.run(run())
+    assert [kept(AnswerStore(path), f"k{index}") for index in range(12)] == ["asked for"] * 12
+    assert caplog.text.count("is locked by another process") == 1
+    check_seconds(longest, most=0.05, what="the loop stood still")
+    check_seconds(seconds, most=0.5)  # one patience of 0.1 s for all of them
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.reward.cache.LOOK_UP_TIMEOUT_S", 0.2)
+    store, answers = AnswerStore(tmp_path / "c.sqlite"), threading.Event()
+    monkeypatch.setattr(store._file, "_opened", lambda: answers.wait() and sqlite3.connect(":memory:"))
+
+    async def run():
+        keep, ask = memo(store), asker()
+        began = time.perf_counter()
+        for index in range(20):
+            assert await keep.get(f"k{index}", ask) == "answer"
+        seconds = time.perf_counter() - began
+        answers.set()
+        return seconds
+
+    check_seconds(asyncio.run(run()), least=0.2, most=1.0)  # not 20 times
+
+
+def test_a_full_disk_is_told_once_and_what_is_in_the_file_is_read_on(tmp_path, caplog, monkeypatch):
+    path = tmp_path / "c.sqlite"
+    store = AnswerStore(path)
+    store.put("k0", "before")
+    store.close()
+    opened = _File._opened
+
+    def with_little_space(file):
+        connection = opened(file)
+        connection.execute("PRAGMA max_page_count = 4")  # SQLite's own SQLITE_FULL beyond
+        return connection
+
+    monkeypatch.setattr(_File, "_opened", with_little_space)
+    for index in range(3):
+        store.put(f"k{index + 1}", "x" * 100_000)
+        store.flush()
+    store.close()
+    assert [len(kept(store, f"k{index}")) for index in range(4)] == [6, 100_000, 100_000, 100_000]
+    assert caplog.text.count("can't be written: database or disk is full") == 1
+    assert "rollback" not in caplog.text
 
 
 def test_what_another_version_wrote_is_asked_for_again(tmp_path):
@@ -147,7 +233,7 @@ def test_what_another_version_wrote_is_asked_for_again(tmp_path):
     ask = asker()
     assert asyncio.run(keep.get("k", ask)) == "answer"
     assert ask.times == 1
-    assert store.get("k") == {"text": "answer"}
+    assert kept(store, "k") == {"text": "answer"}
 
 
 def test_two_processes_worth_of_stores_share_a_file(tmp_path):
@@ -155,14 +241,16 @@ def test_two_processes_worth_of_stores_share_a_file(tmp_path):
     for index in range(200):
         (first, second)[index % 2].put(f"k{index}", index)
         (first, second)[index % 2].flush()
-    assert all(store.get(f"k{index}") == index for store in (first, second) for index in range(200))
+    for store in (first, second):
+        store.close()
+    assert all(kept(store, f"k{index}") == index for store in (first, second) for index in range(200))
 
 
 def test_memory_holds_the_latest_only():
     store = AnswerStore(keep=2)
     for index in range(4):
         store.put(f"k{index}", index)
-    assert [store.get(f"k{index}") for index in range(4)] == [None, None, 2, 3]
+    assert [kept(store, f"k{index}") for index in range(4)] == [None, None, 2, 3]
 
 
 def test_a_store_that_keeps_nothing_still_shares_what_is_under_way():
