@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults.conftest import FaultServer
-from faults.mixed_up import FAULTS, BY_BYTES, truth
+from faults.mixed_up import BY_BYTES, FAULTS, truth
 from support.loopback import action, build_reward
 
 from salesrl_trl.types import Message, Outcome, SalesRow
