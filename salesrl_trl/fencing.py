@@ -21,18 +21,25 @@ _NONCE = re.compile(r"[0-9a-f]{16}")
 _UNSEEN = r"[\u00ad\u034f\u061c\u115f\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufe00-\ufe0f\ufeff]*"
 _LESS, _MORE = r"[<＜﹤‹«〈《⟨⟪❮❰˂ᐸᑉ≪⋘⪡]", r"[>＞﹥›»〉》⟩⟫❯❱˃ᐳᑀ≫⋙⪢]"
 _BAR = r"[|｜¦ǀ∣❘￨│]"
+_ANGLE, _ANGLE_END = r"[<＜﹤]", r"[>＞﹥]"
 _TAGS = (
     "s|bos|eos|pad|unk|sep|cls|think|thinking|system|user|human|assistant|tool|tool_call|tool_response|start_of_turn|"
     "end_of_turn|start_header_id|end_header_id|eot_id|im_start|im_end|instructions?|answer"
 )
-# One character of a mark each, told by what follows it: a space after it breaks the mark, and can make no other.
+_FORMATTING = "[abipu]|br|hr|em|strong|ul|ol|li|table|thead|tbody|tr|td|th|h[1-6]|code|pre|span|div|sub|sup|blockquote"
+# One character of a mark each, told by what follows it: a space after it breaks the mark, and can make no other. These
+# are laws, not lists of tokens: tests/unit/test_fencing.py holds them against the tokens of more than twenty families.
 _MARKS = re.compile(
     "|".join(
         (
-            rf"{_LESS}(?={_UNSEEN}(?:{_LESS}|{_BAR}|/?(?:{_TAGS}){_UNSEEN}{_MORE}))",  # <<<, <|im_start|>, </s>
+            rf"{_LESS}(?={_UNSEEN}(?:{_LESS}|{_BAR}|/?(?:{_TAGS}){_UNSEEN}{_MORE}))",  # <<<, <|im_start|>, «/s»
+            # <any_name> without a space in it, but for the tags that answers are formatted with
+            rf"{_ANGLE}(?={_UNSEEN}(?!/?(?:{_FORMATTING})/?{_UNSEEN}{_ANGLE_END})[^\s<>＜＞﹤﹥]{{1,64}}{_ANGLE_END})",
             rf"{_MORE}(?={_UNSEEN}{_MORE})",
             rf"{_BAR}(?={_UNSEEN}{_MORE})",
-            r"[\[［](?=/?(?:INST|SYSTEM_PROMPT|TOOL_RESULTS|AVAILABLE_TOOLS|TOOL_CALLS)[\]］])",
+            rf"[\[［](?={_UNSEEN}(?:{_BAR}|/?(?:INST|SYSTEM_PROMPT|TOOL_RESULTS|AVAILABLE_TOOLS|TOOL_CALLS)[\]］]))",
+            r"[\[［](?=/?(?:[a-z]?MASK|unused_?\w{0,32}|(?-i:[A-Z][A-Z0-9_]{1,64}))[\]］])",  # [gMASK], [BOS]
+            r"[\[\]](?=(?=[a-z!]{0,2}~)[a-z!~]{1,4}[\[\]])",  # ]~b], ]~!b[, [e~[
             r"[0-9a-f]{16,}",
         )
     ),
