@@ -8,6 +8,13 @@ from collections import Counter
 
 from salesrl_trl.errors import RunStopped, SalesRLError, TooFewRewardsError
 
+ADVICE = {
+    "no_passages": "`no_passages` means that the RAG service found nothing for these rows, not even with the "
+    "conversation itself and without a threshold: look whether its index is loaded and holds this knowledge, and "
+    "whether it knows the rows' tenant_id. "
+}
+"""What to look at, by the reason of a failure that does not say it itself."""
+
 
 class RunControl:
     """Decides for one run after another.
@@ -56,10 +63,11 @@ class RunControl:
         self._skipped_in_a_row += 1
         reasons = ", ".join(f"{reason} {count}" for reason, count in missing.most_common(5))
         if self._skipped_in_a_row >= self._most:
+            advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
             self.error = TooFewRewardsError(
                 f"{self._skipped_in_a_row} generation batches in a row had fewer than {wanted:.0%} of their "
-                f"completions scored. Failures in the last one: {reasons}. A checkpoint was saved; mend the service "
-                "and go on with --resume_from_checkpoint DIR."
+                f"completions scored. Failures in the last one: {reasons}. {advice}A checkpoint was saved; mend the "
+                "service and go on with --resume_from_checkpoint DIR."
             )
         return (
             f"skipping an update: {scored_fraction:.0%} of the completions could be scored, wanted {wanted:.0%} "

@@ -301,7 +301,8 @@ class Memo:
             ask (`Callable[[], Awaitable[T]]`):
                 Asks the service, and refuses what is no answer.
             check (`Callable[[T], object]`, *optional*):
-                Refuses the same of what is kept, by `ValueError` or `ServiceError`. It is then asked for again.
+                Refuses what is not to be kept, by `ValueError` or `ServiceError`: an answer that came is not put into
+                the store, one that lies there is asked for again.
         """
         answer, saved = await self._obtain(key, ask, check)
         if saved:
@@ -363,7 +364,9 @@ class Memo:
         if kept is not None:
             return kept, True
         answer = await ask()
-        self._store.put(key, self._to_json(answer))
+        value = self._to_json(answer)
+        if self._read(value, check) is not None:
+            self._store.put(key, value)
         return answer, False
 
     def _read(self, value: Any, check: Callable[[T], object]) -> T | None:

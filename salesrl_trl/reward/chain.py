@@ -19,7 +19,7 @@ from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
 from salesrl_trl.reward.deadline import deadline, remaining_s
 from salesrl_trl.reward.hollow import is_hollow
 from salesrl_trl.reward.judge import JudgeClient
-from salesrl_trl.reward.parsing import parse_action
+from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, parse_action
 from salesrl_trl.reward.rag import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.transport import Transport
@@ -125,7 +125,7 @@ class SalesReward(BatchedReward):
 
     async def _fetch_reference(self, row: SalesRow) -> None:
         with contextlib.suppress(Exception):  # who needs it meets the same, or asks again, and tells
-            await self._references.fetch(self._reference_key(row), lambda: self._chat_32b(row), _check_32b)
+            await self._references.fetch(self._reference_key(row), lambda: self._chat_32b(row), _check_kept_32b)
 
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
@@ -161,8 +161,7 @@ class SalesReward(BatchedReward):
 
     async def _warm_up(self) -> dict[str, float | ServiceError]:
         row = self._rows[0]
-        asked = {self._format.query: row.conversation[-1].content}
-        action = Action(fields=dict.fromkeys(self._format.fields, "") | asked, query_field=self._format.query)
+        action = self._plain_action(row.conversation[-1].content)
         answers = await asyncio.gather(
             _clocked(functools.partial(self._chat_8b, row, action)), _clocked(functools.partial(self._chat_32b, row))
         )
@@ -223,6 +222,8 @@ class SalesReward(BatchedReward):
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
         try:
             candidate = await stages.timed(self._candidate(row, action), "rag_8b")
+            if not candidate.passages and not await self._index_has_some(row):
+                return missing(Outcome.INFRA, "no_passages", stages.seconds)
             if is_hollow(candidate.text):
                 return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), stages.seconds)
             reference, started = await reference_asked, time.perf_counter()
@@ -270,11 +271,26 @@ class SalesReward(BatchedReward):
     async def _candidate(self, row: SalesRow, action: Action) -> Answer:
         """The 8B answer to an action."""
         key = cache_key("8b", self._rag.identity, self._asked(row), action.as_dict(), action.query_field)
-        return await self._answers.get(key, lambda: self._chat_8b(row, action), _check_8b)
+        return await self._answers.get(key, lambda: self._chat_8b(row, action), _check_kept_8b)
+
+    async def _index_has_some(self, row: SalesRow) -> bool:
+        """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, it
+        is no fault of an action that it found none. A yes is asked for once."""
+        query = self._plain_action(row.context[-MAX_FIELD_CHARS:])
+        key = cache_key("any passage", self._rag.identity, self._asked(row))
+
+        async def ask() -> Answer:
+            return await self._rag.chat_8b(row.context, query, 0.0, self._retrieval[1], ids=row.ids)
+
+        return bool((await self._answers.get(key, ask, _check_passages)).passages)
+
+    def _plain_action(self, query: str) -> Action:
+        fields = dict.fromkeys(self._format.fields, "") | {self._format.query: query}
+        return Action(fields=fields, query_field=self._format.query)
 
     async def _reference(self, row: SalesRow) -> Answer:
         """The row's 32B answer, asked for once: it does not depend on the policy."""
-        return await self._references.get(self._reference_key(row), lambda: self._chat_32b(row), _check_32b)
+        return await self._references.get(self._reference_key(row), lambda: self._chat_32b(row), _check_kept_32b)
 
     def _reference_key(self, row: SalesRow) -> str:
         return cache_key("32b", self._rag.identity, self._asked(row))
@@ -318,6 +334,22 @@ def _check_8b(answer: Answer) -> None:
 def _check_32b(answer: Answer) -> None:
     if is_hollow(answer.text):
         raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
+
+
+def _check_passages(answer: Answer) -> None:
+    """One without passages is not kept: it may be how a busy service answers, or an index that is being loaded."""
+    if not answer.passages:
+        raise BadServiceResponse("an answer from no passages", code="rag_no_passages")
+
+
+def _check_kept_8b(answer: Answer) -> None:
+    _check_passages(answer)
+    _check_8b(answer)
+
+
+def _check_kept_32b(answer: Answer) -> None:
+    _check_passages(answer)
+    _check_32b(answer)
 
 
 def _check_verdict(expect_reference: bool, verdict: Verdict) -> None:

@@ -72,3 +72,11 @@ def test_the_next_run_begins_without_what_ended_the_one_before(control):
     assert (control.error, control.requested, control.take_moves()) == (None, None, False)
     skip(control, 2)
     assert control.error is None
+
+
+def test_a_run_that_ends_for_an_empty_index_says_what_to_look_at(control):
+    for missing in (Counter(no_passages=8), Counter(rag_8b_timeout=8)):
+        control.restart()
+        for _ in range(10):
+            control.see_batch(0.0, missing)
+        assert ("look whether its index is loaded" in str(control.error)) is ("no_passages" in missing)

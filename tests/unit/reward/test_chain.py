@@ -228,7 +228,7 @@ def test_an_empty_answer_with_passages_is_the_services_fault_and_is_asked_for_ag
 
 @pytest.mark.parametrize("answer", ["", ":", "Thought process:"])
 def test_a_hollow_answer_is_the_actions_fault_and_no_judge_sees_it(score, services, answer):
-    services.set("8b", {**ANSWER, "answer": answer, "passages": []})
+    with_passages_from(services, lambda query, threshold: threshold == 0, otherwise=answer)
     (reward,) = score([ACTION]).last
     assert (reward.outcome, reward.value, reward.reason) == (Outcome.INVALID_ACTION, -0.25, "hollow_answer")
     assert services.calls["judge"] == 0
@@ -350,3 +350,84 @@ def test_a_person_who_waits_is_told_what_is_out(services):
     assert (first, sorted(answers), last) == ("parse", ["rag_32b", "rag_8b"], "judge")
     reward.take_report()
     assert reward.unreported_spans() == []
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"error": {"message": "overloaded"}},
+        {"error": "busy"},
+        {"errors": ["index"]},
+        {"success": False},
+        {"ok": False},
+        {"status": "BUSY"},
+        {"status": 503},
+        {"code": 429},
+    ],
+    ids=str,
+)
+def test_what_a_200_says_of_its_own_failure_is_heard_before_its_answer(score, services, stated):
+    """Nothing of it is scored or kept, and it is asked for again."""
+    busy = (200, {**ANSWER, "answer": "The server is busy, try again later.", **stated}, {}, 0)
+    verdict = (200, {**chat_completion(json.dumps({**VERDICT, "candidate": 1.0})), **stated}, {}, 0)
+    for name, answer in (("8b", busy), ("32b", busy), ("judge", verdict)):
+        services.answers[name].insert(0, answer)
+    reward = score([ACTION], attempts=2)
+    assert [(each.outcome, each.value) for each in reward.last] == [(Outcome.OK, VERDICT["candidate"])]
+    assert services.calls == {"8b": 2, "32b": 2, "judge": 2}
+    assert "busy" not in services.asked["judge"][1].json["messages"][1]["content"]
+    services.answers["8b"].insert(0, (200, {"error": "busy"}, {}, 0))
+    (failed,) = score([ACTION]).last
+    assert (failed.outcome, failed.value, failed.reason) == (Outcome.INFRA, None, "rag_8b_error_in_answer")
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"error": None}, {"errors": []}, {"success": True}, {"status": "ok"}, {"status": 200}, {"code": 0}],
+    ids=str,
+)
+def test_a_200_that_says_it_went_well_is_an_answer(score, services, stated):
+    services.set("8b", {**ANSWER, **stated})
+    assert score([ACTION]).last[0].outcome is Outcome.OK
+
+
+def with_passages_from(services, found, otherwise="I found nothing."):
+    """The 8B endpoint finds some where `found(query, threshold)`."""
+
+    def respond(request):
+        some = found(request.json["rewritten_query"], request.json["score_threshold"])
+        return 200, ANSWER if some else {**ANSWER, "answer": otherwise, "passages": []}
+
+    services.functions["8b"] = respond
+
+
+def test_an_index_without_anything_for_a_row_is_not_the_policys_fault(score, services):
+    with_passages_from(services, lambda query, threshold: False)
+    rewards = score([action(query="good"), action(query="bad")]).last
+    assert [(each.outcome, each.value, each.reason) for each in rewards] == [(Outcome.INFRA, None, "no_passages")] * 2
+    assert services.calls["judge"] == 0
+    services.set("8b", {**ANSWER, "answer": "", "passages": []})
+    services.functions.clear()
+    assert score([ACTION]).last[0].reason == "no_passages"
+
+
+def test_a_query_that_finds_nothing_in_an_index_that_has_something_is_the_policys(score, services):
+    with_passages_from(services, lambda query, threshold: query == "good" or threshold == 0)
+    rewards = score([action(query=query) for query in ("good", "bad", "worse")]).last
+    assert [each.outcome for each in rewards] == [Outcome.OK] * 3
+    assert rewards[1].components["retrieval"] == 0.0
+    assert services.calls["8b"] == 3 + 1  # the row's conversation itself, asked with once
+
+
+def test_an_answer_from_no_passages_is_asked_for_again(services):
+    """It may be how a service says that it is busy."""
+    services.answers["32b"].insert(0, (200, {**ANSWER, "answer": "Busy, come back later.", "passages": []}, {}, 0))
+    reward = build_reward(services.url, [row()])
+
+    async def batches():
+        for query in ("one", "two", "three"):
+            await reward(prompts=[None], completions=[action(query=query)], row=[0])
+        await reward.aclose()
+
+    asyncio.run(batches())
+    assert services.calls["32b"] == 2
