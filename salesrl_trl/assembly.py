@@ -182,6 +182,7 @@ def build_reward(
         top_k=config.rag_top_k,
         deadline_s=config.reward_deadline_s,
         action_format=config.action_format(),
+        announces=process_index == 0,
         answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
         references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
     )

@@ -170,7 +170,8 @@ class RewardConfig:
         reference_cache (`str`, *optional*):
             File that keeps a configured 32B endpoint's answers for later runs; when not given, `references.sqlite` in
             `$SALESRL_CACHE_DIR`, or else in `salesrl_trl` under `$XDG_CACHE_HOME` or `~/.cache`. Delete it when the
-            endpoint's knowledge changes; an empty string keeps them for the run alone.
+            endpoint's knowledge changes (the warm-up notices what shows in 8 of its answers); an empty string keeps
+            them for the run alone.
         reward_deadline_s (`float`, *optional*, defaults to `300.0`):
             Seconds that a completion's reward may take from its start; a batch takes no longer from its last one. Keep
             it well under the process group's timeout (600 s for NCCL).

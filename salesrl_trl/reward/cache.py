@@ -79,6 +79,15 @@ class AnswerStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(AnswerStore, keep=self._keep), (None if self._file is None else self._file.path,)
 
+    @property
+    def path(self) -> Path | None:
+        """The file."""
+        return None if self._file is None else self._file.path
+
+    async def use(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
+        """What `work` makes of the file, on its thread; `None` without one, or where it is locked or broken."""
+        return None if self._file is None else await asyncio.wrap_future(self._submit(self._file.use, work))
+
     def at_hand(self, key: str) -> Any:
         """The value where it is in memory, or `None`."""
         return self._memory.get(key)
@@ -240,6 +249,13 @@ class _File:
                 )
             return False
         return True
+
+    def use(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
+        try:
+            return work(self._opened())
+        except (sqlite3.Error, OSError) as error:
+            self._is_locked(error)
+            return None
 
     def close(self) -> None:
         if self._open is not None:

@@ -8,6 +8,7 @@ asked once only is the cache's.
 import asyncio
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
 from salesrl_trl.reward.deadline import deadline, remaining_s
 from salesrl_trl.reward.hollow import is_hollow
 from salesrl_trl.reward.judge import JudgeClient
+from salesrl_trl.reward.kept import check_kept
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, parse_action
 from salesrl_trl.reward.rag import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.reward.scoring import Scoring, missing
@@ -37,6 +39,8 @@ from salesrl_trl.types import (
 )
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class SalesReward(BatchedReward):
@@ -64,6 +68,8 @@ class SalesReward(BatchedReward):
             Keeps 32B answers, which do not depend on the policy. In memory when not given.
         action_format (`ActionFormat`, *optional*):
             What an action consists of.
+        announces (`bool`, *optional*, defaults to `True`):
+            Whether this is the process that says what became of kept references.
     """
 
     __name__ = "sales"  # TRL names the reward's metrics after it
@@ -81,10 +87,12 @@ class SalesReward(BatchedReward):
         answers: AnswerStore | None = None,
         references: AnswerStore | None = None,
         action_format: ActionFormat = DEFAULT_FORMAT,
+        announces: bool = True,
     ) -> None:
         super().__init__(deadline_s)
         self._rows = rows
         self._format = action_format
+        self._announces = announces
         self._rag = rag
         self._judge = judge
         self._scoring = scoring
@@ -151,7 +159,8 @@ class SalesReward(BatchedReward):
         return report
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        """Ask both endpoints and every judge provider once, before anything depends on them.
+        """Ask both endpoints and every judge provider once, before anything depends on them, and the 32B endpoint for
+        some of the references that are kept.
 
         Returns:
             `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong and where.
@@ -172,12 +181,22 @@ class SalesReward(BatchedReward):
         judged = next((result[0] for result in answers if not isinstance(result, ServiceError)), _NO_ANSWER)
         if self._needs_judge:
             told.update(await self._judge.warm_up(row, action, judged))
+        if not isinstance(answers[1], ServiceError):
+            await self._check_kept_references()
         self.take_report()
         places = {**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **self._judge.places}
         for name, result in told.items():
             if isinstance(result, ServiceError):
                 result.args = (f"{result} ({name}: {places[name]})",)
         return told
+
+    async def _check_kept_references(self) -> None:
+        judged = (row for row in self._rows if self._scoring.rubrics(row.branch))
+        said = await check_kept(
+            self._stores[1], self._stores[0], {self._reference_key(row): row for row in judged}, self._chat_32b
+        )
+        if said is not None and self._announces:
+            logger.log(logging.WARNING if said[1] else logging.INFO, f"[References] {said[0]}")
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
         """The errors of a `warm_up` after which nothing could be scored: the 8B endpoint's, or all judges'. A run can

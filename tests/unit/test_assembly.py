@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import sqlite3
 
 import pytest
@@ -83,6 +84,58 @@ def test_the_reference_and_the_answers_of_an_earlier_run_are_not_asked_for_again
     assert again.take_report().cache_hits == {"answers": 2, "references": 1}
     score(config(), tmp_path / "another_run", [action()])
     assert services.calls == {"8b": 2, "32b": 1, "judge": 2}
+
+
+ROWS = [row(f"r{at}", message_id=f"m{at}") for at in range(20)]
+
+
+def answers_of_today(services, changes):
+    """The 32B endpoint samples its words, and says what `changes` say of a message from its 21st call on."""
+    asked = []
+
+    def answer(request):
+        message = request.json["message_id"]
+        asked.append(message)
+        price = changes.get(message, "5980") if len(asked) > len(ROWS) else "5980"
+        passages = [{"id": "d1", "text": f"It costs {price}.", "score": 0.5}]
+        return 200, {"answer": f"Wording {len(asked)}: {price}", "passages": passages, "took_ms": 1.0}
+
+    services.functions["32b"] = answer
+    return asked
+
+
+def second_run(config, tmp_path, caplog):
+    """All rows are scored, then another run of them, in another folder, warms up; its reward, and what it says."""
+    caplog.set_level("INFO")
+    for folder in ("first", "second"):
+        parts = prepare_reward(config(), BRANCHES)
+        url = config().rag_base_url
+        reward = build_reward(config(), parts, ROWS, url, f"{url}/v1", output_dir=tmp_path / folder)
+        if folder == "first":
+            score_batch(reward, [action()] * len(ROWS), list(range(len(ROWS))))
+    warmed_up(reward)
+    (said,) = (text for text in caplog.messages if "[References]" in text)
+    return reward, said
+
+
+def test_kept_references_that_still_hold_are_counted_and_used(config, services, tmp_path, caplog):
+    asked = answers_of_today(services, {})
+    reward, said = second_run(config, tmp_path, caplog)
+    assert re.search(r"20 of 20 references come from the cache \S+refs\.sqlite, last written 20\d\d-", said)
+    # Of 20, every third is asked for again: 7.
+    assert "7 of them were asked for again: they are the same. Delete the file when" in said
+    asked.clear()
+    score_batch(reward, [action()] * 20, list(range(20)))
+    assert asked == []
+
+
+def test_kept_references_of_yesterdays_knowledge_are_forgotten(config, services, tmp_path, caplog):
+    asked = answers_of_today(services, {"m6": "6500"})
+    reward, said = second_run(config, tmp_path, caplog)
+    assert "1 of 7 references differ" in said and "refs.sqlite" in said and "forgotten and asked for anew" in said
+    asked.clear()
+    score_batch(reward, [action()] * 20, list(range(20)))
+    assert sorted(asked) == sorted(each.message_id for each in ROWS)
 
 
 @pytest.mark.parametrize(
