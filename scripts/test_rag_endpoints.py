@@ -24,6 +24,8 @@ import json
 import math
 import os
 import queue
+import re
+import secrets
 import select
 import socket
 import ssl
@@ -68,6 +70,13 @@ TIMEOUTS = (TimeoutError, socket.timeout)
 """One class from Python 3.10 on, two before."""
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 ENDPOINTS = ("8b", "32b")
+REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID = re.compile(r"salesrl-[0-9a-f]{16}")
+NO_ID = "not returned (optional): answers that the service mixes up can't be told; see docs/SERVICES.md"
+FAILED_WORDS = frozenset(
+    {"error", "failed", "failure", "fail", "busy", "overloaded", "unavailable", "timeout", "throttled", "rate_limited"}
+)
+"""A `status` by which training takes an answer for a failure."""
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 """The 4xx that a repetition can mend, as in training; so can every 5xx."""
 
@@ -111,14 +120,19 @@ class Target:
         return text if len(text) <= limit else text[:limit] + "..."
 
 
-def request_of(endpoint: str, number: int, options: argparse.Namespace) -> bytes:
+def make_request_id() -> str:
+    """An id as training gives each request."""
+    return f"salesrl-{secrets.token_hex(8)}"
+
+
+def request_of(endpoint: str, number: int, options: argparse.Namespace, request_id: str) -> bytes:
     """The body of the `number`-th request to an endpoint."""
     question, profile, summary = QUESTIONS[number % len(QUESTIONS)]
     body: dict[str, Any] = {"context": f"customer: {question}"}
     if endpoint == "8b":
         body.update(dict.fromkeys(("tenant_id", "contact_id", "account_id", "message_id"), ""))
         body.update(user_profile=profile, rewritten_query=question, history_summary=summary)
-    body.update(score_threshold=options.score_threshold, top_k=options.top_k)
+    body.update(score_threshold=options.score_threshold, top_k=options.top_k, request_id=request_id)
     return json.dumps(body, ensure_ascii=False).encode()
 
 
@@ -137,6 +151,8 @@ class Exchange:
     location: str = ""
     retry_after: str | None = None
     retry_after_ms: str | None = None
+    request_id: str | None = None
+    """As the header of the answer has it."""
 
 
 class TooLarge(Exception):
@@ -199,12 +215,14 @@ class Connection(http.client.HTTPConnection):
         self.sock = TimedSocket(open_socket(self._target, self._seconds_left()), self._seconds_left)
         self.opened += 1
 
-    def ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Exchange:
+    def ask(
+        self, method: str, path: str, body: bytes | None, timeout_s: float, request_id: str | None = None
+    ) -> Exchange:
         """Send one request and read its whole answer, in `timeout_s` seconds altogether."""
         started = time.perf_counter()
         self._deadline = time.monotonic() + timeout_s
         try:
-            response = self._answer(method, self._target.prefix + path, body)
+            response = self._answer(method, self._target.prefix + path, body, request_id)
             with response:
                 content = read_bounded(response)
         except (OSError, http.client.HTTPException, TooLarge) as error:
@@ -218,14 +236,17 @@ class Connection(http.client.HTTPConnection):
             response.getheader("Location", ""),
             response.getheader("Retry-After"),
             response.getheader("Retry-After-Ms"),
+            response.getheader(REQUEST_ID_HEADER),
         )
 
-    def _answer(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
+    def _answer(self, method: str, path: str, body: bytes | None, request_id: str | None) -> http.client.HTTPResponse:
         if self.sock is not None and select.select([self.sock], [], [], 0)[0]:
             self.close()  # bytes between two answers are the other side's goodbye
         headers = {"Accept": "application/json", "User-Agent": "test_rag_endpoints"}
         if body is not None:
             headers["Content-Type"] = "application/json"
+        if request_id is not None:
+            headers[REQUEST_ID_HEADER] = request_id
         if self._target.key:
             headers["Authorization"] = f"Bearer {self._target.key}"
         self.request(method, path, body, headers)
@@ -517,6 +538,8 @@ class Contract:
     best_score: float | None = None
     took_ms: float | None = None
     retry_after: str | None = None
+    id_returned: list[str] = field(default_factory=list)
+    """Where the request's id came back: `header`, `body`. Neither has to."""
     answer: str | None = None
     """Only with --show-answers."""
 
@@ -524,14 +547,17 @@ class Contract:
 def check_contract(target: Target, endpoint: str, options: argparse.Namespace) -> Contract:
     """Ask an endpoint once and look at everything in its answer."""
     connection = Connection(target)
-    exchange = connection.ask("POST", path_of(endpoint), request_of(endpoint, 0, options), options.timeout)
+    request_id = make_request_id()
+    request = request_of(endpoint, 0, options, request_id)
+    exchange = connection.ask("POST", path_of(endpoint), request, options.timeout, request_id)
     connection.close()
     contract = Contract(seconds=exchange.seconds, retry_after=shown_retry_after(target, exchange))
     if exchange.status != 200:
         contract.faults = [explained(target, endpoint, exchange, options.timeout)]
     else:
-        body, contract.faults = read_answer(exchange.content, options.top_k)
+        body, contract.faults = read_answer(exchange, options.top_k, request_id)
         if not contract.faults:
+            contract.id_returned = [name for name, got in ids_in(exchange, body).items() if got == request_id]
             fill_in(contract, body, target if options.show_answers else None)
     contract.outcome = outcome_name(exchange, contract.faults)
     contract.state = "failed" if contract.faults else "ok"
@@ -546,8 +572,14 @@ def fill_in(contract: Contract, body: dict[str, Any], shown_to: Target | None) -
         contract.answer = shown_to.clean(body["answer"], MAX_BODY_BYTES)
 
 
-def read_answer(content: bytes, top_k: int) -> tuple[Any, list[str]]:
+def ids_in(exchange: Exchange, body: Any) -> dict[str, Any]:
+    """What came where a service may return the request's id."""
+    return {"header": exchange.request_id, "body": body.get("request_id") if isinstance(body, dict) else None}
+
+
+def read_answer(exchange: Exchange, top_k: int, request_id: str) -> tuple[Any, list[str]]:
     """The body of an answer, and every fault in it. Faults name fields and figures, never texts."""
+    content = exchange.content
     try:
         body = json.loads(content.decode(), parse_constant=not_json)
     except UnicodeDecodeError:
@@ -557,7 +589,24 @@ def read_answer(content: bytes, top_k: int) -> tuple[Any, list[str]]:
         html = "; it looks like HTML: a login or error page, or another address" if content[:1] == b"<" else ""
         reason = "holds NaN or Infinity" if isinstance(error, NotFinite) else "is not JSON"
         return None, [f"the body of {len(content)} bytes {reason}, expected a JSON object{html}"]
-    return body, answer_faults(body, top_k)
+    foreign = [
+        f"the {name} returns the id of another request, expected this one's or none: answers are mixed up"
+        for name, got in ids_in(exchange, body).items()
+        if isinstance(got, str) and got != request_id and REQUEST_ID.fullmatch(got)
+    ]
+    return body, [*foreign, *failure_faults(body), *answer_faults(body, top_k)]
+
+
+def failure_faults(body: Any) -> list[str]:
+    """What an answer with status 200 says of its own failure, by which training takes it for one."""
+    if not isinstance(body, dict):
+        return []
+    status = body.get("status")
+    stated = [name for name in ("error", "errors") if body.get(name)]
+    stated += [name for name in ("success", "ok") if body.get(name) is False]
+    stated += ["status"] if isinstance(status, str) and status.lower() in FAILED_WORDS else []
+    stated += [name for name in ("status", "code") if type(body.get(name)) is int and 400 <= body[name] < 600]
+    return [f"{name} says that it failed, expected a status of 500 or above for that" for name in stated]
 
 
 class NotFinite(ValueError):
@@ -778,9 +827,10 @@ def measure(target: Target, endpoint: str, options: argparse.Namespace) -> Laten
 
 
 def sample(target: Target, connection: Connection, endpoint: str, number: int, options: argparse.Namespace) -> Sample:
-    body = request_of(endpoint, number, options)
-    exchange = connection.ask("POST", path_of(endpoint), body, options.timeout)
-    answer, faults = read_answer(exchange.content, options.top_k) if exchange.status == 200 else (None, [])
+    request_id = make_request_id()
+    body = request_of(endpoint, number, options, request_id)
+    exchange = connection.ask("POST", path_of(endpoint), body, options.timeout, request_id)
+    answer, faults = read_answer(exchange, options.top_k, request_id) if exchange.status == 200 else (None, [])
     took_ms = answer["took_ms"] if exchange.status == 200 and not faults else None
     outcome = outcome_name(exchange, faults)
     return Sample(outcome, exchange.status, exchange.seconds, took_ms, shown_retry_after(target, exchange))
@@ -917,6 +967,9 @@ def contract_lines(endpoint: str, contract: Contract) -> list[str]:
         lines.append(f"    - and {len(contract.faults) - MAX_FAULTS_SHOWN} more; --json shows them")
     if contract.retry_after:
         lines.append(f"    Retry-After: {contract.retry_after}")
+    if contract.state == "ok":
+        returned = " and ".join(contract.id_returned)
+        lines.append(f"  id        {f'returned in the {returned}' if returned else NO_ID}")
     return [*lines, f"    answer: {contract.answer}"] if contract.answer is not None else lines
 
 

@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 from support.seconds import check_seconds
 
+from salesrl_trl.errors import ErrorInAnswer
+from salesrl_trl.reward.http import FAILED_WORDS, make_request_id, refuse_stated_error
 from salesrl_trl.services.launcher import EmbeddedServices
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -193,15 +195,63 @@ def test_questions_alternate_between_english_and_chinese_in_the_contracts_fields
     assert (path, headers["Content-Type"]) == ("/v1/rag/8b", "application/json")
     fields = "tenant_id contact_id account_id message_id context user_profile rewritten_query history_summary"
     asked = json.loads(body)
-    assert set(asked) == {*fields.split(), "score_threshold", "top_k"}
+    assert set(asked) == {*fields.split(), "score_threshold", "top_k", "request_id"}
+    assert asked["request_id"] == headers["X-Request-Id"]
+    assert len({json.loads(body)["request_id"] for _, _, body in server.asked}) == len(server.asked)
     assert (asked["score_threshold"], asked["top_k"]) == (0.2, 5)
     latency_run = [json.loads(body)["rewritten_query"].isascii() for _, _, body in server.asked[1:]]
     assert latency_run == [True, False, True, False, True, False]
     server.asked.clear()
     examine(server.url, endpoint="32b")
     assert {frozenset(json.loads(body)) for _, _, body in server.asked} == {
-        frozenset({"context", "score_threshold", "top_k"})
+        frozenset({"context", "score_threshold", "top_k", "request_id"})
     }
+
+
+@pytest.mark.parametrize(
+    ("in_header", "in_body", "returned", "said"),
+    [
+        ("own", "own", ["header", "body"], "id        returned in the header and body"),
+        ("own", None, ["header"], "id        returned in the header"),
+        ("a gateway's", 7, [], "id        not returned (optional)"),
+        ("own", "salesrl-0123456789abcdef", [], "the body returns the id of another request"),
+        ("salesrl-0123456789abcdef", None, [], "the header returns the id of another request"),
+    ],
+    ids=str,
+)
+def test_whether_a_service_returns_the_requests_id_is_told(
+    serve: Serve, in_header: str, in_body: Any, returned: list[str], said: str
+) -> None:
+    def reply(number: int) -> Reply:
+        own = json.loads(server.asked[number][2])["request_id"]
+        header, body = (own if each == "own" else each for each in (in_header, in_body))
+        return 200, {"X-Request-Id": header}, {**GOOD, "request_id": body}
+
+    server = serve(reply)
+    arguments = ("--base-url", server.url, "--only", "8b", "--requests", "2", "--concurrency", "1")
+    result = run(ENDPOINTS, *arguments)
+    assert said in result.stdout
+    assert result.returncode == ("another request" in said)
+    told = json.loads(run(ENDPOINTS, *arguments, "--json").stdout)
+    assert told["endpoints"]["8b"]["contract"]["id_returned"] == returned
+
+
+def test_the_tool_and_training_hear_the_same() -> None:
+    tool = runpy.run_path(str(ENDPOINTS))
+    assert tool["FAILED_WORDS"] == FAILED_WORDS
+    assert tool["REQUEST_ID"].fullmatch(make_request_id())
+    assert make_request_id().startswith(tool["make_request_id"]()[:8])
+    for stated in (
+        {"error": 1},
+        {"errors": [1]},
+        {"success": False},
+        {"ok": False},
+        {"status": "busy"},
+        {"code": 503},
+    ):
+        assert tool["failure_faults"](stated)
+        with pytest.raises(ErrorInAnswer):
+            refuse_stated_error("rag_8b", stated)
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
