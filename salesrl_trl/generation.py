@@ -99,7 +99,8 @@ class SalesVLLMGeneration(VLLMGeneration):
 
         # Without a named port TRL takes the first free one of a short list, and two runs that start together take the
         # same. A launcher of several processes has named one.
-        os.environ.setdefault("MASTER_PORT", str(get_free_port()))
+        if os.environ.get("MASTER_PORT", "").strip().lower() in ("", "0", "auto"):
+            os.environ["MASTER_PORT"] = str(get_free_port())
         with replaced(upstream_vllm, "LLM", build):
             super()._init_vllm()
         if self.mode == "server":

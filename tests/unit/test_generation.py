@@ -1,6 +1,7 @@
 """The engine options, the number format and what is told of single completions; the engine itself is in
 tests/integration."""
 
+import os
 import queue
 import threading
 import time
@@ -62,7 +63,8 @@ def test_trl_is_left_as_it_was_even_when_the_trainer_fails_to_build():
     assert upstream_trainer.VLLMGeneration is stock
 
 
-def test_the_engine_is_built_with_trls_arguments_and_ours_on_top(monkeypatch):
+@pytest.mark.parametrize("port", ["", "0", "12321"], ids=["none named", "any", "named"])
+def test_the_engine_is_built_with_trls_arguments_and_ours_on_top(monkeypatch, port):
     seen = {}
 
     def engine(**kwargs):
@@ -92,13 +94,18 @@ def test_the_engine_is_built_with_trls_arguments_and_ours_on_top(monkeypatch):
         process_index = local_process_index = 0
 
     generation.model, generation.accelerator = Model(), Accelerator()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(InterruptedError):
         generation._init_vllm()
     assert upstream_vllm.LLM is engine
     assert (seen["model"], seen["max_num_seqs"], seen["logprobs_mode"]) == ("some/model", 4, "processed_logprobs")
     assert (seen["enforce_eager"], seen["seed"]) == (True, 5)
+    # TRL would take 29500 while it is free, as every run that starts in the same moment
+    assert (
+        os.environ["MASTER_PORT"] == port if port == "12321" else os.environ["MASTER_PORT"] not in ("29500", "0", "")
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
