@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.lengths import Limit
 from salesrl_trl.data.templates import PromptTemplate, read_template
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
+from salesrl_trl.precision import GIB, Room
 from salesrl_trl.reward.http import key_fault
 from salesrl_trl.reward.judge import packaged_rubrics
 from salesrl_trl.reward.scoring import OTHER_RUBRIC
@@ -185,6 +188,31 @@ def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: b
             "an instruct model, or a chat_template.jinja beside the tokenizer."
         )
     return tokenizer
+
+
+def room_for_training(
+    name_or_path: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    device: torch.device,
+    *,
+    vllm_share: float,
+    has_reference: bool,
+    processes: int,
+) -> Room | None:
+    """What the card has and a model would take, which is built without its weights; `None` without a CUDA device."""
+    if device.type != "cuda":
+        return None
+    config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return Room(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        memory_gib=torch.cuda.get_device_properties(device).total_memory / GIB,
+        vllm_share=vllm_share,
+        has_reference=has_reference,
+        is_replicated=processes > 1,
+    )
 
 
 def read_key(variable: str | None, setting: str) -> str | None:

@@ -22,6 +22,8 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.training_args import OptimizerNames
+from transformers.utils import is_torchao_available
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from salesrl_trl.assembly import RewardParts, build_reward, prepare_reward
@@ -34,6 +36,7 @@ from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.hostmem import collect_seldom, keep_freed_memory
 from salesrl_trl.policy import MAX_POSITIONS, PROMPT_STYLE, cached_policy, policy_tokenizer
+from salesrl_trl.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, choose_precision
 from salesrl_trl.preflight import (
     check_checkpoint,
     check_model,
@@ -43,6 +46,7 @@ from salesrl_trl.preflight import (
     positions_of,
     prompt_limit,
     prompt_of,
+    room_for_training,
 )
 from salesrl_trl.probe import check_vllm_server
 from salesrl_trl.quick_eval import QuickEvalSettings
@@ -174,6 +178,8 @@ class Prepared:
     """The training rows' chat messages."""
     eval_prompts: list[list[dict[str, str]]]
     reward: RewardParts
+    dtype: str | None = None
+    """Number format of the policy's weights in training."""
     notes: list[str] = field(default_factory=list)
     """Lines for the run's banner: what the checks found that a user should know at the start."""
 
@@ -205,13 +211,15 @@ def prepare(config: RunConfig) -> Prepared:
             f"a quick evaluation has {len(held_out.rows)} held-out rows for {processes} processes. Expected one for "
             "each. Hold out more (`max_eval_rows`), or set `quick_eval_steps: 0`."
         )
+    notes = [*stand_ins, *(each.note for each in (train, held_out) if each.note)]
     return Prepared(
         train_rows=train.rows,
         eval_rows=held_out.rows,
         train_prompts=train.prompts,
         eval_prompts=held_out.prompts,
         reward=reward,
-        notes=[*stand_ins, *(each.note for each in (train, held_out) if each.note)],
+        dtype=_settle_precision(config, notes),
+        notes=notes,
     )
 
 
@@ -238,6 +246,40 @@ def _fitting_prompts(
         fit_prompts(train_rows, prompt, count, limit, rule, "training"),
         fit_prompts(eval_rows, prompt, count, limit, rule, "held-out"),
     )
+
+
+def _settle_precision(config: RunConfig, notes: list[str]) -> str | None:
+    """The number format of the policy's weights. Where it is 16 bits the optimizer is set to one that fits."""
+    model, training = config.model, config.training
+    whole = not model.use_peft and training.deepspeed_plugin is None and not training.fsdp
+    room = None
+    if whole and model.model_name_or_path is not None:
+        room = room_for_training(
+            model.model_name_or_path,
+            model.model_revision,
+            training.trust_remote_code,
+            training.device,
+            vllm_share=(
+                training.vllm_gpu_memory_utilization if training.use_vllm and training.vllm_mode == "colocate" else 0.0
+            ),
+            has_reference=bool(training.kl_targets()),
+            processes=training.world_size,
+        )
+    chosen = choose_precision(
+        dtype=model.dtype,
+        autocast=training.bf16 or training.fp16,
+        keeps_masters=training.deepspeed_plugin is not None,
+        adapters_only=model.use_peft,
+        optim=training.optim.value,
+        optim_args=training.optim_args,
+        room=room,
+        has_torchao=is_torchao_available(),
+    )
+    if chosen.stochastic_rounding:
+        training.optim, training.optim_args = OptimizerNames(STOCHASTIC_OPTIM), STOCHASTIC_ARGS
+    if chosen.note is not None:
+        notes.append(chosen.note)
+    return chosen.dtype
 
 
 def _eval_rows(config: RunConfig) -> list[SalesRow]:
@@ -382,7 +424,7 @@ def _build_trainer(
         if PartialState().is_main_process:
             for line in _banner(config, prepared, path):
                 logger.info(line)
-        model = _load_model(path, config.model, config.training.trust_remote_code)
+        model = _load_model(path, config.model, prepared.dtype, config.training.trust_remote_code)
     with phase("engine"):
         trainer = SalesGRPOTrainer(
             model,
@@ -420,13 +462,13 @@ def _eval_dataset(prepared: Prepared) -> Dataset | None:
     return prompt_dataset(prepared.eval_prompts, first_index=len(prepared.train_prompts))
 
 
-def _load_model(path: str, config: ModelConfig, trust_remote_code: bool) -> PreTrainedModel:
+def _load_model(path: str, config: ModelConfig, dtype: str | None, trust_remote_code: bool) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
         path,
         revision=config.model_revision,
         trust_remote_code=trust_remote_code,
         attn_implementation=config.attn_implementation,
-        dtype=config.dtype,
+        dtype=dtype,
         quantization_config=get_quantization_config(config),
     )
 

@@ -20,6 +20,8 @@ ORDER = (
     "reward",
     "kl",
     "advantages",
+    "precision",
+    "weights",
     "policy",
     "server_requests",
     "generation",

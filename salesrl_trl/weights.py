@@ -1,0 +1,262 @@
+"""Whether the weights in training move, and whether they are the ones that vLLM samples from.
+
+Owns both measurements and what they say. What number format weights are trained in is `precision`'s.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from salesrl_trl.errors import WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+CHANGED_SHARE = "weights/changed_share"
+"""In an entry of the log of its own, at the steps in which it was measured."""
+SAMPLED = 2**20
+"""Weights of a process that are looked at: enough for a share to a tenth of a percent, and nothing beside a step."""
+LAST_MEASURED = 10
+"""Steps that moved the policy after which the share is told a second time."""
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+class _Sample:
+    """Every n-th element of a tensor that the optimizer steps on."""
+
+    def __init__(self, parameter: torch.Tensor, stride: int) -> None:
+        self._parameter, self._stride = parameter, stride
+        self._before = self._picked(parameter).clone()
+        self._had_gradient = torch.zeros_like(self._before, dtype=torch.bool)
+
+    def see_gradient(self) -> None:
+        """An element without a gradient so far, such as an embedding of a token that did not occur, can't move."""
+        if self._parameter.grad is not None:
+            self._had_gradient |= self._picked(self._parameter.grad) != 0
+
+    def counts(self) -> torch.Tensor:
+        """Elements that had a gradient, and those of them that are not what they were. Shape (2,), float64."""
+        changed = (self._picked(self._parameter) != self._before) & self._had_gradient
+        return torch.stack((changed.sum(), self._had_gradient.sum())).double()
+
+    def _picked(self, tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP's have a shard of each
+        return local.detach().flatten()[:: self._stride]
+
+
+class WeightChange(TrainerCallback):
+    """Tells which share of the weights the first steps of a run have changed, and warns where it is small.
+
+    Looks at the tensors that the innermost optimizer steps on: the parameters, or DeepSpeed's own float32 copies of
+    them. Of those a sample is kept, from the first step with a learning rate above 0 to the tenth. A weight counts if
+    it had a gradient. Every rank tells the same, of all ranks together.
+
+    Args:
+        accelerator (`Accelerator`):
+            The trainer's.
+        least_share (`float`):
+            Share of the weights below which a first step is warned of.
+        log (`Callable[[dict[str, float]], None]`):
+            Adds an entry to the trainer's log.
+    """
+
+    def __init__(self, accelerator: Accelerator, least_share: float, log: Callable[[dict[str, float]], None]) -> None:
+        self._accelerator, self._least_share, self._log = accelerator, least_share, log
+        self._samples: dict[int, _Sample] = {}
+        self._steps = 0
+        self._stepped = False
+        self._rate = 0.0
+        self._optimizer: Any = None
+        self._hook: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
+    ) -> None:
+        self._forget()  # of a run that ended by an error
+        self._optimizer, self._steps = _innermost(optimizer), 0
+        low = [each for each in _parameters(self._optimizer) if each.dtype in SIXTEEN_BITS]
+        if low and not _rounds_stochastically(self._optimizer):
+            count, kind = sum(each.numel() for each in low), str(low[0].dtype).removeprefix("torch.")
+            _say(
+                logging.WARNING,
+                f"[Weights] {count / 1e6:.1f} M trainable weights are in {kind}, and {type(self._optimizer).__name__} "
+                f"writes its updates back in it: at a learning rate of {args.learning_rate:g} most of them are lost. "
+                "Expected float32 weights (load the model with `dtype=torch.float32`; `bf16: true` computes in bf16 "
+                "all the same), LoRA, DeepSpeed, or an optimizer that rounds stochastically (`optim: "
+                "adamw_torch_8bit`, `optim_args: bf16_stochastic_round=True`, with torchao).",
+            )
+        self._hook = self._optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """DeepSpeed steps on one group of parameters after another: this may be called several times in a step."""
+        self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
+        if self._rate == 0.0:
+            return
+        parameters = list(_parameters(optimizer))
+        stride = max(1, sum(each.numel() for each in parameters) // SAMPLED)
+        for each in parameters:
+            if id(each) not in self._samples:
+                self._samples[id(each)] = _Sample(each, stride)
+            self._samples[id(each)].see_gradient()
+            self._stepped |= each.grad is not None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._hook is None:
+            return
+        device = self._accelerator.device
+        counts = [each.counts().to(device) for each in self._samples.values()]
+        counts.append(torch.zeros(2, dtype=torch.float64, device=device))
+        total = torch.stack(counts).sum(dim=0)  # (2,)
+        total = torch.cat((total, total.new_tensor([self._stepped])))
+        self._stepped = False
+        changed, counted, stepped = self._accelerator.reduce(total, reduction="sum").tolist()
+        if not counted or not stepped:  # the learning rate is 0, or the batch was skipped
+            return
+        self._steps += 1
+        if self._steps in (1, LAST_MEASURED):
+            is_due = control.should_log  # which an entry of the log resets
+            self._tell(changed / counted, state.global_step)
+            control.should_log = is_due
+        if self._steps == LAST_MEASURED:
+            self._forget()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook, self._samples = None, {}
+
+    def _tell(self, share: float, step: int) -> None:
+        self._log({CHANGED_SHARE: share})
+        when = f"in step {step}" if self._steps == 1 else f"in the first {self._steps} steps that moved the policy"
+        told = f"[Weights] {100 * share:.1f} % of the trainable weights that had a gradient changed {when}, at a "
+        told += f"learning rate of {self._rate:.3g}"
+        if _rounds_stochastically(self._optimizer):
+            _say(
+                logging.INFO,
+                f"{told}; it rounds stochastically, so that weights move by what they should on average",
+            )
+        elif share >= self._least_share:
+            _say(logging.INFO, told)
+        else:
+            _say(
+                logging.WARNING,
+                f"{told}: fewer than {100 * self._least_share:g} % (`min_changed_weights`). Updates are lost to the "
+                "weights' number format, or are far too small. Train float32 weights, or raise the learning rate.",
+            )
+
+
+def _say(level: int, line: str) -> None:
+    if PartialState().is_main_process:
+        logger.log(level, line)
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """Within accelerate's wrapper, and DeepSpeed's."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer  # type: ignore[no-any-return]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def _rounds_stochastically(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "bf16_stochastic_round", False))  # torchao's
+
+
+def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
+    """Make a PEFT model's trainable weights float32, in place. TRL turns those of a quantised model into bf16, and
+    peft leaves whole modules that are trained (`modules_to_save`) as the base model is.
+
+    Args:
+        model (`torch.nn.Module`):
+            The PEFT model.
+        autocast (`bool`):
+            Whether its forward pass computes in 16 bits. Without, a module that is not an adapter would meet
+            activations of another format, and stays as it is.
+    """
+    for module in model.modules():
+        if autocast or isinstance(module, BaseTunerLayer):
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.dtype in SIXTEEN_BITS:
+                    parameter.data = parameter.data.float()
+
+
+class WeightCheck:
+    """Whether vLLM samples from the weights in training, by the log-probs of one batch. It is done once.
+
+    Args:
+        limit (`float`):
+            Largest mean absolute difference in nats.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self.is_done = False
+
+    def skip(self, reason: str) -> None:
+        """Say, once, why there is nothing to compare."""
+        self.is_done = True
+        _say(logging.INFO, f"off: the check that vLLM samples from the weights in training, because {reason}")
+
+    def see(self, sums: torch.Tensor, hints: str) -> None:
+        """Judge `logp_difference` over all ranks. Without a token in it, another batch is judged.
+
+        Args:
+            sums (`torch.Tensor`):
+                Shape (3,).
+            hints (`str`):
+                What may be the reason where they differ, as sentences.
+
+        Raises:
+            `WeightSyncError`: log-probs are too far apart, or are no numbers.
+        """
+        difference, tokens, missing = sums.tolist()
+        if not tokens + missing:
+            return
+        self.is_done = True
+        mean = difference / tokens if tokens else 0.0
+        if missing:
+            raise WeightSyncError(
+                f"{missing:.0f} of the first {tokens + missing:.0f} sampled tokens have a log-prob that is no number, "
+                "in vLLM or in the trainer. Expected one for each: weights are broken, or overflow in their number "
+                f"format. {hints}"
+            )
+        if not mean <= self._limit:  # infinite too
+            raise WeightSyncError(
+                f"vLLM's log-probs differ from the trainer's by {mean:.3f} nats on average over the first "
+                f"{tokens:.0f} tokens, expected at most {self._limit:g}: it samples from other weights, or in another "
+                f"number format, than the ones in training. {hints}"
+            )
+        _say(
+            logging.INFO,
+            f"[Weights] vLLM samples from the weights in training: log-probs differ by {mean:.4f} nats on average "
+            f"over {tokens:.0f} tokens",
+        )
+
+
+def logp_difference(ours: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sums over the tokens that count.
+
+    Args:
+        ours (`torch.Tensor`), sampled (`torch.Tensor`):
+            The trainer's log-probs and the sampler's, both (B, T).
+        mask (`torch.Tensor`):
+            Shape (B, T).
+
+    Returns:
+        `torch.Tensor` of shape (3,), float64: of absolute differences in nats, of tokens that have one, and of those
+        that have none, because either log-prob is NaN.
+    """
+    difference = (ours.double() - sampled.double()).abs()
+    missing = difference.isnan() & mask.bool()
+    counted = mask.bool() & ~missing
+    return torch.stack((torch.where(counted, difference, 0.0).sum(), counted.sum(), missing.sum())).double()
