@@ -24,7 +24,9 @@ def hybrid_advantages(
 
     std is the group's or the batch's, as `scale_rewards` says, so that without a shift these are GRPO's. With one, a
     group of equal rewards is not divided by almost nothing: its advantage is about the root of shift / std of the
-    batch where that is small, and never more than 1.
+    batch where that is small, and never more than 1. A group with one scored completion is such a group: its own
+    reward is no baseline for it, but the reference's is. Without a reference it has no advantage, as in GRPO. Nor has
+    the one scored completion of a whole batch, which has no spread.
 
     Args:
         rewards (`torch.Tensor`):
@@ -52,7 +54,8 @@ def hybrid_advantages(
     advantages = grouped - mean + shift  # (G, n)
     if scale_rewards != "none":
         batch_std = _std(rewards, dim=0)  # (1,)
-        std = batch_std if scale_rewards == "batch" else _std(grouped, dim=1)  # (1,) or (G, 1)
+        # one reward does not vary, with the spread of the batch left to say how much its distance is worth
+        std = batch_std if scale_rewards == "batch" else _std(grouped, dim=1).nan_to_num(nan=0.0)  # (1,) or (G, 1)
         distance = shift.abs()
         advantages = advantages / (torch.sqrt(std**2 + distance * (distance + batch_std)) + EPSILON)
     return advantages.nan_to_num(nan=0.0).flatten(), missing[scored.any(dim=1)].flatten()

@@ -15,7 +15,7 @@ from salesrl_trl.kl.estimators import estimate, penalty
 LEAST_LOGP = -1000.0
 """In nats. A log-probability below it counts as this: a token outside a masked vocabulary has none (-inf), and the
 difference of two such tokens would be NaN."""
-SUMS = ("kl", "k1", "clamped", "tokens")
+SUMS = ("kl", "k1", "clamped", "tokens", "weight")
 """What is summed for each branch."""
 _LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 
@@ -32,6 +32,8 @@ class PenaltySettings:
     """Multiply by the importance ratio, as TRL's `use_bias_correction_kl`."""
     level: str = "token"
     """TRL's `importance_sampling_level`: `token` or `sequence`."""
+    off_policy: bool = False
+    """Whether earlier weights may have sampled. Penalty and measured KL then carry the ratio to the sampler."""
 
 
 class BranchPenalty:
@@ -42,6 +44,8 @@ class BranchPenalty:
 
         sum over branches b of beta_b * penalty_b        (B, T)
 
+    Where an earlier policy sampled (`off_policy`) the penalty is multiplied by the ratio of the policy, as it was when
+    the step began, over that sampler: TRL's `importance_sampling_ratio`, with the bounds that the policy's loss has.
     so whatever TRL does to the per-token loss afterwards, the normaliser of each `loss_type` included, is TRL's own.
     The policy's log-probs are those of TRL's one forward, handed over by `see`.
 
@@ -67,7 +71,7 @@ class BranchPenalty:
             for name, value in inputs.items()
         }
         self._logps: torch.Tensor | None = None
-        self._log_ratio = self._penalty = torch.empty(0)
+        self._log_ratio = self._penalty = self._weight = torch.empty(0)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -89,23 +93,45 @@ class BranchPenalty:
             raise RuntimeError("the penalty was asked for before `see` was given the policy's log-probs")
         settings, logps = self._settings, self._logps.to(torch.promote_types(self._logps.dtype, torch.float32))
         self._log_ratio = self._inputs["ref_per_token_logps"] - logps
-        importance = None
-        if settings.bias_correction:
-            importance = log_importance(logps, self._inputs.get("old_per_token_logps"), self._mask, settings.level)
-        self._penalty = penalty(self._log_ratio, importance, settings.estimator, settings.clamp)
+        importance = log_importance(logps, self._inputs.get("old_per_token_logps"), self._mask, settings.level)
+        self._penalty = penalty(
+            self._log_ratio, importance if settings.bias_correction else None, settings.estimator, settings.clamp
+        )
+        self._weight = torch.ones_like(logps)
+        if settings.off_policy:
+            self._carry_sampler_ratio(importance.detach())
         return torch.where(self._mask, self._betas * self._penalty, 0.0)
+
+    def _carry_sampler_ratio(self, importance: torch.Tensor) -> None:
+        """Multiply the penalty by what of the ratio to the sampler it does not have yet.
+
+        Args:
+            importance (`torch.Tensor`):
+                Log of the policy's ratio to `old_per_token_logps`, shape (B, T) or (B, 1). Where no sampler tells its
+                log-probs, those old ones are the sampler's.
+        """
+        settings, limit = self._settings, self._settings.clamp or torch.inf
+        own = torch.exp(importance.clamp(-limit, limit))  # (B, T) or (B, 1)
+        given = self._inputs.get("importance_sampling_ratio")  # (B, T), or (B, 1) of whole completions
+        stale = 1.0 if given is None else given
+        if given is None and not settings.bias_correction:
+            stale = own
+        self._penalty = self._penalty * stale
+        self._weight = self._weight * (own if given is None else stale * own)
 
     def sums(self) -> torch.Tensor:
         """What was measured, without a gradient.
 
         Returns:
-            `torch.Tensor` of shape (branches, 4), float64, by `SUMS`: the penalty without its coefficient and k1 in
-            nats, tokens whose log-ratio lies beyond the clamp, tokens.
+            `torch.Tensor` of shape (branches, 5), float64, by `SUMS`: the penalty without its coefficient and k1 in
+            nats, tokens whose log-ratio lies beyond the clamp, tokens; and the tokens' weights, by which the sums of
+            both KLs are divided. A weight is 1 on-policy, else the ratio to the sampler, 0 of what it leaves out.
         """
         log_ratio, clamp = self._log_ratio.detach(), self._settings.clamp
         clamped = log_ratio.abs() > (clamp or torch.inf)
         one = torch.ones_like(log_ratio)
-        per_token = torch.stack([self._penalty.detach(), estimate(log_ratio, "k1"), clamped.to(one.dtype), one])
+        k1 = self._weight * estimate(log_ratio, "k1")
+        per_token = torch.stack([self._penalty.detach(), k1, clamped.to(one.dtype), one, self._weight])
         counted = torch.where(self._mask, per_token, 0)  # (len(SUMS), B, T)
         per_sample = counted.sum(dim=2, dtype=torch.float64)  # (len(SUMS), B)
         totals = per_sample.new_zeros(len(SUMS), self._branches)

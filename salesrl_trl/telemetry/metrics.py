@@ -36,6 +36,8 @@ FAILURE_REASONS = "failures/reason"
 ALL_KL = "kl"
 BASELINE_FALLBACK = "failures/baseline_fallback"
 """Share of groups whose baseline had no reference's reward in it; only where it is to have one."""
+SINGLE_SCORED = "failures/single_scored"
+"""Share of groups of which one completion alone could be scored: GRPO learns nothing from it."""
 
 
 def reward_of(branch: str) -> str:
@@ -124,7 +126,8 @@ def metric_names(branches: Sequence[str]) -> tuple[str, ...]:
     per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
     stages = [stage_of(stage, share) for stage in STAGES for share in STAGE_SHARES] + [*map(slowest_of, STAGES)]
     return (*per_branch, *(fraction_of(outcome) for outcome in OUTCOMES), REFERENCE_MISSING, SKIPPED_UPDATE,
-            STALENESS, STALENESS_MAX, LEFT_OUT, BOUNDED, REWARD_SECONDS, JUDGE_SECONDS, *stages)  # fmt: skip
+            SINGLE_SCORED, STALENESS, STALENESS_MAX, LEFT_OUT, BOUNDED, REWARD_SECONDS, JUDGE_SECONDS,
+            *stages)  # fmt: skip
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -252,18 +255,18 @@ def add_kl(means: Means, totals: Sequence[Sequence[float]], betas: Sequence[floa
         control (`KLControl`):
             Bands, and the shares of steps in them.
     """
-    for branch, beta, (kl, k1, clamped, tokens) in zip(control.branches, betas, totals, strict=True):
+    for branch, beta, (kl, k1, clamped, tokens, weight) in zip(control.branches, betas, totals, strict=True):
         name = kl_of(branch.branch)
         means.add(beta_of(branch.branch), beta, 1)
         means.add(f"{name}_tokens", tokens, 1)
-        means.add(ALL_KL, kl, tokens)
-        for kind, total in (("", kl), ("_k1", k1), ("_clamped", clamped)):
-            means.add(f"{name}{kind}", total, tokens)
-        if branch.target.has_band and tokens and math.isfinite(kl):
+        means.add(ALL_KL, kl, weight)
+        for kind, total, count in (("", kl, weight), ("_k1", k1, weight), ("_clamped", clamped, tokens)):
+            means.add(f"{name}{kind}", total, count)
+        if branch.target.has_band and weight and math.isfinite(kl):
             # where there is no KL there are no edges either: TensorBoard draws a band over equal steps alone
             for edge, nats in (("low", branch.target.low), ("high", branch.target.high)):
                 means.add(f"{name}_{edge}", nats or 0.0, 1)
-            means.add(f"{name}_in_band", float(branch.target.contains(kl / tokens)), 1)
+            means.add(f"{name}_in_band", float(branch.target.contains(kl / weight)), 1)
         if not math.isnan(branch.share_in_band):
             means.add(f"{name}_share_in_band", branch.share_in_band, 1)
 

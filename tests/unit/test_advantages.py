@@ -96,3 +96,28 @@ def test_scaled_over_the_batch():
     first = [deviation / (math.sqrt(0.1449521) + 1e-4) for deviation in (-0.5, -0.3, -0.1, 0.1)]
     second = [deviation / (math.sqrt(0.0571429) + 1e-4) for deviation in (-0.3, -0.1, 0.1, 0.3)]
     assert values.tolist() == pytest.approx(first + second, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_single_scored_completion_is_judged_by_the_reference_alone(scale):
+    """Whatever the scale: its own reward is no baseline for it, the reference's is."""
+    rewards = [0.2, NAN, NAN, NAN, 0.3, 0.7, 0.3, 0.7]
+    values, missing = advantages(rewards, [0.6] * 4 + [0.5] * 4, 0.5, scale=scale)
+    # shift = 0.5 x (0.2 - 0.6) = -0.2. std of the batch of 0.2, 0.3, 0.7, 0.3, 0.7: mean 0.44, squares 0.0576 +
+    # 2 x 0.0196 + 2 x 0.0676 = 0.232, over 4: 0.240832. A group of one varies as little as one of equal rewards:
+    # spread^2 = 0.2 x (0.2 + 0.240832) = 0.0881664, and 0.058 more over the batch
+    spread = {"group": math.sqrt(0.0881664) + 1e-4, "batch": math.sqrt(0.1461664) + 1e-4, "none": 1.0}[scale]
+    assert values.tolist()[:4] == pytest.approx([-0.2 / spread, 0, 0, 0], rel=1e-5)
+    assert missing == [False, False]
+    equal, _ = advantages([0.2, 0.2, NAN, NAN, *rewards[4:]], [0.6] * 4 + [0.5] * 4, 0.5, scale=scale)
+    assert equal[0].sign() == equal[1].sign() == values[0].sign()
+    without, missing = advantages(rewards, [NAN] * 4 + [0.5] * 4, 0.5, scale=scale)
+    assert without[:4].tolist() == [0.0] * 4  # no baseline at all
+    assert missing == [True, False]
+
+
+def test_a_batch_of_a_single_scored_completion_gives_no_advantage_where_it_would_be_scaled():
+    # nothing says what a difference of 0.01 is worth
+    for scale, expected in (("group", 0.0), ("batch", 0.0), ("none", -0.005)):
+        values, _ = advantages([0.5, NAN, NAN, NAN], [0.51] * 4, 0.5, scale=scale)
+        assert values.tolist() == pytest.approx([expected, 0, 0, 0], abs=1e-7)

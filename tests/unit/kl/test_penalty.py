@@ -322,7 +322,7 @@ def test_the_sums_by_hand():
     mask = ((1, 1, 1), (1, 1, 0), (1, 0, 0), (1, 1, 1))
     inputs = batch(x - 20, mask=mask, branches=(0, 1, 1, 0))
     _, _, penalty = penalise(torch.full((4, 3), -20.0), inputs, betas=(0.5, 7.0, 2.0))
-    kl, k1, clamped, tokens = penalty.sums().unbind(dim=1)
+    kl, k1, clamped, tokens, weight = penalty.sums().unbind(dim=1)
     assert penalty.sums().dtype == torch.float64
     # branch 0: 0.3068528 (of ln 2) + 0.1931472 (-ln 2) + 44040.93159 (11)
     #           + 0.3068528 (ln 2) + 22015.46579 (10) + 9.0000454 (-10)
@@ -331,22 +331,22 @@ def test_the_sums_by_hand():
     # branch 0: -(ln 2 - ln 2 + 11 + ln 2 + 10 - 10); branch 1: -(ln 2 + 0 - 12); k1 is not clamped
     assert k1.tolist() == pytest.approx([-11.6931472, 11.3068528, 0.0], rel=1e-6)
     assert clamped.tolist() == [1, 1, 0]  # 11; -12; at the clamp is not beyond it
-    assert tokens.tolist() == [6, 3, 0]
+    assert tokens.tolist() == weight.tolist() == [6, 3, 0]
 
 
 def test_the_kl_that_is_summed_is_weighed_as_in_the_loss():
     # k3 at 1 is e - 2; ratios e^0.5 + e^-1 + e^-2 = 2.1519360 and e^1 + e^-1 = 3.0861613
     inputs = batch(torch.tensor(POLICY) + 1, old=OLD)
     _, _, penalty = penalise(POLICY, inputs, betas=(3.0, 0.1), settings=PenaltySettings())
-    kl, k1, _, tokens = penalty.sums().unbind(dim=1)
+    kl, k1, _, tokens, weight = penalty.sums().unbind(dim=1)
     assert kl.tolist() == pytest.approx([1.5456965, 2.2167335], rel=1e-6)
     assert k1.tolist() == pytest.approx([-3.0, -2.0])  # -x for each token, without a ratio
-    assert tokens.tolist() == [3, 2]
+    assert tokens.tolist() == weight.tolist() == [3, 2]
 
 
 def test_the_sums_of_an_empty_branch_are_zeros():
     _, _, penalty = penalise(full(-3.0), batch(full(-2.0), branches=(1, 1)), settings=PenaltySettings())
-    assert penalty.sums()[0].tolist() == [0.0] * 4
+    assert penalty.sums()[0].tolist() == [0.0] * 5
     assert penalty.sums()[1, SUMS.index("tokens")] == 5
 
 
@@ -376,7 +376,27 @@ def test_where_no_token_counts_the_penalty_is_0_and_still_on_the_graph(correctio
     term.sum().backward()
     assert (term == 0).all()
     assert (policy.grad == 0).all()
-    assert penalty.sums().tolist() == [[0.0] * 4] * 2
+    assert penalty.sums().tolist() == [[0.0] * 5] * 2
+
+
+def test_the_ratio_to_the_sampler_by_hand():
+    # k3 at ln 2 is 1 - ln 2 = 0.3068528; ratios 2, 1/2, 0 (left out) and, of the second completion as a whole, 3
+    ratio = torch.tensor([[2.0, 0.5, 0.0, 9.0], [3.0, 3.0, 9.0, 9.0]])
+    inputs = batch(full(LN2 - 3), old=full(-3.0), importance_sampling_ratio=ratio)
+    settings = PenaltySettings(off_policy=True)
+    term, _, penalty = penalise(full(-3.0), inputs, betas=(1.0, 1.0), settings=settings)
+    assert term[0].tolist() == pytest.approx([0.6137056, 0.1534264, 0.0, 0.0], abs=1e-6)
+    kl, k1, clamped, tokens, weight = penalty.sums().unbind(dim=1)
+    assert kl.tolist() == pytest.approx([0.7671320, 1.8411169], abs=1e-6)
+    assert k1.tolist() == pytest.approx([-2.5 * LN2, -6 * LN2], abs=1e-6)
+    assert weight.tolist() == [2.5, 6.0]  # what both are divided by: each branch's KL is 0.3068528
+    assert tokens.tolist() == [3, 2]
+    assert clamped.tolist() == [0, 0]
+    by_completion = {**inputs, "importance_sampling_ratio": torch.tensor([[1.0], [3.0]])}
+    term, _, _ = penalise(full(-3.0), by_completion, betas=(1.0, 1.0), settings=settings)
+    assert term[1].tolist() == pytest.approx([0.9205585, 0.9205585, 0.0, 0.0], abs=1e-6)
+    on_policy, _, _ = penalise(full(-3.0), inputs, betas=(1.0, 1.0), settings=PenaltySettings())
+    assert on_policy[0].tolist() == pytest.approx([0.3068528] * 3 + [0.0], abs=1e-6)  # TRL's own: no such ratio
 
 
 def test_half_precision_log_probs_are_subtracted_in_float32():
@@ -389,7 +409,7 @@ def test_half_precision_log_probs_are_subtracted_in_float32():
     # float32 keeps 6 x 10^-8 of the 1 that e^x is near
     assert term[0, 0].item() == pytest.approx(3.04381e-5, abs=1.2e-7)
     assert gradient[0, 0].item() == pytest.approx(0.0077821, rel=2**-8)  # 1 - e^x, rounded to bfloat16
-    assert penalty.sums()[1].tolist() == pytest.approx([2 * 3.04381e-5, 2 / 128, 0, 2], abs=2.4e-7)
+    assert penalty.sums()[1].tolist() == pytest.approx([2 * 3.04381e-5, 2 / 128, 0, 2, 2], abs=2.4e-7)
 
 
 def test_the_importance_ratio_of_half_precision_log_probs_is_taken_in_float32():
