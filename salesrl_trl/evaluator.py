@@ -217,12 +217,7 @@ class QuickEvaluator:
             return nothing * math.nan, nothing
         logps = output.get("old_per_token_logps")
         if logps is None:
-            ids = torch.cat((output["prompt_ids"], output["completion_ids"]), dim=1)
-            attended = torch.cat((output["prompt_mask"], output["completion_mask"]), dim=1)
-            with torch.no_grad():
-                logps, *_ = trainer._get_per_token_logps_and_entropies(
-                    trainer.model, ids, attended, mask.size(1), batch_size=trainer.args.per_device_eval_batch_size
-                )
+            logps = trainer._logps_of(output)
         log_ratio = torch.where(mask, (reference - logps).double(), 0.0)  # (rows, T)
         settings = trainer.args.kl_penalty()
         kl = penalty(log_ratio, None, settings.estimator, settings.clamp)

@@ -23,6 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 
 from salesrl_trl.advantages import hybrid_advantages
 from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine, take_over_the_console
@@ -32,12 +33,11 @@ from salesrl_trl.errors import (
     ConfigError,
     ServiceError,
     ServiceUnavailable,
-    WeightSyncError,
 )
 from salesrl_trl.evaluator import QuickEvaluator
 from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.controller import KLControl
-from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.kl.penalty import BranchPenalty, loss_mask
 from salesrl_trl.pipeline import Parts, Pipeline, Rollout, correction_sums, why_not_divisible, why_not_streamed
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
@@ -54,6 +54,7 @@ from salesrl_trl.telemetry.metrics import (
     BOUNDED,
     FAILURE_REASONS,
     LEFT_OUT,
+    SINGLE_SCORED,
     SKIPPED_UPDATE,
     STALENESS,
     STALENESS_MAX,
@@ -69,6 +70,7 @@ from salesrl_trl.telemetry.metrics import (
     report_names,
 )
 from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.weights import WeightChange, WeightCheck, logp_difference, raise_adapters
 
 logger = get_logger(__name__)
 _PLAIN_LOGGER = logging.getLogger(__name__)  # for lines that look like those of callbacks, without a rank
@@ -80,7 +82,6 @@ _UPSTREAM_LOGGER = logging.getLogger("trl.trainer.grpo_trainer")
 KL_STATE_NAME = "kl_control.json"
 """In every checkpoint that holds an optimizer: coefficients, windows under way, shares of steps in band."""
 
-_LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 _OUT = Reward(outcome=Outcome.INFRA, value=None, reason="out")
 """Stands for a reward that has not come in yet, where others' advantages are computed."""
 STOPPED = "stopped"
@@ -176,7 +177,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._run_control = RunControl(args.min_valid_reward_fraction, args.max_skipped_generations)
         self._rollout: Rollout | None = None  # that TRL is at work on
         self._parts: Parts | None = None  # of a generation batch that is trained on while rewards are out
-        self._weights_checked = False
+        self._weight_check = WeightCheck(args.max_sampling_logp_difference)
         self.failures: dict[str, Counter[str]] = {mode: Counter() for mode in ("train", "eval")}
         """Reason code to count since the last log of the mode, on all ranks."""
         self._reasons: set[str] = set()  # every one that was seen in training so far, on any rank
@@ -191,7 +192,12 @@ class SalesGRPOTrainer(GRPOTrainer):
             HeldOut(args.branches, Path(args.output_dir)),
             ScalarLayout(args.branches, targets, self.callback_handler.callbacks),
         )
+        self.add_callback(
+            WeightChange(self.accelerator, args.min_changed_weights, functools.partial(Trainer.log, self))
+        )
         self._tuner = next((each for each in self.model.modules() if isinstance(each, BaseTunerLayer)), None)
+        if self._tuner is not None and not self.is_deepspeed_enabled:
+            raise_adapters(self.model, args.bf16 or args.fp16)
         self.accelerator.backward = self._phased(perf.BACKWARD, self.accelerator.backward)
         if args.rollout_lookahead and self.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
             logger.warning(
@@ -199,10 +205,19 @@ class SalesGRPOTrainer(GRPOTrainer):
                 f"{args.vllm_importance_sampling_mode}`, which takes out of the loss what the policy has moved away "
                 f"from: see `{LEFT_OUT}`. `token_truncate` keeps it, with bounded weights."
             )
+        reshaped = ", ".join(args.reshaped_sampling())
+        if self.use_vllm and reshaped and args.compares_with_sampler():
+            logger.warning(
+                f"completions are sampled with {reshaped}: vLLM's log-probs are of what that leaves, so that "
+                "importance ratios are off by what it leaves out. They weigh each token's loss; "
+                "`vllm_importance_sampling_correction: false` takes none."
+            )
         self._streams = self._is_on("rewards start as soon as a completion is finished", why_not_streamed(self))
         self._divisible = args.scored_groups_first and self._is_on("scored groups first", why_not_divisible(self))
         self._pipeline = Pipeline(self, args.rollout_lookahead, args.references_ahead)
-        if self.use_vllm:
+        if not self.use_vllm:
+            self._weight_check.skip("transformers generates with the trainer's own model")
+        else:
             generation = self.vllm_generation
             generation.sync_weights = self._phased(perf.WEIGHT_PUSH, generation.sync_weights)
             generation.settle = self._phased(perf.GENERATION, generation.settle)
@@ -449,6 +464,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         if mode == "train":
             self._instruments.see_rewards(report)
             scored = ~torch.isnan(rewards_per_func).all(dim=1)  # (world size x B,), the same on every rank
+            alone = scored.view(-1, self.num_generations).sum(dim=1) == 1  # (groups,)
+            means.add(SINGLE_SCORED, alone.sum().item(), len(alone))
             missing = Counter(reason for reason, is_missing in failed if is_missing)
             skipped = self._run_control.see_batch(scored.float().mean().item(), missing)
             if skipped is not None:
@@ -475,8 +492,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             return self._score(self._pipeline.launch(inputs))
         rollout = self._pipeline.take(inputs)
         self._parts = None
-        can_be_checked = self.use_vllm and self.vllm_importance_sampling_correction
-        if self._divisible and (self._weights_checked or not can_be_checked):
+        if self._divisible and self._weight_check.is_done:
             size = self.args.per_device_train_batch_size
             self._parts = Parts(rollout, parts(len(inputs), size, self.num_generations), size)
         output = self._score(rollout)
@@ -499,7 +515,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         if not is_complete:
             self._metrics[self._mode], self._logs = aside
         if is_complete:
-            self._check_weights()
+            self._check_weights(output)
             self._tell_off_policy(rollout, output)
         branch_ids = torch.tensor(self._branch_ids(rollout.inputs))  # (B,)
         output["branch_ids"] = branch_ids.to(self.accelerator.device, non_blocking=True)
@@ -586,6 +602,14 @@ class SalesGRPOTrainer(GRPOTrainer):
             kept[is_reference] = output[0]
         return output
 
+    def _logps_of(self, output: dict[str, Any]) -> torch.Tensor:
+        """Log-probs of a generation batch's completions under the policy as it is, shape (B, T)."""
+        ids = torch.cat((output["prompt_ids"], output["completion_ids"]), dim=1)  # (B, P + T)
+        attended = torch.cat((output["prompt_mask"], output["completion_mask"]), dim=1)  # (B, P + T)
+        size, length = self.args.per_device_train_batch_size, output["completion_ids"].size(1)
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            return self._get_per_token_logps_and_entropies(self.model, ids, attended, length, batch_size=size)[0]
+
     def _is_reference(self, model) -> bool:
         """Whether `model` stands for the reference policy now: TRL's own copy, or the policy without its adapter."""
         if self._tuner is None:
@@ -596,7 +620,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         """One optimizer step's KL over all ranks: the coefficients of the next one, and metrics."""
         mode = "train" if self.model.training else "eval"
         if mode == "train":
-            decisions = control.observe([(kl, tokens) for kl, *_, tokens in totals])
+            decisions = control.observe([(kl, weight) for kl, *_, weight in totals])
             if self.accelerator.is_main_process:
                 for decision in decisions:
                     _PLAIN_LOGGER.info(f"[BranchedKL@{self.state.global_step + 1}] {decision}")
@@ -681,22 +705,26 @@ class SalesGRPOTrainer(GRPOTrainer):
             return condition
         return bool(gather(torch.tensor([condition], device=self.accelerator.device)).any())
 
-    def _check_weights(self) -> None:
-        """Stop a run whose first batch shows that vLLM does not have the training weights."""
-        mode = "train" if self.model.training else "eval"
-        seen = self._metrics[mode].get(_LOGP_DIFFERENCE)
-        if self._weights_checked or not seen:
+    def _check_weights(self, output: dict[str, Any]) -> None:
+        """Stop a run whose first batch shows that vLLM does not have the training weights; a collective."""
+        check, sampled = self._weight_check, output.get("sampling_per_token_logps")
+        if check.is_done or self.vllm_generation.temperature != self.temperature:
+            return  # or an evaluation answers greedily
+        if sampled is None:
+            check.skip("these rollouts come without log-probs")
             return
-        self._weights_checked = True
-        limit = self.args.max_sampling_logp_difference
-        if not seen[-1] <= limit:  # NaN stops too
-            tied = has_tied_head(self.accelerator.unwrap_model(self.model))
-            raise WeightSyncError(
-                f"vLLM's log-probs differ from the trainer's by {seen[-1]:.3f} nats on average, expected at most "
-                f"{limit:g}: it samples from other weights, or in another number format, than the ones in training. "
-                + ("The output head is tied to the embedding: on a CPU use an untied model. " if tied else "")
-                + "Check `vllm_dtype` and `vllm_engine_kwargs`; a raised `max_sampling_logp_difference` only hides it."
-            )
+        ours = output.get("old_per_token_logps")  # (B, T)
+        if ours is None:  # nothing else needs them
+            ours = self._logps_of(output)
+        sums = logp_difference(ours, sampled, loss_mask(output))  # (3,)
+        hints = ""
+        if self.args.reshaped_sampling():
+            hints = f"Its log-probs are of what {', '.join(self.args.reshaped_sampling())} leaves. "
+        hints += "Check `vllm_dtype`, `vllm_engine_kwargs` and a server's `--logprobs-mode processed_logprobs`; "
+        hints += "a raised `max_sampling_logp_difference` only hides it."
+        if has_tied_head(self.accelerator.unwrap_model(self.model)):
+            hints = f"The output head is tied to the embedding: on a CPU use an untied model. {hints}"
+        check.see(self.accelerator.reduce(sums, reduction="sum"), hints)
 
 
 @contextlib.contextmanager

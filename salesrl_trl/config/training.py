@@ -15,6 +15,20 @@ from salesrl_trl.kl.penalty import PenaltySettings
 from salesrl_trl.machine import settle
 
 DEFAULT_BRANCHES = ("fairness", "hallucination")
+RESHAPING: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "structured_outputs": (None,),
+}
+"""Sampling parameters beside the temperature that change what is drawn, and the values with which they don't."""
 
 
 @dataclass
@@ -67,7 +81,10 @@ class SalesGRPOConfig(GRPOConfig):
         max_sampling_logp_difference (`float`, *optional*, defaults to `0.5`):
             Mean absolute difference in nats between vLLM's and the trainer's log-probs of the first batch above which
             the run stops: vLLM then samples from other weights than the ones in training. Around 0.002 in float32 and
-            0.01 in bf16 when all is well.
+            0.01 in bf16 when all is well. Without vLLM there is nothing to compare.
+        min_changed_weights (`float`, *optional*, defaults to `0.5`):
+            Share of the trainable weights with a gradient below which the first step that moves the policy is warned
+            of: updates are then lost to the weights' number format. Float32 weights reach 0.99 and more.
         min_valid_reward_fraction (`float`, *optional*, defaults to `0.5`):
             A generation batch of which fewer completions could be scored is skipped: it does not move the policy.
         max_skipped_generations (`int`, *optional*, defaults to `3`):
@@ -105,6 +122,7 @@ class SalesGRPOConfig(GRPOConfig):
     vllm_dtype: str = field(default="auto", metadata=about("vLLM's number format"))
     vllm_engine_kwargs: str = field(default="{}", metadata=about("further vllm.LLM arguments, a JSON object"))
     max_sampling_logp_difference: float = field(default=0.5, metadata=about("nats; above it the first step stops"))
+    min_changed_weights: float = field(default=0.5, metadata=about("share below which a first step is warned of"))
     min_valid_reward_fraction: float = field(default=0.5, metadata=about("below it a generation batch is skipped"))
     max_skipped_generations: int = field(default=3, metadata=about("so many skipped in a row end the run"))
     rollout_lookahead: int = field(default=0, metadata=about("optimizer steps that rollouts may be ahead"))
@@ -128,8 +146,16 @@ class SalesGRPOConfig(GRPOConfig):
             0 <= self.min_valid_reward_fraction <= 1,
             f"`min_valid_reward_fraction` is {self.min_valid_reward_fraction}. Expected 0 to 1.",
         )
+        share = self.min_changed_weights
+        check(0 <= share <= 1, f"`min_changed_weights` is {share}. Expected 0 to 1.")
         check_positive(self, "max_sampling_logp_difference", "max_skipped_generations")
+        check(
+            self.use_vllm or not self.use_transformers_continuous_batching or not (self.bf16 or self.fp16),
+            "`use_transformers_continuous_batching` with `bf16` or `fp16` turns the weights in training into 16 bits, "
+            "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
+        )
         self._check_lookahead()
+        self._check_sampling()
         self._check_kl()
         self.parsed_engine_kwargs()
 
@@ -141,6 +167,46 @@ class SalesGRPOConfig(GRPOConfig):
             f"`rollout_lookahead` is {ahead} with `vllm_importance_sampling_correction: false`: nothing would correct "
             "for rollouts of earlier weights. Expected the correction, or a lookahead of 0.",
         )
+
+    def _check_sampling(self) -> None:
+        temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)
+        check(
+            temperature == self.temperature,
+            f"`generation_kwargs` has the temperature {temperature}, and log-probs are taken at `temperature: "
+            f"{self.temperature}`. Expected one temperature: set `temperature` alone.",
+        )
+        if not self.use_vllm or not self.compares_with_sampler():
+            return
+        logprobs_mode = self.parsed_engine_kwargs().get("logprobs_mode", "processed_logprobs")
+        check(
+            logprobs_mode == "processed_logprobs",
+            f"`vllm_engine_kwargs` has the logprobs_mode {logprobs_mode!r}, with which importance ratios would "
+            "compare different things. Expected 'processed_logprobs': leave it out.",
+        )
+        reshaped = ", ".join(self.reshaped_sampling())
+        sequences = self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.startswith(
+            "sequence_"
+        )
+        check(
+            not reshaped or not (self.rollout_lookahead or sequences),
+            f"completions are sampled with {reshaped}: vLLM's log-probs are of what that leaves, the trainer's of the "
+            "whole vocabulary, so that the ratio of both corrects for nothing "
+            + ("that `rollout_lookahead` makes stale" if self.rollout_lookahead else "")
+            + ("and, multiplied over a completion, leaves little of its loss" if not self.rollout_lookahead else "")
+            + ". Expected sampling by `temperature` alone, or `rollout_lookahead: 0` with "
+            "`vllm_importance_sampling_correction: false`.",
+        )
+
+    def compares_with_sampler(self) -> bool:
+        """Whether the loss reads vLLM's own log-probs."""
+        return bool(self.vllm_importance_sampling_correction) or self.off_policy_mask_threshold is not None
+
+    def reshaped_sampling(self) -> list[str]:
+        """Settings by which completions are drawn from another distribution than softmax(logits / temperature)."""
+        extra = self.generation_kwargs or {}
+        given = {name: extra.get(name, getattr(self, name, None)) for name in RESHAPING}
+        named = [f"`{name}: {value}`" for name, value in given.items() if value not in RESHAPING[name]]
+        return named + ["`vllm_structured_outputs_regex`"] * bool(self.vllm_structured_outputs_regex)
 
     def _check_kl(self) -> None:
         check_choice(self, "kl_estimator", ESTIMATORS)
@@ -212,6 +278,7 @@ class SalesGRPOConfig(GRPOConfig):
             clamp=self.kl_log_ratio_clamp,
             bias_correction=self.use_bias_correction_kl,
             level=self.importance_sampling_level,
+            off_policy=self.rollout_lookahead > 0,
         )
 
     def parsed_engine_kwargs(self) -> dict[str, Any]:

@@ -524,6 +524,8 @@ def test_with_vllm_a_run_is_stock_trls_and_rewards_start_while_others_are_genera
     assert ours["advantages"] == stock["advantages"]
     assert ours["loss"] == pytest.approx(stock["loss"], rel=TOLERANCE, abs=TOLERANCE)
     assert told["weights_apart"] < TOLERANCE
+    assert max(ours["logp_differences"]) < 0.01  # both at a temperature of 0.6: 0.09 with one of them at 1
+    print("log-probs of vLLM and the trainer apart:", ours["logp_differences"])
     assert any(any(advantages) for advantages in stock["advantages"])
     # the first of a batch's completions was asked about before the last one was there
     early = [asked is not None and asked < ended for asked, ended in told["streams"]]
@@ -544,7 +546,7 @@ def _compare_around_vllm(policy, out):
         "rows": 32, "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256, "optim": "sgd",
         "learning_rate": 0.5, "max_completion_length": 48, "vllm_engine_kwargs": '{"seed": 0}',
         "vllm_gpu_memory_utilization": 0.3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
-        "num_generations": 4,
+        "num_generations": 4, "temperature": 0.6,
         # a policy of random weights seldom ends by itself: one token in eight does it
         "generation_kwargs": {"stop_token_ids": list(range(16, tokens, 8))},
     }  # fmt: skip
@@ -577,7 +579,11 @@ def _compare_around_vllm(policy, out):
             "samples": [[b["step"], text] for b in batches for text in b["texts"]],
             "advantages": [batch["advantages"] for batch in batches],
             "loss": [batch["loss"] for batch in batches],
-        }
+            "logp_differences": [
+                entry["sampling/sampling_logp_difference/mean"]
+                for entry in trainer.state.log_history if "loss" in entry
+            ],
+        }  # fmt: skip
         del trainer
         gc.collect()
     upstream_vllm.LLM = engine_class

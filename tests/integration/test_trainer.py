@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import TrainerCallback
 from salesrl_trl.errors import ConfigError, RunStopped, TooFewRewardsError, WeightSyncError
 from salesrl_trl.telemetry.metrics import metric_names, report_names
 from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.weights import WeightCheck
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
 """Actions that no cache answers, as many as a test may need."""
@@ -212,18 +214,49 @@ def test_evaluation_scores_the_held_out_rows_by_branch(scripted_trainer):
     assert logs["eval_failures/skipped_update"] == 0
 
 
-def test_a_run_whose_first_batch_shows_other_weights_in_vllm_is_stopped(scripted_trainer):
-    trainer = scripted_trainer(max_sampling_logp_difference=0.5)
-    trainer._metrics["train"]["sampling/sampling_logp_difference/mean"].append(2.02)
-    with pytest.raises(WeightSyncError, match=r"differ from the trainer's by 2\.020 nats"):
-        trainer.train()
-
-
-def test_a_log_prob_difference_that_is_no_number_stops_too(scripted_trainer):
+@pytest.mark.parametrize(
+    ("logp", "message"),
+    [(-50.0, r"differ from the trainer's by \d\d\.\d+ nats"), (None, "have a log-prob that is no number")],
+    ids=["other weights", "NaN"],
+)
+def test_a_run_whose_sampler_has_other_weights_stops_at_its_first_batch(scripted_trainer, logp, message):
+    """Whether or not the loss has importance ratios: here it has none."""
     trainer = scripted_trainer()
-    trainer._metrics["train"]["sampling/sampling_logp_difference/mean"].append(float("nan"))
-    with pytest.raises(WeightSyncError):
+    generate = trainer._generate_single_turn
+
+    def sampled(prompt_ids, *arguments):
+        completions, _ = generate(prompt_ids)
+        return completions, [[logp] * len(each) for each in completions]  # None is a NaN, as TRL hands it on
+
+    trainer._generate_single_turn = sampled
+    trainer._weight_check = WeightCheck(trainer.args.max_sampling_logp_difference)  # transformers has nothing to check
+    trainer.vllm_generation = SimpleNamespace(temperature=trainer.temperature)
+    before = weights(trainer)
+    with pytest.raises(WeightSyncError, match=message):
         trainer.train()
+    assert not moved(before, weights(trainer))
+
+
+def test_it_says_which_share_of_the_weights_moved_and_how_many_groups_had_one_score(
+    scripted_trainer, services, caplog
+):
+    caplog.set_level(logging.INFO)
+    texts = (*DIFFERENT[:2], DIFFERENT[2], BAD, *DIFFERENT[4:6], DIFFERENT[6], BAD)
+    services.judge_by(lambda system, user: 500 if '"q1"' in user or '"q5"' in user else VERDICT)
+    trainer = scripted_trainer(texts=texts, max_steps=2, lr_scheduler_type="constant_with_warmup", warmup_steps=1)
+    trainer.train()
+    # of either step's two groups the first has a single score
+    assert [logs["failures/single_scored"] for logs in step_logs(trainer)] == [0.5, 0.5]
+    (entry,) = [entry for entry in trainer.state.log_history if "weights/changed_share" in entry]
+    assert entry["step"] == 2  # the first has a learning rate of 0
+    assert entry["weights/changed_share"] > 0.99
+    assert "changed in step 2, at a learning rate of 0.01" in caplog.text
+    assert (
+        caplog.text.count(
+            "off: the check that vLLM samples from the weights in training, because transformers generates"
+        )
+        == 1
+    )
 
 
 def _break(services):

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import itertools
 import json
+import logging
 import os
 import sys
 import threading
@@ -30,6 +31,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.errors import WeightSyncError
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.metrics import STALENESS, fraction_of
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -188,7 +190,7 @@ def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build
 def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
     traced = InstrumentSettings(trace_steps=range(1, 100), heartbeat_s=0.0)
     instruments = Instruments(traced, torch.device("cpu"), tmp_path)
-    trainer = build(rollout_lookahead=2, max_steps=5, instruments=instruments)
+    trainer = build(rollout_lookahead=2, max_steps=5, instruments=instruments, temperature=0.6)
     client, ask, compute_loss = trainer.vllm_generation.vllm_client, trainer._ask_server, trainer.compute_loss
     asked, trained = [], [threading.Event() for _ in range(5)]  # the step at which each rollout was asked for
 
@@ -259,6 +261,18 @@ def test_an_evaluation_between_two_rollouts_of_a_server_is_of_the_weights_in_tra
     assert pushes == [0, 1, 2, 3]  # once for each state of the weights
 
 
+def test_without_importance_ratios_too_a_servers_weights_are_checked_once(build, caplog):
+    caplog.set_level(logging.INFO)
+    trainer = build(max_steps=2, vllm_importance_sampling_correction=False, temperature=0.6)
+    trainer.train()
+    assert caplog.text.count("[Weights] vLLM samples from the weights in training") == 1
+    other = build(max_steps=2, vllm_importance_sampling_correction=False)
+    with torch.no_grad():
+        other.model.lm_head.weight.mul_(30)  # and nothing is pushed here
+    with pytest.raises(WeightSyncError, match="differ from the trainer's by"):
+        other.train()
+
+
 def test_two_processes_ask_a_server_each_for_its_own(served, server, httpserver, tmp_path):
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     services = Services(httpserver)
@@ -319,12 +333,12 @@ def test_a_seed_gives_the_same_completions_one_by_one_as_all_at_once(build):
 
 
 def test_a_request_that_fails_ends_the_generation_with_its_error(build, monkeypatch):
-    trainer = build(generation_kwargs={"temperature": -1.0})
+    trainer = build(generation_kwargs={"presence_penalty": 9.0})
     prompts = [trainer._tokenizer("hello")["input_ids"]] * GROUP
     told = []
     with (
         trainer.vllm_generation.streamed(lambda place, _: told.append(place), GROUP),
-        pytest.raises(Exception, match="temperature"),
+        pytest.raises(Exception, match="presence_penalty"),
     ):
         trainer.vllm_generation.generate(prompts=prompts, images=None, num_generations=GROUP)
     assert not told

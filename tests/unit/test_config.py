@@ -54,6 +54,13 @@ def test_the_defaults_work():
             {"beta": 0.1, "branch_kl": {"fairness": {"beta": 0.1}, "hallucination": {"beta": 0.1}}},
             "`beta` says nothing",
         ),
+        ({"min_changed_weights": 1.5}, "`min_changed_weights` is 1.5. Expected 0 to 1"),
+        ({"fp16": True, "use_transformers_continuous_batching": True}, "turns the weights in training into 16 bits"),
+        ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, and log-probs are taken at .* 1.0"),
+        (
+            {"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'},
+            "has the logprobs_mode 'raw_logprobs'",
+        ),
         ({"vllm_engine_kwargs": "{"}, "is not JSON"),
         ({"vllm_engine_kwargs": "[1]"}, "is a list. Expected a mapping"),
     ],
@@ -105,6 +112,36 @@ def test_settings_of_the_kl_reach_its_law_and_its_penalty():
     )
     assert config.kl_penalty() == PenaltySettings(estimator="k2", clamp=5.0, bias_correction=False, level="sequence")
     assert training(kl_control=False).kl_law() is None
+    assert training(rollout_lookahead=1).kl_penalty().off_policy
+
+
+BY_TOKENS = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}, {"repetition_penalty": 1.1},
+        {"generation_kwargs": {"top_p": 0.8}}, {"generation_kwargs": {"logit_bias": {1: -5}}},
+        {"vllm_structured_outputs_regex": "a+"},
+    ],
+    ids=lambda given: next(iter(given)),
+)  # fmt: skip
+def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(given):
+    """TRL compares log-probs over the whole vocabulary with vLLM's over what is left of it."""
+    assert training(**BY_TOKENS, **given).reshaped_sampling()  # told, and no more
+    with pytest.raises(ConfigError, match="`rollout_lookahead` makes stale"):
+        training(**BY_TOKENS, **given, rollout_lookahead=1)
+    with pytest.raises(ConfigError, match="multiplied over a completion"):  # 0.9 a token is 7e-10 over 200 of them
+        training(use_vllm=True, vllm_importance_sampling_mode="sequence_mask", **given)
+    training(use_vllm=True, vllm_importance_sampling_correction=False, **given)
+    training(**given, rollout_lookahead=1)  # without vLLM both sides are of the whole vocabulary
+
+
+def test_a_temperature_alone_reshapes_nothing():
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "generation_kwargs": {"top_k": -1, "seed": 7, "stop": ["x"]}}
+    config = training(use_vllm=True, rollout_lookahead=2, temperature=0.6, **neutral)
+    assert config.reshaped_sampling() == []
 
 
 def test_groups_are_checked_over_all_processes(monkeypatch):
