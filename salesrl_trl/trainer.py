@@ -46,6 +46,7 @@ from salesrl_trl.run_control import RunControl
 from salesrl_trl.sampling import OrderByEpoch
 from salesrl_trl.schedule import parts
 from salesrl_trl.server_requests import Requests
+from salesrl_trl.stop_notice import watched
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import LeaveOut, show_lines
@@ -236,7 +237,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._instruments.start(self.accelerator.is_main_process)
         self._timeline.begin("prepare")
         try:
-            output = super().train(*args, **kwargs)
+            with watched(lambda: self._run_control.requested, self._told_of_a_stop):
+                output = super().train(*args, **kwargs)
         except BaseException:  # what was measured of the step that failed is not lost
             self._timeline.add(self._reward.unreported_spans())
             self._pipeline.forget()
@@ -291,6 +293,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         """End training after the optimizer step under way, on all ranks, with a checkpoint. From a signal handler too.
 
         Nothing is waited for: completions that are not scored by now are missing, so that the step may be skipped.
+        The other ranks are told at once (`stop_notice`), and wait for no reward either.
 
         Args:
             reason (`str`):
@@ -298,6 +301,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         """
         self._run_control.requested = reason
         self.async_loop.call_soon_threadsafe(self._reward.cut_off, STOPPED)
+
+    def _told_of_a_stop(self, reason: str) -> None:
+        self.request_stop(f"{reason} of another process")
 
     def warm_up(self) -> None:
         """Ask every service once, on every rank, before anything waits for them.

@@ -7,6 +7,7 @@ Run as a program it is one of two ranks, started by a test here:
 
 import asyncio
 import gc
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from pytest_httpserver import HTTPServer
 from support.loopback import ANSWER, Services, action, build_reward
 from support.ranks import run_ranks
 from support.scripted import ScriptedTrainer, build_trainer, default_rows
+from support.seconds import check_seconds
 from transformers import TrainerCallback
 
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
@@ -268,7 +271,7 @@ def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(traine
     for trainer in (fresh, again):
         assert len(prompts[trainer]) == 4 * given.get("gradient_accumulation_steps", 1)
     wanted, seen = (
-        [sorted(sum(noted[first : first + per_batch], [])) for first in range(0, len(noted), per_batch)]
+        [sorted(itertools.chain(*noted[first : first + per_batch])) for first in range(0, len(noted), per_batch)]
         for noted in (prompts[fresh], prompts[again])
     )
     assert seen == wanted
@@ -336,6 +339,13 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
     assert one["enough"]["skipped"] == other["enough"]["skipped"] == [0] * 6
     assert one["enough"]["staleness"] == [0, 1, 2, 2, 2, 2]
     assert one["enough"]["quick"] == [{"broken": 4}]  # of eight completions, four on each rank
+    # one rank is told to stop while both wait for rewards
+    first, second = (rank["stopped"]["moments"] for rank in (one, other))
+    assert one["stopped"]["error"] == "RunStopped"
+    assert first["said"].startswith("stopped by SIGTERM of another process after 2 steps.")
+    assert second["said"].startswith("stopped by SIGTERM after 2 steps.")
+    check_seconds(first["cut_off"] - second["asked"], most=2.0, what="until the other rank waited no more")
+    assert max(first["ended"], second["ended"]) - second["asked"] < HANGS_S / 4
     # what a rank waits for the rewards of another is such a wait too, not work of its own: the mean is above a half
     assert statistics.median(one["one_late"]["waited"]) > 0.6 * LATE_S
     # rank 0 has its first group last, rank 1 its last one
@@ -429,6 +439,23 @@ def _two_ranks(policy, out):
             await asyncio.sleep(LATE_S)
         return await soon(index, completion, stages, judging)
 
+    async def hangs(index, completion, stages, judging):
+        if trainer.state.global_step:
+            Path(out, f"waits{rank}").touch()
+            await asyncio.sleep(HANGS_S)
+        return await soon(index, completion, stages, judging)
+
+    def cut_off(moments, really, reason):
+        moments["cut_off"] = time.monotonic()
+        really(reason)
+
+    def stop_one():
+        """Once both ranks wait for rewards."""
+        while not all(Path(out, f"waits{each}").exists() for each in range(2)):
+            time.sleep(0.05)
+        moments["asked"] = time.monotonic()  # one clock for all processes of a machine
+        trainer.request_stop("SIGTERM")
+
     cases = {
         "too_few": (fails, {"rollout_lookahead": 2, "min_valid_reward_fraction": 0.6, "max_steps": 9}),
         "enough": (
@@ -443,6 +470,7 @@ def _two_ranks(policy, out):
         "parts": (late, PARTS),
         "whole": (soon, {**PARTS, "scored_groups_first": False}),
         "one_late": (one_late, PARTS),
+        "stopped": (hangs, {"max_steps": 9}),
     }
     told = {}
     for name, (score, given) in cases.items():
@@ -451,11 +479,14 @@ def _two_ranks(policy, out):
         given = {"beta": 0.0, "references_ahead": False, "ddp_backend": "gloo", **given}
         texts = TEXTS[200 * rank : 200 * rank + 200]
         trainer = build_trainer(policy, reward, texts, rows, Path(out, name), kind=OfARank, **given)
-        error = None
+        error, moments = None, {}
+        reward.cut_off = partial(cut_off, moments, reward.cut_off)
+        if name == "stopped" and rank == 1:
+            threading.Thread(target=stop_one, daemon=True).start()
         try:
             trainer.train()
-        except TooFewRewardsError as raised:
-            error = type(raised).__name__
+        except (TooFewRewardsError, RunStopped) as raised:
+            error, moments["said"] = type(raised).__name__, str(raised)
         steps = steps_of(trainer)
         names = ("reward", "reward_std", "loss", "grad_norm", "completions/mean_length", "num_tokens")
         weights = torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
@@ -468,6 +499,7 @@ def _two_ranks(policy, out):
             "weights": weights.double().sum().item(),
             "waited": [entry[perf.time_of(perf.REWARD_WAIT)] for entry in steps],  # mean over ranks
             "quick": trainer.quick,
+            "moments": {**moments, "ended": time.monotonic()},
             "order": list(trainer.order.values()),
             "samples": trainer.samples,
             "gradients": trainer.gradients if name in ("parts", "whole") else [],

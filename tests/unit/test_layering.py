@@ -28,6 +28,7 @@ ORDER = (
     "sampling",
     "schedule",
     "run_control",
+    "stop_notice",
     "machine",
     "checkpoint",
     "config",

@@ -13,6 +13,7 @@ import pytest
 import trl.trainer.grpo_trainer as grpo_trainer
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
+from torch.distributed import FileStore, PrefixStore, distributed_c10d
 from transformers import Trainer
 from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
@@ -149,3 +150,14 @@ def test_vllm_adds_and_steps_by_names_that_can_be_replaced_on_the_engine():
     assert "self.llm_engine.step()" in inspect.getsource(OfflineInferenceMixin._run_engine)
     assert LLM._run_engine is OfflineInferenceMixin._run_engine
     assert LLM._add_request is OfflineInferenceMixin._add_request
+
+
+def test_the_store_by_which_processes_found_each_other_can_be_asked_for(tmp_path):
+    """`stop_notice.watched`."""
+    store = PrefixStore("default_pg", FileStore(str(tmp_path / "store"), 1))
+    assert inspect.signature(distributed_c10d._get_default_store).parameters == {}
+    clone = store.clone()
+    assert not clone.check(["key"])
+    store.set("key", "word")
+    assert clone.check(["key"])
+    assert clone.get("key") == b"word"
