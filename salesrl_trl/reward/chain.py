@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from salesrl_trl.errors import BadServiceResponse, JudgeInvalid, ServiceError
+from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, Stages
 from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
+from salesrl_trl.reward.checks import check_8b, check_32b, check_kept_8b, check_kept_32b, check_passages, check_verdict
 from salesrl_trl.reward.deadline import deadline, remaining_s
 from salesrl_trl.reward.hollow import is_hollow
 from salesrl_trl.reward.judge import JudgeClient
@@ -133,7 +134,7 @@ class SalesReward(BatchedReward):
 
     async def _fetch_reference(self, row: SalesRow) -> None:
         with contextlib.suppress(Exception):  # who needs it meets the same, or asks again, and tells
-            await self._references.fetch(self._reference_key(row), lambda: self._chat_32b(row), _check_kept_32b)
+            await self._references.fetch(self._reference_key(row), lambda: self._chat_32b(row), check_kept_32b)
 
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
@@ -181,6 +182,8 @@ class SalesReward(BatchedReward):
         judged = next((result[0] for result in answers if not isinstance(result, ServiceError)), _NO_ANSWER)
         if self._needs_judge:
             told.update(await self._judge.warm_up(row, action, judged))
+        if not isinstance(answers[0], ServiceError) and not answers[0][0].passages:
+            await self._warn_of_an_empty_index(row)
         if not isinstance(answers[1], ServiceError):
             await self._check_kept_references()
         self.take_report()
@@ -189,6 +192,15 @@ class SalesReward(BatchedReward):
             if isinstance(result, ServiceError):
                 result.args = (f"{result} ({name}: {places[name]})",)
         return told
+
+    async def _warn_of_an_empty_index(self, row: SalesRow) -> None:
+        found = await _clocked(functools.partial(self._index_has_some, row))
+        if not isinstance(found, ServiceError) and not found[0] and self._announces:
+            logger.warning(
+                f"[RAG] {self._rag.identity} finds nothing for the first row, not even without a threshold: look "
+                "whether its index is loaded, and whether it knows the rows' tenant_id. Such rows are not scored "
+                "(`no_passages`)."
+            )
 
     async def _check_kept_references(self) -> None:
         judged = (row for row in self._rows if self._scoring.rubrics(row.branch))
@@ -290,7 +302,7 @@ class SalesReward(BatchedReward):
     async def _candidate(self, row: SalesRow, action: Action) -> Answer:
         """The 8B answer to an action."""
         key = cache_key("8b", self._rag.identity, self._asked(row), action.as_dict(), action.query_field)
-        return await self._answers.get(key, lambda: self._chat_8b(row, action), _check_kept_8b)
+        return await self._answers.get(key, lambda: self._chat_8b(row, action), check_kept_8b)
 
     async def _index_has_some(self, row: SalesRow) -> bool:
         """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, it
@@ -301,7 +313,7 @@ class SalesReward(BatchedReward):
         async def ask() -> Answer:
             return await self._rag.chat_8b(row.context, query, 0.0, self._retrieval[1], ids=row.ids)
 
-        return bool((await self._answers.get(key, ask, _check_passages)).passages)
+        return bool((await self._answers.get(key, ask, check_passages)).passages)
 
     def _plain_action(self, query: str) -> Action:
         fields = dict.fromkeys(self._format.fields, "") | {self._format.query: query}
@@ -309,7 +321,7 @@ class SalesReward(BatchedReward):
 
     async def _reference(self, row: SalesRow) -> Answer:
         """The row's 32B answer, asked for once: it does not depend on the policy."""
-        return await self._references.get(self._reference_key(row), lambda: self._chat_32b(row), _check_kept_32b)
+        return await self._references.get(self._reference_key(row), lambda: self._chat_32b(row), check_kept_32b)
 
     def _reference_key(self, row: SalesRow) -> str:
         return cache_key("32b", self._rag.identity, self._asked(row))
@@ -323,7 +335,7 @@ class SalesReward(BatchedReward):
         return await self._verdicts.get(
             key,
             lambda: self._judge.judge(rubric, row, action, candidate, reference),
-            functools.partial(_check_verdict, reference is not None),
+            functools.partial(check_verdict, reference is not None),
         )
 
     def _asked(self, row: SalesRow) -> tuple[Any, ...]:
@@ -332,48 +344,13 @@ class SalesReward(BatchedReward):
 
     async def _chat_8b(self, row: SalesRow, action: Action) -> Answer:
         answer = await self._rag.chat_8b(row.context, action, *self._retrieval, ids=row.ids)
-        _check_8b(answer)
+        check_8b(answer)
         return answer
 
     async def _chat_32b(self, row: SalesRow) -> Answer:
         answer = await self._rag.chat(row.context, *self._retrieval, ids=row.ids)
-        _check_32b(answer)
+        check_32b(answer)
         return answer
-
-
-# What is no answer, whether it comes off the wire or out of a cache
-
-
-def _check_8b(answer: Answer) -> None:
-    """One that is empty although passages were found is the service's fault, not the policy's."""
-    if answer.passages and not answer.text.strip():
-        raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
-
-
-def _check_32b(answer: Answer) -> None:
-    if is_hollow(answer.text):
-        raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
-
-
-def _check_passages(answer: Answer) -> None:
-    """One without passages is not kept: it may be how a busy service answers, or an index that is being loaded."""
-    if not answer.passages:
-        raise BadServiceResponse("an answer from no passages", code="rag_no_passages")
-
-
-def _check_kept_8b(answer: Answer) -> None:
-    _check_passages(answer)
-    _check_8b(answer)
-
-
-def _check_kept_32b(answer: Answer) -> None:
-    _check_passages(answer)
-    _check_32b(answer)
-
-
-def _check_verdict(expect_reference: bool, verdict: Verdict) -> None:
-    if (verdict.reference is not None) != expect_reference:
-        raise JudgeInvalid("the verdict is of other material", code="judge_no_reference")
 
 
 _NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
