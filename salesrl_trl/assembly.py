@@ -143,6 +143,7 @@ def build_reward(
             max_attempts=config.max_attempts,
             initial_concurrency=config.initial_concurrency,
             outage_patience_s=config.outage_patience_s if patience_s is None else patience_s,
+            denied_cooldown_s=config.denied_cooldown_s,
             hedge_fraction=config.hedge_fraction,
         )
 

@@ -71,10 +71,12 @@ class ServiceUnavailable(ServiceError):
 
 
 class ServiceOverloaded(ServiceUnavailable):
-    """Alive, but wants fewer or later calls. `retry_after_s` is its own wish in seconds, if it had one."""
+    """Wants fewer or later calls. `retry_after_s` is its own wish in seconds, if it had one."""
 
     default_code = "overloaded"
     retry_after_s: float | None = None
+    is_outage = False
+    """Whether it is no limit on calls that speaks but a service that is down and says when it hopes to be back."""
 
 
 class ServiceTimeout(ServiceError):
@@ -98,9 +100,11 @@ class ServiceRejected(ServiceError):
 
 
 class AccessDenied(ServiceRejected):
-    """The key is refused or the quota is used up: every other call will meet the same answer."""
+    """The key is refused or the quota is used up. One among answers is a slip of the service, which a retry may mend;
+    several in a row are meant, and every other call will meet the same: the breaker tells."""
 
     default_code = "access_denied"
+    worth_retrying = True
 
 
 class BadServiceResponse(ServiceError):

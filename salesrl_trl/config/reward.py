@@ -158,6 +158,9 @@ class RewardConfig:
             Seconds that calls wait for a service that is down to come back, counted from when it went down; after that
             they fail at once, single probes aside. Not for a judge that another can stand in for, nor for the 32B
             endpoint where no reward and no baseline counts its answer.
+        denied_cooldown_s (`float`, *optional*, defaults to `60.0`):
+            Longest pause between two probes of a service that refuses the key or whose quota is used up. The first
+            comes after a second, the next ones at doubling intervals.
         reward_process (`bool`, *optional*):
             Run the reward chain in a process of its own, where it takes no time from vLLM, which is Python too. When
             not given, so on a GPU, and not on a CPU, where it is one more process for a few cores.
@@ -214,6 +217,7 @@ class RewardConfig:
     initial_concurrency: int = field(default=8, metadata=about("calls in flight at first, per process and service"))
     hedge_fraction: float = field(default=0.05, metadata=about("most extra requests for late calls"))
     outage_patience_s: float = field(default=30.0, metadata=about("seconds a call waits for a dead service"))
+    denied_cooldown_s: float = field(default=60.0, metadata=about("longest pause between probes after refusals"))
     reward_process: bool | None = field(default=None, metadata=about("run the reward chain in its own process"))
     warm_up_services: bool = field(default=True, metadata=about("ask every service once before the first step"))
     cache_answers: bool = field(default=True, metadata=about("keep answers and verdicts in output_dir"))
@@ -282,6 +286,7 @@ class RewardConfig:
             "judge_repeats",
             "embedding_max_chars",
             "reward_deadline_s",
+            "denied_cooldown_s",
         )
         check(0 <= self.hedge_fraction <= 1, f"`hedge_fraction` is {self.hedge_fraction}. Expected 0 to 1.")
         check(self.outage_patience_s >= 0, f"`outage_patience_s` is {self.outage_patience_s}. Expected 0 or more.")

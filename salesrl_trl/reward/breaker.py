@@ -12,8 +12,12 @@ COOLDOWN_S = 0.25
 """First pause. Short, because a connection reset by a load balancer that moved is over at once."""
 MAX_COOLDOWN_S = 15.0
 """Longest pause between two probes: what a service that comes back is kept waiting at most."""
-DENIED_COOLDOWN_S = 60.0
-"""Pause after a refused key or a used-up quota, which nobody mends in seconds."""
+SAME_OUTAGE_S = 60.0
+"""Failures further apart, with nothing between them, are not of one outage: nobody called in that time."""
+DENIED_COOLDOWN_S = 1.0
+"""First pause after refused keys or a used-up quota, which nobody mends in a quarter of a second."""
+MAX_DENIED_COOLDOWN_S = 60.0
+"""Longest pause between two probes then, unless a run sets another."""
 
 
 class Permit(Enum):
@@ -31,17 +35,29 @@ class Permit(Enum):
 class Breaker:
     """State of one endpoint.
 
-        closed --- FAILURES_TO_OPEN failures in a row, or a denial ---> open for a pause
+        closed --- FAILURES_TO_OPEN failures in a row ---> open for a pause
         open   --- pause over, next caller ---> probing (that one caller)
         probing --- answered ---> closed;  failed ---> open for twice the pause
 
     An answer to a call that was sent before closes it too: it is proof of life.
+
+    A denial (a refused key, a used-up quota) counts as a failure: one among answers is a slip. Of random ones at a
+    share p of all calls, a row that opens it has the probability p ** FAILURES_TO_OPEN: 1e-10 at 1 %. Where more than
+    half of the row were denials, it is denials that opened it: pauses are longer, and where the endpoint never
+    answered at all, there is no use in waiting.
+
+    Args:
+        max_denied_cooldown_s (`float`, *optional*, defaults to `MAX_DENIED_COOLDOWN_S`):
+            Longest pause between two probes of an endpoint that denies access.
     """
 
-    def __init__(self) -> None:
-        self._failures = 0
+    def __init__(self, max_denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S) -> None:
+        self._max_denied_cooldown_s = max_denied_cooldown_s
+        self._has_answered = False
+        self._failures = 0  # in a row
+        self._denials = 0  # among them
+        self._down_since = self._latest = 0.0  # the first of them, the last of them
         self._cooldown_s = COOLDOWN_S
-        self._open_since = 0.0
         self._open_until: float | None = None
         self._probing = False
         self._probe = 0
@@ -64,8 +80,13 @@ class Breaker:
 
     @property
     def denial(self) -> str | None:
-        """Code of the refusal that opened it, where it was one: no use in waiting."""
+        """Code of the refusals that opened it, where it was refusals."""
         return self._denial
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it denies access and never did anything else: a wrong key, which no waiting mends."""
+        return self._denial is not None and not self._has_answered
 
     def permit(self, now: float) -> Permit:
         """What a caller may do at the moment `now`, in seconds of any steady clock."""
@@ -77,9 +98,9 @@ class Breaker:
         self._probe += 1
         return Permit.PROBE
 
-    def open_for_s(self, now: float) -> float:
-        """Seconds that it has been open, failed probes included; 0 while it is closed."""
-        return now - self._open_since if self.is_open else 0.0
+    def down_for_s(self, now: float) -> float:
+        """Seconds since the first failure without an answer after it; 0 while there is none."""
+        return now - self._down_since if self._failures else 0.0
 
     def pause_left_s(self, now: float) -> float:
         """Seconds until a probe may go; 0 while one is out."""
@@ -87,23 +108,42 @@ class Breaker:
 
     def answered(self) -> None:
         """A call was answered, be it by an error that is about the call alone."""
-        self._close()
+        self._has_answered = True
+        self._failures = self._denials = 0
+        self._open_until = None
+        self._probing = False
+        self._denial = None
 
-    def failed(self, now: float, *, probe: int = 0) -> None:
-        """A call failed in a way that says something about the endpoint; `probe` is its number where it was one. One
-        that has been overtaken counts like any other call."""
+    def failed(self, now: float, *, probe: int = 0, denial: str | None = None, pause_s: float = 0.0) -> None:
+        """A call failed in a way that says something about the endpoint.
+
+        Args:
+            now (`float`):
+                The moment, in seconds of any steady clock.
+            probe (`int`, *optional*, defaults to `0`):
+                Its number where it was a probe. One that has been overtaken counts like any other call.
+            denial (`str`, *optional*):
+                The error's code, where access was denied.
+            pause_s (`float`, *optional*, defaults to `0.0`):
+                How long the endpoint asked to be left alone.
+        """
+        if not self._failures or (not self.is_open and now - self._latest > SAME_OUTAGE_S):
+            self._down_since = now
+        self._latest = now
         self._failures += 1
+        self._denials += denial is not None
         if self._is_out(probe):
-            self._cooldown_s = min(2 * self._cooldown_s, MAX_COOLDOWN_S)
-            self._denial = None
+            self._denial = denial
+            self._cooldown_s *= 2
         elif self.is_open or self._failures < FAILURES_TO_OPEN:
             return
-        self._open(now, self._cooldown_s)
-
-    def denied(self, now: float, code: str) -> None:
-        """A call was refused for a reason that holds for every call."""
-        self._denial = code
-        self._open(now, DENIED_COOLDOWN_S)
+        else:
+            self._denial = denial if 2 * self._denials > self._failures else None
+            self._cooldown_s = COOLDOWN_S if self._denial is None else DENIED_COOLDOWN_S
+        most_s = MAX_COOLDOWN_S if self._denial is None else self._max_denied_cooldown_s
+        self._cooldown_s = min(self._cooldown_s, most_s)
+        self._open_until = now + max(self._cooldown_s, min(pause_s, most_s))
+        self._probing = False
 
     def abandoned(self, probe: int) -> None:
         """The probe of that number was cancelled before it learnt anything: the next caller is the probe."""
@@ -112,16 +152,3 @@ class Breaker:
 
     def _is_out(self, probe: int) -> bool:
         return self._probing and probe == self._probe
-
-    def _close(self) -> None:
-        self._failures = 0
-        self._cooldown_s = COOLDOWN_S
-        self._open_until = None
-        self._probing = False
-        self._denial = None
-
-    def _open(self, now: float, pause_s: float) -> None:
-        if not self.is_open:
-            self._open_since = now
-        self._open_until = now + pause_s
-        self._probing = False

@@ -199,6 +199,7 @@ class HttpClient:
         if status in OVERLOAD_STATUS or (status >= 500 and wait_s is not None):
             overloaded = ServiceOverloaded(f"{self.service} is overloaded ({status})", code)
             overloaded.retry_after_s = wait_s
+            overloaded.is_outage = status not in OVERLOAD_STATUS
             return overloaded
         if status in RETRYABLE_STATUS or status >= 500:
             return ServiceUnavailable(f"{self.service} answered {status}", code)

@@ -27,7 +27,7 @@ from salesrl_trl.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
-from salesrl_trl.reward.breaker import Breaker, Permit
+from salesrl_trl.reward.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
 from salesrl_trl.reward.deadline import deadline, remaining_s
 from salesrl_trl.reward.flights import Flights
 from salesrl_trl.reward.hedging import HedgePolicy
@@ -69,6 +69,8 @@ class Transport:
         outage_patience_s (`float`, *optional*, defaults to `0.0`):
             Seconds that calls wait for a service that is down to come back, counted from when it went down. After that
             they fail at once, single probes aside.
+        denied_cooldown_s (`float`, *optional*, defaults to `60.0`):
+            Longest pause between two probes of a service that refuses the key or whose quota is used up.
         hedge_fraction (`float`, *optional*, defaults to `0.05`):
             Most extra requests for late calls, as a share of all; 0 for none.
     """
@@ -82,6 +84,7 @@ class Transport:
         max_attempts: int,
         initial_concurrency: int = 8,
         outage_patience_s: float = 0.0,
+        denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S,
         hedge_fraction: float = 0.05,
     ) -> None:
         self.service = service
@@ -89,7 +92,7 @@ class Transport:
         self._max_attempts = max_attempts
         self._outage_patience_s = outage_patience_s
         self._limit = AdaptiveLimit(initial_concurrency, max_concurrency)
-        self._breaker = Breaker()
+        self._breaker = Breaker(denied_cooldown_s)
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
         self._flights: PerLoop[Flights] = PerLoop(
@@ -128,17 +131,17 @@ class Transport:
             try:
                 async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
                     waiting.reschedule(None)  # from here on, attempts and waits look at the deadline themselves
-                    return await self._with_retries(attempt, patience_s, MAX_OVERLOADS if patient else 1)
+                    return await self._with_retries(attempt, patient, patience_s)
             except TimeoutError:
                 raise self._deadline_exceeded() from None
 
-    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patience_s: float, max_overloads: int) -> T:
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patient: bool, patience_s: float) -> T:
         try:
             return await self._once(attempt, patience_s)  # the usual case, without the machinery of retries
         except ServiceError as error:
             failed: ServiceError | None = error
         retries = stamina.retry_context(
-            on=_Retries(self._max_attempts, max_overloads, lambda: self._out_of_patience(patience_s)).backoff,
+            on=_Retries(self._max_attempts, patient, patience_s, self._breaker).backoff,
             attempts=None,
             timeout=None,
         )
@@ -179,15 +182,19 @@ class Transport:
         """Tell limit and breaker how the attempt ended."""
         try:
             yield
-        except ServiceOverloaded:
+        except ServiceOverloaded as error:
             self._traffic["overloads"] += 1
-            self._alive()
+            if error.is_outage:
+                self._breaker.failed(time.monotonic(), probe=probe, pause_s=error.retry_after_s or 0.0)
+                self._wake()
+            else:
+                self._alive()
             self._limit.overloaded(number)
             self._flights.get().resize()
             raise
         except AccessDenied as error:
             self._traffic["failures"] += 1
-            self._breaker.denied(time.monotonic(), error.code)
+            self._breaker.failed(time.monotonic(), probe=probe, denial=error.code)
             self._wake()
             raise
         except DeadlineExceeded:
@@ -216,13 +223,11 @@ class Transport:
         if not self._breaker.is_open:
             return
         paused = self._breaker.pause_left_s(time.monotonic()) > 0
-        if paused and self._breaker.denial is not None:
-            raise self._held_back(self._breaker.denial)
-        if self._out_of_patience(patience_s) and (paused or self._breaker.is_probing):
-            raise self._held_back(f"{self.service}_breaker_open")
-
-    def _out_of_patience(self, patience_s: float) -> bool:
-        return self._breaker.is_open and self._breaker.open_for_s(time.monotonic()) >= patience_s
+        code = self._breaker.denial or f"{self.service}_breaker_open"
+        if paused and self._breaker.is_hopeless:
+            raise self._held_back(code)
+        if _out_of_patience(self._breaker, patience_s) and (paused or self._breaker.is_probing):
+            raise self._held_back(code)
 
     def _held_back(self, code: str) -> "_HeldBack":
         self._traffic["held_back"] += 1
@@ -239,7 +244,7 @@ class Transport:
             if permit is not Permit.WAIT:
                 return self._breaker.probe if permit is Permit.PROBE else 0
             pause_s = self._breaker.pause_left_s(now) or float("inf")
-            patience_left_s = patience_s - self._breaker.open_for_s(now)
+            patience_left_s = patience_s - self._breaker.down_for_s(now)
             await self._changes.get().wait(min(pause_s, patience_left_s, remaining_s()))
 
     def _abandon(self, probe: int) -> None:
@@ -264,15 +269,22 @@ class _HeldBack(ServiceUnavailable):
     worth_retrying = False
 
 
+def _out_of_patience(breaker: Breaker, patience_s: float) -> bool:
+    return breaker.is_open and breaker.down_for_s(time.monotonic()) >= patience_s
+
+
 class _Retries:
     """Decides for one call whether to try again, and after how many seconds."""
 
-    def __init__(self, max_attempts: int, max_overloads: int, outage: Callable[[], bool]) -> None:
+    def __init__(self, max_attempts: int, patient: bool, patience_s: float, breaker: Breaker) -> None:
         self._max_attempts = max_attempts
-        self._max_overloads = max_overloads
+        self._patient = patient
+        self._max_overloads = MAX_OVERLOADS if patient else 1
+        self._patience_s = patience_s
+        self._breaker = breaker
         self._failures = 0
         self._overloads = 0
-        self._outage = outage
+        self._down_since = float("inf")
 
     def backoff(self, error: Exception) -> bool | float:
         """`False` to give up, or the seconds to wait."""
@@ -281,11 +293,22 @@ class _Retries:
             wait_s = OVERLOAD_WAIT_S if error.retry_after_s is None else error.retry_after_s
             if wait_s < RETRY_WAIT_INITIAL_S:  # "now", which a service that turns calls away can't mean
                 wait_s = self._usual_s(self._overloads)
-            return self._unless_too_late(error, wait_s, self._overloads < self._max_overloads)
+            goes_on = self._overloads < self._max_overloads
+            if error.is_outage and self._patience_s:  # down, by its own words: for no longer than any other outage
+                now = time.monotonic()
+                self._down_since = min(self._down_since, now - self._breaker.down_for_s(now))
+                left_s = self._patience_s - (now - self._down_since)
+                return self._unless_too_late(error, min(wait_s, left_s), goes_on and left_s > 0)
+            if error.is_outage:
+                self._failures += 1
+                goes_on = goes_on and self._failures < self._max_attempts
+            return self._unless_too_late(error, wait_s, goes_on)
         if not isinstance(error, ServiceError) or not error.worth_retrying:
             return False
         self._failures += 1
-        goes_on = self._failures < self._max_attempts and not self._outage()
+        goes_on = self._failures < self._max_attempts and not _out_of_patience(self._breaker, self._patience_s)
+        if isinstance(error, AccessDenied):  # another one may have access, and who never had any will have none
+            goes_on = goes_on and self._patient and not self._breaker.is_hopeless
         return self._unless_too_late(error, self._usual_s(self._failures), goes_on)
 
     def _usual_s(self, times: int) -> float:

@@ -95,6 +95,20 @@ class Scenarios:
     async def status(self, path, transport, body):
         self.refuse(transport, self.settings["status"], self.settings.get("body"), **self.settings.get("headers", {}))
 
+    async def now_and_then(self, path, transport, body):
+        """Refuses a share of the requests, at random."""
+        if self.random.random() < self.settings["share"]:
+            self.refuse(transport, self.settings["status"])
+        else:
+            self.ok(path, transport, body)
+
+    async def runs_out(self, path, transport, body):
+        """Answers so many requests, and refuses all others."""
+        if self.stats["ok"] >= self.settings["after"]:
+            self.refuse(transport, self.settings["status"], self.settings.get("body"))
+        else:
+            self.ok(path, transport, body)
+
     async def body(self, path, transport, body):
         """A 200 with any body."""
         transport.write(response(200, self.settings["body"].encode(), **self.settings.get("headers", {})))

@@ -65,6 +65,36 @@ def test_a_used_up_quota_is_asked_about_a_few_times_only(fault, transport, call_
     assert server.stats["requests"] <= 10
 
 
+def test_refusals_at_random_cost_no_call(fault, transport, call_all):
+    server = fault("now_and_then", share=0.01, status=401)
+    results = call_all(server.url, transport(), 400)
+    refused = server.stats["refused"]
+    print(f"1 % of 401s, 400 calls: {len(succeeded(results))} scored, {refused} refused")
+    assert refused >= 1
+    assert len(succeeded(results)) == 400
+    assert server.stats["requests"] == 400 + refused  # each asked once more
+
+
+@pytest.mark.parametrize("body", [{}, {"error": {"code": "insufficient_quota"}}], ids=["key", "quota"])
+def test_access_that_is_lost_on_the_way_is_asked_for_a_few_times_only(fault, transport, call_all, body):
+    server = fault("runs_out", after=100, status=429 if body else 401, body=body)
+    results = call_all(server.url, transport(outage_patience_s=1.0, max_concurrency=8), 400)
+    assert len(succeeded(results)) == 100
+    assert codes(results) == {"rag_8b_quota" if body else "rag_8b_http_401"}
+    assert server.stats["refused"] <= 10
+
+
+@pytest.mark.parametrize("calls", [1, 50])
+def test_an_outage_that_says_when_to_come_back_is_waited_for_no_longer_than_another(fault, transport, call_all, calls):
+    server = fault("status", status=503, headers={"Retry_After": "0.5"})
+    started = time.perf_counter()
+    results = call_all(server.url, transport(outage_patience_s=1.5), calls)
+    seconds = time.perf_counter() - started
+    assert not succeeded(results)
+    assert server.stats["requests"] <= 20
+    check_seconds(seconds, least=1.0, most=3.0)
+
+
 def test_of_100_callers_that_wait_for_a_breaker_one_probes(fault, transport):
     server = fault("down", failures=5, seconds=0.05)
     limits = transport(outage_patience_s=10, max_concurrency=128, initial_concurrency=128, max_attempts=1)

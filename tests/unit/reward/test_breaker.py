@@ -1,5 +1,7 @@
 """The breaker's states, at moments that the test names."""
 
+import random
+
 import pytest
 
 from salesrl_trl.reward.breaker import (
@@ -7,6 +9,7 @@ from salesrl_trl.reward.breaker import (
     DENIED_COOLDOWN_S,
     FAILURES_TO_OPEN,
     MAX_COOLDOWN_S,
+    SAME_OUTAGE_S,
     Breaker,
     Permit,
 )
@@ -65,12 +68,29 @@ def test_every_failed_probe_doubles_the_pause_up_to_a_limit():
 
 def test_how_long_it_has_been_open_counts_from_the_first_opening():
     breaker = opened(at=10.0)
-    assert breaker.open_for_s(10.5) == 0.5
+    assert breaker.down_for_s(10.5) == 0.5
     assert breaker.permit(11.0) is Permit.PROBE
     breaker.failed(12.0, probe=breaker.probe)
-    assert breaker.open_for_s(13.0) == 3.0
+    assert breaker.down_for_s(13.0) == 3.0
     breaker.answered()
-    assert breaker.open_for_s(14.0) == 0.0
+    assert breaker.down_for_s(14.0) == 0.0
+
+
+def test_a_failure_of_long_ago_is_no_part_of_an_outage():
+    breaker = Breaker()
+    breaker.failed(0.0)
+    breaker.failed(SAME_OUTAGE_S)
+    assert breaker.down_for_s(SAME_OUTAGE_S) == SAME_OUTAGE_S
+    breaker.failed(2 * SAME_OUTAGE_S + 1)  # nobody called in between
+    assert breaker.down_for_s(2 * SAME_OUTAGE_S + 1) == 0.0
+
+
+def test_a_pause_is_as_long_as_the_endpoint_asks_for_up_to_a_limit():
+    for asked, given in ((0.0, COOLDOWN_S), (7.0, 7.0), (3600.0, MAX_COOLDOWN_S)):
+        breaker = Breaker()
+        for _ in range(FAILURES_TO_OPEN):
+            breaker.failed(0.0, pause_s=asked)
+        assert breaker.pause_left_s(0.0) == given
 
 
 def test_failures_of_calls_sent_before_do_not_prolong_the_pause():
@@ -92,14 +112,52 @@ def test_a_late_answer_to_an_earlier_call_is_proof_of_life():
     assert not breaker.is_open
 
 
-def test_a_denial_opens_it_at_once_and_for_long():
-    breaker = Breaker()
-    breaker.denied(0.0, "judge_quota")
-    assert (breaker.is_open, breaker.denial) == (True, "judge_quota")
-    assert breaker.pause_left_s(0.0) == DENIED_COOLDOWN_S
-    breaker.permit(DENIED_COOLDOWN_S)
+def denied(breaker, now=0.0, times=FAILURES_TO_OPEN, code="judge_quota"):
+    for _ in range(times):
+        breaker.failed(now, denial=code)
+    return breaker
+
+
+def test_denials_at_random_do_not_open_it():
+    lots, breaker, opened = random.Random(0), Breaker(), 0
+    for now in range(100_000):
+        if lots.random() < 0.01:
+            denied(breaker, float(now), 1)
+        else:
+            breaker.answered()
+        opened += breaker.is_open
+    assert opened == 0  # five in a row are expected once in 1e10 calls
+
+
+def test_denials_in_a_row_open_it_and_where_it_never_answered_there_is_no_use_in_waiting():
+    for answered in (False, True):
+        breaker = Breaker()
+        if answered:
+            breaker.answered()
+        assert not denied(breaker, times=FAILURES_TO_OPEN - 1).is_open
+        assert denied(breaker, times=1).is_open
+        assert (breaker.denial, breaker.is_hopeless) == ("judge_quota", not answered)
+
+
+def test_a_row_of_which_half_were_no_denials_is_an_outage_like_any_other():
+    breaker = denied(Breaker(), times=2)
+    for _ in range(3):
+        breaker.failed(0.0)
+    assert (breaker.is_open, breaker.denial) == (True, None)
+    assert breaker.pause_left_s(0.0) == COOLDOWN_S
+
+
+def test_after_denials_the_pauses_double_up_to_the_setting():
+    breaker, now, pauses = denied(Breaker(6.0)), 0.0, []
+    for _ in range(5):
+        pauses.append(breaker.pause_left_s(now))
+        now += pauses[-1]
+        assert breaker.permit(now) is Permit.PROBE
+        breaker.failed(now, probe=breaker.probe, denial="judge_quota")
+    assert pauses == [DENIED_COOLDOWN_S, 2.0, 4.0, 6.0, 6.0]
+    assert breaker.permit(now + 6.0) is Permit.PROBE
     breaker.answered()
-    assert breaker.denial is None
+    assert (breaker.is_open, breaker.denial) == (False, None)
 
 
 def test_a_probe_that_was_overtaken_counts_like_any_other_call():
@@ -118,8 +176,7 @@ def test_a_probe_that_was_overtaken_counts_like_any_other_call():
 
 
 def test_a_denial_ends_with_a_probe_that_finds_something_else():
-    breaker = Breaker()
-    breaker.denied(0.0, "judge_http_401")
+    breaker = denied(Breaker())
     assert breaker.permit(DENIED_COOLDOWN_S) is Permit.PROBE
     breaker.failed(DENIED_COOLDOWN_S, probe=breaker.probe)
     assert (breaker.is_open, breaker.denial) == (True, None)
