@@ -3,7 +3,7 @@
 Chains are Python code, and so is vLLM's engine; in one process they wait for each other's turn. Here the trainer's
 process keeps the batch, its deadlines and what is told of it, and pays two short messages for each completion. All
 else, from parsing to the caches, is done by the very same chain in a child (`worker`), to which it is sent before its
-first use. A child that dies is replaced; what it had in hand is missing.
+first use. A child that dies, or answers nothing any more, is replaced; what it had in hand is missing.
 """
 
 import asyncio
@@ -36,6 +36,15 @@ LAST_WORD_S = 0.5
 """What a cancelled call is given to tell how far it had come."""
 ANSWER_S = 10.0
 """Patience with the child's answer to a question about itself. It answers at once unless the machine is overloaded."""
+
+PING_S = 5.0
+"""Time between two looks at whether the child is alive. One that was stopped, or hangs, keeps its socket open."""
+MOST_SILENT_PINGS = 6
+"""In a row, after which it is ended. Counted by looks, not by the clock: where the whole machine stood still, both
+processes did."""
+MOST_SILENT_PINGS_AT_START = 24
+"""Before its first word: it imports, on a machine that may be busy."""
+_PING = -1  # the number of a question that nobody waits for
 
 
 class Channel:
@@ -86,6 +95,7 @@ class _Child:
         self._starting: asyncio.Task[Channel] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._heard = False  # since the latest ping
 
     async def ask(self, kind: str, *what: Any) -> Any:
         """The answer to a question. Raises `ServiceUnavailable` where the child ends before."""
@@ -149,9 +159,23 @@ class _Child:
         self._reading = asyncio.ensure_future(self._read(self._channel, self._process))
         return self._channel
 
+    async def _watch(self, channel: Channel, process: "subprocess.Popen[bytes]") -> None:
+        """End the child once it is silent for too long."""
+        silent, most_silent = 0, MOST_SILENT_PINGS_AT_START
+        while silent < most_silent:
+            self._heard = False
+            channel.send("ping", _PING)
+            await asyncio.sleep(PING_S)
+            silent = 0 if self._heard else silent + 1
+            most_silent = MOST_SILENT_PINGS if self._heard else most_silent
+        logger.error(f"the reward process has not answered for {silent * PING_S:g} s, and is ended")
+        process.kill()
+
     async def _read(self, channel: Channel, process: "subprocess.Popen[bytes]") -> None:
+        watching = asyncio.ensure_future(self._watch(channel, process))
         try:
             async for number, answer in channel.messages():
+                self._heard = True
                 waiting = self._waiting.pop(number, None)
                 if waiting is None or waiting.done():
                     continue
@@ -163,6 +187,7 @@ class _Child:
         except Exception as error:  # what can't be read: without this child there would be no answer ever
             logger.error(f"the reward process sent what can't be read ({type(error).__name__})")
             process.kill()
+        watching.cancel()
         channel.close()
         code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
         self._channel = self._starting = None

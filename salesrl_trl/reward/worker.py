@@ -97,6 +97,9 @@ class Worker:
     async def _warm_up(self, number: int) -> dict[str, float | ServiceError]:
         return await self._chain.warm_up()
 
+    async def _ping(self, number: int) -> None:
+        """Alive."""
+
     async def _close(self, number: int) -> None:
         await self._chain.aclose()
 

@@ -452,6 +452,36 @@ def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(
     assert go(score(reward, [ACTION])) == [0.75]
 
 
+def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_missing(services, remote, go, caplog, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.reward.remote.PING_S", 0.1)
+    monkeypatch.setattr("salesrl_trl.reward.remote.MOST_SILENT_PINGS", 20)
+    reward = remote(timeout_s=LONG_S, deadline_s=LONG_S)
+    assert go(score(reward, [ACTION])) == [0.75]
+    stopped = process_of(reward)
+    stopped.send_signal(signal.SIGSTOP)
+    assert go(score(reward, [action(query="a"), action(query="b")])) == [None, None]
+    assert reasons(reward) == ["reward_process_ended"] * 2
+    assert [each.outcome for each in reward.last] == [Outcome.INFRA] * 2
+    assert go(score(reward, [action(query="c")])) == [0.75]
+    assert process_of(reward).pid != stopped.pid
+    assert is_gone(stopped.pid)
+    assert own_words(caplog) == [
+        "the reward process has not answered for 2 s, and is ended",
+        "the reward process ended with code -9; 2 calls are lost, the next starts anew",
+    ]
+
+
+def test_a_child_that_is_at_work_is_left_alone(services, remote, go, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.reward.remote.PING_S", 0.05)
+    monkeypatch.setattr("salesrl_trl.reward.remote.MOST_SILENT_PINGS", 20)
+    reward = remote()
+    go(reward.warm_up())
+    child = process_of(reward)
+    services.set("8b", ANSWER, delay_s=1.5)  # longer than it may be silent
+    assert go(score(reward, [ACTION])) == [0.75]
+    assert process_of(reward) is child
+
+
 def test_closing_ends_the_child_and_may_be_repeated(services, remote, go, caplog):
     reward = remote()
     go(score(reward, [ACTION]))
