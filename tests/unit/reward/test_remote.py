@@ -452,9 +452,18 @@ def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(
     assert go(score(reward, [ACTION])) == [0.75]
 
 
-def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_missing(services, remote, go, caplog, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.reward.remote.PING_S", 0.1)
-    monkeypatch.setattr("salesrl_trl.reward.remote.MOST_SILENT_PINGS", 20)
+@pytest.fixture
+def often_pinged(monkeypatch):
+    def patch(ping_s, most_silent):
+        names = {"PING_S": ping_s, "MOST_SILENT_PINGS": most_silent, "MOST_SILENT_PINGS_AT_START": 10_000}
+        for name, value in names.items():
+            monkeypatch.setattr(f"salesrl_trl.reward.remote.{name}", value)
+
+    return patch
+
+
+def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_missing(services, remote, go, caplog, often_pinged):
+    often_pinged(ping_s=0.1, most_silent=20)
     reward = remote(timeout_s=LONG_S, deadline_s=LONG_S)
     assert go(score(reward, [ACTION])) == [0.75]
     stopped = process_of(reward)
@@ -471,9 +480,8 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_missing(services
     ]
 
 
-def test_a_child_that_is_at_work_is_left_alone(services, remote, go, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.reward.remote.PING_S", 0.05)
-    monkeypatch.setattr("salesrl_trl.reward.remote.MOST_SILENT_PINGS", 20)
+def test_a_child_that_is_at_work_is_left_alone(services, remote, go, often_pinged):
+    often_pinged(ping_s=0.05, most_silent=20)
     reward = remote()
     go(reward.warm_up())
     child = process_of(reward)
