@@ -1,15 +1,20 @@
-"""From settings to the reward chain: which clients, with which limits, caches and keys.
+"""From settings to the reward chain: which clients, with which limits, caches and keys, in which process.
 
 Owns the wiring and the checks that need branches and environment. The clients themselves take plain arguments.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from salesrl_trl.config import JudgeProviderConfig, RewardConfig
-from salesrl_trl.errors import ConfigError, ServiceError
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from salesrl_trl.config import JudgeProviderConfig, RewardConfig, SalesGRPOConfig
+from salesrl_trl.errors import ConfigError, SalesRLError, ServiceError
 from salesrl_trl.policy import cache_dir
 from salesrl_trl.preflight import read_key
 from salesrl_trl.probe import check_models, check_rag
@@ -19,9 +24,11 @@ from salesrl_trl.reward.embedding import SERVICE as EMBEDDING
 from salesrl_trl.reward.judge import JudgeClient, load_rubrics
 from salesrl_trl.reward.provider import JudgeProvider
 from salesrl_trl.reward.rag import RagBackend, RagClient
+from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.transport import Transport
 from salesrl_trl.reward.vector_store import VectorStoreRag, has_table
+from salesrl_trl.services.launcher import EmbeddedServices
 from salesrl_trl.types import SalesRow
 
 logger = logging.getLogger(__name__)
@@ -101,6 +108,90 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
         parts.notes += check_models(config.embedding_base_url, parts.embedding_key, config.embedding_model, **address)
     _check_providers(config, parts)
     return parts
+
+
+@contextlib.contextmanager
+def open_reward(
+    config: RewardConfig, training: SalesGRPOConfig, rows: Sequence[SalesRow], parts: RewardParts | None = None
+) -> Iterator[SalesReward | RemoteReward]:
+    """All that a trainer needs to score with: the checks, the embedded services where no address is configured, and
+    the chain, in the process that it belongs to. The services stop on exit; `SalesGRPOTrainer.finish` closes the
+    chain's connections.
+
+        with open_reward(RewardConfig(), training, rows) as reward:
+            trainer = SalesGRPOTrainer(model, reward, training, train_dataset=build_dataset(rows, "instruct"))
+
+    Args:
+        config (`RewardConfig`):
+            Settings of the services.
+        training (`SalesGRPOConfig`):
+            The trainer's settings: branches, device, processes, output folder.
+        rows (`Sequence[SalesRow]`):
+            Training rows and held-out rows.
+        parts (`RewardParts`, *optional*):
+            From `prepare_reward`, which is called when they are not given.
+
+    Raises:
+        `SalesRLError`: what is wrong, and what to do.
+    """
+    if parts is None:
+        parts = prepare_reward(config, training.branches, training.hybrid_reference_weight > 0)
+    with addresses(config) as (rag_base_url, judge_base_url):
+        chain = build_reward(
+            config,
+            parts,
+            rows,
+            rag_base_url,
+            judge_base_url,
+            output_dir=Path(training.output_dir),
+            processes=training.world_size,
+            process_index=training.process_index,
+        )
+        yield placed(chain, config.reward_process, training.device.type == "cpu")
+
+
+@contextlib.contextmanager
+def addresses(config: RewardConfig) -> Iterator[tuple[str, str]]:
+    """The addresses of the RAG service and the judge, with embedded ones started where none is configured.
+
+    One process of each node starts them and stops them again; all ranks learn the addresses of their own node.
+    """
+    if not (config.embeds_rag or config.embeds_judge):
+        yield config.rag_base_url or "", config.judge_base_url or ""
+        return
+    state = PartialState()
+    knowledge = config.knowledge_file
+    services = EmbeddedServices(documents=None if knowledge is None else Path(knowledge).expanduser())
+    started: Any = None
+    if state.is_local_main_process:
+        try:
+            started = services.start()
+            logger.info(f"embedded services: RAG {started.rag_base_url}, judge {started.judge_base_url}")
+        except SalesRLError as error:
+            started = error
+    try:
+        everywhere = gather_object([started])
+        node_main = state.process_index - state.local_process_index
+        mine = everywhere[node_main]
+        failed = [item for item in everywhere if isinstance(item, SalesRLError)]
+        if failed:
+            raise failed[0]
+        yield config.rag_base_url or mine.rag_base_url, config.judge_base_url or mine.judge_base_url
+    finally:
+        services.stop()
+
+
+def placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:
+    """The chain, in a process of its own where that is wanted."""
+    if in_a_process is None and on_cpu:
+        return chain
+    try:
+        return RemoteReward(chain) if in_a_process is not False else chain
+    except ConfigError as error:
+        if in_a_process:
+            raise
+        logger.warning(f"rewards stay in the trainer's process, where they take vLLM's time: {error}")
+        return chain
 
 
 def build_reward(

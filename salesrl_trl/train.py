@@ -19,14 +19,13 @@ import stamina
 import transformers
 import yaml
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torchao_available
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from salesrl_trl.assembly import RewardParts, build_reward, prepare_reward
+from salesrl_trl.assembly import RewardParts, open_reward, prepare_reward
 from salesrl_trl.banner import LOG_NAME, banner, keep_console
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.data.lengths import FittingPrompts, fit_prompts, token_counter
@@ -52,7 +51,6 @@ from salesrl_trl.probe import check_vllm_server
 from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.services.launcher import EmbeddedServices
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
@@ -105,8 +103,9 @@ def main(default_config: Path, argv: Sequence[str] | None = None) -> None:
     if config.training.process_index == config.training.local_process_index:  # the first node's processes
         keep_console(Path(config.training.output_dir) / LOG_NAME)
     try:
-        with addresses(config.reward) as (rag_base_url, judge_base_url):
-            run(config, prepared, rag_base_url, judge_base_url)
+        rows = [*prepared.train_rows, *prepared.eval_rows]
+        with open_reward(config.reward, config.training, rows, prepared.reward) as reward:
+            run(config, prepared, reward)
     except SalesRLError as error:
         _say_and_exit(error, EXIT_STOPPED)
 
@@ -295,53 +294,10 @@ def _eval_rows(config: RunConfig) -> list[SalesRow]:
     return load_rows(data.eval_dataset or data.dataset, data.eval_split, training.branches, data.max_eval_rows)
 
 
-@contextlib.contextmanager
-def addresses(config: RewardConfig) -> Iterator[tuple[str, str]]:
-    """The addresses of the RAG service and the judge, with embedded ones started where none is configured.
-
-    One process of each node starts them and stops them again; all ranks learn the addresses of their own node.
-    """
-    if not (config.embeds_rag or config.embeds_judge):
-        yield config.rag_base_url or "", config.judge_base_url or ""
-        return
-    state = PartialState()
-    knowledge = config.knowledge_file
-    services = EmbeddedServices(documents=None if knowledge is None else Path(knowledge).expanduser())
-    started: Any = None
-    if state.is_local_main_process:
-        try:
-            started = services.start()
-            logger.info(f"embedded services: RAG {started.rag_base_url}, judge {started.judge_base_url}")
-        except SalesRLError as error:
-            started = error
-    try:
-        everywhere = gather_object([started])
-        node_main = state.process_index - state.local_process_index
-        mine = everywhere[node_main]
-        failed = [item for item in everywhere if isinstance(item, SalesRLError)]
-        if failed:
-            raise failed[0]
-        yield config.rag_base_url or mine.rag_base_url, config.judge_base_url or mine.judge_base_url
-    finally:
-        services.stop()
-
-
-def run(config: RunConfig, prepared: Prepared, rag_base_url: str, judge_base_url: str) -> None:
+def run(config: RunConfig, prepared: Prepared, reward: SalesReward | RemoteReward) -> None:
     """Load, train, evaluate before and after, save."""
-    on_cpu = config.training.device.type == "cpu"
-    if on_cpu:
+    if config.training.device.type == "cpu":
         keep_freed_memory()
-    chain = build_reward(
-        config.reward,
-        prepared.reward,
-        [*prepared.train_rows, *prepared.eval_rows],
-        rag_base_url,
-        judge_base_url,
-        output_dir=Path(config.training.output_dir),
-        processes=config.training.world_size,
-        process_index=config.training.process_index,
-    )
-    reward = _placed(chain, config.reward.reward_process, on_cpu)
     instruments = build_instruments(config)
     try:
         instruments.start(PartialState().is_main_process)
@@ -369,19 +325,6 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
     trainer.raise_if_stopped()  # before an evaluation that nothing could be scored in
     if config.training.held_out_eval:
         trainer.evaluate()
-
-
-def _placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:
-    """The chain, in a process of its own where that is wanted."""
-    if in_a_process is None and on_cpu:
-        return chain
-    try:
-        return RemoteReward(chain) if in_a_process is not False else chain
-    except ConfigError as error:
-        if in_a_process:
-            raise
-        logger.warning(f"rewards stay in the trainer's process, where they take vLLM's time: {error}")
-        return chain
 
 
 @contextlib.contextmanager

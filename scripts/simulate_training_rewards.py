@@ -35,7 +35,7 @@ import stamina
 import yaml
 from trl import TrlParser
 
-from salesrl_trl.assembly import JUDGE, RewardParts, build_reward, prepare_reward
+from salesrl_trl.assembly import JUDGE, RewardParts, addresses, build_reward, prepare_reward
 from salesrl_trl.callbacks import figure, judge_line
 from salesrl_trl.config import DEFAULT_BRANCHES, DataConfig, RewardConfig
 from salesrl_trl.data.sources import DEMO, load_drafts, load_rows
@@ -46,7 +46,7 @@ from salesrl_trl.reward.hollow import is_hollow
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.reward.transport import TRAFFIC
 from salesrl_trl.telemetry.metrics import CACHES, JUDGE_SECONDS, USAGE, usage_of
-from salesrl_trl.train import EXIT_BAD_INPUT, EXIT_STOPPED, addresses
+from salesrl_trl.train import EXIT_BAD_INPUT, EXIT_STOPPED
 from salesrl_trl.types import DEFAULT_FORMAT, Outcome, Reward, SalesRow
 
 EXIT_INTERRUPTED = 130

@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
-import os
+import tempfile
+from pathlib import Path
 
 import filelock
 import pytest
@@ -26,19 +27,17 @@ def make_httpserver(httpserver_listen_address):
 
 
 @pytest.fixture(scope="session")
-def policy_path(tmp_path_factory):
-    """A warm-started small policy, made once for all processes of a test run."""
-    from salesrl_trl.policy import make_policy
+def policy_path(request):
+    """A warm-started small policy, made once and kept in pytest's cache until what decides it changes."""
+    from salesrl_trl import policy
 
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    path = folder / "warm_started"
-    with filelock.FileLock(f"{path}.lock"):
+    folder = request.config.cache.mkdir("policies")
+    path = folder / policy._policy_folder(WARM_START_STEPS, 0).name
+    with filelock.FileLock(f"{path}.lock"):  # for all processes of a test run
         if not path.exists():
-            made = tmp_path_factory.mktemp("policy") / "policy"
-            make_policy(made, WARM_START_STEPS, seed=0)
-            made.rename(path)  # whole, or not there
+            with tempfile.TemporaryDirectory(dir=folder) as made:
+                policy.make_policy(Path(made) / "policy", WARM_START_STEPS, seed=0)
+                (Path(made) / "policy").rename(path)  # whole, or not there
     return path
 
 

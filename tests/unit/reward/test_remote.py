@@ -684,15 +684,13 @@ def test_what_is_sent_keeps_its_parts_together(services):
     ],
 )
 def test_a_run_has_its_chain_in_a_child_where_that_is_wanted(services, caplog, setting, on_cpu, placed_in_a_child):
-    from salesrl_trl.train import _placed
-
     chain = build_reward(services.url, [row()])
-    placed = _placed(chain, setting, on_cpu)
+    where = assembly.placed(chain, setting, on_cpu)
     if placed_in_a_child:
-        assert isinstance(placed, RemoteReward)
-        assert placed.deadline_s == chain.deadline_s
+        assert isinstance(where, RemoteReward)
+        assert where.deadline_s == chain.deadline_s
     else:
-        assert placed is chain
+        assert where is chain
     assert own_words(caplog) == []
 
 
@@ -700,20 +698,16 @@ def test_a_run_has_its_chain_in_a_child_where_that_is_wanted(services, caplog, s
     ("setting", "on_cpu", "warns"), [(None, False, True), (None, True, False), (False, False, False)]
 )
 def test_a_chain_that_can_not_be_sent_stays_where_nobody_asked_for_a_child(services, caplog, setting, on_cpu, warns):
-    from salesrl_trl.train import _placed
-
     chain = build_reward(services.url, [row()])
     chain.hook = lambda: None
     with caplog.at_level(logging.WARNING):
-        assert _placed(chain, setting, on_cpu) is chain
+        assert assembly.placed(chain, setting, on_cpu) is chain
     assert ("rewards stay in the trainer's process" in caplog.text) is warns
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_chain_that_can_not_be_sent_is_an_error_where_a_child_was_asked_for(services, on_cpu):
-    from salesrl_trl.train import _placed
-
     chain = build_reward(services.url, [row()])
     chain.hook = lambda: None
     with pytest.raises(ConfigError, match="`reward_process: false`"):
-        _placed(chain, True, on_cpu)
+        assembly.placed(chain, True, on_cpu)
