@@ -12,7 +12,7 @@
 #   SALESRL_DEVICE       cpu or gpu; else gpu if `nvidia-smi -L` lists one
 #   SALESRL_TORCH_INDEX  an index to take the CPU build of torch from; empty adds none
 #
-# vLLM, torch and DeepSpeed are pinned in setup.cfg and requirements/; the three that go in by themselves, here:
+# Versions are pinned in requirements/; those of the three packages that go in by themselves, here:
 set -euo pipefail
 
 TORCH="torch==2.13.0"

@@ -1,7 +1,7 @@
 """What our overrides rely on upstream, pinned: an upgrade that moves one of these says here what to look at.
 
 A failure is no bug by itself. Read the method's change upstream, check the override named beside it, then put the new
-hash here.
+hash here: beside the old one where setup.cfg allows releases with either and the override works with both.
 """
 
 import ast
@@ -75,14 +75,16 @@ PINS = {
     (GRPOTrainer, "_generate"): "c43183674d09",
     (GRPOTrainer, "training_step"): "96c133253ca1",
     (GRPOTrainer, "_save_checkpoint"): "96c508fc0fca",
-    (Trainer, "training_step"): "285b156bfe97",
+    # (the second: transformers before 5.14, which does not clear a cache of Apple's GPUs)
+    (Trainer, "training_step"): ("285b156bfe97", "52732193c195"),
     (Trainer, "get_batch_samples"): "ce1d3f8e633c",
     (Trainer, "evaluate"): "3f3b306bcfa5",
     (Accelerator, "backward"): "79c32c236a8b",
     # a quick evaluation comes after a step's log, evaluation and checkpoint; called once more at an epoch's end
     (Trainer, "_maybe_log_save_evaluate"): "c3945a2525b7",
     # on_pre_optimizer_step comes after clipping and before optimizer.step
-    (Trainer, "_run_epoch"): "de4852a9dfd7",
+    # (the second: transformers before 5.17, which does not tell the batch sampler its epoch; OrderByEpoch has its own)
+    (Trainer, "_run_epoch"): ("de4852a9dfd7", "1831da9fe3f8"),
     # Pipeline.next_update and epoch_begins: the next epoch's iterator is made while this one's is in use, and an
     # epoch's order and draws are taken when its first batch is asked for
     (DataLoaderShard, "__iter__"): "f6a0dc946182",
@@ -109,7 +111,8 @@ PINS = {
 @pytest.mark.parametrize(("owner", "name"), PINS, ids=lambda value: getattr(value, "__name__", value))
 def test_an_upstream_method_that_an_override_relies_on_has_not_changed(owner, name):
     function = inspect.unwrap(getattr(owner, name))
-    assert source_hash(function) == PINS[owner, name]
+    pinned = PINS[owner, name]
+    assert source_hash(function) in (pinned if isinstance(pinned, tuple) else (pinned,))
 
 
 def test_the_loss_uses_beta_in_the_two_ways_that_a_penalty_stands_in_for():
