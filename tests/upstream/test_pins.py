@@ -52,7 +52,8 @@ PINS = {
     # SalesGRPOTrainer._get_per_token_logps_and_entropies: log-probs come first, and come from the one policy forward
     (GRPOTrainer, "_get_per_token_logps_and_entropies"): "31bbe58ca8ba",
     # SalesGRPOTrainer._init_training_state: returns epochs and micro-steps of the epoch that were trained on
-    (Trainer, "_init_training_state"): "aafbced9c7ae",
+    # (the second: transformers before 5.17, which does not look whether the best checkpoint is still there)
+    (Trainer, "_init_training_state"): ("aafbced9c7ae", "9986c17d68d8"),
     # SalesGRPOTrainer's KL state lies beside what these two write and read
     (Trainer, "_save_optimizer_and_scheduler"): "99a0de2f2453",
     (GRPOTrainer, "_load_optimizer_and_scheduler"): "f0236c69fcf3",
