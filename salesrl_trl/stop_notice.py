@@ -41,7 +41,8 @@ def watched(requested: Callable[[], str | None], told: Callable[[str], None]) ->
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield
         return
-    store = distributed_c10d._get_default_store().clone()  # a connection of its own: others may wait on theirs
+    # A connection of its own: others may wait on theirs.
+    store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(PATIENCE)
     over = threading.Event()
     arguments = (store, f"salesrl_trl/stop/{number}", requested, told, over)

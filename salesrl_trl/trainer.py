@@ -645,7 +645,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             text = json.dumps(self._kl.state_dict(), indent=2)
             Path(output_dir, KL_STATE_NAME).write_text(text + "\n", encoding="utf-8")
         if self._is_inside_a_window and not self._run_control.is_skipping:
-            save_under_way(Path(output_dir), self.args.process_index, self._arrangement, self._buffered_inputs)
+            under_way: Any = self._buffered_inputs  # inside a window there are some
+            save_under_way(Path(output_dir), self.args.process_index, self._arrangement, under_way)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

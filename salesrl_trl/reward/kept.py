@@ -65,9 +65,9 @@ async def check_kept(
     forgotten = await _forget(references, known) and await _forget(answers, None)
     done = "are forgotten and asked for anew" if forgotten else "could NOT be forgotten: stop, and delete the file"
     return (
-        f"the knowledge behind the 32B endpoint has changed: {changed} of {len(compared)} references differ from those "
-        f"in {place}. Its answers to this run's rows ({share}), and what this run's folder holds of an earlier start, "
-        f"{done}",
+        f"the knowledge behind the 32B endpoint has changed: {changed} of {len(compared)} references differ from "
+        f"those in {place}. Its answers to this run's rows ({share}), and what this run's folder holds of an earlier "
+        f"start, {done}",
         True,
     )
 
