@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_utils import get_last_checkpoint
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.lengths import Limit
@@ -252,10 +253,16 @@ def check_output_dir(path: Path | str) -> None:
         ) from None
 
 
-def check_checkpoint(path: str | None, output_dir: str) -> None:
-    """Raise `ConfigError` unless the checkpoint to resume from is there."""
-    if path is None or (Path(path).expanduser() / "trainer_state.json").is_file():
-        return
+def check_checkpoint(path: str | None, output_dir: str) -> str | None:
+    """The checkpoint to resume from, `"true"` being the last one in `output_dir`. Raises `ConfigError` unless it is
+    there."""
+    asked = str(path).lower()
+    if path is None or asked == "false":
+        return None
+    if asked == "true" and Path(output_dir).expanduser().is_dir():
+        path = get_last_checkpoint(str(Path(output_dir).expanduser())) or path
+    if (Path(path).expanduser() / "trainer_state.json").is_file():
+        return str(Path(path).expanduser())
     found = sorted(each.parent.name for each in Path(output_dir).expanduser().glob("checkpoint-*/trainer_state.json"))
     near = difflib.get_close_matches(Path(path).name, found, n=1)
     guess = f" Did you mean {Path(output_dir) / near[0]}?" if near else ""

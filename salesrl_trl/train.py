@@ -34,6 +34,7 @@ from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.hostmem import collect_seldom, keep_freed_memory
+from salesrl_trl.identity import check_identity, identity_of, rows_of
 from salesrl_trl.policy import MAX_POSITIONS, PROMPT_STYLE, cached_policy, policy_tokenizer
 from salesrl_trl.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, choose_precision
 from salesrl_trl.preflight import (
@@ -188,7 +189,8 @@ def prepare(config: RunConfig) -> Prepared:
     data, branches = config.data, config.training.branches
     config.telemetry.check_branches(branches)
     check_output_dir(config.training.output_dir)
-    check_checkpoint(config.training.resume_from_checkpoint, config.training.output_dir)
+    checkpoint = check_checkpoint(config.training.resume_from_checkpoint, config.training.output_dir)
+    config.training.resume_from_checkpoint = checkpoint
     wanted = config.reward.action_format()
     prompt = prompt_of(data, wanted.fields)
     train_rows = load_rows(data.dataset, data.train_split, branches, data.max_train_rows)
@@ -204,6 +206,9 @@ def prepare(config: RunConfig) -> Prepared:
     stand_ins = check_stand_ins(config.reward, branches, own_rows)
     reward = prepare_reward(config.reward, branches, config.training.hybrid_reference_weight > 0)
     train, held_out = _fitting_prompts(config, prompt, train_rows, eval_rows)
+    if checkpoint is not None:  # what there is to tell, the trainer tells
+        made_of = identity_of(config.training, rows_of(train.prompts, (row.branch for row in train.rows)))
+        check_identity(Path(checkpoint), made_of, config.training.allow_changed_resume)
     processes = config.training.world_size
     if config.telemetry.quick_eval_steps and len(held_out.rows) < processes:
         raise ConfigError(

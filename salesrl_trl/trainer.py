@@ -22,6 +22,7 @@ from datasets import Dataset
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -36,6 +37,7 @@ from salesrl_trl.errors import (
 )
 from salesrl_trl.evaluator import QuickEvaluator
 from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
+from salesrl_trl.identity import Identity, check_identity, identity_of, rows_of, weights_of, write_identity
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.kl.penalty import BranchPenalty, loss_mask
 from salesrl_trl.pipeline import Parts, Pipeline, Rollout, correction_sums, why_not_divisible, why_not_streamed
@@ -112,7 +114,7 @@ class SalesGRPOTrainer(GRPOTrainer):
       once per optimizer step and moves the coefficients;
     - `_get_per_token_logps_and_entropies`: hands that penalty the policy's log-probs;
     - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: the coefficients' state goes along, and the
-      generation batch under way;
+      generation batch under way, and what the run is made of (`identity`), which `train` compares;
     - `_init_training_state`: micro-steps are counted on from where the run stands, so that generation batches begin
       where they did;
     - `log`: adds the package's metrics, under the same keys at every step; in place of transformers' print of all
@@ -176,6 +178,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._means = {mode: Means(names) for mode in ("train", "eval")}
         self._bias = {mode: JudgeBias() for mode in ("train", "eval")}
         self._run_control = RunControl(args.min_valid_reward_fraction, args.max_skipped_generations)
+        # The reference policy, or an adapter's base: the run is as long as it lasts about these weights
+        has_base = bool(targets) or kwargs.get("peft_config") is not None or hasattr(model, "peft_config")
+        self._first_weights = weights_of(model.named_parameters()) if has_base else None
         self._rollout: Rollout | None = None  # that TRL is at work on
         self._parts: Parts | None = None  # of a generation batch that is trained on while rewards are out
         self._weight_check = WeightCheck(args.max_sampling_logp_difference)
@@ -225,20 +230,26 @@ class SalesGRPOTrainer(GRPOTrainer):
         if quick_eval is not None and quick_eval.steps:
             self._quick_eval = QuickEvaluator(self, quick_eval)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`.
 
         Raises:
+            `ConfigError`: the checkpoint is of other rows, branches or weights, or of another order of prompts.
             `TooFewRewardsError`: after `max_skipped_generations` skipped in a row. A checkpoint was saved before.
             `RunStopped`: after `request_stop`. A checkpoint was saved before.
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # TRL says that there is none
+        self._identity = self._made_of()
+        if isinstance(resume_from_checkpoint, str):
+            self._check_identity(Path(resume_from_checkpoint))
         self._start_over()
         self._instruments.start(self.accelerator.is_main_process)
         self._timeline.begin("prepare")
         try:
             with watched(lambda: self._run_control.requested, self._told_of_a_stop):
-                output = super().train(*args, **kwargs)
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:  # what was measured of the step that failed is not lost
             self._timeline.add(self._reward.unreported_spans())
             self._pipeline.forget()
@@ -247,6 +258,25 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self._run_control.error is not None:
             raise self._run_control.error
         return output
+
+    def _made_of(self) -> Identity:
+        dataset, rows = self.train_dataset, None
+        if isinstance(dataset, Dataset):  # others can't be gone over twice
+            rows = rows_of(dataset["prompt"], map(self._reward.branch_of, dataset["row"]))
+        return identity_of(self.args, rows, self._first_weights)
+
+    def _check_identity(self, checkpoint: Path) -> None:
+        """Refuse a checkpoint of something else, on all ranks alike."""
+        refused, notes = None, []
+        try:
+            notes = check_identity(checkpoint, self._identity, self.args.allow_changed_resume)
+        except ConfigError as error:
+            refused = str(error)
+        refusals = [each for each in gather_object([refused]) if each is not None]
+        if refusals:
+            raise ConfigError(refusals[0])
+        for note in notes:
+            logger.warning(note)
 
     def _start_over(self) -> None:
         """Leave nothing of an earlier run in this one: it may have ended anywhere, by an interruption too."""
@@ -644,6 +674,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self._kl is not None and self.args.should_save:
             text = json.dumps(self._kl.state_dict(), indent=2)
             Path(output_dir, KL_STATE_NAME).write_text(text + "\n", encoding="utf-8")
+        if self.args.should_save:
+            write_identity(Path(output_dir), self._identity, self._is_inside_a_window)
         if self._is_inside_a_window and not self._run_control.is_skipping:
             under_way: Any = self._buffered_inputs  # inside a window there are some
             save_under_way(Path(output_dir), self.args.process_index, self._arrangement, under_way)

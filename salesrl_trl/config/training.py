@@ -99,6 +99,9 @@ class SalesGRPOConfig(GRPOConfig):
             the order of its micro-batches and of completions within them; not done where a loss depends on those.
         references_ahead (`bool`, *optional*, defaults to `True`):
             Ask the 32B endpoint for the reference answers of a step's rows one step before its completions are there.
+        allow_changed_resume (`bool`, *optional*, defaults to `False`):
+            Go on also from a checkpoint that other rows, branches, first weights or another order of prompts have
+            made. Prompts may then come twice or not at all.
         held_out_eval (`bool`, *optional*, defaults to `True`):
             Evaluate on the held-out rows before the first step, and in the recipes after the last one.
     """
@@ -128,6 +131,9 @@ class SalesGRPOConfig(GRPOConfig):
     rollout_lookahead: int = field(default=0, metadata=about("optimizer steps that rollouts may be ahead"))
     scored_groups_first: bool = field(default=True, metadata=about("train on what is scored while the rest is out"))
     references_ahead: bool = field(default=True, metadata=about("ask for reference answers one step ahead"))
+    allow_changed_resume: bool = field(
+        default=False, metadata=about("go on from a checkpoint of other rows or branches")
+    )
     held_out_eval: bool = field(default=True, metadata=about("evaluate before and after training"))
 
     def __post_init__(self) -> None:

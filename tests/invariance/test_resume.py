@@ -8,6 +8,7 @@ import torch
 from support.keyed import BRANCH_KL, StopAt, betas_of
 
 from salesrl_trl.config import DEFAULT_BRANCHES
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.metrics import beta_of, kl_names
 from salesrl_trl.trainer import KL_STATE_NAME
 
@@ -105,6 +106,13 @@ def test_a_run_resumes_in_any_epoch(train, tmp_path_factory, tmp_path, short_epo
 def test_epochs_differ_in_their_order(short_epochs):
     tokens = [[entry[f"kl/{branch}_tokens"] for branch in DEFAULT_BRANCHES] for entry in short_epochs["steps"]]
     assert len({str(tokens[start : start + 5]) for start in (0, 5)}) == 2
+
+
+def test_a_checkpoint_of_other_rows_is_refused_and_of_other_settings_is_not(train, stopped, caplog):
+    with pytest.raises(ConfigError, match=r"training rows was 60 \(.*\), is 10 \("):
+        train(resume_from=stopped, **SHORT_EPOCHS)
+    train(resume_from=stopped, **{**SETTINGS, "max_steps": STOP + 1})
+    assert "with other settings: max_steps was 12, is 10" in caplog.text
 
 
 def test_a_checkpoint_without_the_coefficients_starts_with_those_configured_and_says_so(

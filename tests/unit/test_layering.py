@@ -32,6 +32,7 @@ ORDER = (
     "machine",
     "checkpoint",
     "config",
+    "identity",
     "telemetry",
     "pipeline",
     "quick_eval",

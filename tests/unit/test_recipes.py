@@ -11,6 +11,7 @@ import yaml
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.identity import identity_of, rows_of, write_identity
 from salesrl_trl.telemetry.instruments import InstrumentSettings
 from salesrl_trl.train import build_instruments, main, parse, prepare
 
@@ -152,6 +153,27 @@ def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded():
     dropped = prepare(parse([*short, "--long_prompts", "drop"], ROOT / "recipes/debug.yaml"))
     assert len(dropped.train_rows) == len(dropped.train_prompts) < 960
     assert [note.split(" rows have")[0].split(" ", 3)[-1] for note in dropped.notes] == ["training", "held-out"]
+
+
+def test_a_checkpoint_of_other_rows_or_branches_is_refused_before_a_model_is_loaded(tmp_path):
+    asked = ["--output_dir", str(tmp_path), "--resume_from_checkpoint", "true"]
+    recipe = ROOT / "recipes/debug.yaml"
+    with pytest.raises(ConfigError, match=r"`resume_from_checkpoint` is 'true', where there is no checkpoint"):
+        prepare(parse(asked, recipe))
+    for step in (8, 10):  # the last one counts
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "trainer_state.json").write_text("{}")
+    config = parse(asked, recipe)
+    prepared = prepare(config)
+    assert config.training.resume_from_checkpoint == str(checkpoint)
+    rows = rows_of(prepared.train_prompts, [row.branch for row in prepared.train_rows])
+    write_identity(checkpoint, identity_of(config.training, rows), inside_a_batch=False)
+    prepare(parse(asked, recipe))
+    other = [*asked, "--max_train_rows", "100"]
+    with pytest.raises(ConfigError, match=r"checkpoint-10 is of another run: training rows was 960 .*, is 100 "):
+        prepare(parse(other, recipe))
+    prepare(parse([*other, "--allow_changed_resume", "true"], recipe))
 
 
 def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):

@@ -1,0 +1,117 @@
+"""What a run is made of, as far as its checkpoints depend on it.
+
+Owns which differences between a checkpoint and the run that goes on from it are refused, and which are only told of.
+Refused is what would give a prompt twice or not at all, or would measure and pull against something else: rows, their
+branches, what decides the order of prompts, the weights that the reference or an adapter is of.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.errors import ConfigError
+
+IDENTITY_NAME = "made_of.json"
+"""In every checkpoint that holds an optimizer."""
+UNDER_WAY = "processes x batch, steps x iterations of the generation batch under way"
+"""Decides nothing in a checkpoint that lies between two generation batches."""
+TOLD = (
+    "learning_rate", "lr_scheduler_type", "optim", "max_steps", "num_train_epochs", "num_generations",
+    "num_iterations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "loss_type", "scale_rewards",
+    "beta", "branch_kl", "kl_control", "kl_estimator", "hybrid_reference_weight", "rollout_lookahead",
+)  # fmt: skip
+"""Settings that a run may go on with otherwise, and says so."""
+_PER_WEIGHT = 32
+"""Values that stand for a weight. What was trained, or is another model, differs in some of them everywhere."""
+
+Identity = dict[str, dict[str, Any]]
+"""`decides`: what is refused where it differs. `told`: settings of which a difference is only told. Both JSON."""
+
+
+def rows_of(prompts: Iterable[Any], branches: Iterable[str]) -> str:
+    """Training rows in short: `"240 (5f2c8b1e9a40)"`; the digest is of prompts and branches in their order."""
+    digest, count = hashlib.sha256(), 0
+    for count, row in enumerate(zip(prompts, branches, strict=True), start=1):  # noqa: B007  counted after the loop
+        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    return f"{count} ({digest.hexdigest()[:12]})"
+
+
+def weights_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A digest of weights by a few values of each, the same in every number format that holds bfloat16."""
+    digest = hashlib.sha256()
+    for name, weight in weights:
+        if "lora_" not in name:  # an adapter's own begin at random
+            values = weight.detach().flatten()
+            values = values[:: max(1, len(values) // _PER_WEIGHT)][:_PER_WEIGHT].to(torch.bfloat16)
+            digest.update(values.view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def identity_of(args: SalesGRPOConfig, rows: str | None, weights: str | None = None) -> Identity:
+    """What a run with these settings is made of. Rows and weights are left out where they are `None`."""
+    batch, group = args.generation_batch_size, args.num_generations
+    steps, iterations = args.steps_per_generation, args.num_iterations
+    assert batch is not None and steps is not None  # set by TRL
+    decides = {
+        "training rows": rows,
+        "branches": ", ".join(args.branches),
+        "seed": args.seed,
+        "shuffle_dataset": args.shuffle_dataset,
+        "prompts in a generation batch": batch // group,
+        "generation batches an optimizer step": str(Fraction(args.gradient_accumulation_steps, steps * iterations)),
+        UNDER_WAY: f"{args.world_size} x {args.per_device_train_batch_size}, {steps} x {iterations}",
+        "weights at the start": weights,
+    }
+    return {
+        "decides": {name: value for name, value in decides.items() if value is not None},
+        "told": {name: json.loads(json.dumps(getattr(args, name), default=str)) for name in TOLD},
+    }
+
+
+def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -> None:
+    """Put it into a checkpoint, which lies inside a generation batch or between two."""
+    decides = {name: value for name, value in identity["decides"].items() if inside_a_batch or name != UNDER_WAY}
+    text = json.dumps({**identity, "decides": decides}, indent=2, ensure_ascii=False)
+    (checkpoint / IDENTITY_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[str]:
+    """Compare a run with the checkpoint that it is to go on from.
+
+    Args:
+        checkpoint (`Path`):
+            The checkpoint.
+        identity (`Identity`):
+            The run.
+        allowed (`bool`):
+            Go on also where what decides is another: it is then told of.
+
+    Returns:
+        `list[str]`: what there is to tell.
+
+    Raises:
+        `ConfigError`: what decides is another.
+    """
+    path = checkpoint / IDENTITY_NAME
+    if not path.is_file():
+        return [f"{checkpoint} holds no {IDENTITY_NAME}: whether it is of these rows and branches is not known"]
+    saved: Identity = json.loads(path.read_text(encoding="utf-8"))
+    other = _differences(saved["decides"], identity["decides"])
+    if other and not allowed:
+        raise ConfigError(
+            f"{checkpoint} is of another run: {'; '.join(other)}. Expected what it was made of. Give that again; or "
+            "begin anew, without `resume_from_checkpoint` and in another `output_dir`; or set "
+            "`allow_changed_resume: true`, where prompts may come twice or not at all."
+        )
+    other += _differences(saved["told"], identity["told"])
+    return [f"going on from {checkpoint} with other settings: {'; '.join(other)}"] if other else []
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [f"{name} was {was}, is {now[name]}" for name, was in saved.items() if name in now and now[name] != was]
