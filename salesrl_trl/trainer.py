@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl.trainer.grpo_trainer as upstream_trainer
 from accelerate.logging import get_logger
 from accelerate.utils import gather, gather_object
 from datasets import Dataset
@@ -36,7 +37,7 @@ from salesrl_trl.errors import (
     ServiceUnavailable,
 )
 from salesrl_trl.evaluator import QuickEvaluator
-from salesrl_trl.generation import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
+from salesrl_trl.generation import engine_kwargs, has_tied_head, replaced, vllm_dtype, vllm_engine_options
 from salesrl_trl.identity import Identity, check_identity, identity_of, rows_of, weights_of, write_identity
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.kl.penalty import BranchPenalty, loss_mask
@@ -768,11 +769,16 @@ class SalesGRPOTrainer(GRPOTrainer):
 
 @contextlib.contextmanager
 def _reference_wanted(args: SalesGRPOConfig, wanted: bool) -> Iterator[None]:
-    """TRL loads a reference model, and takes its log-probs, if `args.beta` is not 0 while the trainer is built."""
+    """TRL loads a reference model, and takes its log-probs, if `args.beta` is not 0 while the trainer is built.
+
+    A single process would spread it over all GPUs in sight (`device_map="auto"`); it goes where the policy is.
+    """
     beta = args.beta
     args.beta = 1.0 if wanted else 0.0
+    on_one_device = functools.partial(upstream_trainer.create_model_from_path, device_map=None)
     try:
-        yield
+        with replaced(upstream_trainer, "create_model_from_path", on_one_device):
+            yield
     finally:
         args.beta = beta
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import trl.trainer.grpo_trainer as upstream_trainer
 from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 from transformers import TrainerCallback
 
@@ -48,6 +49,15 @@ def test_a_step_learns_and_logs_every_metric(scripted_trainer, caplog, capfd, tm
         assert logs["outcome/ok"] == logs["outcome/invalid_action"] == 0.5
         # each group holds one action judged 0.75 and one that is none, worth 0: mean 0.375
         assert logs["reward"] == pytest.approx(0.375)
+
+
+def test_the_reference_is_not_spread_over_the_gpus_in_sight(scripted_trainer, monkeypatch):
+    stock, seen = upstream_trainer.create_model_from_path, []
+    monkeypatch.setattr(
+        upstream_trainer, "create_model_from_path", lambda *args, **given: seen.append(given) or stock(*args, **given)
+    )
+    scripted_trainer()
+    assert [given["device_map"] for given in seen] == [None]
 
 
 def test_equal_completions_are_asked_about_once(scripted_trainer, services):
