@@ -157,7 +157,7 @@ def very_long(action: Fields) -> list[Case]:
         *(Case({**action, name: over}, "too_long") for name in action),
         *(Case({**action, name: at}) for name in action),
         Case({**action, "user_profile": "长" * MAX_FIELD_CHARS}),
-        Case('{"user_profile": "' + words, "not_json"),
+        Case('{"user_profile": "' + words[: 2 * MAX_FIELD_CHARS], "not_json"),
     ]
 
 
@@ -662,6 +662,11 @@ class Prepared:
 
 def prepare(simulation: SimulationConfig, data: DataConfig, config: RewardConfig) -> Prepared:
     """Look at everything that can be looked at before the load. Raises `SalesRLError`."""
+    if config.action_format() != DEFAULT_FORMAT:
+        raise ConfigError(
+            f"`action_fields` is {', '.join(config.action_fields)}. Expected {', '.join(DEFAULT_FORMAT.fields)}: the "
+            "simulation writes no other actions. Leave it out."
+        )
     return Prepared(
         rows=load_rows(data.dataset, data.train_split, simulation.branches, data.max_train_rows),
         drafts={row.row_id: each for row, each in load_drafts()} if data.dataset == DEMO else {},

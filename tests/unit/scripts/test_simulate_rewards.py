@@ -405,6 +405,7 @@ def test_as_much_as_is_wanted_has_to_be_scored(services, capsys):
         (["--rag_top_k", "0"], "`rag_top_k` is 0. Expected 1 to 50."),
         (["--config"], "`--config` names ['']"),
         (["--config", "no.yaml"], "`--config` names ['no.yaml']"),
+        (["--action_fields", "query"], "the simulation writes no other actions"),
         (["--dataset", "no.jsonl"], "there is no dataset file no.jsonl"),
         (["--judge_api_key_env", "NO_SUCH_KEY"], "NO_SUCH_KEY, which is not set"),
     ],
