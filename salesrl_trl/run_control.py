@@ -5,6 +5,7 @@ trainer's.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 
 from salesrl_trl.errors import RunStopped, SalesRLError, TooFewRewardsError
 
@@ -24,12 +25,17 @@ class RunControl:
             Share of a generation batch's completions that must have a reward.
         max_skipped_generations (`int`):
             Batches in a row that may lack it; the last of them ends the run.
+        places (`Mapping[str, str]`, *optional*, defaults to none):
+            Where each service is, by the name that its reason codes begin with.
     """
 
-    def __init__(self, min_valid_reward_fraction: float, max_skipped_generations: int) -> None:
+    def __init__(
+        self, min_valid_reward_fraction: float, max_skipped_generations: int, places: Mapping[str, str] | None = None
+    ) -> None:
         self.wanted_fraction = min_valid_reward_fraction
         """Share of completions below which a batch is skipped."""
         self._most = max_skipped_generations
+        self._places = places or {}
         self.restart()
 
     def restart(self) -> None:
@@ -63,11 +69,13 @@ class RunControl:
         self._skipped_in_a_row += 1
         reasons = ", ".join(f"{reason} {count}" for reason, count in missing.most_common(5))
         if self._skipped_in_a_row >= self._most:
+            failed = [name for name in self._places if any(reason.startswith(f"{name}_") for reason in missing)]
+            where = "".join(f"{name} is {self._places[name]}. " for name in failed)
             advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
             self.error = TooFewRewardsError(
                 f"{self._skipped_in_a_row} generation batches in a row had fewer than {wanted:.0%} of their "
-                f"completions scored. Failures in the last one: {reasons}. {advice}A checkpoint was saved; mend the "
-                "service and go on with --resume_from_checkpoint DIR."
+                f"completions scored. Failures in the last one: {reasons}. {where}{advice}A checkpoint was saved; mend "
+                "the service and go on with --resume_from_checkpoint DIR."
             )
         return (
             f"skipping an update: {scored_fraction:.0%} of the completions could be scored, wanted {wanted:.0%} "

@@ -178,7 +178,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             names = (*names, BASELINE_FALLBACK)
         self._means = {mode: Means(names) for mode in ("train", "eval")}
         self._bias = {mode: JudgeBias() for mode in ("train", "eval")}
-        self._run_control = RunControl(args.min_valid_reward_fraction, args.max_skipped_generations)
+        self._run_control = RunControl(args.min_valid_reward_fraction, args.max_skipped_generations, reward.places)
         # The reference policy, or an adapter's base: the run is as long as it lasts about these weights
         has_base = bool(targets) or kwargs.get("peft_config") is not None or hasattr(model, "peft_config")
         self._first_weights = weights_of(model.named_parameters()) if has_base else None

@@ -16,7 +16,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from aiohttp import web
 
@@ -122,6 +122,7 @@ class InstantReward(BatchedReward):
     provider_names = ()
     service_names = ()
     component_names = ()
+    places: ClassVar[dict[str, str]] = {}
 
     def __init__(self) -> None:
         super().__init__(deadline_s=60.0)

@@ -119,6 +119,11 @@ class SalesReward(BatchedReward):
         """Everything that has traffic of its own, in a fixed order."""
         return tuple(self._transports())
 
+    @property
+    def places(self) -> dict[str, str]:
+        """Where each service is, and for which model it is asked, for messages."""
+        return {**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **self._judge.places}
+
     def fetch_references(self, rows: Iterable[int]) -> None:
         """Ask for the 32B answers of these rows ahead of their completions, each once. Completions that come while one
         is under way share what becomes of it, as those of a group do; after a failure the next one asks again."""
@@ -187,10 +192,9 @@ class SalesReward(BatchedReward):
         if not isinstance(answers[1], ServiceError):
             await self._check_kept_references()
         self.take_report()
-        places = {**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **self._judge.places}
         for name, result in told.items():
             if isinstance(result, ServiceError):
-                result.args = (f"{result} ({name}: {places[name]})",)
+                result.args = (f"{result} ({name}: {self.places[name]})",)
         return told
 
     async def _warn_of_an_empty_index(self, row: SalesRow) -> None:

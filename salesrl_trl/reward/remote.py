@@ -261,6 +261,11 @@ class RemoteReward(BatchedReward):
         """Everything that has traffic of its own, in a fixed order."""
         return self._local.service_names
 
+    @property
+    def places(self) -> dict[str, str]:
+        """As `SalesReward.places`."""
+        return self._local.places
+
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
         return self._local.branch_of(index)

@@ -37,6 +37,15 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_ones_failures_the_most_
     assert "in the last one: judge_http_500 3, deadline 1." in told
 
 
+def test_the_services_behind_the_failures_are_named_with_their_places():
+    places = {"rag_8b": "at http://rag", "judge": "model judge-32b at http://judge/v1"}
+    control = RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=1, places=places)
+    skip(control)
+    assert "judge_http_500 3, deadline 1. judge is model judge-32b at http://judge/v1. A checkpoint" in str(
+        control.error
+    )
+
+
 def test_one_that_counts_between_them_begins_the_count_anew(control):
     for _ in range(3):
         skip(control, 2)
