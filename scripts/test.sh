@@ -31,8 +31,8 @@ make_lowest() {
   local stamp="$lowest/.made-of" list="requirements/lowest.txt"
   if cmp -s "$list" "$stamp"; then return; fi
   rm -rf -- "$lowest"
-  "$bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-deps --only-binary :all: \
-    --target "$lowest" -r "$list"
+  "$bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-deps --no-compile \
+    --only-binary :all: --target "$lowest" -r "$list"
   cp -- "$list" "$stamp"
 }
 
