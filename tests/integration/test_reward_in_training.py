@@ -5,7 +5,7 @@ import logging
 import math
 
 import pytest
-from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
+from support.loopback import ACTION, ANSWER, BAD, VERDICT, action, chat_completion
 
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.reward.cache import AnswerStore
@@ -41,7 +41,7 @@ def test_what_services_and_judges_did_is_logged_with_each_step(scripted_trainer,
 def test_a_judge_that_likes_length_is_seen(scripted_trainer, services):
     lengths = iter((10, 20, 30, 40))
     services.functions["8b"] = lambda request: (
-        200, {"answer": "x" * next(lengths), "passages": [], "took_ms": 1}
+        200, {**ANSWER, "answer": "x" * next(lengths)}
     )  # fmt: skip
     services.judge_by(lambda system, user: {**VERDICT, "candidate": user.count("x" * 10) / 10})
     trainer = scripted_trainer(texts=DIFFERENT, max_steps=1)
