@@ -8,6 +8,7 @@ import urllib.parse
 from typing import Any
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.reward.http import address_fault
 
 
 def about(text: str) -> dict[str, str]:
@@ -43,11 +44,8 @@ def check_finite(config: Any, where: str = "") -> None:
 def check_url(setting: str, url: str | None) -> None:
     if url is None:
         return
-    check(
-        re.search(r"(?<!/)@|[?#]", url) is None,
-        f"`{setting}` holds credentials or a query (an @, ? or #). Expected an address without them, which a path is "
-        "appended to, and which logs and errors name. Keys go into an environment variable.",
-    )
+    fault = address_fault(url)
+    check(fault is None, f"`{setting}` holds {fault}.")
     check(
         re.fullmatch(r"https?://\S+", url) is not None and _has_host(url),
         f"`{setting}` is {url!r}. Expected an address that starts with http:// or https://, a host behind it.",

@@ -7,7 +7,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import about, check, check_choice, check_positive, structure
+from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import ControlLaw, KLTarget
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
@@ -155,6 +155,7 @@ class SalesGRPOConfig(GRPOConfig):
         share = self.min_changed_weights
         check(0 <= share <= 1, f"`min_changed_weights` is {share}. Expected 0 to 1.")
         check_positive(self, "max_sampling_logp_difference", "max_skipped_generations")
+        check_url("vllm_server_base_url", self.vllm_server_base_url)
         check(
             self.use_vllm or not self.use_transformers_continuous_batching or not (self.bf16 or self.fp16),
             "`use_transformers_continuous_batching` with `bf16` or `fp16` turns the weights in training into 16 bits, "

@@ -75,12 +75,15 @@ class HttpClient:
             Larger answers are cut off and are a `BadServiceResponse`.
 
     Raises:
-        `ConfigError`: the key can't travel in a header. The message does not show it.
+        `ConfigError`: the key can't travel in a header, or the address holds what messages would show. This one does
+            not.
     """
 
     def __init__(
         self, service: str, base_url: str, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
     ) -> None:
+        if fault := address_fault(base_url):
+            raise ConfigError(f"the address of {service} holds {fault}.")
         self.service = service
         self._base_url = base_url.rstrip("/")
         self._headers = {
@@ -270,6 +273,16 @@ def refuse_stated_error(service: str, answer: Any) -> None:
 
 def _is_failed_status(value: Any) -> bool:
     return type(value) is int and 400 <= value < 600
+
+
+def address_fault(url: str) -> str | None:
+    """What an address is not to hold, in words that do not show it; `None` where it holds nothing of that kind."""
+    if re.search(r"(?<!/)@|[?#]", url) is None:
+        return None
+    return (
+        "credentials or a query (an @, ? or #). Expected an address without them, which a path is appended to, and "
+        "which logs and errors name. Keys go into an environment variable"
+    )
 
 
 def key_fault(key: str) -> str | None:

@@ -71,7 +71,7 @@ class JudgeProvider:
     """`None` for models that take none."""
     max_completion_tokens: int = 512
     """Room for the verdict, and for a reasoning model's thoughts."""
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    extra_body: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Further fields of every request: `{"chat_template_kwargs": {"enable_thinking": False}}`."""
     usd_per_million_prompt_tokens: float = 0.0
     """Price, for the cost metrics."""

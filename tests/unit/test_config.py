@@ -174,6 +174,7 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
         (RewardConfig, {"judge_max_concurrency": 0}, "`judge_max_concurrency`"),
         (RewardConfig, {"rag_base_url": "rag.internal:8801"}, "starts with http:// or https://"),
         (RewardConfig, {"judge_base_url": "localhost"}, "starts with http:// or https://"),
+        (SalesGRPOConfig, {"vllm_server_base_url": "http://user:pw@vllm"}, "`vllm_server_base_url` holds credentials"),
         (WarmStartConfig, {"warm_start_steps": 0}, "Expected more than 0"),
         (TelemetryConfig, {"perf_logging_steps": 0}, "`perf_logging_steps` is 0. Expected more than 0"),
         (TelemetryConfig, {"trace_max_mb": 0}, "`trace_max_mb` is 0. Expected more than 0"),

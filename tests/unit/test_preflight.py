@@ -99,6 +99,13 @@ def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch, key, 
     assert "nter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["http://user:hunter2@127.0.0.1", "http://127.0.0.1?key=hunter2"])
+def test_a_client_takes_no_address_that_messages_must_not_show(url):
+    with pytest.raises(ConfigError, match="the address of judge holds credentials or a query") as caught:
+        HttpClient("judge", url)
+    assert "hunter2" not in str(caught.value)
+
+
 def check_judge(url, key, model="judge-32b"):
     return check_models(url, key, model)
 
