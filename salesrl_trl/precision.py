@@ -91,7 +91,7 @@ def choose_precision(
         autocast (`bool`):
             Whether the forward pass computes in 16 bits whatever the weights are (`bf16` or `fp16`).
         keeps_masters (`bool`):
-            Whether DeepSpeed trains.
+            Whether DeepSpeed trains. It keeps float32 copies of 16-bit weights where it computes in 16 bits.
         adapters_only (`bool`):
             Whether LoRA adapters are trained.
         optim (`str`), optim_args (`str`, *optional*):
@@ -104,7 +104,7 @@ def choose_precision(
     Raises:
         `ConfigError`: float32 does not fit, and nothing else that would train every weight is there.
     """
-    if dtype == "float32" or keeps_masters or adapters_only:
+    if dtype == "float32" or adapters_only or (keeps_masters and autocast):
         return Precision(dtype=dtype)
     if optim in (STOCHASTIC_OPTIM, "adamw_torch_4bit") and STOCHASTIC_ARGS in (optim_args or "").replace(" ", ""):
         return Precision(dtype=dtype)

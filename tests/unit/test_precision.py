@@ -27,6 +27,7 @@ def choose(**given):
         ({"room": None}, "float32", False),
         ({"dtype": "float32", "room": LARGE}, "float32", False),  # asked for: tried
         ({"keeps_masters": True, "room": LARGE}, "bfloat16", False),
+        ({"keeps_masters": True, "autocast": False, "room": None}, "float32", False),  # a CPU
         ({"adapters_only": True, "room": LARGE}, "bfloat16", False),
         ({"room": LARGE, "has_torchao": True}, "bfloat16", True),
         ({"has_torchao": True}, "float32", False),  # the exact one first

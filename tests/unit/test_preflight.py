@@ -5,13 +5,17 @@ import gzip
 import re
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from werkzeug import Response
 
 from salesrl_trl.config import DataConfig, SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
-from salesrl_trl.preflight import check_checkpoint, check_model, prompt_limit, read_key
+from salesrl_trl.precision import Room
+from salesrl_trl.preflight import check_checkpoint, check_model, prompt_limit, read_key, room_for_training
 from salesrl_trl.probe import check_models, check_rag, check_vllm_server
 from salesrl_trl.reward.http import MAX_BODY_BYTES, HttpClient
 
@@ -269,3 +273,14 @@ def test_a_check_works_beside_a_running_event_loop(httpserver):
         check_rag(httpserver.url_for("").rstrip("/"), None)
 
     asyncio.run(in_a_notebook())
+
+
+def test_the_room_for_training_is_the_cards_memory_and_the_models_size(tiny, monkeypatch):
+    card = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    asked = {"vllm_share": 0.35, "has_reference": True}
+    room = room_for_training(str(tiny), None, False, torch.device("cuda"), processes=2, **asked)
+    count = sum(each.numel() for each in model.parameters())
+    assert room == Room(parameters=count, memory_gib=80.0, is_replicated=True, **asked)
+    assert room_for_training(str(tiny), None, False, torch.device("cpu"), processes=1, **asked) is None

@@ -12,6 +12,7 @@ import yaml
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.identity import identity_of, rows_of, write_identity
+from salesrl_trl.precision import Room
 from salesrl_trl.telemetry.instruments import InstrumentSettings
 from salesrl_trl.train import build_instruments, main, parse, prepare
 
@@ -260,3 +261,22 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
     assert instruments._settings == InstrumentSettings(
         enabled=False, perf_steps=3, trace_steps=range(4, 7), trace_bytes=2_500_000, heartbeat_s=7.0, peak_flops=4e14
     )
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
+def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(tiny, monkeypatch, large):
+    room = Room(parameters=7_600_000_000, memory_gib=140.0, vllm_share=0.35, has_reference=True) if large else None
+    monkeypatch.setattr("salesrl_trl.train.room_for_training", lambda *_, **__: room)
+    monkeypatch.setattr("salesrl_trl.train.is_torchao_available", lambda: True)
+    given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--dtype", "bfloat16"]
+    config = parse([*given, "--use_cpu", "true", "--bf16", "false"], ROOT / "recipes/full.yaml")
+    plain = config.training.optim
+    prepared = prepare(config)
+    assert prepared.dtype == ("bfloat16" if large else "float32")
+    if large:
+        assert (config.training.optim, config.training.optim_args) == (
+            "adamw_torch_8bit", "bf16_stochastic_round=True",
+        )  # fmt: skip
+    else:
+        assert config.training.optim == plain
+    assert ["weights are trained in" in note for note in prepared.notes] == [True]

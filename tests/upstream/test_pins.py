@@ -14,7 +14,8 @@ import trl.trainer.grpo_trainer as grpo_trainer
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from torch.distributed import FileStore, PrefixStore, distributed_c10d
-from transformers import Trainer
+from transformers import Trainer, TrainerControl
+from transformers.trainer_callback import CallbackHandler
 from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -127,6 +128,18 @@ def test_the_loss_uses_beta_in_the_two_ways_that_a_penalty_stands_in_for():
 def test_the_setting_beta_is_read_only_while_the_trainer_is_built():
     uses = inspect.getsource(GRPOTrainer).count("args.beta")
     assert uses == inspect.getsource(GRPOTrainer.__init__).count("args.beta") > 0
+
+
+def test_the_reference_model_has_the_policys_number_format():
+    """`precision.Room` counts its bytes so, and a KL between two formats would not begin at 0."""
+    assert 'model_init_kwargs.setdefault("dtype", self.model.dtype)' in inspect.getsource(GRPOTrainer.__init__)
+
+
+def test_an_entry_of_the_log_takes_back_that_one_is_due():
+    """`WeightChange` puts it back after an entry of its own."""
+    control = TrainerControl(should_log=True)
+    CallbackHandler([], None, None, None, None).on_log(None, None, control, {})
+    assert not control.should_log
 
 
 def test_the_trainer_builds_its_generation_from_a_module_global():
