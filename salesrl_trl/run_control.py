@@ -74,8 +74,8 @@ class RunControl:
             advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
             self.error = TooFewRewardsError(
                 f"{self._skipped_in_a_row} generation batches in a row had fewer than {wanted:.0%} of their "
-                f"completions scored. Failures in the last one: {reasons}. {where}{advice}A checkpoint was saved; mend "
-                "the service and go on with --resume_from_checkpoint DIR."
+                f"completions scored. Failures in the last one: {reasons}. {where}{advice}A checkpoint was saved; "
+                "mend the service and go on with --resume_from_checkpoint DIR."
             )
         return (
             f"skipping an update: {scored_fraction:.0%} of the completions could be scored, wanted {wanted:.0%} "
