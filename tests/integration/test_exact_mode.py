@@ -58,7 +58,7 @@ def number_of(text):
 TEXTS = tuple(text_of(number) for number in range(256))
 
 
-def action_of(completion):
+def action_of(completion, _):
     return Action(fields={"user_profile": "", "rewritten_query": completion, "history_summary": ""})
 
 

@@ -130,7 +130,7 @@ def services(httpserver):
 def any_text_is_an_action(monkeypatch):
     """So that what a policy of random weights says has a reward."""
 
-    def action_of(completion):
+    def action_of(completion, _):
         return Action(fields={"user_profile": "", "rewritten_query": completion, "history_summary": ""})
 
     monkeypatch.setattr("salesrl_trl.reward.chain.parse_action", action_of)

@@ -113,7 +113,9 @@ def without_a_push(patch):
     patch.setattr(VLLMClient, "update_named_params", lambda *_, **__: None)
     patch.setattr(
         "salesrl_trl.reward.chain.parse_action",
-        lambda completion: Action(fields={"user_profile": "", "rewritten_query": completion, "history_summary": ""}),
+        lambda completion, _: Action(
+            fields={"user_profile": "", "rewritten_query": completion, "history_summary": ""}
+        ),
     )
 
 
