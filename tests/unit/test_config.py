@@ -6,6 +6,7 @@ from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, Teleme
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import ControlLaw
 from salesrl_trl.kl.penalty import PenaltySettings
+from salesrl_trl.machine import Settled
 
 
 def training(**kwargs):
@@ -55,7 +56,6 @@ def test_the_defaults_work():
             "`beta` says nothing",
         ),
         ({"min_changed_weights": 1.5}, "`min_changed_weights` is 1.5. Expected 0 to 1"),
-        ({"fp16": True, "use_transformers_continuous_batching": True}, "turns the weights in training into 16 bits"),
         ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, and log-probs are taken at .* 1.0"),
         (
             {"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'},
@@ -68,6 +68,12 @@ def test_the_defaults_work():
 def test_a_training_setting_that_cannot_work_is_refused(kwargs, message):
     with pytest.raises(ConfigError, match=message):
         training(**kwargs)
+
+
+def test_weights_in_training_are_not_turned_into_16_bits(monkeypatch):
+    monkeypatch.setattr("salesrl_trl.config.training.settle", lambda *_: Settled(True, True, False, []))  # as on a GPU
+    with pytest.raises(ConfigError, match="turns the weights in training into 16 bits"):
+        training(use_transformers_continuous_batching=True)
 
 
 def test_a_branch_that_is_not_named_has_the_coefficient_beta():
