@@ -148,7 +148,7 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
         `DataError`: if the file cannot be read or is empty, or a line is no such object or repeats an id.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         fault = unreadable(error)
         raise DataError(f"cannot read the knowledge base {path}: {fault}; give a UTF-8 file of JSON lines") from error

@@ -202,8 +202,11 @@ def test_no_documents_are_refused() -> None:
 
 def test_documents_are_read_with_and_without_title(tmp_path: Path) -> None:
     path = tmp_path / "k.jsonl"
-    path.write_text('{"id": "1", "text": "a", "lang": "en"}\n\n{"id": "2", "title": "t", "text": "b"}\n', "utf-8")
-    assert load_documents(path) == (Document(id="1", text="a"), Document(id="2", text="b", title="t"))
+    # a line separator (U+2028) within a text ends no line of the file
+    path.write_text(
+        '{"id": "1", "text": "a\u2028a", "lang": "en"}\n\n{"id": "2", "title": "t", "text": "b"}\n', "utf-8"
+    )
+    assert load_documents(path) == (Document(id="1", text="a\u2028a"), Document(id="2", text="b", title="t"))
 
 
 @pytest.mark.parametrize(
