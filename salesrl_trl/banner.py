@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 from trl import ModelConfig
 
 from salesrl_trl import __version__
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.kl.controller import KLTarget
 from salesrl_trl.machine import device_line
+from salesrl_trl.preflight import parameter_count
 
 LOG_NAME = "run.log"
 """In the output folder: what the console showed."""
@@ -70,15 +70,8 @@ def banner(
 def _policy(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:
     name = model.model_name_or_path or "the packaged small policy (your own: --model_name_or_path NAME)"
     trained = f"LoRA of rank {model.lora_r}" if model.use_peft else "all weights"
-    return f"{name}, {_count(_parameters(path, model, training))} parameters; trained: {trained}"
-
-
-def _parameters(path: str, model: ModelConfig, training: SalesGRPOConfig) -> int:
-    trust = training.trust_remote_code
-    config = AutoConfig.from_pretrained(path, revision=model.model_revision, trust_remote_code=trust)
-    with torch.device("meta"):
-        policy = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-    return int(sum(parameter.numel() for parameter in policy.parameters()))
+    size = parameter_count(path, model.model_revision, training.trust_remote_code)
+    return f"{name}, {_count(size)} parameters; trained: {trained}"
 
 
 def _count(number: int) -> str:

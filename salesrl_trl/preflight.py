@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import set_zero3_state
 from transformers.trainer_utils import get_last_checkpoint
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
@@ -191,6 +191,15 @@ def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: b
     return tokenizer
 
 
+def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: bool) -> int:
+    """A model's parameters, of which it is built without the weights. On one process alone: under ZeRO-3 transformers
+    would split them over all, and wait for the others."""
+    config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    with torch.device("meta"), set_zero3_state():  # as if they were split already
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return int(sum(parameter.numel() for parameter in model.parameters()))
+
+
 def room_for_training(
     name_or_path: str,
     revision: str | None,
@@ -201,14 +210,11 @@ def room_for_training(
     has_reference: bool,
     processes: int,
 ) -> Room | None:
-    """What the card has and a model would take, which is built without its weights; `None` without a CUDA device."""
+    """What the card has and a model would take; `None` without a CUDA device."""
     if device.type != "cuda":
         return None
-    config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return Room(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameter_count(name_or_path, revision, trust_remote_code),
         memory_gib=torch.cuda.get_device_properties(device).total_memory / GIB,
         vllm_share=vllm_share,
         has_reference=has_reference,

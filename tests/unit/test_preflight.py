@@ -15,7 +15,14 @@ from werkzeug import Response
 from salesrl_trl.config import DataConfig, SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
 from salesrl_trl.precision import Room
-from salesrl_trl.preflight import check_checkpoint, check_model, prompt_limit, read_key, room_for_training
+from salesrl_trl.preflight import (
+    check_checkpoint,
+    check_model,
+    parameter_count,
+    prompt_limit,
+    read_key,
+    room_for_training,
+)
 from salesrl_trl.probe import check_models, check_rag, check_vllm_server
 from salesrl_trl.reward.http import MAX_BODY_BYTES, HttpClient
 
@@ -284,3 +291,11 @@ def test_the_room_for_training_is_the_cards_memory_and_the_models_size(tiny, mon
     count = sum(each.numel() for each in model.parameters())
     assert room == Room(parameters=count, memory_gib=80.0, is_replicated=True, **asked)
     assert room_for_training(str(tiny), None, False, torch.device("cpu"), processes=1, **asked) is None
+
+
+def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
+    """Under ZeRO-3 transformers splits each model over all processes as it is built, which waits for the others. The
+    banner is written by one. Here there is no process group: splitting would raise."""
+    expected = parameter_count(str(tiny), None, False)
+    monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: True)
+    assert parameter_count(str(tiny), None, False) == expected
