@@ -143,14 +143,14 @@ class _Parser(TrlParser):
     and a recipe's `small_policy` settings hold where no model is named."""
 
     def parse_args_and_config(self, args: Sequence[str], **kwargs: Any) -> Any:
-        self._names_model = any(each.split("=")[0] == "--model_name_or_path" for each in args)
-        self._given = {each.split("=")[0].removeprefix("--") for each in args if each.startswith("--")}
+        options = (each.split("=")[0] for each in args if each.startswith("--"))
+        self._given = {option[2:].replace("-", "_") for option in options}  # either is read: --max-steps, --max_steps
         self.stand_in: list[str] = []
         return super().parse_args_and_config(args, **kwargs)
 
     def set_defaults_with_config(self, **config: Any) -> Any:
         stand_in = config.pop(STAND_IN, {})
-        if stand_in and not self._names_model and config.get("model_name_or_path") is None:
+        if stand_in and "model_name_or_path" not in self._given and config.get("model_name_or_path") is None:
             other = {name: value for name, value in stand_in.items() if name not in self._given}
             changed = [
                 name if isinstance(value, dict) else f"{name} {value} (not {config[name]})"

@@ -64,8 +64,14 @@ def test_it_says_what_the_run_consists_of(recipe, arguments, expected, policy_pa
     assert "<|im_end|> (2)" in text
 
 
+@pytest.mark.parametrize("spelled", ["--model_name_or_path", "--model-name-or-path"])
+def test_a_named_model_is_trained_by_its_own_settings(spelled, tmp_path):
+    config = parse([spelled, "NAME", "--output_dir", str(tmp_path)], ROOT / "recipes/full.yaml")
+    assert (config.training.learning_rate, config.data.prompt_style, config.notes) == (1e-6, "instruct", [])
+
+
 def test_what_the_command_line_sets_holds_for_the_small_policy_too(tmp_path):
-    config = parse(["--max_steps", "7", "--output_dir", str(tmp_path)], ROOT / "recipes/full.yaml")
+    config = parse(["--max-steps", "7", "--output_dir", str(tmp_path)], ROOT / "recipes/full.yaml")
     assert (config.training.max_steps, config.training.max_completion_length) == (7, 64)
     assert "max_steps" not in config.notes[0]
 
