@@ -208,11 +208,10 @@ class SalesReward(BatchedReward):
 
     async def _check_kept_references(self) -> None:
         judged = (row for row in self._rows if self._scoring.rubrics(row.branch))
-        said = await check_kept(
-            self._stores[1], self._stores[0], {self._reference_key(row): row for row in judged}, self._chat_32b
-        )
-        if said is not None and self._announces:
-            logger.log(logging.WARNING if said[1] else logging.INFO, f"[References] {said[0]}")
+        rows = {self._reference_key(row): row for row in judged}
+        said = await check_kept(self._stores[1], self._stores[0], self._rag.identity, rows, self._chat_32b)
+        for text, is_warning in said if self._announces else ():
+            logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
         """The errors of a `warm_up` after which nothing could be scored: the 8B endpoint's, or all judges'. A run can

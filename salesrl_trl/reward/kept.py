@@ -4,14 +4,19 @@ Owns the comparison of some of them with fresh ones, what is forgotten after a d
 """
 
 import asyncio
+import json
+import secrets
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
+from typing import TypeVar
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.reward.cache import AnswerStore, cache_key
 from salesrl_trl.reward.rag import answer_from_json
 from salesrl_trl.types import Answer, SalesRow
+
+T = TypeVar("T")
 
 SAMPLES = 8
 """Kept answers that are asked for again: one changed document shows only in the rows that are about it."""
@@ -22,26 +27,41 @@ ATTEMPTS = 20
 async def check_kept(
     references: AnswerStore,
     answers: AnswerStore,
+    service: str,
     rows: Mapping[str, SalesRow],
     ask: Callable[[SalesRow], Awaitable[Answer]],
-) -> tuple[str, bool] | None:
+) -> list[tuple[str, bool]]:
     """Compare what is kept with what the service says today; forget it where they differ.
 
     Args:
         references (`AnswerStore`):
             32B answers, of all runs.
         answers (`AnswerStore`):
-            8B answers and verdicts, of this run. They are forgotten with the references.
+            8B answers and verdicts, of this run and process. They are forgotten with the references, whoever forgot
+            those: another process of this run, another run, or a person who deleted the file.
+        service (`str`):
+            Which service answered: a backend's `identity`.
         rows (`Mapping[str, SalesRow]`):
             The run's rows by the keys of their references.
         ask (`Callable[[SalesRow], Awaitable[Answer]]`):
             Asks for a reference. Raises `ServiceError`.
 
     Returns:
-        `tuple[str, bool]`, *optional*: what there is to say, and whether it is a warning; `None` where nothing is
-        kept.
+        `list[tuple[str, bool]]`: what there is to say, and whether it is a warning.
     """
-    known = await references.use(lambda file: [key for key in rows if _has(file, key)])
+    mark = cache_key("knowledge", service)
+    told = [await _compare(references, mark, rows, ask), await _follow(references, answers, mark)]
+    return [each for each in told if each is not None]
+
+
+async def _compare(
+    references: AnswerStore,
+    mark: str,
+    rows: Mapping[str, SalesRow],
+    ask: Callable[[SalesRow], Awaitable[Answer]],
+) -> tuple[str, bool] | None:
+    seen = await references.use(lambda file: _value(file, mark))
+    known = await references.use(lambda file: [key for key in rows if _value(file, key) is not None])
     if not known:
         return None
     written = datetime.fromtimestamp(references.path.stat().st_mtime) if references.path else datetime.now()
@@ -62,18 +82,51 @@ async def check_kept(
             f"{share} references come from {place}; {found}. Delete the file when the knowledge base has changed",
             not compared,
         )
-    forgotten = await _forget(references, known) and await _forget(answers, None)
-    done = "are forgotten and asked for anew" if forgotten else "could NOT be forgotten: stop, and delete the file"
+
+    def forget(file: sqlite3.Connection) -> bool:
+        if _value(file, mark) == seen:  # else another process has forgotten them, and what lies there is fresh
+            file.executemany("DELETE FROM answers WHERE key = ?", [(key,) for key in (*known, mark)])
+        return True
+
+    done = "are forgotten and asked for anew"
+    if not await _do(references, forget):
+        done = "could NOT be forgotten: stop, and delete the file"
     return (
         f"the knowledge behind the 32B endpoint has changed: {changed} of {len(compared)} references differ from "
-        f"those in {place}. Its answers to this run's rows ({share}), and what this run's folder holds of an earlier "
-        f"start, {done}",
+        f"those in {place}. Its answers to this run's rows ({share}) {done}",
         True,
     )
 
 
-def _has(file: sqlite3.Connection, key: str) -> bool:
-    return file.execute("SELECT 1 FROM answers WHERE key = ?", (key,)).fetchone() is not None
+async def _follow(references: AnswerStore, answers: AnswerStore, mark: str) -> tuple[str, bool] | None:
+    """Forget answers that were kept beside other references. Both files hold a mark, which goes with the references
+    that are forgotten; the answers' is that of the references they were kept beside."""
+    if references.path is None or answers.path is None:
+        return None
+
+    def marked(file: sqlite3.Connection) -> str:
+        file.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (mark, json.dumps(secrets.token_hex(8))))
+        return str(_value(file, mark))
+
+    def forget(file: sqlite3.Connection) -> int:
+        if _value(file, mark) == now:
+            return 0
+        count: int = file.execute("DELETE FROM answers").rowcount
+        file.execute("INSERT INTO answers VALUES (?, ?)", (mark, now))
+        return count
+
+    now = await _do(references, marked)
+    gone = None if now is None else await _do(answers, forget)
+    if gone == 0:
+        return None
+    if gone is None:
+        return f"whether {answers.path} was kept beside these references is not known: it can't be written", True
+    return f"{gone:,} entries of {answers.path} were kept beside other references, and are forgotten", True
+
+
+def _value(file: sqlite3.Connection, key: str) -> str | None:
+    row = file.execute("SELECT value FROM answers WHERE key = ?", (key,)).fetchone()
+    return None if row is None else row[0]
 
 
 async def _pair(
@@ -91,19 +144,17 @@ def _differ(kept: Answer, fresh: Answer) -> bool:
     return {(each.id, each.text) for each in kept.passages} != {(each.id, each.text) for each in fresh.passages}
 
 
-async def _forget(store: AnswerStore, keys: list[str] | None) -> bool:
-    """Whether these, or all, are gone from the file."""
+async def _do(store: AnswerStore, work: Callable[[sqlite3.Connection], T]) -> T | None:
+    """What `work` returns, which sees the file as no other process changes it; `None` where it is locked for long, or
+    broken."""
 
-    def delete(file: sqlite3.Connection) -> bool:
-        if keys is None:
-            file.execute("DELETE FROM answers")
-        else:
-            file.executemany("DELETE FROM answers WHERE key = ?", [(key,) for key in keys])
-        return True
+    def alone(file: sqlite3.Connection) -> T:
+        file.execute("BEGIN IMMEDIATE")
+        with file:  # ends what was begun, either way
+            return work(file)
 
-    if store.path is None:
-        return True
     for _ in range(ATTEMPTS):
-        if await store.use(delete):
-            return True
-    return False
+        done = await store.use(alone)
+        if done is not None:
+            return done
+    return None

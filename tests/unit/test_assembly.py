@@ -138,6 +138,29 @@ def test_kept_references_of_yesterdays_knowledge_are_forgotten(config, services,
     assert sorted(asked) == sorted(each.message_id for each in ROWS)
 
 
+@pytest.mark.parametrize("since", ["nothing", "another process", "another run", "the file was deleted"])
+def test_answers_go_with_the_references_they_were_kept_beside(config, services, tmp_path, since):
+    """Whoever forgets references leaves fresh ones, by which nobody else sees that the knowledge has changed."""
+    answers_of_today(services, {} if since == "nothing" else {"m6": "6500"})
+    parts, url = prepare_reward(config(), BRANCHES), config().rag_base_url
+
+    def launched(folder, process):
+        reward = build_reward(config(), parts, ROWS, url, f"{url}/v1", output_dir=folder, process_index=process)
+        warmed_up(reward)
+        asked = services.calls["8b"]
+        score_batch(reward, [action()] * len(ROWS), list(range(len(ROWS))))
+        return services.calls["8b"] - asked
+
+    assert launched(tmp_path, 1) == 20
+    if since == "another process":
+        launched(tmp_path, 0)
+    elif since == "another run":
+        launched(tmp_path / "another", 0)
+    elif since == "the file was deleted":
+        (tmp_path / "refs.sqlite").unlink()
+    assert launched(tmp_path, 1) == (0 if since == "nothing" else 20)
+
+
 @pytest.mark.parametrize(
     ("kind", "stored"),
     [
