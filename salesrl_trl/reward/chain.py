@@ -310,7 +310,7 @@ class SalesReward(BatchedReward):
     async def _index_has_some(self, row: SalesRow) -> bool:
         """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, it
         is no fault of an action that it found none. A yes is asked for once."""
-        query = self._plain_action(row.context[-MAX_FIELD_CHARS:])
+        query = self._plain_action(row.context)
         key = cache_key("any passage", self._rag.identity, self._asked(row))
 
         async def ask() -> Answer:
@@ -319,6 +319,7 @@ class SalesReward(BatchedReward):
         return bool((await self._answers.get(key, ask, check_passages)).passages)
 
     def _plain_action(self, query: str) -> Action:
+        query = query[-MAX_FIELD_CHARS:]  # no action has a longer one, and services may refuse it
         fields = dict.fromkeys(self._format.fields, "") | {self._format.query: query}
         return Action(fields=fields, query_field=self._format.query)
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import sqlite3
+from dataclasses import replace
 
 import pytest
 from support.loopback import ACTION, ANSWER, Services, action, chat_completion, row, score_batch
@@ -13,7 +14,8 @@ from salesrl_trl.assembly import build_reward, prepare_reward
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.fencing import read_sections
-from salesrl_trl.types import Outcome
+from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
+from salesrl_trl.types import Message, Outcome
 
 BRANCHES = ("fairness", "hallucination")
 PROVIDER = {"name": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
@@ -331,10 +333,12 @@ def test_a_hybrid_baseline_wants_a_judge_in_every_branch(config):
 def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
     settings = config(warm_up_services=True)
     parts = prepare_reward(settings, BRANCHES)
-    reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
+    asked = replace(row(), conversation=(Message(role="customer", content="What does it cost? " * 300),))
+    reward = build_reward(settings, parts, [asked], services.url, f"{services.url}/v1", output_dir=tmp_path)
 
     told = warmed_up(reward)
     assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
+    assert len(services.asked["8b"][0].json["rewritten_query"]) == MAX_FIELD_CHARS  # as long as an action's may be
     assert all(0 < seconds < 5 for seconds in told.values())
     assert reward.unusable(told) == []
     assert reward.take_report().traffic["rag_8b"]["calls"] == 0  # the first step's figures are its own
