@@ -240,12 +240,12 @@ class SalesGRPOTrainer(GRPOTrainer):
             `RunStopped`: after `request_stop`. A checkpoint was saved before.
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
+        self._start_over()  # first: a stop that is asked for from here on is this run's
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # TRL says that there is none
         self._identity = self._made_of()
         if isinstance(resume_from_checkpoint, str):
             self._check_identity(Path(resume_from_checkpoint))
-        self._start_over()
         self._instruments.start(self.accelerator.is_main_process)
         self._timeline.begin("prepare")
         try:

@@ -142,6 +142,14 @@ def test_a_run_that_is_told_to_stop_inside_an_epoch_evaluates_no_more(scripted_t
     assert (Path(trainer.args.output_dir) / "checkpoint-2" / "model.safetensors").is_file()
 
 
+def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer, monkeypatch):
+    trainer = scripted_trainer(texts=DIFFERENT, max_steps=4, max_skipped_generations=5)
+    look = trainer._made_of
+    monkeypatch.setattr(trainer, "_made_of", lambda: [trainer.request_stop("SIGTERM"), look()][1])
+    with pytest.raises(RunStopped, match="SIGTERM after 1 steps"):
+        trainer.train()
+
+
 def test_an_evaluation_leaves_the_failures_of_steps_that_are_not_logged_yet(scripted_trainer):
     trainer = scripted_trainer(
         max_steps=2, logging_steps=2, eval_strategy="steps", eval_steps=1, num_generations_eval=2,
