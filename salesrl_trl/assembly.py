@@ -304,7 +304,7 @@ def _check_providers(config: RewardConfig, parts: RewardParts) -> None:
     providers, failures = config.parsed_judge_providers(), []
     for each in providers:
         try:
-            key, setting = parts.judge_keys[each.name], f"judge_providers[{each.name}]"
+            key, setting = parts.judge_keys[each.name], f"judge_providers[{each.name}].base_url"
             parts.notes += check_models(each.base_url, key, each.model, setting=setting)
         except ServiceError as error:
             failures.append(error)

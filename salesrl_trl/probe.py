@@ -79,15 +79,14 @@ def check_models(
                 f"`{setting}` is {base_url}, where there is no list of models, but there is one at {other}. Set "
                 f"`{setting}: {other}`."
             )
-        return [f"the {service} at {base_url} has no list of models: that it has {model!r} shows at the first call"]
+        return [f"the {service} at {base_url} gave no list of models: that it has {model!r} shows at the first call"]
     if not known or model in known:
         return []
-    named = f"{setting.removesuffix('_base_url')}_model" if setting.endswith("_base_url") else f"{setting}.model"
     near = difflib.get_close_matches(model, known, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     more = f" and {len(known) - SHOWN_MODELS} more" if len(known) > SHOWN_MODELS else ""
     raise ConfigError(
-        f"`{named}` is {model!r}, which the {service} at {base_url} does not list.{guess} It lists "
+        f"`{_beside(setting, 'model')}` is {model!r}, which the {service} at {base_url} does not list.{guess} It lists "
         f"{', '.join(known[:SHOWN_MODELS])}{more}. Correct the name."
     )
 
@@ -155,6 +154,11 @@ def _room(models: bytes | ServiceError) -> int | None:
     return room if isinstance(room, int) else None
 
 
+def _beside(setting: str, name: str) -> str:
+    """`judge_model` beside `judge_base_url`, `judge_providers[a].model` beside `judge_providers[a].base_url`."""
+    return setting.removesuffix("base_url") + name
+
+
 def _probe(base_url: str, path: str, key: str | None, service: str, setting: str) -> bytes | None:
     """GET `path`, within `PROBE_TIMEOUT_S` and the size that answers have in training.
 
@@ -168,7 +172,7 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
     if answer.status in (401, 403):
         raise ServiceRejected(
             f"the {service} at `{setting}` refused the key: {asked} answered {answer.status}. Expected the key in the "
-            f"variable named by `{setting.removesuffix('_base_url')}_api_key_env`. Check that variable."
+            f"variable named by `{_beside(setting, 'api_key_env')}`. Check that variable."
         )
     if answer.status is None or answer.status >= 500:
         embedded = f", or leave `{setting}` out to use the embedded one" if setting in _HAS_EMBEDDED else ""

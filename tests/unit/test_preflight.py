@@ -156,7 +156,7 @@ def serve(httpserver):
         (check_rag, {}, "/v1", "has no /healthz"),  # nor does the address without it
         (check_judge, {"v1_models": (200, MODELS)}, "/v1", None),
         (check_judge, {"v1_models": (200, '{"data": []}')}, "/v1", None),
-        (check_judge, {}, "/v1", "has no list of models"),
+        (check_judge, {}, "/v1", "gave no list of models"),
         (check_judge, {"v1_models": (200, "<html>")}, "/v1", "that it has 'judge-32b' shows at the first call"),
     ],
 )
@@ -188,7 +188,7 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
             "It lists judge-32b, embedder",
         ),
         (
-            lambda url, key: check_models(url, key, "x", setting="judge_providers[a]"),
+            lambda url, key: check_models(url, key, "x", setting="judge_providers[a].base_url"),
             {"v1_models": (200, MODELS)},
             "/v1",
             r"`judge_providers\[a\]\.model` is 'x'.* does not list\. It lists",
@@ -226,12 +226,24 @@ def test_a_checkpoint_that_is_not_there_is_told_beside_those_that_are(tmp_path):
         check_checkpoint(str(tmp_path / "checkpoint-2"), str(tmp_path))
 
 
-def test_a_refused_key_is_told_without_the_key(httpserver):
-    httpserver.expect_request("/healthz").respond_with_data("bad key secret", status=401)
+@pytest.mark.parametrize(
+    ("check", "variable"),
+    [
+        (check_rag, "`rag_api_key_env`"),
+        (check_judge, "`judge_api_key_env`"),
+        (
+            lambda url, key: check_models(url, key, "x", setting="judge_providers[a].base_url"),
+            "`judge_providers[a].api_key_env`",
+        ),
+    ],
+    ids=["RAG", "judge", "provider"],
+)
+def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
+    httpserver.expect_request(re.compile("/healthz|/models")).respond_with_data("bad key secret", status=401)
     with pytest.raises(ServiceRejected, match="refused the key") as caught:
-        check_rag(httpserver.url_for("").rstrip("/"), "secret")
+        check(httpserver.url_for("").rstrip("/"), "secret")
     assert "secret" not in str(caught.value)
-    assert "rag_api_key_env" in str(caught.value)
+    assert variable in str(caught.value)
 
 
 def test_a_service_that_is_not_healthy_is_refused(httpserver):
