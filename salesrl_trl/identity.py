@@ -96,20 +96,28 @@ def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[
         `list[str]`: what there is to tell.
 
     Raises:
-        `ConfigError`: what decides is another.
+        `ConfigError`: what decides is another, or the checkpoint's can't be read.
     """
     path = checkpoint / IDENTITY_NAME
     if not path.is_file():
         return [f"{checkpoint} holds no {IDENTITY_NAME}: whether it is of these rows and branches is not known"]
-    saved: Identity = json.loads(path.read_text(encoding="utf-8"))
-    other = _differences(saved["decides"], identity["decides"])
+    try:
+        saved: Identity = json.loads(path.read_text(encoding="utf-8"))
+        other = _differences(saved["decides"], identity["decides"])
+        settings = _differences(saved["told"], identity["told"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} can't be read ({type(error).__name__}): the run may have ended while the checkpoint was written. "
+            "Expected what the run was made of. Go on from an earlier checkpoint, or delete the file to go on "
+            "unchecked."
+        ) from None
     if other and not allowed:
         raise ConfigError(
             f"{checkpoint} is of another run: {'; '.join(other)}. Expected what it was made of. Give that again; or "
             "begin anew, without `resume_from_checkpoint` and in another `output_dir`; or set "
             "`allow_changed_resume: true`, where prompts may come twice or not at all."
         )
-    other += _differences(saved["told"], identity["told"])
+    other += settings
     return [f"going on from {checkpoint} with other settings: {'; '.join(other)}"] if other else []
 
 

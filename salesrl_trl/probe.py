@@ -86,8 +86,8 @@ def check_models(
     guess = f" Did you mean {near[0]!r}?" if near else ""
     more = f" and {len(known) - SHOWN_MODELS} more" if len(known) > SHOWN_MODELS else ""
     raise ConfigError(
-        f"`{_beside(setting, 'model')}` is {model!r}, which the {service} at {base_url} does not list.{guess} It lists "
-        f"{', '.join(known[:SHOWN_MODELS])}{more}. Correct the name."
+        f"`{_beside(setting, 'model')}` is {model!r}, which the {service} at {base_url} does not list.{guess} It "
+        f"lists {', '.join(known[:SHOWN_MODELS])}{more}. Correct the name."
     )
 
 

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -231,7 +232,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         if quick_eval is not None and quick_eval.steps:
             self._quick_eval = QuickEvaluator(self, quick_eval)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """TRL's `train`.
 
         Raises:
@@ -244,7 +247,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # TRL says that there is none
         self._identity = self._made_of()
-        if isinstance(resume_from_checkpoint, str):
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
             self._check_identity(Path(resume_from_checkpoint))
         self._instruments.start(self.accelerator.is_main_process)
         self._timeline.begin("prepare")

@@ -12,6 +12,7 @@ from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 from transformers import TrainerCallback
 
 from salesrl_trl.errors import ConfigError, RunStopped, TooFewRewardsError, WeightSyncError
+from salesrl_trl.identity import write_identity
 from salesrl_trl.telemetry.metrics import metric_names, report_names
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.weights import WeightCheck
@@ -148,6 +149,16 @@ def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer
     monkeypatch.setattr(trainer, "_made_of", lambda: [trainer.request_stop("SIGTERM"), look()][1])
     with pytest.raises(RunStopped, match="SIGTERM after 1 steps"):
         trainer.train()
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_checkpoint_of_another_run_is_refused_by_the_trainer_too(scripted_trainer, tmp_path, kind):
+    trainer = scripted_trainer(texts=DIFFERENT, max_steps=1)
+    other = trainer._made_of()
+    other["decides"]["seed"] = 7
+    write_identity(tmp_path, other, inside_a_batch=False)
+    with pytest.raises(ConfigError, match="is of another run: seed was 7, is"):
+        trainer.train(resume_from_checkpoint=kind(tmp_path))
 
 
 def test_an_evaluation_leaves_the_failures_of_steps_that_are_not_logged_yet(scripted_trainer):

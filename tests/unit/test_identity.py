@@ -6,7 +6,7 @@ from support.scripted import settings
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.identity import check_identity, identity_of, rows_of, weights_of, write_identity
+from salesrl_trl.identity import IDENTITY_NAME, check_identity, identity_of, rows_of, weights_of, write_identity
 
 PROMPTS = [[{"role": "user", "content": text}] for text in ("a", "b", "c")]
 BRANCHES = ["fairness", "hallucination", "fairness"]
@@ -59,6 +59,13 @@ def test_settings_are_told_of_and_pieces_of_the_same_batch_are_not(made_of, tmp_
 def test_a_checkpoint_that_does_not_say_is_gone_on_from_and_that_is_told(made_of, tmp_path):
     (told,) = check_identity(tmp_path, made_of(), allowed=False)
     assert "holds no made_of.json" in told
+
+
+@pytest.mark.parametrize("written", ["", '{"decides": {"seed"', "[]", "{}"])
+def test_a_checkpoint_that_was_half_written_is_refused_in_a_line(made_of, tmp_path, written):
+    (tmp_path / IDENTITY_NAME).write_text(written)
+    with pytest.raises(ConfigError, match=r"made_of\.json can't be read"):
+        check_identity(tmp_path, made_of(), allowed=True)
 
 
 def test_weights_are_the_same_in_another_format_and_other_ones_are_not():
