@@ -44,9 +44,9 @@ class BranchPenalty:
 
         sum over branches b of beta_b * penalty_b        (B, T)
 
+    so whatever TRL does to the per-token loss afterwards, the normaliser of each `loss_type` included, is TRL's own.
     Where an earlier policy sampled (`off_policy`) the penalty is multiplied by the ratio of the policy, as it was when
     the step began, over that sampler: TRL's `importance_sampling_ratio`, with the bounds that the policy's loss has.
-    so whatever TRL does to the per-token loss afterwards, the normaliser of each `loss_type` included, is TRL's own.
     The policy's log-probs are those of TRL's one forward, handed over by `see`.
 
     Args:
