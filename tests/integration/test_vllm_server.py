@@ -8,6 +8,7 @@ Launched with two processes, it trains on completions of a server:
 """
 
 import asyncio
+import copy
 import functools
 import itertools
 import json
@@ -32,6 +33,7 @@ from trl.generation.vllm_client import VLLMClient
 from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import WeightSyncError
+from salesrl_trl.reward.verdict import response_format
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.metrics import STALENESS, fraction_of
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -67,8 +69,14 @@ def server(served, tmp_path_factory):
 # As the judge
 
 
-def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_schema(httpserver, server, served):
+def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_schema(
+    httpserver, server, served, monkeypatch
+):
     services = Services(httpserver)
+    # Random weights can't copy a nonce either: there is one for all requests here, and the schema holds it.
+    monkeypatch.setattr("salesrl_trl.reward.provider.make_nonce", lambda: "0" * 16)
+    schema = copy.deepcopy(response_format(expect_reference=True))
+    schema["json_schema"]["schema"]["properties"]["nonce"] = {"type": "string", "const": "0" * 16}
     # Random weights end no text and no number by themselves: what ends one is made likely where the schema allows it.
     vocabulary = AutoTokenizer.from_pretrained(served).get_vocab()
     ends = {str(token): 30 for text, token in vocabulary.items() if text in ('"', ",", "}", '"}')}
@@ -79,7 +87,14 @@ def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_sch
         attempts=2,
         timeout_s=120.0,
         deadline_s=240.0,
-        providers=[{**provider, "temperature": 1.0, "max_completion_tokens": 300, "extra_body": {"logit_bias": ends}}],
+        providers=[
+            {
+                **provider,
+                "temperature": 1.0,
+                "max_completion_tokens": 300,
+                "extra_body": {"logit_bias": ends, "response_format": schema},
+            }
+        ],
         limits={"initial_concurrency": 16, "max_concurrency": 16},
     )
 
