@@ -151,12 +151,11 @@ class _Parser(TrlParser):
     def set_defaults_with_config(self, **config: Any) -> Any:
         stand_in = config.pop(STAND_IN, {})
         if stand_in and "model_name_or_path" not in self._given and config.get("model_name_or_path") is None:
-            other = {name: value for name, value in stand_in.items() if name not in self._given}
-            changed = [
-                name if isinstance(value, dict) else f"{name} {value} (not {config[name]})"
-                for name, value in other.items()
-                if value != config.get(name)
-            ]
+            changed = []
+            for name, value in stand_in.items():
+                if name not in self._given and value != config.get(name):
+                    otherwise = f" (not {config[name]})" if name in config else ""
+                    changed.append(name if isinstance(value, dict) else f"{name} {value}{otherwise}")
             self.stand_in = [
                 f"no model is named: the recipe's settings for the small policy hold, {', '.join(changed)}"
             ]

@@ -76,6 +76,14 @@ def test_what_the_command_line_sets_holds_for_the_small_policy_too(tmp_path):
     assert "max_steps" not in config.notes[0]
 
 
+def test_a_recipe_may_leave_to_its_default_what_it_sets_for_the_small_policy(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"prompt_style: instruct\nsmall_policy: {{prompt_style: compact, max_steps: 3}}\noutput_dir: {tmp_path}\n"
+    )
+    assert parse([], recipe).notes[0].endswith("prompt_style compact (not instruct), max_steps 3")
+
+
 def test_a_child_s_and_an_error_s_last_words_are_kept(tmp_path):
     script = (
         "import subprocess, sys; from pathlib import Path; from salesrl_trl.banner import keep_console;"
