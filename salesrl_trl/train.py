@@ -117,14 +117,15 @@ def parse(argv: Sequence[str], default_config: Path) -> RunConfig:
     Raises:
         `ConfigError`: an unknown key, a missing file, a value outside its range.
     """
-    argv = list(argv)
+    argv = [part for each in argv for part in (each.split("=", 1) if each.startswith("--config=") else [each])]
     if "--config" not in argv:
         argv = ["--config", str(default_config), *argv]
     parser = _Parser(_SETTINGS, allow_abbrev=False)
     if argv[-1] == "--config":
         raise ConfigError("`--config` has no file behind it. Expected a recipe's YAML.")
     options = {option for action in parser._actions for option in action.option_strings}
-    unknown = [each for each in argv if each.startswith("--") and each.split("=")[0] not in {*options, "--config"}]
+    named = (each.split("=")[0] for each in argv if each.startswith("--"))  # without a value: it may be a key
+    unknown = [name for name in named if name not in {*options, "--config"}]
     if unknown:
         raise ConfigError(f"unknown arguments: {_with_guesses(unknown, options)}. Correct them; `--help` lists all.")
     _check_keys(Path(argv[argv.index("--config") + 1]), {action.dest for action in parser._actions})
@@ -443,7 +444,7 @@ def _check_keys(path: Path, known: set[str]) -> None:
 
 def _with_guesses(names: Sequence[Any], known: set[str]) -> str:
     """`"learning_rat (did you mean learning_rate?)"`."""
-    guesses = {name: difflib.get_close_matches(str(name).split("=")[0], known, n=1) for name in names}
+    guesses = {name: difflib.get_close_matches(str(name), known, n=1) for name in names}
     return ", ".join(f"{name}" + (f" (did you mean {near[0]}?)" if near else "") for name, near in guesses.items())
 
 

@@ -105,6 +105,14 @@ def test_a_recipe_that_is_not_there_is_refused(tmp_path):
 def test_an_unknown_argument_is_refused():
     with pytest.raises(ConfigError, match=r"unknown arguments: --learning_rat \(did you mean --learning_rate\?\)\."):
         parse(["--learning_rat", "1", "--seed", "-1"], ROOT / "recipes/debug.yaml")
+    with pytest.raises(ConfigError, match="--judge_api_key ") as caught:
+        parse(["--judge_api_key=a-key"], ROOT / "recipes/debug.yaml")
+    assert "a-key" not in str(caught.value)
+
+
+def test_a_recipe_is_named_with_an_equals_sign_too():
+    given = f"--config={ROOT / 'recipes/debug.yaml'}"
+    assert parse([given], ROOT / "recipes/full.yaml").training.max_steps == 70
 
 
 def test_the_small_policy_wants_the_prompts_it_was_taught_with():
