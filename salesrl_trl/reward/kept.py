@@ -120,7 +120,7 @@ async def _follow(references: AnswerStore, answers: AnswerStore, mark: str) -> t
     if gone == 0:
         return None
     if gone is None:
-        return f"whether {answers.path} was kept beside these references is not known: it can't be written", True
+        return f"whether {answers.path} was kept beside these references is not known: one can't be written", True
     return f"{gone:,} entries of {answers.path} were kept beside other references, and are forgotten", True
 
 
