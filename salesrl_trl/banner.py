@@ -54,6 +54,7 @@ def banner(
         ("policy", _policy(policy_path, model, training)),
         ("end tokens", _end_tokens(policy_path, model, training)),
         ("rows", f"{rows[0]} of {data.dataset} to train on, {rows[1]} held out"),
+        ("prompt", _prompt(data, reward)),
         ("step", _step(training)),
         ("rollouts", _rollouts(training)),
         *(("branch", _branch(name, training.kl_targets().get(name))) for name in training.branches),
@@ -92,6 +93,12 @@ def _end_tokens(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str
     listed = [ids] if isinstance(ids, int) else ids or []
     ends = dict.fromkeys([tokenizer.eos_token_id, *listed])
     return ", ".join(f"{tokenizer.convert_ids_to_tokens(each)} ({each})" for each in ends if each is not None)
+
+
+def _prompt(data: DataConfig, reward: RewardConfig) -> str:
+    packaged = f"packaged, {data.prompt_style} (your own: --prompt_template FILE)"
+    rubrics = f"; rubrics of {reward.rubric_dir} before packaged ones" if reward.rubric_dir else "; rubrics: packaged"
+    return (data.prompt_template or packaged) + rubrics
 
 
 def _step(training: SalesGRPOConfig) -> str:

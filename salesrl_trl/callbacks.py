@@ -111,6 +111,8 @@ def step_line(
     invalid = logs.get(fraction_of(Outcome.INVALID_ACTION))
     valid = "n/a" if invalid is None else f"{1 - invalid:.0%}"
     failed = " ".join(f"{reason}={count}" for reason, count in sorted(failures.items())) or "none"
+    if logs.get("frac_reward_zero_std") == 1:
+        failed += " | the rewards of each group are equal: nothing to learn from"
     return (
         f"[Step {step}/{max_steps}] reward {rewards} | valid actions {valid} | failures {failed} | "
         f"{seconds:.1f} s, rewards {figure(logs.get(REWARD_SECONDS))} s"

@@ -108,6 +108,8 @@ def _make_in_subprocess(target: Path, steps: int, seed: int) -> None:
     # One GPU, where there is one: over several, the Trainer of a single process multiplies the batch by their number.
     inherited = child_environment(with_gpu=True)
     environment = {name: value for name, value in inherited.items() if not _belongs_to_launcher(name)}
+    # accelerate leaves a process one thread; nothing else runs meanwhile
+    environment["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     work = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         command = [sys.executable, "-m", "salesrl_trl.policy", str(work / "policy")]

@@ -9,6 +9,7 @@ import difflib
 import os
 import tempfile
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,12 @@ def prompt_limit(
             room, source = training.vllm_max_model_length, "`vllm_max_model_length`"
         if "max_model_len" in (extra := training.parsed_engine_kwargs()):
             room, source = extra["max_model_len"], "`max_model_len` of `vllm_engine_kwargs`"
+        if positions is not None and room is not None and room > positions:
+            raise ConfigError(
+                f"{source} is {room}, but the model has {positions} positions: vLLM would refuse to start. Expected "
+                f"{positions} or less, with room for `max_completion_length` {training.max_completion_length} in it. "
+                f"Set `vllm_max_model_length: {positions}`."
+            )
     asked, completion = data.max_prompt_tokens, training.max_completion_length or 1
     if room is None:
         return None if asked is None else Limit(tokens=asked, reason="`max_prompt_tokens`")
@@ -147,9 +154,15 @@ def prompt_limit(
 
 
 def positions_of(model: Any) -> int | None:
-    """Tokens that a model is made for, by its configuration; `None` where that doesn't say."""
-    positions = getattr(model.get_text_config(), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else None
+    """Tokens that a model is made for, by its configuration; `None` where that doesn't say, or where its positions are
+    scaled (YaRN and the like), which vLLM reckons with by rules of its own."""
+    text = model.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    scaled = getattr(text, "rope_parameters", None) or {}
+    kinds = {scaled.get("rope_type", "default")} | {
+        each.get("rope_type", "default") for each in scaled.values() if isinstance(each, dict)
+    }
+    return positions if isinstance(positions, int) and kinds <= {"default"} else None
 
 
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -243,6 +256,21 @@ def read_key(variable: str | None, setting: str) -> str | None:
             "characters alone. Export it without what was copied along, such as a line break at its end."
         )
     return key
+
+
+def earlier_start(output_dir: Path | str, resumes: bool) -> list[str]:
+    """What an earlier run left in the output folder that this one uses or writes over, in lines for the banner."""
+    folder, notes = Path(output_dir).expanduser(), []
+    kept = sorted(folder.glob("answers.rank*.sqlite"))
+    if kept and not resumes:
+        written = datetime.fromtimestamp(max(each.stat().st_mtime for each in kept)).isoformat(" ", "minutes")
+        notes.append(
+            f"8B answers and verdicts of an earlier start, last written {written}, are used again where requests are "
+            f"equal: delete {folder}/answers.rank*.sqlite if the judge behind the same name has changed"
+        )
+    if not resumes and any(folder.glob("model*.safetensors")):
+        notes.append(f"{folder} holds the policy of an earlier run, which this one will overwrite")
+    return notes
 
 
 def check_output_dir(path: Path | str) -> None:

@@ -42,6 +42,7 @@ from salesrl_trl.preflight import (
     check_model,
     check_output_dir,
     check_stand_ins,
+    earlier_start,
     load_tokenizer,
     positions_of,
     prompt_limit,
@@ -216,6 +217,12 @@ def prepare(config: RunConfig) -> Prepared:
             "each. Hold out more (`max_eval_rows`), or set `quick_eval_steps: 0`."
         )
     notes = [*stand_ins, *(each.note for each in (train, held_out) if each.note)]
+    notes += earlier_start(config.training.output_dir, resumes=checkpoint is not None)
+    if 0 < config.training.max_steps <= config.training.warmup_steps:
+        notes.append(
+            f"`warmup_steps` is {config.training.warmup_steps:g} and `max_steps` {config.training.max_steps}: the "
+            "learning rate is never reached"
+        )
     return Prepared(
         train_rows=train.rows,
         eval_rows=held_out.rows,

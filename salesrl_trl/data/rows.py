@@ -45,7 +45,8 @@ def parse_row(record: Mapping[str, Any], position: int, branches: Sequence[str],
     Raises:
         `DataError`: with the row's place, what was got, what was expected and what to do. Never the row's text.
     """
-    where = f"{source}, row {position}"
+    name = record.get("id")
+    where = f"{source}, row {position}" + (f" (counted from 0; id {name!r})" if name else " (counted from 0)")
     branch = record.get("branch")
     if not isinstance(branch, str) or branch not in branches:
         raise DataError(

@@ -153,9 +153,12 @@ def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
         body = _AnswerBody.model_validate_json(content)
     except ValidationError as error:
         refuse_stated_error(service, _json_or_none(content))
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the body"
         raise BadServiceResponse(
-            f"{service} answered with a body of {len(content)} bytes that has {error.error_count()} faults. Expected "
-            "{answer, passages: [{id, text, score in [0, 1]}], took_ms}.",
+            f"{service} answered with a body of {len(content)} bytes outside its contract, at first {place!r} "
+            f"({first['type']}). Expected {{answer, passages: [{{id, text, score in [0, 1]}}], took_ms}}. "
+            "scripts/test_rag_endpoints.py lists every fault.",
             code=f"{service}_bad_response",
         ) from None
     check_echo(service, request_id, body.request_id)

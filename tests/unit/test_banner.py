@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
                 "up to 64 new tokens in 320 with the prompt",
                 "generated up to 2 steps ahead",
                 "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats a token",
+                "packaged, compact (your own: --prompt_template FILE); rubrics: packaged",
                 "embedded, made for the demo (your own: --judge_base_url",
                 "prompt_style compact (not instruct)",
                 "The recipe wishes for bf16, and this run is on a CPU",

@@ -102,6 +102,12 @@ def test_a_line_comes_with_each_step_and_not_with_summaries(caplog):
     assert [record.message.split()[0] for record in caplog.records] == ["[Step", "[Judge@step1]"]
 
 
+def test_a_step_without_a_difference_says_that_it_teaches_nothing():
+    line = step_line(1, 2, {**LOGS, "frac_reward_zero_std": 1.0}, BRANCHES, {"not_json": 64}, 1.0)
+    assert "failures not_json=64 | the rewards of each group are equal: nothing to learn from" in line
+    assert "nothing to learn" not in step_line(1, 2, {**LOGS, "frac_reward_zero_std": 0.9}, BRANCHES, {}, 1.0)
+
+
 def test_only_the_main_process_speaks(caplog):
     state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=False)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 from werkzeug import Response
 
 from salesrl_trl.config import DataConfig, SalesGRPOConfig
@@ -18,7 +18,9 @@ from salesrl_trl.precision import Room
 from salesrl_trl.preflight import (
     check_checkpoint,
     check_model,
+    earlier_start,
     parameter_count,
+    positions_of,
     prompt_limit,
     read_key,
     room_for_training,
@@ -68,11 +70,31 @@ def test_a_prompt_leaves_room_for_its_completion(given, positions, tokens, reaso
     [
         ({"max_prompt_tokens": 257}, r"`max_prompt_tokens` 257 and `max_completion_length` 64 do not fit .* 320"),
         ({"max_completion_length": 320}, "a prompt and `max_completion_length` 320 do not fit"),
+        ({"vllm_max_model_length": 4096}, "`vllm_max_model_length` is 4096, but the model has 512 positions"),
     ],
 )
 def test_a_prompt_without_room_for_a_completion_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         prompt_limit(*_lengths(**{"vllm_max_model_length": 320, **given}), 512)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [(None, 512), ({"rope_type": "default", "rope_theta": 1e4}, 512), ({"rope_type": "yarn", "factor": 4.0}, None)],
+)
+def test_scaled_positions_are_left_to_vllm(scaling, positions):
+    given = {} if scaling is None else {"rope_parameters": scaling}
+    assert positions_of(Qwen2Config(max_position_embeddings=512, **given)) == positions
+
+
+def test_what_an_earlier_start_left_is_told_unless_it_is_gone_on_with(tmp_path):
+    assert earlier_start(tmp_path, resumes=False) == []
+    (tmp_path / "answers.rank0.sqlite").touch()
+    (tmp_path / "model.safetensors").touch()
+    answers, policy = earlier_start(tmp_path, resumes=False)
+    assert answers.startswith("8B answers and verdicts of an earlier start")
+    assert policy.endswith("which this one will overwrite")
+    assert earlier_start(tmp_path, resumes=True) == []
 
 
 def _lengths(max_prompt_tokens=None, **given):

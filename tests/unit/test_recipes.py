@@ -272,11 +272,12 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
-def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(tiny, monkeypatch, large):
+def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(tiny, monkeypatch, large, tmp_path):
     room = Room(parameters=7_600_000_000, memory_gib=140.0, vllm_share=0.35, has_reference=True) if large else None
     monkeypatch.setattr("salesrl_trl.train.room_for_training", lambda *_, **__: room)
     monkeypatch.setattr("salesrl_trl.train.is_torchao_available", lambda: True)
     given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--dtype", "bfloat16"]
+    given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path)]
     config = parse([*given, "--use_cpu", "true", "--bf16", "false"], ROOT / "recipes/full.yaml")
     plain = config.training.optim
     prepared = prepare(config)

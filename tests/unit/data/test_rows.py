@@ -52,13 +52,16 @@ def test_a_missing_column_is_named_beside_what_was_got(dataset):
 )
 def test_a_column_that_a_later_row_lacks_is_named_with_the_row(dataset, column, message):
     lacking = {name: value for name, value in GOOD.items() if name != column}
-    with pytest.raises(DataError, match=f"row 1: {message}"):
+    with pytest.raises(DataError, match=rf"row 1 \(counted from 0\): {message}"):
         load(dataset(GOOD, lacking))
 
 
 def test_a_branch_that_is_not_configured_is_named_beside_those_that_are(dataset):
-    with pytest.raises(DataError, match=r"row 1: branch 'price' is not configured. Expected one of: fairness, halluc"):
-        load(dataset(GOOD, {**GOOD, "branch": "price"}))
+    message = (
+        r"row 1 \(counted from 0; id 'r-7'\): branch 'price' is not configured. Expected one of: fairness, halluc"
+    )
+    with pytest.raises(DataError, match=message):
+        load(dataset({**GOOD, "id": "r-6"}, {**GOOD, "id": "r-7", "branch": "price"}))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
