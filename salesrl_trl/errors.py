@@ -10,7 +10,7 @@
     │   ├── ServiceTimeout         no complete answer in time
     │   │   └── DeadlineExceeded       the reward phase's own deadline came first
     │   ├── ServiceRejected        4xx that no retry will mend
-    │   │   └── AccessDenied           key refused or quota used up: every call will meet the same answer
+    │   │   └── AccessDenied           key refused or quota used up; a lone one is asked again
     │   └── BadServiceResponse     an answer outside its contract
     │       ├── ForeignReply           not, or not only, the reply to this request
     │       ├── ErrorInAnswer          a 200 that says of itself that it is an error

@@ -109,7 +109,7 @@ def choose_precision(
     if optim in (STOCHASTIC_OPTIM, "adamw_torch_4bit") and STOCHASTIC_ARGS in (optim_args or "").replace(" ", ""):
         return Precision(dtype=dtype)
     asked = f"`dtype: {dtype}`" if dtype in SIXTEEN_BITS else "16-bit weights"
-    computing = "computed in 16 bits" if autocast else "computed in float32 too, as neither `bf16` nor `fp16` is set"
+    computing = "computed in 16 bits" if autocast else "computed in float32 too"
     if room is None or optim not in PLAIN_ADAMW or room.needed_gib(FLOAT32_BYTES, 4) <= room.free_gib:
         return Precision(
             dtype="float32",
