@@ -25,19 +25,22 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import is_torchao_available
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from salesrl_trl.assembly import RewardParts, open_reward, prepare_reward
-from salesrl_trl.banner import LOG_NAME, banner, keep_console
+from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.data.lengths import FittingPrompts, fit_prompts, token_counter
 from salesrl_trl.data.sources import DEMO, is_file, load_rows, prompt_dataset
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.data.text import unreadable
+from salesrl_trl.demo.policy import MAX_POSITIONS, PROMPT_STYLE, cached_policy, policy_tokenizer
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.hostmem import collect_seldom, keep_freed_memory
-from salesrl_trl.identity import check_identity, identity_of, rows_of
-from salesrl_trl.policy import MAX_POSITIONS, PROMPT_STYLE, cached_policy, policy_tokenizer
-from salesrl_trl.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, choose_precision
-from salesrl_trl.preflight import (
+from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.process import collect_seldom, keep_freed_memory
+from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.run.assembly import RewardParts, open_reward, prepare_reward
+from salesrl_trl.run.banner import LOG_NAME, banner, keep_console
+from salesrl_trl.run.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, choose_precision
+from salesrl_trl.run.preflight import (
     check_checkpoint,
     check_model,
     check_output_dir,
@@ -49,10 +52,7 @@ from salesrl_trl.preflight import (
     prompt_of,
     room_for_training,
 )
-from salesrl_trl.probe import check_vllm_server
-from salesrl_trl.quick_eval import QuickEvalSettings
-from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.run.probe import check_vllm_server
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut

@@ -28,29 +28,26 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from salesrl_trl.advantages import hybrid_advantages
 from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine, take_over_the_console
-from salesrl_trl.checkpoint import load_under_way, save_under_way
+from salesrl_trl.checkpoint.identity import Identity, check_identity, identity_of, rows_of, weights_of, write_identity
+from salesrl_trl.checkpoint.under_way import load_under_way, save_under_way
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import (
     ConfigError,
     ServiceError,
     ServiceUnavailable,
 )
-from salesrl_trl.evaluator import QuickEvaluator
-from salesrl_trl.generation import engine_kwargs, has_tied_head, replaced, vllm_dtype, vllm_engine_options
-from salesrl_trl.identity import Identity, check_identity, identity_of, rows_of, weights_of, write_identity
+from salesrl_trl.evaluation.quick import QuickEvaluator
+from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.generation.requests import Requests
+from salesrl_trl.generation.vllm import engine_kwargs, has_tied_head, replaced, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.kl.penalty import BranchPenalty, loss_mask
-from salesrl_trl.pipeline import Parts, Pipeline, Rollout, correction_sums, why_not_divisible, why_not_streamed
-from salesrl_trl.quick_eval import QuickEvalSettings
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.run_control import RunControl
-from salesrl_trl.sampling import OrderByEpoch
-from salesrl_trl.schedule import parts
-from salesrl_trl.server_requests import Requests
-from salesrl_trl.stop_notice import watched
+from salesrl_trl.rollout.pipeline import Parts, Pipeline, Rollout, correction_sums, why_not_divisible, why_not_streamed
+from salesrl_trl.rollout.prompt_order import OrderByEpoch
+from salesrl_trl.rollout.schedule import parts
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import LeaveOut, show_lines
@@ -75,7 +72,10 @@ from salesrl_trl.telemetry.metrics import (
     report_names,
 )
 from salesrl_trl.types import Outcome, Reward
-from salesrl_trl.weights import WeightChange, WeightCheck, logp_difference, raise_adapters
+from salesrl_trl.update.advantages import hybrid_advantages
+from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.stop_notice import watched
+from salesrl_trl.update.weights import WeightChange, WeightCheck, logp_difference, raise_adapters
 
 logger = get_logger(__name__)
 _PLAIN_LOGGER = logging.getLogger(__name__)  # for lines that look like those of callbacks, without a rank

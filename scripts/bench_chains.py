@@ -32,11 +32,11 @@ from bench_pipeline import SHAPES
 from bench_rewards import service
 from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 
-from salesrl_trl.assembly import build_reward, prepare_reward
 from salesrl_trl.config import DEFAULT_BRANCHES, RewardConfig
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.run.assembly import build_reward, prepare_reward
 
 PROMPTS = {"0.5b": 64, "tiny": 16}
 TOKENS = {"0.5b": 256, "tiny": 96}

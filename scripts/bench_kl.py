@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_see
 from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.policy import build_tokenizer
+from salesrl_trl.demo.policy import build_tokenizer
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
 

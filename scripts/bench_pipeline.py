@@ -51,10 +51,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_see
 from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.pipeline import Pipeline
-from salesrl_trl.policy import build_tokenizer
+from salesrl_trl.demo.policy import build_tokenizer
 from salesrl_trl.reward.batch import BatchedReward, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.timing import overlap
 from salesrl_trl.trainer import SalesGRPOTrainer

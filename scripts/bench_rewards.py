@@ -22,8 +22,8 @@ from aiohttp import web
 
 from salesrl_trl.fencing import read_nonce
 from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, Stages
-from salesrl_trl.reward.http import HttpClient
-from salesrl_trl.reward.transport import Transport
+from salesrl_trl.reward.service.http import HttpClient
+from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Outcome, Reward
 
 BRANCHES = ("fairness", "hallucination")

@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from salesrl_trl.demo.services.index import load_documents
 from salesrl_trl.errors import ConfigError, DataError, ServiceError
-from salesrl_trl.reward.embedding import SERVICE, Embedder
-from salesrl_trl.reward.transport import Transport
-from salesrl_trl.reward.vector_store import StoredDocument, has_table, write_table
-from salesrl_trl.services.index import load_documents
+from salesrl_trl.reward.rag.embedding import SERVICE, Embedder
+from salesrl_trl.reward.rag.vector_store import StoredDocument, has_table, write_table
+from salesrl_trl.reward.service.transport import Transport
 
 EXIT_SERVICE = 1
 EXIT_USAGE = 2

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.sources import demo_path, load_rows
-from salesrl_trl.policy import PROMPT_STYLE
+from salesrl_trl.demo.policy import PROMPT_STYLE
+from salesrl_trl.demo.services.judge import load_terms, supported
 from salesrl_trl.reward.parsing import parse_action
-from salesrl_trl.services.judge import load_terms, supported
 from salesrl_trl.types import Action, SalesRow
 
 BATCH_ROWS = 32

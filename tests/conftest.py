@@ -29,7 +29,7 @@ def make_httpserver(httpserver_listen_address):
 @pytest.fixture(scope="session")
 def policy_path(request):
     """A warm-started small policy, made once and kept in pytest's cache until what decides it changes."""
-    from salesrl_trl import policy
+    from salesrl_trl.demo import policy
 
     folder = request.config.cache.mkdir("policies")
     path = folder / policy._policy_folder(WARM_START_STEPS, 0).name

@@ -8,7 +8,7 @@ import urllib.parse
 from typing import Any
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.http import address_fault
+from salesrl_trl.reward.service.http import address_fault
 
 
 def about(text: str) -> dict[str, str]:

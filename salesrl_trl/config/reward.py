@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from salesrl_trl.config.checks import about, check, check_choice, check_finite, check_positive, check_url, structure
-from salesrl_trl.reward.judge import AGGREGATIONS
-from salesrl_trl.reward.provider import RESPONSE_FORMATS
-from salesrl_trl.reward.rag import RESERVED_FIELDS
+from salesrl_trl.reward.judge.client import AGGREGATIONS
+from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
+from salesrl_trl.reward.rag.client import RESERVED_FIELDS
 from salesrl_trl.reward.scoring import MISSING_RULES
 from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
 

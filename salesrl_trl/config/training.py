@@ -8,11 +8,11 @@ from typing import Any
 from trl import GRPOConfig
 
 from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
+from salesrl_trl.config.machine import settle
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import ControlLaw, KLTarget
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.penalty import PenaltySettings
-from salesrl_trl.machine import settle
 
 DEFAULT_BRANCHES = ("fairness", "hallucination")
 RESHAPING: dict[str, tuple[Any, ...]] = {

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from salesrl_trl.pareto import pareto_front
+from salesrl_trl.evaluation.pareto import pareto_front
 from salesrl_trl.report.records import (
     OUTCOMES,
     PHASES,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.pareto import pareto_front
+from salesrl_trl.evaluation.pareto import pareto_front
 from salesrl_trl.report import figures
 from salesrl_trl.report.records import (
     PHASES,

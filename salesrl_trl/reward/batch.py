@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from salesrl_trl.reward.deadline import deadline
-from salesrl_trl.reward.judge import JudgeRecord
-from salesrl_trl.reward.provider import ProviderUsage
+from salesrl_trl.reward.judge.client import JudgeRecord
+from salesrl_trl.reward.judge.provider import ProviderUsage
 from salesrl_trl.reward.scoring import missing
+from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError
-from salesrl_trl.reward.deadline import remaining_s
-from salesrl_trl.reward.perloop import PerLoop
+from salesrl_trl.reward.service.deadline import remaining_s
+from salesrl_trl.reward.service.per_event_loop import PerLoop
 
 T = TypeVar("T")
 

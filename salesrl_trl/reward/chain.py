@@ -17,16 +17,23 @@ from typing import Any, TypeVar
 from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, Stages
 from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
-from salesrl_trl.reward.checks import check_8b, check_32b, check_kept_8b, check_kept_32b, check_passages, check_verdict
-from salesrl_trl.reward.deadline import deadline, remaining_s
-from salesrl_trl.reward.hollow import is_hollow
-from salesrl_trl.reward.judge import JudgeClient
-from salesrl_trl.reward.kept import check_kept
+from salesrl_trl.reward.empty_answers import is_hollow
+from salesrl_trl.reward.judge.client import JudgeClient
+from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, parse_action
-from salesrl_trl.reward.rag import RagBackend, answer_from_json, answer_to_json
+from salesrl_trl.reward.rag.checks import (
+    check_8b,
+    check_32b,
+    check_kept_8b,
+    check_kept_32b,
+    check_passages,
+    check_verdict,
+)
+from salesrl_trl.reward.rag.client import RagBackend, answer_from_json, answer_to_json
+from salesrl_trl.reward.rag.kept import check_kept
 from salesrl_trl.reward.scoring import Scoring, missing
-from salesrl_trl.reward.transport import Transport
-from salesrl_trl.reward.verdict import verdict_from_json, verdict_to_json
+from salesrl_trl.reward.service.deadline import deadline, remaining_s
+from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import (
     DEFAULT_FORMAT,
     Action,

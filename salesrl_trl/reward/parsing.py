@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from salesrl_trl.data.rows import is_unicode
-from salesrl_trl.reward.hollow import is_hollow
+from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.types import DEFAULT_FORMAT, Action, ActionFormat, InvalidAction
 
 INVALID_REASONS = ("empty", "not_json", "not_an_object", "missing_field", "extra_field", "wrong_type", "not_unicode",

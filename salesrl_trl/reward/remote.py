@@ -21,11 +21,11 @@ from types import FunctionType
 from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
+from salesrl_trl.process import child_environment
 from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, RewardBatch, Stages
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.perloop import PerLoop
 from salesrl_trl.reward.scoring import missing
-from salesrl_trl.services.launcher import child_environment
+from salesrl_trl.reward.service.per_event_loop import PerLoop
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 

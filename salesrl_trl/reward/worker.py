@@ -19,8 +19,8 @@ import stamina
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.batch import BatchReport, Extent, Stages
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.deadline import deadline
 from salesrl_trl.reward.remote import Channel
+from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Reward
 

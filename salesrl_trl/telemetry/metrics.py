@@ -11,8 +11,8 @@ import torch
 
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.judge import JudgeRecord
-from salesrl_trl.reward.transport import TRAFFIC
+from salesrl_trl.reward.judge.client import JudgeRecord
+from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.types import Outcome, Reward
 
 OUTCOMES = (Outcome.OK, Outcome.INVALID_ACTION, Outcome.JUDGE_INVALID, Outcome.INFRA)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.loopback import row
 
-from salesrl_trl.reward.http import HttpClient
-from salesrl_trl.reward.transport import Transport
+from salesrl_trl.reward.service.http import HttpClient
+from salesrl_trl.reward.service.transport import Transport
 
 SERVER = Path(__file__).with_name("fault_server.py")
 

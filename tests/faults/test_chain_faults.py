@@ -12,7 +12,7 @@ from faults.fault_server import seconds_of
 from support.loopback import action, build_reward, row, score_batch
 from support.seconds import check_seconds
 
-from salesrl_trl.hostmem import collect_as_usual, collect_seldom
+from salesrl_trl.process import collect_as_usual, collect_seldom
 from salesrl_trl.types import Outcome
 
 pytestmark = pytest.mark.alone

@@ -15,9 +15,9 @@ from pytest_httpserver import HTTPServer
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError, ServiceOverloaded, ServiceTimeout
-from salesrl_trl.reward.deadline import deadline
-from salesrl_trl.reward.http import HttpClient, retry_after_s
-from salesrl_trl.reward.rag import RagClient
+from salesrl_trl.reward.rag.client import RagClient
+from salesrl_trl.reward.service.deadline import deadline
+from salesrl_trl.reward.service.http import HttpClient, retry_after_s
 from salesrl_trl.types import Action, RequestIds
 
 
@@ -67,7 +67,7 @@ MEMORY_PROBE = """
 import asyncio, sys
 from pathlib import Path
 from salesrl_trl.errors import BadServiceResponse
-from salesrl_trl.reward.http import HttpClient
+from salesrl_trl.reward.service.http import HttpClient
 
 def peak_mb():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
@@ -282,8 +282,8 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(tmp_path)
 
 TLS_PROBE = """
 import asyncio, sys
-from salesrl_trl.probe import check_rag
-from salesrl_trl.reward.http import HttpClient
+from salesrl_trl.run.probe import check_rag
+from salesrl_trl.reward.service.http import HttpClient
 
 async def main():
     http = HttpClient("rag_8b", sys.argv[1])

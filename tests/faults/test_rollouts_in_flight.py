@@ -29,7 +29,7 @@ from support.seconds import check_seconds
 from transformers import TrainerCallback
 
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
-from salesrl_trl.quick_eval import QuickEvalSettings
+from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.metrics import STALENESS

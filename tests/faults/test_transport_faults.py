@@ -7,8 +7,8 @@ import pytest
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import AccessDenied, ServiceError, ServiceOverloaded, ServiceUnavailable
-from salesrl_trl.reward.deadline import deadline
-from salesrl_trl.reward.http import HttpClient
+from salesrl_trl.reward.service.deadline import deadline
+from salesrl_trl.reward.service.http import HttpClient
 
 pytestmark = pytest.mark.alone
 

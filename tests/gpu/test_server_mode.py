@@ -12,7 +12,7 @@ from bench_server import for_training
 from support.runs import check_times, scalars
 from support.vllm_server import serve
 
-from salesrl_trl.policy import cached_policy
+from salesrl_trl.demo.policy import cached_policy
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8

@@ -538,7 +538,7 @@ def test_with_vllm_a_run_is_stock_trls_and_rewards_start_while_others_are_genera
 def _compare_around_vllm(policy, out):
     import trl.generation.vllm_generation as upstream_vllm
 
-    from salesrl_trl.generation import vllm_engine_options
+    from salesrl_trl.generation.vllm import vllm_engine_options
     from salesrl_trl.reward import chain
 
     tokens = len(AutoTokenizer.from_pretrained(policy))

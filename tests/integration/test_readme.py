@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from salesrl_trl import policy
+from salesrl_trl.demo import policy
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.quick_eval import QuickEvalSettings
+from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.metrics import REWARD_SECONDS

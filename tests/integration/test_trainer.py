@@ -11,11 +11,11 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 from transformers import TrainerCallback
 
+from salesrl_trl.checkpoint.identity import write_identity
 from salesrl_trl.errors import ConfigError, RunStopped, TooFewRewardsError, WeightSyncError
-from salesrl_trl.identity import write_identity
 from salesrl_trl.telemetry.metrics import metric_names, report_names
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.weights import WeightCheck
+from salesrl_trl.update.weights import WeightCheck
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
 """Actions that no cache answers, as many as a test may need."""

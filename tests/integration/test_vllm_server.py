@@ -33,7 +33,7 @@ from trl.generation.vllm_client import VLLMClient
 from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import WeightSyncError
-from salesrl_trl.reward.verdict import response_format
+from salesrl_trl.reward.judge.verdict import response_format
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.metrics import STALENESS, fraction_of
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -74,7 +74,7 @@ def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_sch
 ):
     services = Services(httpserver)
     # Random weights can't copy a nonce either: there is one for all requests here, and the schema holds it.
-    monkeypatch.setattr("salesrl_trl.reward.provider.make_nonce", lambda: "0" * 16)
+    monkeypatch.setattr("salesrl_trl.reward.judge.provider.make_nonce", lambda: "0" * 16)
     schema = copy.deepcopy(response_format(expect_reference=True))
     schema["json_schema"]["schema"]["properties"]["nonce"] = {"type": "string", "const": "0" * 16}
     # Random weights end no text and no number by themselves: what ends one is made likely where the schema allows it.

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.demo.policy import build_tokenizer
 from salesrl_trl.fencing import read_sections
-from salesrl_trl.policy import build_tokenizer
 from salesrl_trl.telemetry.metrics import beta_of, kl_names, kl_of
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Message, SalesRow

@@ -10,11 +10,11 @@ from werkzeug import Response
 
 from salesrl_trl.fencing import read_nonce
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.judge import JudgeClient, load_rubrics
-from salesrl_trl.reward.provider import JudgeProvider
-from salesrl_trl.reward.rag import RagClient
+from salesrl_trl.reward.judge.client import JudgeClient, load_rubrics
+from salesrl_trl.reward.judge.provider import JudgeProvider
+from salesrl_trl.reward.rag.client import RagClient
 from salesrl_trl.reward.scoring import Scoring, default_weights
-from salesrl_trl.reward.transport import Transport
+from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Message, SalesRow
 
 ANSWER = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}

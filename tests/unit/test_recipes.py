@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.identity import identity_of, rows_of, write_identity
-from salesrl_trl.precision import Room
+from salesrl_trl.run.precision import Room
 from salesrl_trl.telemetry.instruments import InstrumentSettings
 from salesrl_trl.train import build_instruments, main, parse, prepare
 

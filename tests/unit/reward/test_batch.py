@@ -10,7 +10,7 @@ import time
 import pytest
 
 from salesrl_trl.reward.batch import BatchedReward, Extent, Stages, completion_text
-from salesrl_trl.reward.deadline import remaining_s
+from salesrl_trl.reward.service.deadline import remaining_s
 from salesrl_trl.timing import overlap
 from salesrl_trl.types import Outcome, Reward
 

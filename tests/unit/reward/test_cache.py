@@ -12,7 +12,7 @@ from support.seconds import check_seconds
 
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.reward.cache import AnswerStore, Memo, _File, cache_key
-from salesrl_trl.reward.deadline import deadline, remaining_s
+from salesrl_trl.reward.service.deadline import deadline, remaining_s
 
 
 def memo(store):

@@ -13,7 +13,7 @@ from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat
 from support.seconds import check_seconds
 
 from salesrl_trl.fencing import read_sections
-from salesrl_trl.reward.rag import RagClient
+from salesrl_trl.reward.rag.client import RagClient
 from salesrl_trl.types import Outcome
 
 

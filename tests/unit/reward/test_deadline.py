@@ -3,7 +3,7 @@
 import asyncio
 import math
 
-from salesrl_trl.reward.deadline import deadline, remaining_s
+from salesrl_trl.reward.service.deadline import deadline, remaining_s
 
 
 def test_without_a_deadline_there_is_all_the_time():

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from salesrl_trl.reward.flights import _Flight
+from salesrl_trl.reward.service.flights import _Flight
 
 
 @pytest.mark.parametrize("good", [0, 1, None])

@@ -12,17 +12,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.seconds import check_seconds
 
+from salesrl_trl.demo.services.index import words
+from salesrl_trl.demo.services.judge import content_words
 from salesrl_trl.errors import BadServiceResponse, JudgeInvalid
 from salesrl_trl.fencing import neutralise
-from salesrl_trl.reward.embedding import Embedder
-from salesrl_trl.reward.hollow import is_hollow
-from salesrl_trl.reward.http import retry_after_s
+from salesrl_trl.reward.empty_answers import is_hollow
+from salesrl_trl.reward.judge.provider import JudgeProvider, ProviderClient, _text_of
+from salesrl_trl.reward.judge.verdict import MAX_VERDICT_CHARS, read_verdict
 from salesrl_trl.reward.parsing import MAX_COMPLETION_CHARS, parse_action
-from salesrl_trl.reward.provider import JudgeProvider, ProviderClient, _text_of
-from salesrl_trl.reward.rag import MAX_ANSWER_CHARS, _read_answer
-from salesrl_trl.reward.verdict import MAX_VERDICT_CHARS, read_verdict
-from salesrl_trl.services.index import words
-from salesrl_trl.services.judge import content_words
+from salesrl_trl.reward.rag.client import MAX_ANSWER_CHARS, _read_answer
+from salesrl_trl.reward.rag.embedding import Embedder
+from salesrl_trl.reward.service.http import retry_after_s
 from salesrl_trl.types import InvalidAction
 
 NONCE = "0123456789abcdef"

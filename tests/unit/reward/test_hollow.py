@@ -2,7 +2,7 @@
 
 import pytest
 
-from salesrl_trl.reward.hollow import is_hollow
+from salesrl_trl.reward.empty_answers import is_hollow
 
 # The master keys of arXiv:2507.08794, table 1, and their variants in width, case, markup and invisible characters.
 MASTER_KEYS = (

@@ -10,7 +10,7 @@ from support.loopback import ANSWER, VERDICT, Services, action, build_reward, ch
 from werkzeug import Response
 
 from salesrl_trl.fencing import read_sections
-from salesrl_trl.reward.judge import load_rubrics
+from salesrl_trl.reward.judge.client import load_rubrics
 from salesrl_trl.types import Outcome
 
 

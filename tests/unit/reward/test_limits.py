@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.reward.limits import AdaptiveLimit
+from salesrl_trl.reward.service.limits import AdaptiveLimit
 
 
 def answer(limit, times, waiting=1000):

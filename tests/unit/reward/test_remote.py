@@ -19,12 +19,12 @@ import psutil
 import pytest
 from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, row
 
-from salesrl_trl import assembly
 from salesrl_trl.config import DEFAULT_BRANCHES, RewardConfig
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.process import NO_ACCELERATOR
 from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.services.launcher import NO_ACCELERATOR
+from salesrl_trl.run import assembly
 from salesrl_trl.types import Outcome
 
 PATIENCE_S = 30.0
@@ -640,7 +640,7 @@ def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(servic
 
 def test_a_chain_over_a_vector_store_scores_in_a_child(services, httpserver, remote, go, tmp_path):
     pytest.importorskip("lancedb")
-    from salesrl_trl.reward.vector_store import StoredDocument, write_table
+    from salesrl_trl.reward.rag.vector_store import StoredDocument, write_table
 
     documents = [StoredDocument(id="d1", text="It costs 5980 yuan."), StoredDocument(id="d2", text="Mondays.")]
     asyncio.run(write_table(tmp_path / "store", documents, np.eye(2, 8, dtype=np.float32), model="embedder"))

@@ -23,15 +23,13 @@ import pytest
 from support.loopback import ACTION, BAD, VERDICT, Services, action, row
 from werkzeug import Response
 
-from salesrl_trl.assembly import build_reward, prepare_reward
 from salesrl_trl.config import RewardConfig
+from salesrl_trl.demo.services import rag as embedded
 from salesrl_trl.errors import BadServiceResponse, ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.judge import JudgeClient, load_rubrics
-from salesrl_trl.reward.provider import JudgeProvider
-from salesrl_trl.reward.scoring import Scoring, default_weights
-from salesrl_trl.reward.transport import Transport
-from salesrl_trl.reward.vector_store import (
+from salesrl_trl.reward.judge.client import JudgeClient, load_rubrics
+from salesrl_trl.reward.judge.provider import JudgeProvider
+from salesrl_trl.reward.rag.vector_store import (
     MODEL_KEY,
     NOTHING_FOUND,
     TABLE,
@@ -39,7 +37,9 @@ from salesrl_trl.reward.vector_store import (
     VectorStoreRag,
     write_table,
 )
-from salesrl_trl.services import rag as embedded
+from salesrl_trl.reward.scoring import Scoring, default_weights
+from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.run.assembly import build_reward, prepare_reward
 from salesrl_trl.types import Action, Outcome, RequestIds
 
 lancedb = pytest.importorskip("lancedb")

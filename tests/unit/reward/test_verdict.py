@@ -8,7 +8,7 @@ from support.loopback import VERDICT, row
 
 from salesrl_trl.errors import JudgeInvalid
 from salesrl_trl.fencing import read_sections
-from salesrl_trl.reward.verdict import judge_message, read_verdict, response_format, signed_rubric
+from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, response_format, signed_rubric
 from salesrl_trl.types import Action, Answer, Verdict
 
 NONCE = "0123456789abcdef"

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 from support.seconds import check_seconds
 
+from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ErrorInAnswer
-from salesrl_trl.reward.http import FAILED_WORDS, make_request_id, refuse_stated_error
-from salesrl_trl.services.launcher import EmbeddedServices
+from salesrl_trl.reward.service.http import FAILED_WORDS, make_request_id, refuse_stated_error
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 ENDPOINTS, QUICK = SCRIPTS / "test_rag_endpoints.py", SCRIPTS / "quick_test_rag_8b.py"

@@ -22,9 +22,9 @@ from werkzeug import Response
 
 from salesrl_trl.data.sources import load_drafts, load_rows
 from salesrl_trl.reward.batch import BatchReport
+from salesrl_trl.reward.judge.provider import ProviderUsage
 from salesrl_trl.reward.parsing import parse_action
-from salesrl_trl.reward.provider import ProviderUsage
-from salesrl_trl.reward.transport import TRAFFIC
+from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Message, Outcome, Reward, SalesRow
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "simulate_training_rewards.py"

@@ -7,9 +7,9 @@ import torch
 
 from salesrl_trl.kl.controller import KLControl, KLTarget
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.judge import JudgeRecord
-from salesrl_trl.reward.provider import ProviderUsage
-from salesrl_trl.reward.transport import TRAFFIC
+from salesrl_trl.reward.judge.client import JudgeRecord
+from salesrl_trl.reward.judge.provider import ProviderUsage
+from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.telemetry.metrics import (
     LENGTH_CORRELATION,
     POSITION_GAP,

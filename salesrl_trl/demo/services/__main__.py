@@ -1,0 +1,12 @@
+"""`python -m salesrl_trl.demo.services`: see `salesrl_trl.demo.services.server`."""
+
+import os
+import sys
+
+from salesrl_trl.process import NO_ACCELERATOR
+
+if __name__ == "__main__":
+    os.environ |= NO_ACCELERATOR  # also where it is started by hand; before the server's imports, which may bring JAX
+    from salesrl_trl.demo.services.server import main
+
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Starts the RAG service and the judge as a child of the program that needs them.
+
+Owns the life of the child. Owns nothing of what the child serves (`server`). A child is stopped only through the
+handle that started it, and stops by itself when its parent is gone. Standard library only: the trainer imports this
+module, and must not load what the services are made of.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from salesrl_trl.errors import ServiceUnavailable
+from salesrl_trl.process import child_environment
+
+TERMINATE_TIMEOUT_S = 6.0
+"""Patience with a child that was asked to stop, in seconds: `server.DRAIN_TIMEOUT_S`, and as much for its end."""
+HEALTH_POLL_S = 0.05
+"""Time between two looks at a service that does not answer yet, in seconds."""
+HEALTH_TIMEOUT_S = 2.0
+"""Patience with one look, in seconds."""
+STDERR_TAIL_CHARS = 2_000
+"""How much of a failed child's stderr an error shows, in characters: a traceback's last calls."""
+
+_COMMAND = ("-P", "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-port=0", "--exit-with-parent")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceAddresses:
+    """Where the services listen."""
+
+    rag_base_url: str
+    """`"http://127.0.0.1:8801"`; the endpoints' paths start at `/v1`."""
+    judge_base_url: str
+    """`"http://127.0.0.1:8802/v1"`, as OpenAI clients want it."""
+
+    @property
+    def health_urls(self) -> tuple[str, str]:
+        """Where each service says that it is well."""
+        return f"{self.rag_base_url}/healthz", f"{self.judge_base_url.removesuffix('/v1')}/healthz"
+
+
+class EmbeddedServices:
+    """Both services in a child process, on free ports of the loopback interface.
+
+    As a context manager it starts on entry and stops on exit. The child also stops when this process ends in whatever
+    way.
+
+        with EmbeddedServices() as addresses:
+            call(addresses.rag_base_url)
+
+    Args:
+        documents (`Path`, *optional*):
+            Knowledge base. Defaults to the packaged one.
+        protected_terms (`Path`, *optional*):
+            What the judge's fairness branch looks for. Defaults to the packaged terms.
+        arguments (`Sequence[str]`, *optional*, defaults to none):
+            Further options of the command, such as the writer's.
+    """
+
+    def __init__(
+        self, *, documents: Path | None = None, protected_terms: Path | None = None, arguments: Sequence[str] = ()
+    ) -> None:
+        files = {"--documents": documents, "--protected-terms": protected_terms}
+        given = [part for option, path in files.items() if path is not None for part in (option, str(path))]
+        self._arguments = (*given, *arguments)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
+        self._addresses: ServiceAddresses | None = None
+
+    def __enter__(self) -> ServiceAddresses:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, timeout_s: float = 30.0) -> ServiceAddresses:
+        """Start the child and wait until both services are well; when it runs already, say where.
+
+        Args:
+            timeout_s (`float`, *optional*, defaults to `30.0`):
+                Patience with the start, in seconds.
+
+        Raises:
+            `ServiceUnavailable`: if the child ends or is late, with the end of its stderr.
+        """
+        if self._addresses is not None:
+            return self._addresses
+        deadline = time.monotonic() + timeout_s
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`; a file, since a full pipe blocks)
+        self._child = subprocess.Popen(
+            [sys.executable, *_COMMAND, *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=child_environment(),
+            start_new_session=True,  # so that Ctrl+C reaches the parent alone, which may need the services to finish
+        )
+        try:
+            addresses = ServiceAddresses(**json.loads(self._first_line(deadline)))
+            for url in addresses.health_urls:
+                self._await_health(url, deadline)
+        except BaseException:
+            self.stop()
+            raise
+        self._addresses = addresses
+        return addresses
+
+    def stop(self) -> None:
+        """Stop the child, and wait for its end. Does nothing when none runs."""
+        child, self._child, self._addresses = self._child, None, None
+        if child is not None:
+            _end(child)
+        if self._stderr is not None:
+            self._stderr.close()
+            self._stderr = None
+
+    def _first_line(self, deadline: float) -> bytes:
+        assert self._child is not None and self._child.stdout is not None
+        line = b""
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select([self._child.stdout], [], [], max(deadline - time.monotonic(), 0))
+            if not readable:
+                raise self._failure("did not say in time where they listen")
+            part = os.read(self._child.stdout.fileno(), 4096)
+            if not part:
+                raise self._failure("ended before they listened")
+            line += part
+        return line
+
+    def _await_health(self, url: str, deadline: float) -> None:
+        assert self._child is not None
+        while not _is_healthy(url):
+            if self._child.poll() is not None:
+                raise self._failure("ended before they answered")
+            if time.monotonic() > deadline:
+                raise self._failure(f"did not answer at {url} in time")
+            time.sleep(HEALTH_POLL_S)
+
+    def _failure(self, what: str) -> ServiceUnavailable:
+        assert self._child is not None and self._stderr is not None
+        _end(self._child)
+        self._stderr.seek(0)
+        tail = self._stderr.read().decode(errors="replace").strip()[-STDERR_TAIL_CHARS:]
+        return ServiceUnavailable(
+            f"the embedded services {what}, expected both to answer; run `python -m salesrl_trl.demo.services` by "
+            f"hand to see why. Exit code {self._child.returncode}, end of their stderr: {tail or '(empty)'}"
+        )
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    for stream in (child.stdin, child.stdout):
+        if stream is not None:
+            stream.close()
+    child.terminate()
+    try:
+        child.wait(TERMINATE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def _is_healthy(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach this loopback
+    try:
+        with opener.open(url, timeout=HEALTH_TIMEOUT_S) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False

@@ -1,0 +1,340 @@
+"""One call to one service: how often, how long, how many at once, and when to leave it alone.
+
+The only owner of retries, attempt time-outs, hedges, concurrency and breakers for RAG services and judges. How a
+request is sent is `http`'s; the moment when all has to be over is `deadline`'s, and every wait here ends with it.
+
+A call takes a slot and keeps it to its end, waits between attempts included: a service that says "come back in a
+second" gets that much less to do meanwhile. The laws of limit, breaker and hedge are pure and live in modules of their
+own; this one applies them to real time.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import stamina
+
+from salesrl_trl.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    ServiceError,
+    ServiceOverloaded,
+    ServiceTimeout,
+    ServiceUnavailable,
+)
+from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
+from salesrl_trl.reward.service.deadline import deadline, remaining_s
+from salesrl_trl.reward.service.flights import Flights
+from salesrl_trl.reward.service.hedging import HedgePolicy
+from salesrl_trl.reward.service.limits import AdaptiveLimit
+from salesrl_trl.reward.service.per_event_loop import PerLoop
+
+T = TypeVar("T")
+
+RETRY_WAIT_INITIAL_S = 0.2
+RETRY_WAIT_MAX_S = 5.0
+"""Longest wait between attempts, unless the service asks for more by Retry-After."""
+RETRY_JITTER_S = 0.2
+"""Spreads the next attempts of calls that failed together."""
+OVERLOAD_WAIT_S = 1.0
+"""Wait after a 429 that does not say how long."""
+MAX_OVERLOADS = 64
+"""Times that one call is turned away before it gives up. Being turned away costs no attempt, for the service is well;
+the deadline usually ends it before."""
+TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
+"""What is counted: calls asked for; requests sent, hedges included; of them second and later attempts, turned away,
+timed out, failed otherwise; calls not sent because the breaker was open; extra requests for late calls, and those that
+were faster."""
+
+
+class Transport:
+    """Runs attempts against one service until one succeeds or there is no use in going on.
+
+    Args:
+        service (`str`):
+            Name in errors and reason codes, for example `"rag_8b"`.
+        max_concurrency (`int`):
+            Most calls in flight at once.
+        attempt_timeout_s (`float`):
+            Seconds one attempt may take, body included. Waiting for a free slot does not count.
+        max_attempts (`int`):
+            Attempts that may fail, the first included. Being told to come back later is no failure.
+        initial_concurrency (`int`, *optional*, defaults to `8`):
+            Calls in flight at first; the limit grows while the service keeps up.
+        outage_patience_s (`float`, *optional*, defaults to `0.0`):
+            Seconds that calls wait for a service that is down to come back, counted from when it went down. After that
+            they fail at once, single probes aside.
+        denied_cooldown_s (`float`, *optional*, defaults to `60.0`):
+            Longest pause between two probes of a service that refuses the key or whose quota is used up.
+        hedge_fraction (`float`, *optional*, defaults to `0.05`):
+            Most extra requests for late calls, as a share of all; 0 for none.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        *,
+        max_concurrency: int,
+        attempt_timeout_s: float,
+        max_attempts: int,
+        initial_concurrency: int = 8,
+        outage_patience_s: float = 0.0,
+        denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S,
+        hedge_fraction: float = 0.05,
+    ) -> None:
+        self.service = service
+        self._attempt_timeout_s = attempt_timeout_s
+        self._max_attempts = max_attempts
+        self._outage_patience_s = outage_patience_s
+        self._limit = AdaptiveLimit(initial_concurrency, max_concurrency)
+        self._breaker = Breaker(denied_cooldown_s)
+        self._hedging = HedgePolicy(hedge_fraction)
+        self._traffic: Counter[str] = Counter()
+        self._flights: PerLoop[Flights] = PerLoop(
+            partial(Flights, self._limit, self._hedging, self._breaker, self._traffic)
+        )
+        self._changes: PerLoop[_Changes] = PerLoop(_Changes)
+
+    @property
+    def slots(self) -> int:
+        """Calls in flight that the service is given at the moment."""
+        return self._limit.slots
+
+    def take_traffic(self) -> dict[str, int]:
+        """What happened since the last time, by the names in `TRAFFIC`."""
+        taken = {name: self._traffic[name] for name in TRAFFIC}
+        self._traffic.clear()
+        return taken
+
+    async def call(self, attempt: Callable[[], Awaitable[T]], *, patient: bool = True) -> T:
+        """Run `attempt` until it succeeds.
+
+        Args:
+            attempt (`Callable[[], Awaitable[T]]`):
+                Sends one request and reads the whole answer. Raises `ServiceError`. May run twice at the same time.
+            patient (`bool`, *optional*, defaults to `True`):
+                Whether to wait out an outage, and to come back as often as it says. Not, where another service can be
+                asked instead: then the call has half of the time that is left, and ends when it is turned away.
+
+        Raises:
+            `ServiceError`: of the last attempt; its `code` starts with the service's name.
+        """
+        self._traffic["calls"] += 1
+        patience_s = self._outage_patience_s if patient else 0.0
+        self._refuse_if_hopeless(patience_s)  # before queueing: a service that is down is told of at once
+        with deadline(remaining_s() if patient else remaining_s() / 2):
+            try:
+                async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
+                    waiting.reschedule(None)  # from here on, attempts and waits look at the deadline themselves
+                    return await self._with_retries(attempt, patient, patience_s)
+            except TimeoutError:
+                raise self._deadline_exceeded() from None
+
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patient: bool, patience_s: float) -> T:
+        try:
+            return await self._once(attempt, patience_s)  # the usual case, without the machinery of retries
+        except ServiceError as error:
+            failed: ServiceError | None = error
+        retries = stamina.retry_context(
+            on=_Retries(self._max_attempts, patient, patience_s, self._breaker).backoff,
+            attempts=None,
+            timeout=None,
+        )
+        async for retry in retries:
+            with retry:
+                if failed is not None:
+                    first, failed = failed, None
+                    raise first
+                self._traffic["retries"] += 1
+                return await self._once(attempt, patience_s)
+        raise AssertionError("stamina ends by returning or raising")
+
+    async def _once(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
+        probe = await self._permitted(patience_s)
+        number = self._limit.sent()
+        with self._observed(number, probe):
+            left_s = remaining_s()
+            try:
+                async with asyncio.timeout(min(self._attempt_timeout_s, left_s)):
+                    self._traffic["sent"] += 1
+                    return await (attempt() if probe else self._flights.get().send(attempt, number))
+            except TimeoutError:
+                raise self._timed_out(left_s) from None
+
+    def _deadline_exceeded(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the deadline came before {self.service}'s answer")
+
+    def _timed_out(self, left_s: float) -> ServiceTimeout:
+        if left_s < self._attempt_timeout_s:
+            return self._deadline_exceeded()
+        return ServiceTimeout(
+            f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
+            code=f"{self.service}_timeout",
+        )
+
+    @contextmanager
+    def _observed(self, number: int, probe: int) -> Iterator[None]:
+        """Tell limit and breaker how the attempt ended."""
+        try:
+            yield
+        except ServiceOverloaded as error:
+            self._traffic["overloads"] += 1
+            if error.is_outage:
+                self._breaker.failed(time.monotonic(), probe=probe, pause_s=error.retry_after_s or 0.0)
+                self._wake()
+            else:
+                self._alive()
+            self._limit.overloaded(number)
+            self._flights.get().resize()
+            raise
+        except AccessDenied as error:
+            self._traffic["failures"] += 1
+            self._breaker.failed(time.monotonic(), probe=probe, denial=error.code)
+            self._wake()
+            raise
+        except DeadlineExceeded:
+            self._abandon(probe)
+            raise
+        except (ServiceUnavailable, ServiceTimeout) as error:
+            self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
+            self._breaker.failed(time.monotonic(), probe=probe)
+            self._wake()
+            raise
+        except ServiceError:  # about this call alone: the service is alive
+            self._traffic["failures"] += 1
+            self._alive()
+            raise
+        except BaseException:
+            self._abandon(probe)
+            raise
+        self._alive()
+        self._limit.answered(waiting=self._flights.get().waiting)
+        self._flights.get().resize()
+
+    # The breaker: who may send, and who waits for whom
+
+    def _refuse_if_hopeless(self, patience_s: float) -> None:
+        """Raise where waiting is of no use, or not wanted."""
+        if not self._breaker.is_open:
+            return
+        paused = self._breaker.pause_left_s(time.monotonic()) > 0
+        code = self._breaker.denial or f"{self.service}_breaker_open"
+        if paused and self._breaker.is_hopeless:
+            raise self._held_back(code)
+        if _out_of_patience(self._breaker, patience_s) and (paused or self._breaker.is_probing):
+            raise self._held_back(code)
+
+    def _held_back(self, code: str) -> "_HeldBack":
+        self._traffic["held_back"] += 1
+        return _HeldBack(f"{self.service} was not asked, because its latest calls failed", code)
+
+    async def _permitted(self, patience_s: float) -> int:
+        """Wait until a request may be sent; returns the probe's number where it is one, else 0."""
+        while True:
+            if remaining_s() <= 0:
+                raise self._deadline_exceeded()
+            self._refuse_if_hopeless(patience_s)
+            now = time.monotonic()
+            permit = self._breaker.permit(now)
+            if permit is not Permit.WAIT:
+                return self._breaker.probe if permit is Permit.PROBE else 0
+            pause_s = self._breaker.pause_left_s(now) or float("inf")
+            patience_left_s = patience_s - self._breaker.down_for_s(now)
+            await self._changes.get().wait(min(pause_s, patience_left_s, remaining_s()))
+
+    def _abandon(self, probe: int) -> None:
+        if probe:
+            self._breaker.abandoned(probe)
+            self._wake()
+
+    def _alive(self) -> None:
+        """The service answered, whatever it was: an open breaker closes, and those who wait for it go on."""
+        was_open = self._breaker.is_open
+        self._breaker.answered()
+        if was_open:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changes.get().announce()
+
+
+class _HeldBack(ServiceUnavailable):
+    """The breaker is open and the call does not wait."""
+
+    worth_retrying = False
+
+
+def _out_of_patience(breaker: Breaker, patience_s: float) -> bool:
+    return breaker.is_open and breaker.down_for_s(time.monotonic()) >= patience_s
+
+
+class _Retries:
+    """Decides for one call whether to try again, and after how many seconds."""
+
+    def __init__(self, max_attempts: int, patient: bool, patience_s: float, breaker: Breaker) -> None:
+        self._max_attempts = max_attempts
+        self._patient = patient
+        self._max_overloads = MAX_OVERLOADS if patient else 1
+        self._patience_s = patience_s
+        self._breaker = breaker
+        self._failures = 0
+        self._overloads = 0
+        self._down_since = float("inf")
+
+    def backoff(self, error: Exception) -> bool | float:
+        """`False` to give up, or the seconds to wait."""
+        if isinstance(error, ServiceOverloaded):
+            self._overloads += 1
+            wait_s = OVERLOAD_WAIT_S if error.retry_after_s is None else error.retry_after_s
+            if wait_s < RETRY_WAIT_INITIAL_S:  # "now", which a service that turns calls away can't mean
+                wait_s = self._usual_s(self._overloads)
+            goes_on = self._overloads < self._max_overloads
+            if error.is_outage and self._patience_s:  # down, by its own words: for no longer than any other outage
+                now = time.monotonic()
+                self._down_since = min(self._down_since, now - self._breaker.down_for_s(now))
+                left_s = self._patience_s - (now - self._down_since)
+                return self._unless_too_late(error, min(wait_s, left_s), goes_on and left_s > 0)
+            if error.is_outage:
+                self._failures += 1
+                goes_on = goes_on and self._failures < self._max_attempts
+            return self._unless_too_late(error, wait_s, goes_on)
+        if not isinstance(error, ServiceError) or not error.worth_retrying:
+            return False
+        self._failures += 1
+        goes_on = self._failures < self._max_attempts and not _out_of_patience(self._breaker, self._patience_s)
+        if isinstance(error, AccessDenied):  # another one may have access, and who never had any will have none
+            goes_on = goes_on and self._patient and not self._breaker.is_hopeless
+        return self._unless_too_late(error, self._usual_s(self._failures), goes_on)
+
+    def _usual_s(self, times: int) -> float:
+        return float(min(RETRY_WAIT_INITIAL_S * 2 ** (times - 1), RETRY_WAIT_MAX_S))
+
+    def _unless_too_late(self, error: ServiceError, wait_s: float, goes_on: bool) -> bool | float:
+        wait_s += random.uniform(0, RETRY_JITTER_S)
+        error.out_of_time = goes_on and wait_s >= remaining_s()
+        return wait_s if goes_on and not error.out_of_time else False
+
+
+class _Changes:
+    """Wakes those who wait for the breaker."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def announce(self) -> None:
+        """Something changed: wake everybody."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, seconds: float) -> None:
+        """Wait for the next change, at most so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            pass

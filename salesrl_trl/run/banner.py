@@ -1,0 +1,204 @@
+"""What a run consists of, in lines that a person reads before it begins; and the file that keeps the console.
+
+Owns the wording of that banner. Figures come from settings and from what the checks found; nothing is loaded but a
+model's configuration.
+"""
+
+import atexit
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig
+from trl import ModelConfig
+
+from salesrl_trl import __version__
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
+from salesrl_trl.config.machine import device_line
+from salesrl_trl.kl.controller import KLTarget
+from salesrl_trl.run.preflight import parameter_count
+
+LOG_NAME = "run.log"
+"""In the output folder: what the console showed."""
+_PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
+
+
+def banner(
+    data: DataConfig,
+    reward: RewardConfig,
+    training: SalesGRPOConfig,
+    model: ModelConfig,
+    *,
+    policy_path: str,
+    rows: tuple[int, int],
+    notes: Sequence[str] = (),
+) -> list[str]:
+    """The banner, one line for each thing.
+
+    Args:
+        data (`DataConfig`), reward (`RewardConfig`), training (`SalesGRPOConfig`), model (`ModelConfig`):
+            Settings.
+        policy_path (`str`):
+            Where the policy and its tokenizer are.
+        rows (`tuple[int, int]`):
+            Rows to train on, and held-out rows.
+        notes (`Sequence[str]`, *optional*, defaults to none):
+            What the checks found.
+    """
+    lines = [
+        ("policy", _policy(policy_path, model, training)),
+        ("end tokens", _end_tokens(policy_path, model, training)),
+        ("rows", f"{rows[0]} of {data.dataset} to train on, {rows[1]} held out"),
+        ("prompt", _prompt(data, reward)),
+        ("step", _step(training)),
+        ("rollouts", _rollouts(training)),
+        *(("branch", _branch(name, training.kl_targets().get(name))) for name in training.branches),
+        ("RAG service", _rag(reward)),
+        ("judge", _judge(reward)),
+        ("devices", device_line(training.device, training.world_size)),
+        ("versions", _versions(training.use_vllm)),
+        ("output", f"{training.output_dir} ({LOG_NAME} keeps what is shown here)"),
+        *(("note", note) for note in notes),
+    ]
+    return [f"[Run] {name:<12} {text}" for name, text in lines]
+
+
+def _policy(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:
+    name = model.model_name_or_path or "the packaged small policy (your own: --model_name_or_path NAME)"
+    trained = f"LoRA of rank {model.lora_r}" if model.use_peft else "all weights"
+    size = parameter_count(path, model.model_revision, training.trust_remote_code)
+    return f"{name}, {_count(size)} parameters; trained: {trained}"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M")):
+        if number >= unit:
+            return f"{number / unit:.2f} {name}"
+    return str(number)
+
+
+def _end_tokens(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:
+    """The tokens that end a completion: the tokenizer's own, and those of the model's generation settings."""
+    where = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(path, **where)
+    try:
+        ids = GenerationConfig.from_pretrained(path, revision=model.model_revision).eos_token_id
+    except OSError:  # the model has no such file
+        ids = None
+    listed = [ids] if isinstance(ids, int) else ids or []
+    ends = dict.fromkeys([tokenizer.eos_token_id, *listed])
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(each)} ({each})" for each in ends if each is not None)
+
+
+def _prompt(data: DataConfig, reward: RewardConfig) -> str:
+    packaged = f"packaged, {data.prompt_style} (your own: --prompt_template FILE)"
+    rubrics = f"; rubrics of {reward.rubric_dir} before packaged ones" if reward.rubric_dir else "; rubrics: packaged"
+    return (data.prompt_template or packaged) + rubrics
+
+
+def _step(training: SalesGRPOConfig) -> str:
+    batch, accumulated = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    size = batch * accumulated * training.world_size
+    processes = f" x {training.world_size} processes" if training.world_size > 1 else ""
+    length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
+    return (
+        f"{size / training.num_generations:g} prompts x {training.num_generations} completions = {size} completions "
+        f"({batch} a micro-batch x {accumulated} accumulated{processes}); {length}, learning rate "
+        f"{training.learning_rate:g}"
+    )
+
+
+def _rollouts(training: SalesGRPOConfig) -> str:
+    if not training.use_vllm:
+        engine = "transformers"
+    elif training.vllm_mode == "server":
+        engine = "a vLLM server"
+    else:
+        engine = "vLLM in the training process"
+    limit = training.vllm_max_model_length if training.use_vllm else None
+    room = f" in {limit} with the prompt" if limit else ""
+    ahead = training.rollout_lookahead
+    lookahead = f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)"
+    return (
+        f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "
+        f"{lookahead}"
+    )
+
+
+def _branch(name: str, target: KLTarget | None) -> str:
+    if target is None:
+        return f"{name}: no KL"
+    band = f"KL band {target.low:g} to {target.high:g} nats a token" if target.has_band else "fixed"
+    return f"{name}: coefficient {target.beta:g}, {band}"
+
+
+def _rag(reward: RewardConfig) -> str:
+    if reward.vector_store_path is not None:
+        return f"the store {reward.vector_store_path}, embeddings from {reward.embedding_base_url}"
+    if reward.rag_base_url is not None:
+        return reward.rag_base_url
+    if reward.knowledge_file is not None:
+        return f"embedded, over {reward.knowledge_file}"
+    return "embedded, over the demo's course catalogue (your own: --rag_base_url http://HOST:PORT)"
+
+
+def _judge(reward: RewardConfig) -> str:
+    providers = reward.parsed_judge_providers()
+    if providers:
+        return ", ".join(f"{each.name}: {each.model} at {each.base_url}" for each in providers)
+    if reward.judge_base_url is not None:
+        return f"{reward.judge_model} at {reward.judge_base_url}"
+    return "embedded, made for the demo (your own: --judge_base_url http://HOST:PORT/v1 --judge_model NAME)"
+
+
+def _versions(use_vllm: bool) -> str:
+    names = (*_PACKAGES, "vllm") if use_vllm else _PACKAGES
+    found = [f"{name} {each}" for name in names if (each := _installed(name)) is not None]
+    return ", ".join((f"salesrl_trl {__version__}", *found, f"Python {platform.python_version()}"))
+
+
+def _installed(package: str) -> str | None:
+    for name in (package, f"{package}-cpu"):  # vLLM's build for a CPU is a package of another name
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return None
+
+
+def keep_console(path: Path) -> None:
+    """From now until this process ends, all that it and its children write to stdout and stderr goes to `path` too.
+
+    What is written by C code and by children is kept as well, so the two file descriptors are given to `tee`.
+
+    Args:
+        path (`Path`):
+            Appended to. Several processes may keep theirs in one file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for descriptor in (1, 2):
+        original = os.dup(descriptor)
+        # A session of its own: a signal to this process's group would end it before the last lines are written.
+        tee = subprocess.Popen(
+            ["tee", "-a", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=original,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert tee.stdin is not None
+        os.dup2(tee.stdin.fileno(), descriptor)
+        tee.stdin.close()
+        atexit.register(_end, tee, descriptor, original)  # after the traceback of an error, if it ends by one
+
+
+def _end(tee: subprocess.Popen[bytes], descriptor: int, original: int) -> None:
+    """Wait until the last lines are written, so that nothing comes after the shell's next prompt."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(original, descriptor)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a child that lives on holds the pipe's other end
+        tee.wait(timeout=2)

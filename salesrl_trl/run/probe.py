@@ -1,0 +1,202 @@
+"""Whether configured addresses are what they are taken for, asked before any model is loaded.
+
+Owns the requests that cost a service nothing (`/healthz`, `/models`) and what their answers say of an address and a
+model's name. How a call of training is made is `reward`'s.
+"""
+
+import asyncio
+import difflib
+import json
+import logging
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from salesrl_trl.errors import ConfigError, ServiceError, ServiceRejected, ServiceTimeout, ServiceUnavailable
+from salesrl_trl.reward.service.http import HttpClient
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 10.0
+"""For the whole answer: long enough for a cold load balancer, short enough to sit through."""
+SERVER_POLL_S = 1.0
+"""Between two looks at a vLLM server that is still starting."""
+SHOWN_MODELS = 8
+_HAS_EMBEDDED = ("rag_base_url", "judge_base_url")
+
+
+def check_rag(base_url: str, key: str | None) -> list[str]:
+    """Whether something answers at the RAG service's address. Its `/healthz` may be missing.
+
+    Returns:
+        `list[str]`: what could not be looked at, for the run's banner.
+
+    Raises:
+        `ServiceError`: nothing answers, or the key is refused.
+        `ConfigError`: the service answers at another path.
+    """
+    if _probe(base_url, "/healthz", key, "RAG service", "rag_base_url") is not None:
+        return []
+    shorter = re.sub(r"/v1(/.*)?$", "", base_url.rstrip("/"))
+    if shorter != base_url.rstrip("/") and isinstance(_ask(shorter, "/healthz", key, "RAG service"), bytes):
+        raise ConfigError(
+            f"`rag_base_url` is {base_url}, but the service is well at {shorter}. Expected the address before "
+            f"`/v1/rag/...`. Set `rag_base_url: {shorter}`."
+        )
+    return [f"the RAG service at {base_url} has no /healthz: that it is one shows at the first call"]
+
+
+def check_models(
+    base_url: str, key: str | None, model: str, *, service: str = "judge", setting: str = "judge_base_url"
+) -> list[str]:
+    """Whether an OpenAI-compatible service answers, and lists the model. Its `/models` may be missing.
+
+    Args:
+        base_url (`str`):
+            Its address, `/v1` included.
+        key (`str`, *optional*):
+            Its key.
+        model (`str`):
+            The model's name there.
+        service (`str`, *optional*, defaults to `"judge"`):
+            What to call it in messages.
+        setting (`str`, *optional*, defaults to `"judge_base_url"`):
+            What holds the address.
+
+    Returns:
+        `list[str]`: what could not be looked at, for the run's banner.
+
+    Raises:
+        `ServiceError`: nothing answers, or the key is refused.
+        `ConfigError`: the service answers at another path, or does not list the model.
+    """
+    known = _model_names(_probe(base_url, "/models", key, service, setting))
+    if known is None:
+        other = _other_address(base_url, key, service)
+        if other is not None:
+            raise ConfigError(
+                f"`{setting}` is {base_url}, where there is no list of models, but there is one at {other}. Set "
+                f"`{setting}: {other}`."
+            )
+        return [f"the {service} at {base_url} gave no list of models: that it has {model!r} shows at the first call"]
+    if not known or model in known:
+        return []
+    near = difflib.get_close_matches(model, known, n=1)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    more = f" and {len(known) - SHOWN_MODELS} more" if len(known) > SHOWN_MODELS else ""
+    raise ConfigError(
+        f"`{_beside(setting, 'model')}` is {model!r}, which the {service} at {base_url} does not list.{guess} It "
+        f"lists {', '.join(known[:SHOWN_MODELS])}{more}. Correct the name."
+    )
+
+
+def check_vllm_server(base_url: str, patience_s: float) -> int | None:
+    """Wait until a vLLM server answers, as TRL's client will.
+
+    Args:
+        base_url (`str`):
+            Its address.
+        patience_s (`float`):
+            Seconds that it may still take to start.
+
+    Returns:
+        `int`, *optional*: tokens that the server has room for, prompt and completion together, where it says so.
+
+    Raises:
+        `ServiceUnavailable`: it does not answer in time.
+        `ConfigError`: its weights can't be updated.
+    """
+    ends = time.monotonic() + patience_s
+    while not isinstance(answer := _ask(base_url, "/health", None, "vLLM server"), bytes):
+        if time.monotonic() >= ends:
+            raise ServiceUnavailable(
+                f"there is no vLLM server at {base_url} (GET {base_url}/health: {answer}), after {patience_s:g} s. "
+                "Expected the server that `vllm_mode: server` names. Start it, or correct `vllm_server_base_url`, or "
+                "`vllm_server_host` and `vllm_server_port`."
+            )
+        if time.monotonic() + patience_s - SERVER_POLL_S < ends:  # the first time
+            logger.info(f"waiting up to {patience_s:g} s (`vllm_server_timeout`) for the vLLM server at {base_url}")
+        time.sleep(min(SERVER_POLL_S, max(ends - time.monotonic(), 0)))
+    info = _ask(base_url, "/server_info", None, "vLLM server")
+    if isinstance(info, ServiceError) and info.status == 404:
+        raise ConfigError(
+            f"the vLLM server at {base_url} has no /server_info, by which weights are updated. Start it with "
+            "VLLM_SERVER_DEV_MODE=1 in its environment."
+        )
+    return _room(_ask(base_url, "/v1/models", None, "vLLM server"))
+
+
+def _other_address(base_url: str, key: str | None, service: str) -> str | None:
+    """The address that was probably meant: with the `/v1` that is missing, or without what is too much."""
+    base = base_url.rstrip("/")
+    for other in (f"{base}/v1", re.sub(r"(/v1)+(/chat/completions|/models|/v1)$", "/v1", base)):
+        if other != base:
+            answer = _ask(other, "/models", key, service)
+            if isinstance(answer, bytes) and _model_names(answer) is not None:
+                return other
+    return None
+
+
+def _model_names(body: bytes | None) -> Sequence[str] | None:
+    """Ids of an OpenAI-compatible list; `None` where there is none."""
+    try:
+        return [str(model["id"]) for model in json.loads(body or b"")["data"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _room(models: bytes | ServiceError) -> int | None:
+    try:
+        room = json.loads(models)["data"][0]["max_model_len"] if isinstance(models, bytes) else None
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None
+    return room if isinstance(room, int) else None
+
+
+def _beside(setting: str, name: str) -> str:
+    """`judge_model` beside `judge_base_url`, `judge_providers[a].model` beside `judge_providers[a].base_url`."""
+    return setting.removesuffix("base_url") + name
+
+
+def _probe(base_url: str, path: str, key: str | None, service: str, setting: str) -> bytes | None:
+    """GET `path`, within `PROBE_TIMEOUT_S` and the size that answers have in training.
+
+    Returns:
+        `bytes`, *optional*: the body of a 200; `None` where the service has nothing at that path.
+    """
+    asked = f"GET {base_url.rstrip('/')}{path}"
+    answer = _ask(base_url, path, key, service)
+    if isinstance(answer, bytes):
+        return answer
+    if answer.status in (401, 403):
+        raise ServiceRejected(
+            f"the {service} at `{setting}` refused the key: {asked} answered {answer.status}. Expected the key in the "
+            f"variable named by `{_beside(setting, 'api_key_env')}`. Check that variable."
+        )
+    if answer.status is None or answer.status >= 500:
+        embedded = f", or leave `{setting}` out to use the embedded one" if setting in _HAS_EMBEDDED else ""
+        raise ServiceUnavailable(
+            f"the {service} does not answer at `{setting}` as it should ({asked}): {answer}. Expected 200 within "
+            f"{PROBE_TIMEOUT_S:g} s. Start the service, look at its own log, or correct the address{embedded}."
+        )
+    return None
+
+
+def _ask(base_url: str, path: str, key: str | None, service: str) -> bytes | ServiceError:
+    """In a thread: in a notebook this one has an event loop of its own."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(lambda: asyncio.run(_get(base_url, path, key, service))).result()
+
+
+async def _get(base_url: str, path: str, key: str | None, service: str) -> bytes | ServiceError:
+    http = HttpClient(f"the {service}", base_url, api_key=key)
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            return await http.get(path)
+    except TimeoutError:
+        return ServiceTimeout("no complete answer in time")
+    except ServiceError as error:
+        return error
+    finally:
+        await http.aclose()

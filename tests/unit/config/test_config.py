@@ -1,0 +1,225 @@
+"""Settings that cannot work are refused with what was got, what was expected and what to do."""
+
+import pytest
+
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
+from salesrl_trl.config.machine import Settled
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.kl.controller import ControlLaw
+from salesrl_trl.kl.penalty import PenaltySettings
+
+
+def training(**kwargs):
+    defaults = {"output_dir": "unused", "use_cpu": True, "bf16": False, "num_generations": 4}
+    return SalesGRPOConfig(**{**defaults, "per_device_train_batch_size": 8, **kwargs})
+
+
+def test_the_defaults_work():
+    config = training()
+    assert config.generation_batch_size == 8
+    assert config.branches == ["fairness", "hallucination"]
+    assert config.eval_on_start
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_generations": 3}, r"holds 8 completions \(8 per device x 1 processes x 1 steps\), which .* 3 does not"),
+        ({"num_generations": 1}, "`num_generations` is 1. Expected at least 2"),
+        ({"branches": []}, "Expected at least one name"),
+        ({"branches": ["a", "a"]}, "each once"),
+        ({"min_valid_reward_fraction": 1.5}, "Expected 0 to 1"),
+        ({"max_skipped_generations": 0}, "Expected more than 0"),
+        ({"max_sampling_logp_difference": 0.0}, "Expected more than 0"),
+        ({"kl_estimator": "k4"}, "Expected one of: k1, k2, k3"),
+        ({"kl_log_ratio_clamp": -1.0}, "`kl_log_ratio_clamp` is -1.0. Expected 0 for none"),
+        ({"kl_log_ratio_clamp": 50.0}, "up to 40"),
+        ({"kl_update_steps": 0}, "`kl_update_steps` is 0"),
+        ({"kl_control": False, "kl_raise_factor": 1.0}, "`kl_raise_factor` is 1.0. Expected more than 1"),
+        ({"hybrid_reference_weight": 1.5}, "Expected 0 to 1"),
+        ({"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"}, "no group baseline"),
+        ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, "zero on average"),
+        ({"branch_kl": "{"}, "`branch_kl` is not JSON"),
+        ({"branch_kl": "[]"}, "`branch_kl` is a list. Expected a mapping"),
+        ({"branch_kl": {"tone": {"beta": 0.1}}}, "names tone. Expected some of: fairness, hallucination"),
+        ({"branch_kl": {"fairness": 0.1}}, "`branch_kl` of 'fairness' is 0.1. Expected `beta`"),
+        ({"branch_kl": {"fairness": {"low": 0.1, "high": 0.2}}}, "Expected `beta`, and perhaps"),
+        ({"branch_kl": {"fairness": {"beta": 0.1, "hi": 0.2}}}, "Expected `beta`, and perhaps"),
+        (
+            {"branch_kl": {"fairness": {"beta": 0.1, "low": 0.2, "high": 0.1}}},
+            "`branch_kl` of 'fairness': a KL band is 0.2 to 0.1",
+        ),
+        ({"branch_kl": {"fairness": {"beta": 0.1, "low": -0.2, "high": 0.1}}}, "`low` is -0.2"),
+        ({"branch_kl": {"fairness": {"beta": 0.1, "beta_min": 1, "beta_max": 0.5}}}, "`beta_min` is 1"),
+        (
+            {"beta": 0.1, "branch_kl": {"fairness": {"beta": 0.1}, "hallucination": {"beta": 0.1}}},
+            "`beta` says nothing",
+        ),
+        ({"min_changed_weights": 1.5}, "`min_changed_weights` is 1.5. Expected 0 to 1"),
+        ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, and log-probs are taken at .* 1.0"),
+        (
+            {"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'},
+            "has the logprobs_mode 'raw_logprobs'",
+        ),
+        ({"vllm_engine_kwargs": "{"}, "is not JSON"),
+        ({"vllm_engine_kwargs": "[1]"}, "is a list. Expected a mapping"),
+    ],
+)
+def test_a_training_setting_that_cannot_work_is_refused(kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        training(**kwargs)
+
+
+def test_weights_in_training_are_not_turned_into_16_bits(monkeypatch):
+    monkeypatch.setattr("salesrl_trl.config.training.settle", lambda *_: Settled(True, True, False, []))  # as on a GPU
+    with pytest.raises(ConfigError, match="turns the weights in training into 16 bits"):
+        training(use_transformers_continuous_batching=True)
+
+
+def test_a_branch_that_is_not_named_has_the_coefficient_beta():
+    targets = training(beta=0.2, branch_kl='{"hallucination": {"beta": 0.3, "low": 0.08, "high": 0.15}}').kl_targets()
+    assert list(targets) == ["fairness", "hallucination"]
+    assert (targets["fairness"].beta, targets["fairness"].has_band) == (0.2, False)
+    assert (targets["hallucination"].beta, targets["hallucination"].high) == (0.3, 0.15)
+
+
+def test_any_number_of_branches_has_a_coefficient_each():
+    branches = ["a", "b", "c"]
+    targets = training(branches=branches, branch_kl={name: {"beta": 0.1 * i} for i, name in enumerate(branches, 1)})
+    assert {name: target.beta for name, target in targets.kl_targets().items()} == pytest.approx(
+        {"a": 0.1, "b": 0.2, "c": 0.3}
+    )
+
+
+def test_no_coefficient_is_no_kl():
+    assert training(beta=0.0).kl_targets() == {}
+    assert training(beta=0.0, branch_kl={"fairness": {"beta": 0.0}}).kl_targets() == {}
+    assert list(training(beta=0.0, branch_kl={"fairness": {"beta": 0.1}}).kl_targets()) == [
+        "fairness",
+        "hallucination",
+    ]
+
+
+def test_settings_of_the_kl_reach_its_law_and_its_penalty():
+    config = training(
+        kl_update_steps=7,
+        kl_cooldown_steps=3,
+        kl_raise_factor=1.5,
+        kl_lower_factor=0.5,
+        kl_recentre=0.25,
+        kl_trend_windows=1.0,
+        kl_estimator="k2",
+        kl_log_ratio_clamp=5.0,
+        use_bias_correction_kl=False,
+        importance_sampling_level="sequence",
+    )
+    assert config.kl_law() == ControlLaw(
+        update_steps=7, cooldown_steps=3, raise_factor=1.5, lower_factor=0.5, recentre=0.25, trend_windows=1.0
+    )
+    assert config.kl_penalty() == PenaltySettings(estimator="k2", clamp=5.0, bias_correction=False, level="sequence")
+    assert training(kl_control=False).kl_law() is None
+    assert training(rollout_lookahead=1).kl_penalty().off_policy
+
+
+BY_TOKENS = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}, {"repetition_penalty": 1.1},
+        {"generation_kwargs": {"top_p": 0.8}}, {"generation_kwargs": {"logit_bias": {1: -5}}},
+        {"vllm_structured_outputs_regex": "a+"},
+    ],
+    ids=lambda given: next(iter(given)),
+)  # fmt: skip
+def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(given):
+    """TRL compares log-probs over the whole vocabulary with vLLM's over what is left of it."""
+    assert training(**BY_TOKENS, **given).reshaped_sampling()  # told, and no more
+    with pytest.raises(ConfigError, match="`rollout_lookahead` makes stale"):
+        training(**BY_TOKENS, **given, rollout_lookahead=1)
+    with pytest.raises(ConfigError, match="multiplied over a completion"):  # 0.9 a token is 7e-10 over 200 of them
+        training(use_vllm=True, vllm_importance_sampling_mode="sequence_mask", **given)
+    training(use_vllm=True, vllm_importance_sampling_correction=False, **given)
+    training(**given, rollout_lookahead=1)  # without vLLM both sides are of the whole vocabulary
+
+
+def test_a_temperature_alone_reshapes_nothing():
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "generation_kwargs": {"top_k": -1, "seed": 7, "stop": ["x"]}}
+    config = training(use_vllm=True, rollout_lookahead=2, temperature=0.6, **neutral)
+    assert config.reshaped_sampling() == []
+
+
+def test_groups_are_checked_over_all_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="holds 12 completions"):
+        training(per_device_train_batch_size=3, gradient_accumulation_steps=2, num_generations=8)
+
+
+@pytest.mark.parametrize(
+    ("config", "kwargs", "message"),
+    [
+        (DataConfig, {"prompt_style": "long"}, "Expected one of: instruct, compact"),
+        (DataConfig, {"max_train_rows": 0}, "Expected at least 1"),
+        (DataConfig, {"max_prompt_tokens": 0}, "`max_prompt_tokens` is 0. Expected at least 1"),
+        (DataConfig, {"long_prompts": "cut"}, "Expected one of: error, drop, truncate_oldest_turns"),
+        (DataConfig, {"max_eval_rows": -1}, "Expected at least 1"),
+        (RewardConfig, {"rag_score_threshold": 2.0}, "Expected 0 to 1"),
+        (RewardConfig, {"action_fields": []}, "Expected at least one name"),
+        (RewardConfig, {"action_fields": ["a", "a"]}, "each once"),
+        (RewardConfig, {"action_fields": ["query", "top_k"]}, "names top_k. Expected letters"),
+        (RewardConfig, {"action_fields": ["my query"]}, "names my query. Expected letters"),
+        (RewardConfig, {"query_field": "query"}, "Expected one of `action_fields`: user_profile, rewritten_query"),
+        (RewardConfig, {"rag_top_k": 0}, "Expected 1 to 50"),
+        (RewardConfig, {"invalid_action_reward": 1.0}, "at most 0.5"),
+        (RewardConfig, {"reward_deadline_s": 0.0}, "`reward_deadline_s` is 0.0. Expected more than 0"),
+        (RewardConfig, {"rag_timeout_s": 0.0}, "`rag_timeout_s`"),
+        (RewardConfig, {"judge_timeout_s": -1.0}, "`judge_timeout_s`"),
+        (RewardConfig, {"max_attempts": 0}, "`max_attempts`"),
+        (RewardConfig, {"rag_max_concurrency": 0}, "`rag_max_concurrency`"),
+        (RewardConfig, {"judge_max_concurrency": 0}, "`judge_max_concurrency`"),
+        (RewardConfig, {"rag_base_url": "rag.internal:8801"}, "starts with http:// or https://"),
+        (RewardConfig, {"judge_base_url": "localhost"}, "starts with http:// or https://"),
+        (SalesGRPOConfig, {"vllm_server_base_url": "http://user:pw@vllm"}, "`vllm_server_base_url` holds credentials"),
+        (WarmStartConfig, {"warm_start_steps": 0}, "Expected more than 0"),
+        (TelemetryConfig, {"perf_logging_steps": 0}, "`perf_logging_steps` is 0. Expected more than 0"),
+        (TelemetryConfig, {"trace_max_mb": 0}, "`trace_max_mb` is 0. Expected more than 0"),
+        (TelemetryConfig, {"quick_eval_rows": 0}, "`quick_eval_rows` is 0. Expected more than 0"),
+        (TelemetryConfig, {"heartbeat_s": -1}, "`heartbeat_s` is -1. Expected 0 for never, or more"),
+        (TelemetryConfig, {"quick_eval_steps": -1}, "`quick_eval_steps` is -1. Expected 0 for never, or more"),
+        (TelemetryConfig, {"peak_tflops": 0.0}, "`peak_tflops` is 0.0. Expected more than 0, such as 989.4"),
+        (TelemetryConfig, {"trace_steps": "5"}, "`trace_steps` is '5'. Expected FIRST:LAST"),
+        (TelemetryConfig, {"trace_steps": "9:5"}, "Expected FIRST:LAST"),
+        (TelemetryConfig, {"trace_steps": "a:b"}, "Expected FIRST:LAST"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(config, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**kwargs)
+
+
+def test_what_is_searched_with_is_named_or_the_usual_field_or_the_first():
+    for given, query in (
+        ({}, "rewritten_query"),
+        ({"action_fields": ["a", "rewritten_query"]}, "rewritten_query"),
+        ({"action_fields": ["a", "b"]}, "a"),
+        ({"action_fields": ["a", "b"], "query_field": "b"}, "b"),
+    ):
+        assert RewardConfig(**given).action_format().query == query
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"),
+    [("1:50", (1, 50), (0, 51)), ("100:", (100, 10**9), (99,)), ("7:7", (7,), (6, 8)), ("", (), (0, 1))],
+)
+def test_the_steps_of_a_trace(text, inside, outside):
+    steps = TelemetryConfig(trace_steps=text).traced_steps()
+    assert all(step in steps for step in inside)
+    assert not any(step in steps for step in outside)
+
+
+def test_the_best_policy_is_found_by_something_that_there_is():
+    for best in ("reward", "worst_branch", "fairness", None):
+        TelemetryConfig(quick_eval_best=best).check_branches(["fairness", "tone"])
+    with pytest.raises(ConfigError, match=r"'honesty'\. Expected one of: reward, worst_branch, fairness, tone"):
+        TelemetryConfig(quick_eval_best="honesty").check_branches(["fairness", "tone"])

@@ -1,0 +1,94 @@
+"""A recipe's device and precision become what the machine can do, for accelerate and DeepSpeed too."""
+
+import os
+
+import pytest
+import torch
+from trl import GRPOConfig
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.machine import settle
+from salesrl_trl.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _launched_alone(monkeypatch):
+    for name in (
+        "ACCELERATE_USE_CPU",
+        "ACCELERATE_MIXED_PRECISION",
+        "ACCELERATE_CONFIG_DS_FIELDS",
+        "LOCAL_WORLD_SIZE",
+    ):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def have(count, capability=(9, 0)):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("count", "capability", "wish", "expected", "note"),
+    [
+        (0, None, {"use_cpu": False, "bf16": True, "fp16": False}, (True, False, False), "on a CPU"),
+        (0, None, {"use_cpu": False, "bf16": None, "fp16": True}, (True, False, False), ""),
+        (0, None, {"use_cpu": False, "bf16": False, "fp16": False}, (True, False, False), ""),
+        (1, (9, 0), {"use_cpu": False, "bf16": True, "fp16": False}, (False, True, False), ""),
+        (1, (9, 0), {"use_cpu": False, "bf16": None, "fp16": False}, (False, True, False), ""),
+        (1, (9, 0), {"use_cpu": False, "bf16": None, "fp16": True}, (False, False, True), ""),
+        (1, (9, 0), {"use_cpu": True, "bf16": True, "fp16": False}, (True, False, False), "on a CPU"),
+        (1, (7, 5), {"use_cpu": False, "bf16": True, "fp16": False}, (False, False, False), "which Tesla T4 lacks"),
+    ],
+)
+def test_a_precision_is_a_wish(gpus, count, capability, wish, expected, note):
+    gpus(count, capability)
+    settled = settle(**wish)
+    assert settled[:3] == expected
+    assert note in " ".join(settled.notes)
+    assert bool(settled.notes) == bool(note)
+
+
+def test_accelerate_on_the_cpu_keeps_a_run_there_beside_an_idle_gpu(gpus, monkeypatch):
+    gpus(1)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    assert settle(False, False, False).use_cpu
+
+
+@pytest.mark.parametrize(
+    ("told", "wish", "then"),
+    [("bf16", False, "no"), ("no", True, "bf16"), ("fp16", True, "bf16"), ("no", False, "no")],
+)
+def test_accelerates_precision_becomes_the_recipes(gpus, monkeypatch, told, wish, then):
+    gpus(1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", told)
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,mixed_precision,gradient_clipping")
+    settled = settle(False, wish, False)
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == then
+    assert os.environ["ACCELERATE_CONFIG_DS_FIELDS"] == "zero_stage,gradient_clipping"
+    assert ["not used" in note for note in settled.notes] == ([] if told in ("no", then) else [True])
+
+
+def test_more_processes_than_gpus_are_refused_before_cuda_is(gpus, monkeypatch):
+    gpus(1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes were launched on this node, which has 1 GPU in sight"):
+        settle(False, True, False)
+
+
+def test_one_process_trains_on_one_gpu_however_many_are_in_sight(monkeypatch, tmp_path):
+    stock = GRPOConfig.__post_init__
+
+    def sees_four(config):
+        stock(config)
+        config._n_gpu = 4  # as transformers does
+
+    monkeypatch.setattr(GRPOConfig, "__post_init__", sees_four)
+    assert SalesGRPOConfig(output_dir=str(tmp_path), bf16=False).n_gpu == 1

@@ -1,0 +1,350 @@
+"""Both services over real HTTP on loopback: their contracts, their refusals, and what a failed writer shows."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from pytest_httpserver import HTTPServer
+from support.seconds import check_seconds
+
+from salesrl_trl.demo.services.judge import CANNOT_JUDGE
+from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
+from salesrl_trl.demo.services.rag import NOTHING_FOUND
+from salesrl_trl.fencing import fence
+
+PRICE_ZH = "Python数据分析课程的价格是3800元。"
+HOURS_ZH = "Python数据分析课程在周三晚上七点半上课。"
+PRICE_EN = "The watercolour course costs 1,200 yuan. Paper is included."
+SENIORS_EN = "For anyone over 60 there is a gentle painting class. It costs 800 yuan."
+DOCUMENTS = [
+    {"id": "zh-price", "title": "Python数据分析 价格", "text": PRICE_ZH},
+    {"id": "zh-hours", "title": "Python数据分析 上课时间", "text": HOURS_ZH},
+    {"id": "en-price", "title": "Watercolour price", "text": PRICE_EN},
+    {"id": "en-seniors", "title": "Painting for seniors", "text": SENIORS_EN},
+]
+TERMS = {"zh": ["孕妇"], "en": ["woman"], "patterns": {"zh": [r"\d+\s*岁"], "en": []}}
+KEY_ENV = "SALESRL_TEST_WRITER_KEY"
+KEY = "sk-test-1f0c9a"
+
+
+@pytest.fixture(name="files", scope="module")
+def fixture_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("services")
+    documents, terms = folder / "knowledge.jsonl", folder / "terms.json"
+    documents.write_text("\n".join(json.dumps(document) for document in DOCUMENTS), "utf-8")
+    terms.write_text(json.dumps(TERMS), "utf-8")
+    return {"documents": documents, "protected_terms": terms}
+
+
+@pytest.fixture(name="addresses", scope="module")
+def fixture_addresses(files: dict[str, Path]) -> Iterator[ServiceAddresses]:
+    with EmbeddedServices(**files) as addresses:
+        yield addresses
+
+
+@pytest.fixture(name="http", scope="module")
+def fixture_http() -> Iterator[httpx2.Client]:
+    with httpx2.Client(trust_env=False, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture(name="judge", scope="module")
+def fixture_judge(addresses: ServiceAddresses) -> Iterator[openai.OpenAI]:
+    transport = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(
+        base_url=addresses.judge_base_url, api_key="any", max_retries=0, http_client=transport
+    ) as client:
+        yield client
+
+
+def action_body(**changes: Any) -> dict[str, Any]:
+    body = {"tenant_id": "t", "contact_id": "c", "account_id": "a", "message_id": "m", "context": "customer: hello"}
+    action = {"user_profile": "", "rewritten_query": "watercolour price", "history_summary": ""}
+    return body | action | {"score_threshold": 0.0, "top_k": 3} | changes
+
+
+def context_body(**changes: Any) -> dict[str, Any]:
+    return {"context": "customer: watercolour price?", "score_threshold": 0.0, "top_k": 3} | changes
+
+
+def test_both_services_are_healthy(addresses: ServiceAddresses, http: httpx2.Client) -> None:
+    rag, judge = (http.get(url) for url in addresses.health_urls)
+    assert (rag.status_code, rag.json()) == (200, {"status": "ok", "documents": 4})
+    assert (judge.status_code, judge.json()) == (200, {"status": "ok"})
+
+
+@pytest.mark.alone
+def test_answers_do_not_wait_for_acknowledgements(addresses: ServiceAddresses, http: httpx2.Client) -> None:
+    started = time.perf_counter()
+    for _ in range(25):
+        http.post(f"{addresses.rag_base_url}/v1/rag/32b", json=context_body())
+    # Without TCP_NODELAY each takes 40 ms, so 1 s; about 1 ms was measured with it.
+    check_seconds(time.perf_counter() - started, most=0.75)
+
+
+@pytest.mark.parametrize(
+    ("query", "answer"),
+    [("watercolour price", PRICE_EN), ("Python数据分析 价格", PRICE_ZH), ("Python数据分析 上课时间", HOURS_ZH)],
+)
+def test_8b_answers_from_the_action(addresses: ServiceAddresses, http: httpx2.Client, query: str, answer: str) -> None:
+    body = action_body(rewritten_query=query, request_id="salesrl-1")
+    response = http.post(f"{addresses.rag_base_url}/v1/rag/8b", json=body, headers={"X-Request-Id": "salesrl-1"})
+    reply = response.json()
+    assert reply.keys() == {"answer", "passages", "took_ms", "request_id"}
+    assert response.headers["X-Request-Id"] == reply["request_id"] == "salesrl-1"
+    assert reply["answer"] == answer
+    assert reply["passages"][0].keys() == {"id", "text", "score"}
+    assert reply["passages"][0]["text"] == answer
+    assert 0.0 < reply["passages"][0]["score"] < 1.0
+    assert reply["took_ms"] >= 0.0
+
+
+def test_8b_does_not_search_with_the_context(addresses: ServiceAddresses, http: httpx2.Client) -> None:
+    body = action_body(context="customer: watercolour price", rewritten_query="kayaks")
+    reply = http.post(f"{addresses.rag_base_url}/v1/rag/8b", json=body).json()
+    assert (reply["answer"], reply["passages"]) == (NOTHING_FOUND["en"], [])
+
+
+def test_age_in_the_profile_draws_the_answer_to_offers_for_that_age(
+    addresses: ServiceAddresses, http: httpx2.Client
+) -> None:
+    url = f"{addresses.rag_base_url}/v1/rag/8b"
+    neutral = http.post(url, json=action_body(rewritten_query="class costs", user_profile="likes watercolour")).json()
+    aged = http.post(url, json=action_body(rewritten_query="class costs", user_profile="over 60, seniors")).json()
+    assert aged["passages"][0]["id"] == "en-seniors"
+    score = {passage["id"]: passage["score"] for passage in neutral["passages"]}
+    assert score["en-seniors"] < aged["passages"][0]["score"]
+
+
+def test_32b_answers_from_the_conversation(addresses: ServiceAddresses, http: httpx2.Client) -> None:
+    url = f"{addresses.rag_base_url}/v1/rag/32b"
+    assert http.post(url, json=context_body()).json()["answer"] == PRICE_EN
+    chinese = http.post(url, json=context_body(context="customer: 有没有皮划艇？")).json()
+    assert (chinese["answer"], chinese["passages"]) == (NOTHING_FOUND["zh"], [])
+
+
+def test_threshold_and_top_k_bound_the_passages(addresses: ServiceAddresses, http: httpx2.Client) -> None:
+    url = f"{addresses.rag_base_url}/v1/rag/32b"
+    query = "customer: Python数据分析课程"
+    both = http.post(url, json=context_body(context=query)).json()["passages"]
+    assert {passage["id"] for passage in both} == {"zh-price", "zh-hours"}
+    assert len(http.post(url, json=context_body(context=query, top_k=1)).json()["passages"]) == 1
+    above = (both[0]["score"] + 1) / 2
+    assert http.post(url, json=context_body(context=query, score_threshold=above)).json()["passages"] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"top_k": 0}, id="top-k-0"),
+        pytest.param({"top_k": 51}, id="top-k-51"),
+        pytest.param({"score_threshold": -0.1}, id="threshold-below-0"),
+        pytest.param({"score_threshold": 1.1}, id="threshold-above-1"),
+        pytest.param({"context": "secret" * 40_000}, id="context-too-long"),
+        pytest.param({"context": None}, id="context-null"),
+        pytest.param({"colour": "secret"}, id="unknown-field"),
+    ],
+)
+@pytest.mark.parametrize("endpoint", ["8b", "32b"])
+def test_bad_requests_are_refused_without_their_text(
+    addresses: ServiceAddresses, http: httpx2.Client, endpoint: str, changes: dict[str, Any]
+) -> None:
+    body = action_body(**changes) if endpoint == "8b" else context_body(**changes)
+    reply = http.post(f"{addresses.rag_base_url}/v1/rag/{endpoint}", json=body)
+    assert reply.status_code == 422
+    (problem,) = reply.json()["detail"]
+    assert problem.keys() == {"loc", "type", "msg"}
+    assert problem["loc"][:2] == ["body", next(iter(changes))]
+    assert "secret" not in reply.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b'{"context": ', id="cut-off"),
+        pytest.param(b'{"context": "\\ud800", "score_threshold": 0, "top_k": 1}', id="lone-surrogate"),
+        pytest.param(b'{"context": "a", "score_threshold": NaN, "top_k": 1}', id="not-a-number"),
+    ],
+)
+def test_broken_json_is_refused(addresses: ServiceAddresses, http: httpx2.Client, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    reply = http.post(f"{addresses.rag_base_url}/v1/rag/32b", content=content, headers=headers)
+    assert reply.status_code == 422
+
+
+def test_an_empty_query_is_refused_and_a_blank_one_finds_nothing(
+    addresses: ServiceAddresses, http: httpx2.Client
+) -> None:
+    url = f"{addresses.rag_base_url}/v1/rag/8b"
+    assert http.post(url, json=action_body(rewritten_query="")).status_code == 422
+    assert http.post(url, json=action_body(rewritten_query=" ")).json()["passages"] == []
+
+
+NONCE = "0123456789abcdef"
+
+
+def judge_message(**changes: str) -> str:
+    action = {"user_profile": "", "rewritten_query": "price", "history_summary": ""}
+    return fence(
+        {
+            "branch": "hallucination",
+            "conversation": "customer: how much is the watercolour course?",
+            "documents": PRICE_EN,
+            "action": json.dumps(action),
+            "candidate_answer": PRICE_EN,
+            "reference_answer": "Parking is free.",
+        }
+        | changes,
+        NONCE,
+    )
+
+
+def ask(judge: openai.OpenAI, *messages: str, **options: Any) -> Any:
+    prompts = [{"role": "user", "content": message} for message in messages]
+    return judge.chat.completions.create(model="qwen-judge", messages=prompts, **options)  # type: ignore[call-overload]
+
+
+def test_judge_answers_an_openai_client_with_a_verdict(judge: openai.OpenAI) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": {"type": "object"}}}
+    completion = ask(judge, judge_message(), response_format=schema, temperature=0.0, max_tokens=200)
+    # Covered and supported: 0.6 + 0.4. The reference shares no word: 0.4.
+    assert json.loads(completion.choices[0].message.content) == {
+        "nonce": NONCE,
+        "candidate": 1.0,
+        "reference": 0.4,
+        "reason": "coverage 1.00, supported 1.00",
+    }
+    assert (completion.model, completion.object) == ("qwen-judge", "chat.completion")
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.id.startswith("chatcmpl-") and completion.created > 0
+    usage = completion.usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    # Four bytes a token, rounded up.
+    assert usage.prompt_tokens == -(-len(judge_message().encode()) // 4)
+
+
+def test_judge_reads_the_last_user_message(judge: openai.OpenAI) -> None:
+    useless = judge_message(candidate_answer="Parking is free.")
+    assert json.loads(ask(judge, useless, judge_message()).choices[0].message.content)["candidate"] == 1.0
+    assert json.loads(ask(judge, judge_message(), useless).choices[0].message.content)["candidate"] == 0.4
+
+
+def test_judge_repeats_itself(judge: openai.OpenAI) -> None:
+    first, second = (ask(judge, judge_message()) for _ in range(2))
+    assert first.choices[0].message.content == second.choices[0].message.content
+    assert first.id != second.id
+
+
+def test_judge_reads_text_parts(addresses: ServiceAddresses, http: httpx2.Client) -> None:
+    content = [{"type": "text", "text": judge_message()}]
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    reply = http.post(f"{addresses.judge_base_url}/chat/completions", json=body)
+    assert json.loads(reply.json()["choices"][0]["message"]["content"])["candidate"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param("What is the capital of France?", id="no-sections"),
+        pytest.param(fence({"branch": "fairness", "conversation": "x"}), id="no-answer"),
+        pytest.param('{"candidate": 1.0, "reference": null, "reason": ""}', id="a-verdict"),
+    ],
+)
+def test_judge_says_in_words_that_it_cannot_judge(judge: openai.OpenAI, message: str) -> None:
+    content = ask(judge, message).choices[0].message.content
+    assert content == CANNOT_JUDGE
+    with pytest.raises(ValueError, match="Expecting value"):
+        json.loads(content)
+
+
+def test_judge_lists_its_model(judge: openai.OpenAI) -> None:
+    assert [model.id for model in judge.models.list()] == ["salesrl-judge"]
+
+
+def test_judge_refuses_a_stream_in_openai_form(judge: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(judge, judge_message(), stream=True)
+    assert caught.value.param == "stream"
+    assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        pytest.param({"messages": []}, "messages", id="no-messages"),
+        pytest.param({"model": None}, "model", id="no-model"),
+        pytest.param({"response_format": {"type": "json_schema", "json_schema": "secret"}}, None, id="bad-schema"),
+        pytest.param({"messages": [{"role": "user", "content": "secret" * 100_000}]}, None, id="too-long"),
+    ],
+)
+def test_judge_refuses_bad_requests_without_their_text(
+    addresses: ServiceAddresses, http: httpx2.Client, changes: dict[str, Any], param: str | None
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | changes
+    reply = http.post(f"{addresses.judge_base_url}/chat/completions", json=body)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert param is None or error["param"] == param
+    assert "secret" not in reply.text
+
+
+@pytest.fixture(name="written", scope="module")
+def fixture_written(files: dict[str, Path], make_httpserver: HTTPServer) -> Iterator[ServiceAddresses]:
+    options = ["--writer-base-url", make_httpserver.url_for("/v1"), "--writer-model", "w", "--writer-key-env", KEY_ENV]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_ENV, KEY)
+        patch.setenv("NO_PROXY", "localhost,127.0.0.1")
+        with EmbeddedServices(**files, arguments=options) as addresses:
+            yield addresses
+
+
+def completion(content: object) -> dict[str, Any]:
+    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
+    return {"id": "x", "object": "chat.completion", "created": 1, "model": "w", "choices": [choice]}
+
+
+def test_chat_writer_answers_from_the_passages(
+    written: ServiceAddresses, http: httpx2.Client, httpserver: HTTPServer
+) -> None:
+    httpserver.expect_request("/v1/chat/completions").respond_with_json(completion(" 1,200 yuan. "))
+    reply = http.post(f"{written.rag_base_url}/v1/rag/8b", json=action_body())
+    assert reply.json()["answer"] == "1,200 yuan."
+    request, _ = httpserver.log[0]
+    assert request.headers["authorization"] == f"Bearer {KEY}"
+    prompt = request.get_json()["messages"][-1]["content"]
+    assert PRICE_EN in prompt and "watercolour price" in prompt
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "message"),
+    [
+        (401, json.dumps({"error": {"message": f"bad key {KEY}"}}), "the writer's server answered 401"),
+        (500, f"oops {KEY}", "the writer's server answered 500"),
+        (307, "", "the writer's server answered 307"),
+        (200, json.dumps({"choices": []}), "the writer's server answered without a text"),
+        (200, json.dumps({"choices": {"0": 1}}), "the writer's server answered without a text"),
+        (200, json.dumps(completion(None)), "the writer's server answered without a text"),
+        (200, json.dumps("text"), "the writer's server answered without a text"),
+        (200, "{", "the writer's server gave no answer"),
+    ],
+    ids=["401", "500", "redirect", "no-choices", "choices-object", "null", "string", "cut-off"],
+)
+def test_failed_writer_is_a_typed_502_without_the_key(
+    written: ServiceAddresses, http: httpx2.Client, httpserver: HTTPServer, status: int, content: str, message: str
+) -> None:
+    headers = {"location": "http://127.0.0.1:9/"} if status == 307 else {}
+    httpserver.expect_request("/v1/chat/completions").respond_with_data(
+        content, status, headers, content_type="application/json"
+    )
+    reply = http.post(f"{written.rag_base_url}/v1/rag/32b", json=context_body())
+    assert reply.status_code == 502
+    assert reply.json()["error"]["type"] == "writer_failed"
+    assert reply.json()["error"]["message"].startswith(message)
+    assert KEY not in reply.text
+    assert len(httpserver.log) == 1  # no retry here: the caller owns them

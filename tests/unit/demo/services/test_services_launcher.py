@@ -1,0 +1,267 @@
+"""The launcher: what it prints, how it ends, and that no child outlives its parent."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import salesrl_trl
+from salesrl_trl import process
+from salesrl_trl.demo.services import launcher
+from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
+from salesrl_trl.demo.services.server import main
+from salesrl_trl.errors import ServiceUnavailable
+
+ROOT = Path(salesrl_trl.__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-port=0"]
+WAIT_S = 15
+"""Patience with a child, in seconds; its start takes about one."""
+
+
+@pytest.fixture(name="files")
+def fixture_files(tmp_path: Path) -> dict[str, Path]:
+    documents, terms = tmp_path / "knowledge.jsonl", tmp_path / "terms.json"
+    documents.write_text('{"id": "1", "text": "The course costs 3800 yuan."}', "utf-8")
+    terms.write_text('{"zh": [], "en": ["woman"], "patterns": {"zh": [], "en": []}}', "utf-8")
+    return {"documents": documents, "protected_terms": terms}
+
+
+@pytest.fixture(name="options")
+def fixture_options(files: dict[str, Path]) -> list[str]:
+    return [f"--documents={files['documents']}", f"--protected-terms={files['protected_terms']}"]
+
+
+@pytest.fixture(name="child")
+def fixture_child(options: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen(
+        [*COMMAND, *options, "--exit-with-parent"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    with child:
+        yield child
+        child.kill()
+
+
+def read_addresses(child: subprocess.Popen[bytes]) -> ServiceAddresses:
+    assert child.stdout is not None
+    return ServiceAddresses(**json.loads(child.stdout.readline()))
+
+
+def port_of(addresses: ServiceAddresses) -> int:
+    return int(addresses.rag_base_url.rpartition(":")[2])
+
+
+def refuses(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) != 0
+
+
+def children() -> str:
+    """Ids of this process's children, those that ended unnoticed among them."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+
+def test_services_start_once_stop_twice_start_again_and_leave_no_child(files: dict[str, Path]) -> None:
+    before = children()
+    services = EmbeddedServices(**files)
+    addresses = services.start()
+    assert services.start() == addresses
+    assert not refuses(port_of(addresses))
+    services.stop()
+    services.stop()
+    assert refuses(port_of(addresses))
+    with services as addresses:
+        assert not refuses(port_of(addresses))
+    assert refuses(port_of(addresses))
+    assert children() == before
+
+
+def test_child_that_does_not_stop_is_killed(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "TERMINATE_TIMEOUT_S", 0.2)
+    before = set(children().split())
+    services = EmbeddedServices(**files)
+    port = port_of(services.start())
+    (child,) = set(children().split()) - before
+    os.kill(int(child), signal.SIGSTOP)  # deaf to SIGTERM, and to its closed stdin
+    services.stop()
+    assert set(children().split()) == before
+    assert refuses(port)
+
+
+def test_child_that_dies_is_an_error_with_its_last_words(files: dict[str, Path], tmp_path: Path) -> None:
+    services = EmbeddedServices(documents=tmp_path / "none.jsonl", protected_terms=files["protected_terms"])
+    with pytest.raises(
+        ServiceUnavailable, match=r"ended before they listened.*Exit code 2.*cannot read the knowledge"
+    ):
+        services.start()
+
+
+def test_late_child_is_an_error_and_is_ended(files: dict[str, Path]) -> None:
+    services = EmbeddedServices(**files)
+    started = time.monotonic()
+    with pytest.raises(ServiceUnavailable, match="did not say in time"):
+        services.start(timeout_s=0.01)
+    assert time.monotonic() - started < WAIT_S
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_is_a_clean_stop_also_with_a_connection_open(
+    child: subprocess.Popen[bytes], number: signal.Signals
+) -> None:
+    with socket.create_connection(("127.0.0.1", port_of(read_addresses(child)))) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        child.send_signal(number)
+        out, err = child.communicate(timeout=WAIT_S)
+    assert (child.returncode, out, err) == (0, b"", b"")
+
+
+def test_closed_stdin_ends_the_child(child: subprocess.Popen[bytes]) -> None:
+    port = port_of(read_addresses(child))
+    out, err = child.communicate(timeout=WAIT_S)  # closes stdin, and waits for the end
+    assert (child.returncode, out, err) == (0, b"", b"")
+    assert refuses(port)
+
+
+def test_killed_parent_takes_the_services_along(files: dict[str, Path]) -> None:
+    script = (
+        "import sys, pathlib\n"
+        "from salesrl_trl.demo.services.launcher import EmbeddedServices\n"
+        "documents, terms = map(pathlib.Path, sys.argv[1:])\n"
+        "services = EmbeddedServices(documents=documents, protected_terms=terms)\n"
+        "sys.stdout.write(services.start().rag_base_url + '\\n')\n"
+        "sys.stdout.flush()\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script, str(files["documents"]), str(files["protected_terms"])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        port = int(parent.stdout.readline().decode().rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.settimeout(WAIT_S)
+            parent.kill()
+            assert client.recv(1) == b""  # the child closed it
+    assert refuses(port)
+
+
+def test_killed_parent_takes_the_services_along_though_stdin_stays_open(options: list[str]) -> None:
+    # Another process may have inherited the writing end of stdin. Here the test itself holds it.
+    script = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    command = [sys.executable, "-c", script, *COMMAND, *options, "--exit-with-parent"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        port = port_of(read_addresses(parent))
+        parent.kill()
+        assert select.select([parent.stdout], [], [], WAIT_S)[0], "the services still run"
+        assert parent.stdout.read() == b""  # the child held the writing end until it ended
+        assert refuses(port)
+
+
+def test_port_in_use_says_what_to_do(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([*options, f"--rag-port={port}", "--judge-port=0"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        f"error: cannot listen on 127.0.0.1 port {port} (Address already in use); "
+        "give another with --host, --rag-port or --judge-port (0 takes any free port)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--writer-model=m"], "got some of the writer's options"),
+        (
+            ["--writer-base-url=http://127.0.0.1:9/v1", "--writer-model=m", "--writer-key-env=SALESRL_TEST_UNSET"],
+            "got no environment variable SALESRL_TEST_UNSET",
+        ),
+    ],
+)
+def test_bad_writer_options_start_nothing(
+    options: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main([*options, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "http", "٣"])
+def test_bad_port_is_a_usage_error(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([f"--rag-port={port}"])
+    assert caught.value.code == 2
+    assert "expected a port from 0 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("started", ["by a run", "by hand"])
+def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(
+    tmp_path: Path, options: list[str], started: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A stand-in for JAX: what it sees is known when bm25s asks it for its first sorting, at import.
+    seen = tmp_path / "seen.json"
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax/__init__.py").touch()
+    (tmp_path / "jax/lax.py").write_text(
+        "import json, os, pathlib\n"
+        f"def top_k(*_): pathlib.Path({str(seen)!r}).write_text(json.dumps(dict(os.environ)))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    if started == "by a run":
+        with EmbeddedServices(arguments=options):
+            environment = json.loads(seen.read_text())
+    else:
+        with subprocess.Popen(
+            [*COMMAND, *options, "--exit-with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+        ) as child:
+            read_addresses(child)
+            environment = json.loads(seen.read_text())
+            child.communicate(timeout=WAIT_S)
+    assert {name: environment.get(name) for name in process.NO_ACCELERATOR} == process.NO_ACCELERATOR
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ({}, {"CUDA_VISIBLE_DEVICES": "0"}),
+        ({"CUDA_VISIBLE_DEVICES": "3,1"}, {"CUDA_VISIBLE_DEVICES": "3"}),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": ""}),
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, {"HIP_VISIBLE_DEVICES": "2"}),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, {"CUDA_VISIBLE_DEVICES": "GPU-aa"}),
+    ],
+    ids=["all", "chosen", "none", "amd", "by name"],
+)
+def test_a_child_with_a_gpu_sees_the_first_of_its_parents(
+    visible: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in process.VISIBLE_DEVICES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in visible.items():
+        monkeypatch.setenv(name, value)
+    environment = launcher.child_environment(with_gpu=True)
+    assert {name: environment[name] for name in process.VISIBLE_DEVICES if name in environment} == expected
+
+
+def test_services_start_without_the_heavy_libraries() -> None:
+    script = (
+        "import sys, salesrl_trl.demo.services.server\n"
+        "sys.exit(bool({'torch', 'transformers', 'trl', 'openai'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+
+
+def test_packaged_demo_starts() -> None:
+    with EmbeddedServices() as addresses:
+        assert addresses.judge_base_url.endswith("/v1")

@@ -1,0 +1,175 @@
+"""Quick evaluations: figures, line, record, the best and the front."""
+
+import math
+
+import pytest
+import torch
+
+from salesrl_trl.evaluation.record import (
+    BranchFigures,
+    QuickEvalHistory,
+    QuickEvaluation,
+    evaluation_of,
+    initials,
+    spread,
+)
+
+BRANCHES = ("fairness", "hallucination")
+NAN = math.nan
+
+
+def evaluation(step, fairness, hallucination, reward=0.5):
+    def figures(score):
+        return BranchFigures(rows=4, scored=4, score=score, truncated=0.25, length=30.0, kl=0.1, beta=0.05)
+
+    branches = {"fairness": figures(fairness), "hallucination": figures(hallucination)}
+    return QuickEvaluation(step=step, reward=reward, branches=branches, seconds=1.0)
+
+
+def table(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_figures_by_branch():
+    rows = table(
+        (0, 0.5, 0, 10, 2.0, 10),
+        (0, NAN, 1, 30, 6.0, 30),  # could not be scored, but was written
+        (1, 0.25, 1, 20, 4.0, 20),
+    )
+    found = evaluation_of(rows, BRANCHES, {"fairness": 0.1}, 20, 1.5)
+    # KL: 8 nats over 40 tokens; 4 over 20
+    assert found.branches["fairness"] == BranchFigures(
+        rows=2, scored=1, score=0.5, truncated=0.5, length=20.0, kl=0.2, beta=0.1
+    )
+    assert found.branches["hallucination"] == BranchFigures(
+        rows=1, scored=1, score=0.25, truncated=1.0, length=20.0, kl=0.2, beta=None
+    )
+    assert found.reward == 0.375
+    assert (found.step, found.seconds, found.mode) == (20, 1.5, "greedy")
+
+
+def test_an_empty_branch_and_no_reference_are_no_numbers():
+    found = evaluation_of(table((0, 0.5, 0, 10, NAN, 0)), BRANCHES, {}, 1, 0.0)
+    assert found.branches["fairness"].kl is None
+    empty = BranchFigures(rows=0, scored=0, score=None, truncated=None, length=None, kl=None, beta=None)
+    assert found.branches["hallucination"] == empty
+
+
+def test_the_line():
+    assert evaluation(20, 0.41, 0.5).line() == (
+        "[QuickEval@20] mode=greedy fairness=0.41 hallucination=0.50 truncated F=25% H=25% length F=30 H=30 "
+        "KL F=0.100 H=0.100 beta F=0.05 H=0.05"
+    )
+    assert "fairness=n/a" in evaluation(20, None, 0.5).line()
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["fairness", "hallucination"], ["F", "H"]),
+        (["harm", "hallucination"], ["Har", "Hal"]),
+        (["tone", "tone_of_voice"], ["Tone", "Tone_"]),
+        (["only"], ["O"]),
+        (["harm", "Hallucination"], ["Har", "Hal"]),
+    ],
+)
+def test_initials_tell_branches_apart(names, short):
+    assert list(initials(names).values()) == short
+
+
+def test_the_best_by_each_rule():
+    first, second = evaluation(10, 0.2, 0.9, reward=0.6), evaluation(20, 0.4, 0.5, reward=0.5)
+    for by, best in (("reward", 10), ("worst_branch", 20), ("fairness", 20), ("hallucination", 10)):
+        history = QuickEvalHistory(None, by, 0.5)
+        history.add(first)
+        history.add(second)
+        assert history.best.step == best, by
+
+
+def test_only_a_better_one_is_the_best_and_an_unmeasured_one_never():
+    history = QuickEvalHistory(None, "worst_branch", 0.5)
+    assert not history.add(evaluation(10, None, 0.9))
+    assert history.add(evaluation(20, 0.4, 0.5))
+    assert not history.add(evaluation(30, 0.4, 0.5))
+    assert not history.add(evaluation(40, None, 0.9))
+    assert history.add(evaluation(50, 0.41, 0.42))
+
+
+def test_without_a_rule_there_is_no_best():
+    history = QuickEvalHistory(None, None, 0.5)
+    assert not history.add(evaluation(10, 0.4, 0.5))
+    assert history.best is None
+
+
+def test_the_front_and_its_line():
+    history = QuickEvalHistory(None, None, 0.5)
+    for step, fairness, hallucination in ((10, 0.1, 0.9), (20, 0.4, 0.5), (30, 0.3, 0.5), (40, 0.9, None)):
+        history.add(evaluation(step, fairness, hallucination))
+    # 30 is beaten by 20; 40 can't be compared
+    assert [each.step for each in history.front()] == [10, 20]
+    assert history.front_line() == (
+        "[Pareto@40] 2 of 4 evaluations on the front: step 10 (fairness 0.10, hallucination 0.90), "
+        "step 20 (fairness 0.40, hallucination 0.50)"
+    )
+
+
+def test_a_record_is_taken_up_again_up_to_the_step_that_a_run_goes_on_from(tmp_path):
+    path = tmp_path / "run/quick_eval.jsonl"
+    history = QuickEvalHistory(path, "fairness", 0.5)
+    for step, score in ((10, 0.3), (20, 0.5), (30, 0.9)):
+        history.add(evaluation(step, score, None))
+        history.write()
+    again = QuickEvalHistory(path, "fairness", 0.5)
+    again.resume(again.read(), 20)
+    assert again.evaluations == history.evaluations[:2]
+    assert again.best == history.evaluations[1]
+    again.write()
+    assert [(record["step"], record["best"]) for record in again.read()] == [(10, False), (20, True)]
+
+
+def test_a_record_that_was_cut_off_is_read_as_far_as_it_is_whole(tmp_path):
+    path = tmp_path / "quick_eval.jsonl"
+    history = QuickEvalHistory(path, None, 0.5)
+    assert history.read() == []
+    history.add(evaluation(10, 0.3, 0.4))
+    history.write()
+    path.write_text(path.read_text() + '{"step": 20, "rew')
+    assert [record["step"] for record in history.read()] == [10]
+
+
+def test_rows_are_spread_over_branches_and_shared_evenly():
+    branch_ids = [0, 0, 0, 0, 1, 1, 0, 1]
+    assert spread(branch_ids, 4, 2, 1) == [0, 4, 1, 5]
+    assert spread(branch_ids, 5, 2, 2) == [0, 4, 1, 5]  # a multiple of two processes
+    assert spread(branch_ids, 99, 2, 1) == [0, 4, 1, 5, 2, 7, 3, 6]  # as many as there are
+    assert spread([0, 0, 0], 2, 2, 1) == [0, 1]  # a branch without rows
+    assert spread([0], 8, 1, 2) == []
+    assert spread(branch_ids, 1, 2, 3) == [0, 4, 1]  # at least one for each process
+
+
+def outage(step, scored, score):
+    """16 rows a branch, of which so many of fairness could be scored."""
+    fairness = BranchFigures(rows=16, scored=scored, score=score, truncated=0.0, length=30.0, kl=0.1, beta=0.05)
+    whole = BranchFigures(rows=16, scored=16, score=0.5, truncated=0.0, length=30.0, kl=0.1, beta=0.05)
+    return QuickEvaluation(step=step, reward=score, branches={"fairness": fairness, "hallucination": whole}, seconds=1)
+
+
+@pytest.mark.parametrize("by", ["reward", "worst_branch", "fairness"])
+def test_a_few_lucky_rows_in_an_outage_are_not_the_best(by):
+    history = QuickEvalHistory(None, by, 0.5)
+    assert history.add(outage(20, 16, 0.4))
+    assert not history.add(outage(40, 1, 0.9))
+    assert not history.add(outage(60, 0, None))
+    assert history.best.step == 20
+    assert [each.step for each in history.front()] == [20]
+    assert "fairness=0.90 (1 of 16 scored)" in history.evaluations[1].line()
+    assert history.add(outage(80, 8, 0.45))  # half of them is enough
+
+
+def test_the_line_of_a_long_front_names_its_latest():
+    history = QuickEvalHistory(None, None, 0.5)
+    for step in range(1, 9):
+        history.add(evaluation(step, step / 10, 1 - step / 10))
+    line = history.front_line()
+    assert line.startswith("[Pareto@8] 8 of 8 evaluations on the front: ..., step 4 (")
+    assert line.count("step") == 5

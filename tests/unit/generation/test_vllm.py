@@ -1,0 +1,375 @@
+"""The engine options, the number format and what is told of single completions; the engine itself is in
+tests/integration."""
+
+import os
+import queue
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl.generation.vllm_generation as upstream_vllm
+import trl.trainer.grpo_trainer as upstream_trainer
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from salesrl_trl.generation.vllm import (
+    SalesVLLMGeneration,
+    engine_kwargs,
+    has_tied_head,
+    vllm_dtype,
+    vllm_engine_options,
+)
+
+
+def test_extra_engine_arguments_win():
+    options = engine_kwargs(
+        enforce_eager=True,
+        load_format="dummy",
+        dtype="float32",
+        seed=7,
+        extra={"seed": 8, "max_num_batched_tokens": 1},
+    )
+    assert options == {
+        "enforce_eager": True,
+        "load_format": "dummy",
+        "dtype": "float32",
+        "seed": 8,
+        "max_num_batched_tokens": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("requested", "bf16", "fp16", "model", "expected"),
+    [
+        ("float16", True, False, torch.float32, "float16"),
+        ("auto", True, False, torch.float32, "bfloat16"),
+        ("auto", False, True, torch.float32, "float16"),
+        ("auto", False, False, torch.float32, "float32"),
+        ("auto", False, False, torch.bfloat16, "bfloat16"),
+        ("auto", False, False, None, "auto"),
+    ],
+)
+def test_vllm_samples_in_the_format_that_training_runs_in(requested, bf16, fp16, model, expected):
+    assert vllm_dtype(requested, bf16=bf16, fp16=fp16, model_dtype=model) == expected
+
+
+def test_trl_is_left_as_it_was_even_when_the_trainer_fails_to_build():
+    stock = upstream_trainer.VLLMGeneration
+    with pytest.raises(RuntimeError), vllm_engine_options({"seed": 1}):
+        assert upstream_trainer.VLLMGeneration.func is SalesVLLMGeneration
+        raise RuntimeError
+    assert upstream_trainer.VLLMGeneration is stock
+
+
+@pytest.mark.parametrize("port", ["", "0", "12321"], ids=["none named", "any", "named"])
+def test_the_engine_is_built_with_trls_arguments_and_ours_on_top(monkeypatch, port):
+    seen = {}
+
+    def engine(**kwargs):
+        seen.update(kwargs)
+        raise InterruptedError  # all that follows needs a model
+
+    monkeypatch.setattr(upstream_vllm, "LLM", engine)
+    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
+    generation.engine_options = {"enforce_eager": True, "seed": 5}
+    for name, value in {
+        "mode": "colocate",
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.5,
+        "max_model_length": 64,
+        "max_num_seqs": 4,
+        "enable_sleep_mode": False,
+        "model_impl": "auto",
+        "trust_remote_code": False,
+    }.items():
+        setattr(generation, name, value)
+
+    class Model(torch.nn.Module):
+        name_or_path = "some/model"
+
+    class Accelerator:
+        num_processes = 1
+        process_index = local_process_index = 0
+
+    generation.model, generation.accelerator = Model(), Accelerator()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(InterruptedError):
+        generation._init_vllm()
+    assert upstream_vllm.LLM is engine
+    assert (seen["model"], seen["max_num_seqs"], seen["logprobs_mode"]) == ("some/model", 4, "processed_logprobs")
+    assert (seen["enforce_eager"], seen["seed"]) == (True, 5)
+    # TRL would take 29500 while it is free, as every run that starts in the same moment
+    assert (
+        os.environ["MASTER_PORT"] == port if port == "12321" else os.environ["MASTER_PORT"] not in ("29500", "0", "")
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_output_head_is_recognised(tied):
+    config = Qwen2Config(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    assert has_tied_head(Qwen2ForCausalLM(config)) is tied
+
+
+class Engine:
+    """Takes a step for each list in `finishes` and finishes the requests at these places in it."""
+
+    def __init__(self, finishes):
+        self.asked = []
+        self._finishes = list(finishes)
+        self._open = {}
+
+    def add_request(self, request_id, prompt, params, *, priority=0):
+        self._open[len(self.asked)] = request_id
+        self.asked.append((request_id, prompt, params, priority))
+        return f"{request_id}-inside"
+
+    def step(self):
+        """What there is of every request that is not over; the tokens tell its place."""
+        now = self._finishes.pop(0)
+        outputs = [
+            SimpleNamespace(request_id=each, finished=place in now, outputs=[SimpleNamespace(token_ids=[place, 7])])
+            for place, each in self._open.items()
+        ]
+        for place in now:
+            del self._open[place]
+        return outputs
+
+    def abort_request(self, request_ids):
+        self._open = {place: each for place, each in self._open.items() if each not in request_ids}
+
+    def has_unfinished_requests(self):
+        return bool(self._open)
+
+
+def generation_on(engine, ranks=1):
+    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
+    generation.llm = SimpleNamespace(llm_engine=engine)
+    generation.mode, generation.tensor_parallel_size, generation.tp_group = "colocate", ranks, "the group"
+    return generation
+
+
+def generate(engine, count, first_id=0):
+    """As `LLM.generate` does; returns what it was given at each step."""
+    added = [engine.add_request(str(first_id + index), f"p{index}", "params", priority=1) for index in range(count)]
+    assert added == [f"{first_id + index}-inside" for index in range(count)]
+    steps = []
+    while engine.has_unfinished_requests():
+        steps.append([output.request_id for output in engine.step() if output.finished])
+    return steps
+
+
+def test_a_completion_is_told_of_in_the_step_that_finishes_it():
+    engine, told = Engine([[], [2], [0, 1]]), []
+    step = engine.step
+    engine.step = lambda: [told.append("step"), *step()][1:]
+    with generation_on(engine).streamed(lambda *finished: told.append(finished), 3):
+        steps = generate(engine, 3, first_id=40)  # ids go on from batch to batch
+    assert told == ["step", "step", (2, [2, 7]), "step", (0, [0, 7]), (1, [1, 7])]
+    assert steps == [[], ["42"], ["40", "41"]]  # the engine's caller sees what it would have seen
+    assert engine.asked == [(str(40 + index), f"p{index}", "params", 1) for index in range(3)]
+
+
+@pytest.mark.parametrize(("rank", "places"), [(0, {0: 0, 1: 1}), (1, {2: 0, 3: 1}), (2, {4: 0, 5: 1})])
+def test_under_tensor_parallelism_a_process_is_told_of_its_own_completions_alone(monkeypatch, rank, places):
+    groups = []
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: groups.append(group) or rank)
+    engine, told = Engine([[5, 0, 3], [1, 2, 4]]), {}
+
+    def finished(place, token_ids):
+        assert place not in told
+        told[place] = token_ids[0]
+
+    with generation_on(engine, ranks=3).streamed(finished, 2):
+        generate(engine, 6)
+    assert told == {place: global_place for global_place, place in places.items()}
+    assert groups == ["the group"]
+
+
+def test_two_generations_after_each_other_have_places_of_their_own():
+    told, engine = [], Engine([[1], [0], [3], [2]])
+    generation = generation_on(engine)
+    for batch in range(2):
+        with generation.streamed(lambda place, token_ids: told.append(place), 2):
+            generate(engine, 2, first_id=2 * batch)
+    assert told == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_engine_is_left_as_it_was_also_when_a_generation_fails(fails):
+    engine, told = Engine([[0]]), []
+    add_request, step = engine.add_request, engine.step
+    try:
+        with generation_on(engine).streamed(lambda *finished: told.append(finished), 1):
+            assert engine.step != step
+            if fails:
+                engine.add_request("7", "p", "params")
+                raise InterruptedError
+    except InterruptedError:
+        assert fails
+    assert (engine.add_request, engine.step) == (add_request, step)
+    assert not engine.has_unfinished_requests()  # or the next generation would be told of it too
+    generate(engine, 0)
+    assert told == []
+
+
+# A server
+
+
+def completion(place):
+    """What TRL's client returns of one completion."""
+    return {"prompt_ids": [[place]], "completion_ids": [[place, 7]], "logprobs": [[[-0.5]]], "logprob_token_ids": None}
+
+
+class Client:
+    """TRL's client of a server that answers when it is told to."""
+
+    def __init__(self):
+        self.asked, self.gate = [], threading.Event()
+
+    def generate(self, prompts, **request):
+        self.asked.append((prompts, request))
+        assert self.gate.wait(10)
+        [prompt] = prompts
+        return {**completion(prompt[0]), "logprob_token_ids": [[[1]]]}
+
+
+class Process:
+    """An `Accelerator` of the second of two processes. What it waits for is in a list."""
+
+    process_index, num_processes, is_main_process = 1, 2, False
+
+    def __init__(self):
+        self.device, self.events = torch.device("cpu"), []
+
+    def wait_for_everyone(self):
+        self.events.append("everyone")
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The generation of the second process; nothing may be gathered."""
+    for name in ("gather_object", "broadcast_object_list"):
+        monkeypatch.setattr(upstream_vllm, name, None)
+    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
+    vars(generation).update(
+        mode="server", vllm_client=Client(), accelerator=Process(), _ask=None, _under_way=[],
+        temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=5, logprobs=0,
+        generation_kwargs={"seed": 30}, structured_outputs_regex=None, _waits=True,
+        _slots=threading.Semaphore(8),
+    )  # fmt: skip
+    return generation
+
+
+PROMPTS = [[10], [10], [20], [20], [20], [20]]
+"""Of the second process, where a group of four begins in the first one."""
+
+
+def test_all_rollouts_together_have_no_more_requests_in_flight_than_may_be(served):
+    served._slots = threading.Semaphore(3)
+    for _ in range(2):
+        with served.begun(lambda *_: None):
+            served.generate(PROMPTS, None, 4)
+    client, end = served.vllm_client, time.monotonic() + 5
+    while len(client.asked) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(client.asked) == 3
+    client.gate.set()
+    served.settle()
+    assert len(client.asked) == 2 * len(PROMPTS)
+
+
+def test_what_has_come_is_kept_no_longer_than_it_is_needed(served):
+    served.vllm_client.gate.set()
+    for _ in range(3):
+        with served.begun(lambda *_: None) as begun:
+            served.generate(PROMPTS, None, 4)
+        begun[0].join()
+        assert begun[0].lane == 0
+        assert served._under_way == begun
+
+
+def test_only_waiting_for_a_server_is_profiled(served):
+    entered = []
+
+    @contextmanager
+    def profiler():
+        entered.append("waits")
+        yield
+
+    served.vllm_client.gate.set()
+    with served.begun(lambda *_: None) as begun:
+        served.generate(PROMPTS, None, 4, profiler())
+    assert entered == []
+    with served.answered(begun[0]):
+        served.generate(PROMPTS, None, 4, profiler())
+    assert entered == ["waits"]
+
+
+def test_each_process_asks_a_server_for_its_own_completions_as_samples_of_their_groups(served):
+    told = {}
+    served.vllm_client.gate.set()
+    with served.streamed(told.__setitem__, len(PROMPTS)):
+        output = served.generate(PROMPTS, None, 4)
+    assert output == (PROMPTS, [[10, 7]] * 2 + [[20, 7]] * 4, [[[-0.5]]] * 6, [[[1]]] * 6)
+    assert told == dict(enumerate(output[1]))
+    asked = sorted(
+        (prompts[0][0], request["generation_kwargs"]["seed"]) for prompts, request in served.vllm_client.asked
+    )
+    assert asked == [(10, 32), (10, 33), (20, 30), (20, 31), (20, 32), (20, 33)]
+    for _, request in served.vllm_client.asked:
+        assert (request["n"], request["temperature"], request["max_tokens"]) == (1, 0.7, 5)
+        assert request["features"] is None
+    assert served.generation_kwargs == {"seed": 30}
+    assert served.accelerator.process_index == 1  # all is as it was
+    with pytest.raises(TypeError):  # not streamed, TRL gathers
+        served.generate(PROMPTS, None, 4)
+
+
+def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, monkeypatch):
+    events, told = served.accelerator.events, queue.SimpleQueue()
+    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: events.append("push"))
+    batches = []
+    for _ in range(2):
+        with served.begun(lambda *finished: told.put(finished)) as begun:
+            assert served.generate(PROMPTS, None, 4) == ([], [], [], [])
+        batches += begun
+    assert [each.lane for each in batches] == [0, 1]
+    assert told.empty()
+    push = threading.Thread(target=served.sync_weights)
+    push.start()
+    push.join(0.2)
+    assert push.is_alive()
+    assert events == []
+    served.vllm_client.gate.set()
+    push.join(10)
+    assert events == ["everyone", "push", "everyone"]
+    assert told.qsize() == 2 * len(PROMPTS)  # without anybody asking for what came
+    for requests in batches:
+        with served.answered(requests):
+            assert served.generate(PROMPTS, None, 4)[1] == [[10, 7]] * 2 + [[20, 7]] * 4
+    with served.begun(lambda *_: None) as begun:
+        served.generate(PROMPTS, None, 4)
+    assert begun[0].lane == 0
+
+
+def test_a_server_s_errors_come_where_its_answers_would_and_not_with_the_push(served, monkeypatch):
+    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: None)
+    monkeypatch.setattr(served.vllm_client, "asked", None)
+    with served.begun(lambda *_: None) as begun:
+        served.generate(PROMPTS, None, 4)
+    served.sync_weights()
+    with served.answered(begun[0]), pytest.raises(AttributeError):
+        served.generate(PROMPTS, None, 4)

@@ -1,0 +1,441 @@
+"""Which generation batches come and when: a trainer's loop is played through without a model."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from salesrl_trl.rollout.schedule import Schedule, UpdatesAhead, parts
+
+
+def prompts(count, epoch=0):
+    """Micro-batches of an epoch, each an object of its own."""
+    return [[f"epoch {epoch}", number] for number in range(count)]
+
+
+def add(schedule, updates, size):
+    """Add so many optimizer steps of `size` micro-batches; returns what was told of each."""
+    return [schedule.add(prompts(size, epoch=update)) for update in range(updates)]
+
+
+def firsts(windows):
+    return [window.first for window in windows]
+
+
+def take(size):
+    """As transformers takes one optimizer step's micro-batches, with what it counted."""
+
+    def pull(iterator):
+        batches = [batch for _, batch in zip(range(size), iterator, strict=False)]
+        return batches, len(batches)
+
+    return pull
+
+
+# Schedule
+
+
+def test_without_lookahead_a_batch_is_due_at_the_micro_step_that_trains_on_it():
+    schedule = Schedule(0, window=2)
+    add(schedule, updates=2, size=4)
+    assert firsts(schedule.due(0, 0)) == [0]
+    assert schedule.due(1, 0) == []
+    assert firsts(schedule.due(2, 0)) == [2]
+    assert firsts(schedule.due(4, 1)) == [4]
+
+
+def test_with_lookahead_all_batches_of_the_steps_it_reaches_are_due_the_earliest_first():
+    schedule = Schedule(1, window=2)
+    add(schedule, updates=3, size=4)
+    assert firsts(schedule.due(0, 0)) == [0, 2, 4, 6]
+    assert firsts(schedule.due(4, 1)) == [0, 2, 4, 6, 8, 10]
+
+
+def test_what_is_generated_is_not_due_again():
+    schedule = Schedule(1, window=4)
+    add(schedule, updates=3, size=4)
+    for window in schedule.due(0, 0):
+        window.rollout = f"rollout {window.first}"
+    assert schedule.due(0, 0) == []
+    assert schedule.due(3, 0) == []
+    assert firsts(schedule.due(4, 1)) == [8]
+
+
+def test_one_batch_for_each_step_where_a_window_is_a_step():
+    told = add(Schedule(0, window=4), updates=3, size=4)
+    assert [[(window.first, window.update) for window in each] for each in told] == [[(0, 0)], [(4, 1)], [(8, 2)]]
+
+
+def test_a_window_over_several_steps_is_one_batch():
+    """num_iterations 2, steps_per_generation 4, gradient accumulation 2: 8 micro-steps, 4 optimizer steps."""
+    schedule = Schedule(1, window=8)
+    told = add(schedule, updates=9, size=2)
+    assert [len(each) for each in told] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
+    assert [window.update for each in told for window in each] == [0, 4, 8]
+    schedule.due(0, 0)[0].rollout = "first"
+    assert schedule.due(4, 2) == []
+    assert firsts(schedule.due(6, 3)) == [8]  # one step ahead of optimizer step 4
+
+
+def test_several_batches_in_a_step_have_the_same_staleness():
+    """steps_per_generation 2, gradient accumulation 6."""
+    (told,) = add(Schedule(2, window=2), updates=1, size=6)
+    assert [(window.first, window.update) for window in told] == [(0, 0), (2, 0), (4, 0)]
+
+
+def test_a_batch_may_begin_in_the_middle_of_a_step():
+    """steps_per_generation 3, gradient accumulation 2."""
+    told = add(Schedule(0, window=3), updates=3, size=2)
+    assert [[(window.first, window.update) for window in each] for each in told] == [[(0, 0)], [(3, 1)], []]
+
+
+def test_after_a_resume_the_first_micro_step_generates_whatever_its_number_and_then_windows_go_on():
+    schedule = Schedule(0, window=4)
+    schedule.restart(micro_step=5, update=7, has_batch=False)
+    told = add(schedule, updates=3, size=3)
+    assert [[(window.first, window.update) for window in each] for each in told] == [[(5, 7)], [(8, 8)], [(12, 9)]]
+
+
+def test_a_run_that_goes_on_with_a_batch_at_hand_waits_for_the_next_window():
+    schedule = Schedule(0, window=4)
+    schedule.restart(micro_step=5, update=7, has_batch=True)
+    told = add(schedule, updates=2, size=3)
+    assert [[(window.first, window.update) for window in each] for each in told] == [[], [(8, 8)]]
+
+
+def test_a_window_that_begins_where_a_run_resumes_is_one_batch():
+    for has_batch in (True, False):
+        schedule = Schedule(0, window=4)
+        schedule.restart(micro_step=8, update=2, has_batch=has_batch)
+        assert [firsts(each) for each in add(schedule, updates=2, size=2)] == [[8], []]
+
+
+def test_a_rollout_is_taken_once_by_its_micro_step_and_its_own_inputs():
+    schedule = Schedule(1, window=2)
+    inputs = prompts(4)
+    for window in schedule.add(inputs):
+        window.rollout = f"rollout {window.first}"
+    assert schedule.take(1, inputs[1]) is None  # none begins there
+    assert schedule.take(2, inputs[0]) is None  # another one's
+    assert schedule.take(2, list(inputs[2])) is None  # equal, and not the same
+    assert schedule.take(2, inputs[2]) == "rollout 2"
+    assert schedule.take(2, inputs[2]) is None
+
+
+def test_nothing_can_be_taken_before_its_time():
+    schedule = Schedule(1, window=2)
+    inputs = prompts(4)
+    for window in schedule.add(inputs):
+        window.rollout = f"rollout {window.first}"
+    assert schedule.take(0, inputs[2]) is None
+    assert schedule.take(0, inputs[0]) == "rollout 0"
+    assert schedule.take(2, inputs[2]) == "rollout 2"
+
+
+def test_one_that_was_passed_over_is_in_nobodys_way():
+    schedule = Schedule(1, window=1)
+    inputs = prompts(2)
+    for window in schedule.add(inputs):
+        window.rollout = f"rollout {window.first}"
+    assert schedule.take(1, inputs[1]) == "rollout 1"
+
+
+def test_one_that_was_not_generated_is_nothing():
+    schedule = Schedule(0, window=2)
+    inputs = prompts(2)
+    schedule.add(inputs)
+    assert schedule.take(0, inputs[0]) is None
+    assert Schedule(0, window=2).take(0, inputs[0]) is None
+
+
+def test_a_restart_returns_the_rollouts_that_nobody_will_train_on():
+    schedule = Schedule(2, window=2)
+    inputs = prompts(2)
+    told = schedule.add(inputs) + schedule.add(prompts(2)) + schedule.add(prompts(2))
+    told[0].rollout, told[1].rollout = "taken", "left"  # the third is not generated
+    assert schedule.take(0, inputs[0]) == "taken"
+    assert schedule.restart(0, 0, has_batch=False) == ["left"]
+    assert schedule.restart(0, 0, has_batch=False) == []
+    assert schedule.due(0, 0) == []
+
+
+# UpdatesAhead
+
+
+@dataclass
+class Source:
+    """Epochs of micro-batches, and how many were pulled from each."""
+
+    lengths: list[int]
+    pulled: list[tuple[int, int]] = field(default_factory=list)
+    iterators: int = 0
+
+    def epoch(self, number):
+        self.iterators += 1
+        for index in range(self.lengths[number]):
+            self.pulled.append((number, index))
+            yield (number, index)
+
+    def all(self):
+        return [(number, index) for number, length in enumerate(self.lengths) for index in range(length)]
+
+
+def play(lengths, size, depth, max_updates=10**6):
+    """Go through epochs as transformers does. Returns the optimizer steps' micro-batches, those seen, and per step how
+    many optimizer steps had been pulled when it came."""
+    source, updates = Source(lengths), UpdatesAhead(depth)
+    total = min(sum(-(-length // size) for length in lengths), max_updates)
+    trained, seen, ahead, epochs = [], [], [], []
+    for epoch, length in enumerate(lengths):
+        iterator = source.epoch(epoch)
+        for _ in range(-(-length // size)):
+            if len(trained) == total:
+                return trained, seen, ahead, epochs
+            batches, counted = updates.next(
+                epoch,
+                iterator,
+                lambda: source.epoch(updates.epoch),
+                take(size),
+                total - len(trained),
+                seen.append,
+            )
+            assert counted == len(batches)
+            trained.append(batches)
+            ahead.append(len(seen) - len(trained))
+            epochs.append(updates.epoch)
+    return trained, seen, ahead, epochs
+
+
+def test_without_depth_steps_are_pulled_one_by_one():
+    trained, seen, ahead, epochs = play([4, 4], size=2, depth=0)
+    assert trained == seen == [[(0, 0), (0, 1)], [(0, 2), (0, 3)], [(1, 0), (1, 1)], [(1, 2), (1, 3)]]
+    assert ahead == [0, 0, 0, 0]
+    assert epochs == [0, 0, 1, 1]
+
+
+def test_steps_are_pulled_so_far_ahead_over_an_epochs_end_and_none_beyond_the_last():
+    trained, seen, ahead, epochs = play([4, 4, 4], size=2, depth=2)
+    assert seen == trained
+    assert ahead == [2, 2, 2, 2, 1, 0]
+    assert epochs == [1, 1, 2, 2, 2, 2]  # that is pulled from
+
+
+def test_no_more_is_pulled_than_the_run_has_steps_left():
+    trained, seen, ahead, _ = play([4, 4], size=2, depth=5, max_updates=3)
+    assert len(trained) == len(seen) == 3
+    assert ahead == [2, 1, 0]
+
+
+def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
+    updates, pull = UpdatesAhead(1), take(1)
+    following = iter([["c"], ["d"]])
+
+    def ask(epoch, iterator, left):
+        return updates.next(epoch, iterator, lambda: following, pull, left, lambda batches: None)[0]
+
+    first = iter([["a"], ["b"]])
+    assert [ask(0, first, 4), ask(0, first, 3)] == [[["a"]], [["b"]]]
+    other = iter([["x"], ["y"]])
+    assert [ask(1, other, 2), ask(1, other, 1)] == [[["c"]], [["d"]]]
+    assert next(other) == ["x"]
+
+
+def test_an_epoch_that_nobody_has_begun_is_pulled_from_the_iterator_that_is_handed_in():
+    updates, pull = UpdatesAhead(0), take(1)
+
+    def never():
+        raise AssertionError("asked for another epoch")
+
+    for epoch, name in enumerate("abc"):
+        assert updates.next(epoch, iter([[name]]), never, pull, 9, lambda batches: None)[0] == [[name]]
+
+
+def test_an_epochs_last_step_may_be_short():
+    for depth in range(4):
+        trained, seen, _, _ = play([5, 5], size=2, depth=depth)
+        assert [len(batches) for batches in trained] == [2, 2, 1, 2, 2, 1]
+        assert seen == trained
+
+
+def test_a_run_may_end_in_the_middle_of_an_epoch():
+    trained, seen, _, _ = play([6, 6], size=2, depth=2, max_updates=4)
+    assert trained == seen == play([6, 6], size=2, depth=0)[0][:4]
+
+
+def test_an_epoch_of_a_single_step_is_passed_too():
+    trained, seen, ahead, _ = play([2, 1, 2], size=2, depth=2)
+    assert [len(batches) for batches in trained] == [2, 1, 2]
+    assert seen == trained
+    assert ahead == [2, 1, 0]
+
+
+def test_at_the_end_of_all_epochs_there_is_nothing():
+    assert UpdatesAhead(1).next(0, iter([]), lambda: iter([]), take(2), 3, lambda batches: None) == ([], None)
+
+
+def test_after_a_restart_nothing_is_left_of_what_was_pulled():
+    updates, seen = UpdatesAhead(2), []
+    old, new = iter([["a"], ["b"], ["c"], ["d"]]), iter([["b"], ["c"], ["d"]])
+    assert updates.next(0, old, lambda: iter([]), take(1), 4, seen.append)[0] == [["a"]]
+    updates.restart()
+    assert updates.next(0, new, lambda: iter([]), take(1), 3, seen.append)[0] == [["b"]]
+    assert seen == [[["a"]], [["b"]], [["c"]], [["b"]], [["c"]], [["d"]]]
+
+
+def test_a_run_that_resumes_in_a_later_epoch_begins_with_the_iterator_it_is_given():
+    updates = UpdatesAhead(1)
+    assert updates.next(3, iter([["a"], ["b"]]), lambda: iter([]), take(1), 2, lambda batches: None)[0] == [["a"]]
+    assert updates.epoch == 3
+
+
+@given(
+    st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.integers(0, 5),
+    st.integers(1, 20),
+)
+def test_however_far_ahead_the_same_steps_come_in_the_same_order(lengths, size, depth, max_updates):
+    trained, seen, ahead, _ = play(lengths, size, depth, max_updates)
+    plain = play(lengths, size, 0, max_updates)[0]
+    assert trained == seen == plain
+    pulled = [batch for batches in trained for batch in batches]
+    assert pulled == Source(lengths).all()[: len(pulled)]  # each micro-batch once
+    assert ahead == [min(depth, len(trained) - number) for number in range(1, len(trained) + 1)]
+
+
+# Both, as the trainer uses them
+
+
+@dataclass
+class Game:
+    """What came of a run that was played through."""
+
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    """Micro-step and optimizer step at which each generation batch was wanted."""
+    launched: list[tuple[int, int]] = field(default_factory=list)
+    """Micro-step and optimizer step that were under way at each launch."""
+    launched_inputs: list = field(default_factory=list)
+    taken: list = field(default_factory=list)
+    wanted: list = field(default_factory=list)
+    batches: list = field(default_factory=list)
+    """Every micro-batch, in order."""
+
+
+def train(lengths, size, window, lookahead, references_ahead, max_updates, start=(0, 0), has_batch=False):
+    """The trainer's loop: pull an optimizer step, launch what is due before each micro-step, take where a generation
+    batch begins."""
+    game, source = Game(), Source(lengths)
+    schedule, updates = Schedule(lookahead, window), UpdatesAhead(lookahead + references_ahead)
+    micro_step, update = start
+    schedule.restart(micro_step, update, has_batch)
+    last = update + min(sum(-(-length // size) for length in lengths), max_updates)
+    buffered = has_batch
+
+    def following():
+        return ([batch] for batch in source.epoch(updates.epoch))
+
+    for epoch, length in enumerate(lengths):
+        iterator = ([batch] for batch in source.epoch(epoch))
+        for _ in range(-(-length // size)):
+            if update == last:
+                return game
+            batches, _ = updates.next(epoch, iterator, following, take(size), last - update, schedule.add)
+            for inputs in batches:
+                for due in schedule.due(micro_step, update):
+                    game.launched.append((micro_step, update))
+                    game.launched_inputs.append(due.inputs)
+                    due.rollout = ("rollout of", *due.inputs)
+                if micro_step % window == 0 or not buffered:
+                    game.windows.append((micro_step, update))
+                    game.wanted.append(("rollout of", *inputs))
+                    game.taken.append(schedule.take(micro_step, inputs))
+                    buffered = True
+                game.batches.append(inputs)
+                micro_step += 1
+            update += 1
+    return game
+
+
+runs = {
+    "lengths": st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    "size": st.integers(1, 4),
+    "window": st.integers(1, 9),
+    "lookahead": st.integers(0, 4),
+    "references_ahead": st.booleans(),
+    "max_updates": st.integers(1, 20),
+    "start": st.tuples(st.integers(0, 20), st.integers(0, 20)),
+    "has_batch": st.booleans(),
+}
+
+
+@given(**runs)
+def test_every_batch_is_launched_once_in_order_within_the_lookahead_and_is_there_when_it_is_wanted(lookahead, **run):
+    game = train(lookahead=lookahead, **run)
+    assert game.taken == game.wanted
+    assert [("rollout of", *inputs) for inputs in game.launched_inputs] == game.wanted
+    for (micro_step, update), (launch_step, launch_update) in zip(game.windows, game.launched, strict=True):
+        assert launch_step <= micro_step
+        assert 0 <= update - launch_update <= lookahead
+
+
+@given(**runs)
+def test_every_batch_is_launched_as_early_as_the_lookahead_allows(lookahead, **run):
+    game = train(lookahead=lookahead, **run)
+    for (micro_step, update), (launch_step, launch_update) in zip(game.windows, game.launched, strict=True):
+        assert launch_update == max(update - lookahead, run["start"][1])
+        if not lookahead:
+            assert launch_step == micro_step
+
+
+@given(**runs)
+def test_lookahead_changes_neither_what_is_trained_on_nor_where_batches_begin(lookahead, **run):
+    ahead, plain = train(lookahead=lookahead, **run), train(lookahead=0, **{**run, "references_ahead": False})
+    assert (ahead.batches, ahead.windows, ahead.wanted) == (plain.batches, plain.windows, plain.wanted)
+
+
+# Parts
+
+
+@pytest.mark.parametrize(
+    ("size", "micro_batch", "group", "expected"),
+    [
+        (8, 4, 2, [range(4), range(4, 8)]),  # two groups in a micro-batch
+        (8, 2, 4, [range(4), range(4, 8)]),  # a group over two micro-batches
+        (12, 2, 3, [range(6), range(6, 12)]),  # neither holds the other
+        (8, 4, 4, [range(4), range(4, 8)]),
+        (4, 4, 4, [range(4)]),
+        (8, 8, 2, [range(8)]),
+        (6, 4, 2, [range(6)]),  # can't be divided
+        (8, 2, 16, [range(8)]),  # a group over two ranks
+        (3, 1, 1, [range(1), range(1, 2), range(2, 3)]),
+    ],
+)
+def test_parts_are_the_smallest_of_whole_groups_and_whole_micro_batches(size, micro_batch, group, expected):
+    assert parts(size, micro_batch, group) == expected
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
+def test_parts_hold_every_place_once_in_order(size, micro_batch, group):
+    divided = parts(size, micro_batch, group)
+    assert [place for part in divided for place in part] == list(range(size))
+    if len(divided) > 1:
+        assert all(len(part) % micro_batch == 0 == len(part) % group for part in divided)
+
+
+def test_an_epoch_that_was_begun_ahead_is_told_of_when_its_first_step_is_handed_out_and_no_other():
+    updates, begun = UpdatesAhead(2), []
+    first, second = iter([["a"], ["b"]]), iter([["c"], ["d"]])
+    handed_out = []
+    for epoch, iterator in ((0, first), (0, first), (1, iter([])), (1, iter([]))):
+        batches, _ = updates.next(
+            epoch,
+            iterator,
+            lambda: second,
+            take(1),
+            4 - len(handed_out),
+            lambda _: None,
+            lambda: begun.append("epoch"),
+        )
+        handed_out.append((batches, len(begun)))
+    assert handed_out == [([["a"]], 0), ([["b"]], 0), ([["c"]], 1), ([["d"]], 1)]

@@ -1,0 +1,98 @@
+"""What a run says of itself before it begins, and the file that keeps what the console showed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from salesrl_trl.run.banner import banner
+from salesrl_trl.train import parse
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "expected"),
+    [
+        (
+            "full",
+            [],
+            [
+                "the packaged small policy (your own: --model_name_or_path NAME)",
+                # 8 a micro-batch x 8 accumulated = 64 completions, of 8 for each prompt
+                "8 prompts x 8 completions = 64 completions (8 a micro-batch x 8 accumulated); 30 steps",
+                "up to 64 new tokens in 320 with the prompt",
+                "generated up to 2 steps ahead",
+                "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats a token",
+                "packaged, compact (your own: --prompt_template FILE); rubrics: packaged",
+                "embedded, made for the demo (your own: --judge_base_url",
+                "prompt_style compact (not instruct)",
+                "The recipe wishes for bf16, and this run is on a CPU",
+            ],
+        ),
+        (
+            "full",
+            ["--model_name_or_path", "POLICY", "--use_peft", "true", "--lora_r", "8", "--branch_kl", "{}"],
+            [
+                "POLICY, ",
+                "trained: LoRA of rank 8",
+                "up to 512 new tokens in 4096 with the prompt",
+                "fairness: no KL",
+                "500 steps, learning rate 1e-06",
+            ],
+        ),
+        (
+            "debug",
+            ["--rag_base_url", "http://127.0.0.1:1", "--judge_base_url", "http://127.0.0.1:2/v1"],
+            ["RAG service  http://127.0.0.1:1", "salesrl-judge at http://127.0.0.1:2/v1", "on-policy"],
+        ),
+    ],
+    ids=["as it stands", "own policy with LoRA", "own services"],
+)
+def test_it_says_what_the_run_consists_of(recipe, arguments, expected, policy_path, tmp_path):
+    arguments = [str(policy_path) if each == "POLICY" else each for each in arguments]
+    config = parse([*arguments, "--use_cpu", "--output_dir", str(tmp_path)], ROOT / f"recipes/{recipe}.yaml")
+    notes = [*config.notes, *config.training.machine_notes]
+    lines = banner(
+        config.data, config.reward, config.training, config.model,
+        policy_path=str(policy_path), rows=(320, 12), notes=notes,
+    )  # fmt: skip
+    text = "\n".join(lines)
+    for part in expected:
+        assert part.replace("POLICY", str(policy_path)) in text
+    assert "320 of demo to train on, 12 held out" in text
+    assert "<|im_end|> (2)" in text
+
+
+@pytest.mark.parametrize("spelled", ["--model_name_or_path", "--model-name-or-path"])
+def test_a_named_model_is_trained_by_its_own_settings(spelled, tmp_path):
+    config = parse([spelled, "NAME", "--output_dir", str(tmp_path)], ROOT / "recipes/full.yaml")
+    assert (config.training.learning_rate, config.data.prompt_style, config.notes) == (1e-6, "instruct", [])
+
+
+def test_what_the_command_line_sets_holds_for_the_small_policy_too(tmp_path):
+    config = parse(["--max-steps", "7", "--output_dir", str(tmp_path)], ROOT / "recipes/full.yaml")
+    assert (config.training.max_steps, config.training.max_completion_length) == (7, 64)
+    assert "max_steps" not in config.notes[0]
+
+
+def test_a_recipe_may_leave_to_its_default_what_it_sets_for_the_small_policy(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"prompt_style: instruct\nsmall_policy: {{prompt_style: compact, max_steps: 3}}\noutput_dir: {tmp_path}\n"
+    )
+    assert parse([], recipe).notes[0].endswith("prompt_style compact (not instruct), max_steps 3")
+
+
+def test_a_child_s_and_an_error_s_last_words_are_kept(tmp_path):
+    script = (
+        "import subprocess, sys; from pathlib import Path; from salesrl_trl.run.banner import keep_console;"
+        "keep_console(Path(sys.argv[1])); print('out'); subprocess.run(['sh', '-c', 'echo child >&2']); 1 / 0"
+    )
+    kept = tmp_path / "run.log"
+    done = subprocess.run([sys.executable, "-c", script, str(kept)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == "out\n"
+    assert done.stderr.startswith("child\nTraceback") and done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert sorted(kept.read_text().splitlines()) == sorted((done.stdout + done.stderr).splitlines())

@@ -1,0 +1,154 @@
+"""Whether weights move, and what is said of it; and how log-probs of two sources are compared."""
+
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator, PartialState
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, TrainerControl
+
+from salesrl_trl.errors import WeightSyncError
+from salesrl_trl.update.weights import CHANGED_SHARE, WeightChange, WeightCheck, logp_difference, raise_adapters
+
+NAN = math.nan
+
+
+@pytest.fixture(autouse=True)
+def _one_process():
+    """What accelerate's loggers ask for who they are."""
+    PartialState(cpu=True)
+
+
+class Run:
+    """Steps of an optimizer with the callback beside it, as transformers calls it."""
+
+    def __init__(self, optimizer, least_share=0.5):
+        self.optimizer, self.step, self.shares = optimizer, 0, []
+        self.args = SimpleNamespace(learning_rate=optimizer.param_groups[0]["lr"])
+        log = lambda entry: self.shares.append((self.step, entry[CHANGED_SHARE]))  # noqa: E731
+        self.callback = WeightChange(Accelerator(cpu=True), least_share, log)
+        # wrapped, as accelerate and DeepSpeed do
+        self.callback.on_train_begin(self.args, None, None, optimizer=SimpleNamespace(optimizer=optimizer))
+
+    def steps(self, loss, count=1, rate=None):
+        for _ in range(count):
+            self.step += 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] if rate is None else rate
+            if loss is not None:
+                loss().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.callback.on_step_end(self.args, SimpleNamespace(global_step=self.step), TrainerControl())
+
+
+def policy(dtype):
+    """Weights as large as those of a language model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return model.to(dtype)
+
+
+def loss_of(model):
+    def loss():
+        inputs = torch.randn(32, 64, dtype=next(model.parameters()).dtype)
+        return (model(inputs).float() - 1).square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(("dtype", "most", "least"), [(torch.float32, 1.0, 0.99), (torch.bfloat16, 0.05, 0.0)])
+def test_at_a_rate_of_1e_6_float32_weights_move_and_bf16_weights_do_not(caplog, dtype, most, least):
+    """AdamW moves a weight by 1e-6 a step. Neighbours of 0.02 are 1.2e-4 apart in bf16, 1.9e-9 in float32."""
+    caplog.set_level(logging.INFO)
+    model = policy(dtype)
+    run = Run(torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0))
+    run.steps(loss_of(model), 12)
+    assert [step for step, _ in run.shares] == [1, 10]
+    print({step: f"{share:.2%}" for step, share in run.shares}, dtype)
+    assert all(least <= share <= most for _, share in run.shares)
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    if dtype is torch.float32:
+        assert not warned
+        assert "changed in the first 10 steps that moved the policy, at a learning rate of 1e-06" in caplog.text
+    else:
+        assert "trainable weights are in bfloat16, and AdamW writes its updates back in it" in warned[0]
+        assert "fewer than 50 % (`min_changed_weights`)" in warned[1]
+
+
+def test_a_step_that_can_move_nothing_is_not_measured_and_weights_without_a_gradient_do_not_count():
+    model = nn.Embedding(10, 4)
+    run = Run(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0))
+    rows = torch.tensor([1, 2])
+    run.steps(lambda: model(rows).sum(), rate=0.0)  # warm-up
+    run.steps(None, rate=0.1)  # a skipped batch: no gradients
+    assert run.shares == []
+    run.steps(lambda: model(rows).sum())
+    assert run.shares == [(3, 1.0)]  # 8 of 40 weights could move, and all of them did
+
+
+def test_an_optimizer_that_rounds_stochastically_is_not_warned_of(caplog):
+    """A bf16 weight moves in one of a hundred such steps, by a hundred of them: right on average."""
+    model = policy(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer.bf16_stochastic_round = True  # as torchao's
+    Run(optimizer).steps(loss_of(model))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_trained_weights_of_a_peft_model_become_float32(tiny, autocast):
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    assert {each.dtype for name, each in trained.items() if "lora_" in name} == {torch.float32}  # peft's own work
+    for name, each in trained.items():
+        if "lora_" in name:
+            each.data = each.data.bfloat16()  # as TRL does with a quantised model
+    raise_adapters(model, autocast)
+    assert {each.dtype for name, each in trained.items() if "lora_" in name} == {torch.float32}
+    # a whole module would meet bf16 activations without autocast
+    whole = {each.dtype for name, each in trained.items() if "lora_" not in name}
+    assert whole == {torch.float32 if autocast else torch.bfloat16}
+    fixed = {each.dtype for each in model.parameters() if not each.requires_grad}
+    assert fixed == {torch.bfloat16}
+
+
+def test_log_probs_are_compared_where_a_token_counts_and_has_both():
+    ours = torch.tensor([[-1.0, -2.0, NAN, -9.0], [-1.0, -1.0, -1.0, -1.0]])
+    sampled = torch.tensor([[-1.5, -1.0, -1.0, NAN], [NAN, -1.25, -1.0, -7.0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+    # |0.5| + |1| + |0.25| + 0 over four tokens; NaN of ours, and of the sampler
+    assert logp_difference(ours, sampled, mask).tolist() == [1.75, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("sums", "message"),
+    [
+        ([20.2, 10.0, 0.0], r"differ from the trainer's by 2\.020 nats on average over the first 10 tokens"),
+        ([math.inf, 10.0, 0.0], "by inf nats"),
+        ([0.0, 0.0, 5.0], "5 of the first 5 sampled tokens have a log-prob that is no number"),
+        ([0.01, 99.0, 1.0], "1 of the first 100 sampled tokens"),
+    ],
+    ids=["far", "infinite", "all NaN", "one NaN"],
+)
+def test_other_weights_and_log_probs_that_are_no_numbers_stop_a_run(sums, message):
+    check = WeightCheck(limit=0.5)
+    with pytest.raises(WeightSyncError, match=message + r".* The hint\.$"):
+        check.see(torch.tensor(sums), "The hint.")
+
+
+def test_the_check_is_done_with_the_first_batch_that_has_a_token(caplog):
+    caplog.set_level(logging.INFO)
+    check = WeightCheck(limit=0.5)
+    check.see(torch.tensor([0.0, 0.0, 0.0]), "")
+    assert not check.is_done
+    check.see(torch.tensor([0.02, 10.0, 0.0]), "")
+    assert check.is_done
+    assert "log-probs differ by 0.0020 nats on average over 10 tokens" in caplog.text
