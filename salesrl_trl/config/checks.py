@@ -1,6 +1,7 @@
 """What the modules of settings share: help texts, and checks that say what was got and what was expected."""
 
 import dataclasses
+import importlib
 import json
 import math
 import re
@@ -72,3 +73,30 @@ def structure(setting: str, value: Any, kind: type) -> Any:
             ) from None
     check(isinstance(value, kind), f"`{setting}` is a {type(value).__name__}. Expected {expected}.")
     return value
+
+
+def load_object(path: str, setting: str) -> Any:
+    """The class or function that a dotted path names: `"my_package.my_module.MyClass"`.
+
+    Args:
+        path (`str`):
+            Dotted path. Its last part is looked up in the module that the rest names.
+        setting (`str`):
+            Name of the setting that holds the path, for messages.
+
+    Raises:
+        `ConfigError`: there is no such module, or no such name in it.
+    """
+    module, _, name = path.rpartition(".")
+    where = f"`{setting}` is {path!r}"
+    if not module:
+        raise ConfigError(f"{where}. Expected a dotted path, such as `my_package.my_module.MyClass`.")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{where}, and there is no module {error.name!r}. Expected one that Python finds. Install it, or add its "
+            "folder to PYTHONPATH."
+        ) from error
+    except AttributeError as error:
+        raise ConfigError(f"{where}, and {module!r} has no {name!r}. Expected a class of that module.") from error
