@@ -9,9 +9,8 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from openai.types.shared_params import ResponseFormatJSONSchema
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import (
@@ -28,6 +27,9 @@ from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, respon
 from salesrl_trl.reward.service.http import HttpClient, refuse_stated_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+
+if TYPE_CHECKING:  # at run time it would cost half a second
+    from openai.types.shared_params import ResponseFormatJSONSchema
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +220,7 @@ class ProviderClient:
 
         return await self.http.post("/chat/completions", body, read)
 
-    def _body(self, system: str, message: str, held_to: ResponseFormatJSONSchema | None) -> dict[str, Any]:
+    def _body(self, system: str, message: str, held_to: "ResponseFormatJSONSchema | None") -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.settings.model,
             "messages": [{"role": "system", "content": system}, {"role": "user", "content": message}],

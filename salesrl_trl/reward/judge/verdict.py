@@ -7,14 +7,16 @@ fenced sections of the user message only, and anything else is `JudgeInvalid`, n
 
 import functools
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from openai.types.shared_params import ResponseFormatJSONSchema
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.fencing import fence, is_nonce
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+
+if TYPE_CHECKING:  # importing openai takes half a second, which every reward process would pay for one type
+    from openai.types.shared_params import ResponseFormatJSONSchema
 
 MESSAGE_VERSION = 2
 """Of what a judge is shown. To be raised with each change of it: verdicts of another version are not reused."""
@@ -74,7 +76,7 @@ def judge_message(
 
 
 @functools.cache
-def response_format(*, expect_reference: bool) -> ResponseFormatJSONSchema:
+def response_format(*, expect_reference: bool) -> "ResponseFormatJSONSchema":
     """Holds a judge to the schema. The reference's score is a number where a reference is shown, and null elsewhere: a
     model that may choose will at times choose null.
 
