@@ -7,9 +7,7 @@ import asyncio
 import contextlib
 import copy
 import functools
-import json
 import logging
-import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +39,7 @@ from salesrl_trl.evaluation.quick import QuickEvaluator
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import engine_kwargs, has_tied_head, replaced, vllm_dtype, vllm_engine_options
-from salesrl_trl.kl.controller import KLControl
+from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.penalty import BranchPenalty, loss_mask
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -83,9 +81,6 @@ _PLAIN_LOGGER = logging.getLogger(__name__)  # for lines that look like those of
 # Upstream warns of a row that could not be scored with its prompt and completion: customers' text.
 _UNSCORABLE_WARNING = LeaveOut("All reward functions returned None")
 _UPSTREAM_LOGGER = logging.getLogger("trl.trainer.grpo_trainer")
-
-KL_STATE_NAME = "kl_control.json"
-"""In every checkpoint that holds an optimizer: coefficients, windows under way, shares of steps in band."""
 
 _OUT = Reward(outcome=Outcome.INFRA, value=None, reason="out")
 """Stands for a reward that has not come in yet, where others' advantages are computed."""
@@ -170,10 +165,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._tuner: BaseTunerLayer | None = None
         self._report_names = report_names(reward.provider_names, reward.service_names)
         targets = args.kl_targets()
-        self._kl = KLControl(targets, args.kl_law()) if targets else None
-        self._kl_penalty = args.kl_penalty()
+        self._kl = BranchedKL(targets, args.kl_law(), args.kl_penalty()) if targets else None
         self._epoch = 0
-        self._kl_sums: torch.Tensor | None = None  # (branches, len(SUMS)) since the last optimizer step, this rank's
         names = (*metric_names(args.branches), *self._report_names, *(kl_names(args.branches) if targets else ()))
         if args.hybrid_reference_weight:
             names = (*names, BASELINE_FALLBACK)
@@ -286,7 +279,9 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _start_over(self) -> None:
         """Leave nothing of an earlier run in this one: it may have ended anywhere, by an interruption too."""
         self._pipeline.forget()
-        self._kl_sums = self._rollout = None
+        self._rollout = None
+        if self._kl is not None:
+            self._kl.forget_sums()
         for mode in ("train", "eval"):
             self._metrics[mode].clear()
             self._means[mode].flush()
@@ -611,20 +606,12 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self._kl is None:
             with self._timeline.phase(perf.FORWARD):
                 return super()._compute_loss(model, inputs)
-        betas = self._kl.betas
-        penalty = BranchPenalty(inputs, betas, self._kl_penalty)
-        beta, self.beta = self.beta, penalty
-        try:
-            with self._timeline.phase(perf.FORWARD):
-                loss = super()._compute_loss(model, penalty.inputs)
-                sums = penalty.sums()
-        finally:
-            self.beta = beta
-        self._kl_sums = sums if self._kl_sums is None else self._kl_sums + sums
+        penalty = self._kl.penalty(inputs)
+        with replaced(self, "beta", penalty), self._timeline.phase(perf.FORWARD):
+            loss = super()._compute_loss(model, penalty.inputs)
+            self._kl.add(penalty)
         if self.accelerator.sync_gradients:
-            totals = self.accelerator.reduce(self._kl_sums, reduction="sum").tolist()
-            self._kl_sums = None
-            self._follow_kl(self._kl, totals, betas)
+            self._follow_kl(self._kl)
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
@@ -657,28 +644,18 @@ class SalesGRPOTrainer(GRPOTrainer):
             return model is self.ref_model
         return self._tuner.disable_adapters or "ref" in self._tuner.active_adapters
 
-    def _follow_kl(self, control: KLControl, totals: list[list[float]], betas: list[float]) -> None:
-        """One optimizer step's KL over all ranks: the coefficients of the next one, and metrics."""
-        mode = "train" if self.model.training else "eval"
+    def _follow_kl(self, kl: BranchedKL) -> None:
+        """One optimizer step's KL over all ranks: the coefficients of the next step, and figures."""
+        totals = self.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist()
+        mode, betas = "train" if self.model.training else "eval", kl.betas
         if mode == "train":
-            decisions = control.observe([(kl, weight) for kl, *_, weight in totals])
-            if self.accelerator.is_main_process:
-                for decision in decisions:
-                    _PLAIN_LOGGER.info(f"[BranchedKL@{self.state.global_step + 1}] {decision}")
-                for branch, (kl, *_) in zip(control.branches, totals, strict=True):
-                    if not math.isfinite(kl):
-                        _PLAIN_LOGGER.warning(
-                            f"[BranchedKL@{self.state.global_step + 1}] {branch.branch}: the KL is {kl}, which is no "
-                            "measurement: log-probs of the policy or the reference are broken, or overflow without a "
-                            "clamp"
-                        )
-        add_kl(self._means[mode], totals, betas, control)
+            kl.end_step(totals, self.state.global_step + 1, is_logged=self.accelerator.is_main_process)
+        add_kl(self._means[mode], totals, betas, kl.control)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._kl is not None and self.args.should_save:
-            text = json.dumps(self._kl.state_dict(), indent=2)
-            Path(output_dir, KL_STATE_NAME).write_text(text + "\n", encoding="utf-8")
+            self._kl.save(Path(output_dir))
         if self.args.should_save:
             write_identity(Path(output_dir), self._identity, self._is_inside_a_window)
         if self._is_inside_a_window and not self._run_control.is_skipping:
@@ -691,15 +668,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             return
         if self._is_inside_a_window:
             self._go_on_inside_a_window(Path(checkpoint))
-        if self._kl is None:
-            return
-        path = Path(checkpoint, KL_STATE_NAME)
-        if path.is_file():
-            self._kl.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-            betas = ", ".join(f"{each.branch} beta {each.beta:.4g}" for each in self._kl.branches)
-            logger.info(f"[BranchedKL] going on with {betas}")
-        else:
-            logger.warning(f"{checkpoint} holds no {KL_STATE_NAME}: the KL coefficients start as configured")
+        if self._kl is not None:
+            self._kl.load(Path(checkpoint))
 
     def _go_on_inside_a_window(self, checkpoint: Path) -> None:
         """With the generation batch of the checkpoint, as far as it was not trained on."""

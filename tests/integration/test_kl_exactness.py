@@ -107,12 +107,12 @@ def set_up(trainer, case):
     if isinstance(trainer, ScriptedTrainer):
         trainer.beta = 1.0  # what it has TRL load the reference by
         trainer.args.kl_estimator, trainer.args.kl_log_ratio_clamp = case.estimator, case.clamp
-        trainer._kl_penalty = trainer.args.kl_penalty()
+        trainer._kl.settings = trainer.args.kl_penalty()
         coefficients(trainer, (BETA, BETA))
 
 
 def coefficients(trainer, betas):
-    for branch, beta in zip(trainer._kl.branches, betas, strict=True):
+    for branch, beta in zip(trainer._kl.control.branches, betas, strict=True):
         branch.beta = beta
 
 
@@ -570,7 +570,8 @@ def test_beta_is_a_number_again_after_a_loss_that_failed_and_nothing_was_measure
     with pytest.raises((ValueError, IndexError)):
         pair.ours.compute_loss(pair.ours.model, pair.inputs(Case())[0])
     assert pair.ours.beta == 0.125
-    assert pair.ours._kl_sums is None
+    with pytest.raises(RuntimeError, match="before `add`"):
+        pair.ours._kl.drain_sums()
     assert not any(pair.ours._means["train"]._counts.values())
 
 

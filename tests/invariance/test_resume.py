@@ -9,8 +9,8 @@ from support.keyed import BRANCH_KL, StopAt, betas_of
 
 from salesrl_trl.config import DEFAULT_BRANCHES
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.kl.branched import KL_STATE_NAME
 from salesrl_trl.telemetry.metrics import beta_of, kl_names
-from salesrl_trl.trainer import KL_STATE_NAME
 
 COOLDOWN = 1
 SETTINGS = {"max_steps": 12, "kl_update_steps": 2, "kl_cooldown_steps": COOLDOWN}

@@ -1,0 +1,116 @@
+"""The KL of all branches during training: penalty, windows, controller and saved state in one place.
+
+Owns the order of an optimizer step's KL work:
+
+1. `penalty` makes the penalty of a micro-batch, with the coefficients of now.
+2. `add` adds the micro-batch's sums, after its loss was computed.
+3. `drain_sums` gives the step's sums of this rank. The trainer adds them up over ranks.
+4. `end_step` takes those totals, moves the coefficients and logs each move.
+
+Owns no arithmetic (`penalty.py`, `controller.py`), no collective and no trainer.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+from salesrl_trl.kl.controller import ControlLaw, KLControl, KLTarget
+from salesrl_trl.kl.penalty import BranchPenalty, PenaltySettings
+
+KL_STATE_NAME = "kl_control.json"
+"""In every checkpoint that holds an optimizer: coefficients, unfinished windows, shares of steps in the band."""
+
+logger = get_logger(__name__)  # its lines begin with the rank
+_PLAIN_LOGGER = logging.getLogger(__name__)
+
+
+class BranchedKL:
+    """The KL of all branches.
+
+    Args:
+        targets (`Mapping[str, KLTarget]`):
+            By branch, in the order of branch ids.
+        law (`ControlLaw`, *optional*):
+            Moves the coefficients. Without it they stay.
+        settings (`PenaltySettings`):
+            How the KL of a token is estimated and weighed.
+    """
+
+    def __init__(self, targets: Mapping[str, KLTarget], law: ControlLaw | None, settings: PenaltySettings) -> None:
+        self.control = KLControl(targets, law)
+        """Coefficients, bands and shares of steps in the band."""
+        self.settings = settings
+        self._sums: torch.Tensor | None = None  # (branches, len(SUMS)) of this rank since the last optimizer step
+
+    @property
+    def betas(self) -> list[float]:
+        """Coefficients by branch id."""
+        return self.control.betas
+
+    def penalty(self, inputs: Mapping[str, Any]) -> BranchPenalty:
+        """The penalty of one of TRL's micro-batches, with the coefficients of now."""
+        return BranchPenalty(inputs, self.betas, self.settings)
+
+    def add(self, penalty: BranchPenalty) -> None:
+        """Add what the penalty measured of its micro-batch. Its loss must have been computed."""
+        sums = penalty.sums()
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def drain_sums(self) -> torch.Tensor:
+        """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64.
+
+        Raises:
+            `RuntimeError`: nothing was added.
+        """
+        if self._sums is None:
+            raise RuntimeError("the KL's sums were asked for before `add` was given a micro-batch")
+        sums, self._sums = self._sums, None
+        return sums
+
+    def forget_sums(self) -> None:
+        """Forget the micro-batches of a step that was interrupted."""
+        self._sums = None
+
+    def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
+        """Move the coefficients by one optimizer step's measurement. They hold from the next step on.
+
+        Args:
+            totals (`Sequence[Sequence[float]]`):
+                Sums over all ranks, by branch id, then by `penalty.SUMS`.
+            step (`int`):
+                Number of the optimizer step, for the log.
+            is_logged (`bool`):
+                Whether this rank logs moves, and KLs that are not finite.
+        """
+        decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])
+        if not is_logged:
+            return
+        for decision in decisions:
+            _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {decision}")
+        for branch, (kl, *_) in zip(self.control.branches, totals, strict=True):
+            if not math.isfinite(kl):
+                _PLAIN_LOGGER.warning(
+                    f"[BranchedKL@{step}] {branch.branch}: the KL is {kl}, which is no measurement: log-probs of the "
+                    "policy or the reference are broken, or overflow without a clamp"
+                )
+
+    def save(self, checkpoint: Path) -> None:
+        """Write everything that later decisions depend on into a checkpoint's folder."""
+        text = json.dumps(self.control.state_dict(), indent=2)
+        (checkpoint / KL_STATE_NAME).write_text(text + "\n", encoding="utf-8")
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint; as configured, with a warning, where it has no state of the KL."""
+        path = checkpoint / KL_STATE_NAME
+        if not path.is_file():
+            logger.warning(f"{checkpoint} holds no {KL_STATE_NAME}: the KL coefficients start as configured")
+            return
+        self.control.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        betas = ", ".join(f"{each.branch} beta {each.beta:.4g}" for each in self.control.branches)
+        logger.info(f"[BranchedKL] going on with {betas}")

@@ -1,0 +1,133 @@
+"""The KL of all branches without a trainer: steps of micro-batches, moves and their log lines, save and load."""
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from salesrl_trl.kl.branched import KL_STATE_NAME, BranchedKL
+from salesrl_trl.kl.controller import ControlLaw, KLTarget
+from salesrl_trl.kl.penalty import PenaltySettings
+
+TARGETS = {"fairness": KLTarget(beta=0.1, low=0.02, high=0.06), "hallucination": KLTarget(beta=0.3)}
+LAW = ControlLaw(update_steps=2, recentre=0.0, trend_windows=0.0)
+SETTINGS = PenaltySettings(estimator="k2", bias_correction=False)
+
+
+@pytest.fixture(autouse=True)
+def one_process():
+    PartialState()  # what `accelerate.logging` asks for the rank
+    return None
+
+
+def branched(law=LAW, targets=TARGETS):
+    return BranchedKL(targets, law, SETTINGS)
+
+
+def micro_batch(log_ratio, branch_ids):
+    """Two tokens of each completion, each this far from the reference."""
+    tokens = torch.ones(len(branch_ids), 2)
+    return {
+        "branch_ids": torch.tensor(branch_ids),
+        "completion_mask": tokens.long(),
+        "ref_per_token_logps": tokens * (log_ratio - 1.0),
+    }
+
+
+def loss_of(kl, inputs):
+    """As TRL's `_compute_loss` uses the penalty."""
+    penalty = kl.penalty(inputs)
+    penalty.see(torch.full(inputs["completion_mask"].shape, -1.0))
+    loss = (penalty * torch.zeros(inputs["completion_mask"].shape)).sum()
+    kl.add(penalty)
+    return loss.item()
+
+
+def step(kl, number, *log_ratios):
+    for log_ratio in log_ratios:
+        loss_of(kl, micro_batch(log_ratio, [0, 1, 1]))
+    kl.end_step(kl.drain_sums().tolist(), number, is_logged=True)
+
+
+def test_a_steps_sums_are_those_of_its_micro_batches_by_branch():
+    kl = branched()
+    losses = [loss_of(kl, micro_batch(log_ratio, ids)) for log_ratio, ids in ((0.2, [0, 0, 1]), (0.4, [1]))]
+    # KL of a token: 0.2^2 / 2 = 0.02, then 0.08. Coefficients 0.1 and 0.3
+    assert losses == pytest.approx([0.02 * (4 * 0.1 + 2 * 0.3), 0.08 * 2 * 0.3])
+    first, second = kl.drain_sums().tolist()  # kl, k1, clamped, tokens, weight
+    assert first == pytest.approx([0.08, -0.8, 0, 4, 4])
+    assert second == pytest.approx([0.04 + 0.16, -0.4 - 0.8, 0, 4, 4])
+
+
+def test_sums_are_of_one_step_only():
+    kl = branched()
+    loss_of(kl, micro_batch(0.2, [0]))
+    kl.drain_sums()
+    with pytest.raises(RuntimeError, match="before `add` was given a micro-batch"):
+        kl.drain_sums()
+    loss_of(kl, micro_batch(0.2, [0]))
+    kl.forget_sums()  # a run that was interrupted inside a step
+    loss_of(kl, micro_batch(0.4, [0]))
+    assert kl.drain_sums()[0, 0].item() == pytest.approx(0.16)
+
+
+def test_a_window_outside_the_band_moves_the_next_steps_coefficient_and_its_line_says_so(caplog):
+    caplog.set_level(logging.INFO)
+    kl = branched()
+    step(kl, 7, 0.5, 0.5)
+    assert (kl.betas, caplog.messages) == ([0.1, 0.3], [])
+    step(kl, 8, 0.5)
+    assert kl.betas == pytest.approx([0.115, 0.3])  # the second branch has no band
+    assert caplog.messages == ["[BranchedKL@8] fairness: KL 0.1250 outside [0.02, 0.06], beta 0.1 -> 0.115"]
+    assert loss_of(kl, micro_batch(0.5, [0])) == pytest.approx(0.115 * 0.125 * 2)
+
+
+def test_a_kl_that_is_not_finite_is_warned_of_and_moves_nothing(caplog):
+    kl = branched()
+    for number in (1, 2):
+        step(kl, number, math.nan)
+    assert kl.betas == [0.1, 0.3]
+    assert [(record.levelname, record.getMessage()[:44]) for record in caplog.records[:2]] == [
+        ("WARNING", "[BranchedKL@1] fairness: the KL is nan, whic"),
+        ("WARNING", "[BranchedKL@1] hallucination: the KL is nan,"),
+    ]
+
+
+def test_only_the_rank_that_logs_says_anything_and_all_move_alike(caplog):
+    caplog.set_level(logging.INFO)
+    totals = [[1.0, 1.0, 0.0, 4.0, 4.0], [math.nan, 0.0, 0.0, 4.0, 4.0]]
+    ranks = [branched(), branched()]
+    for number in (1, 2):
+        ranks[1].end_step(totals, number, is_logged=False)
+    assert caplog.messages == []
+    for number in (1, 2):
+        ranks[0].end_step(totals, number, is_logged=True)
+    assert len(caplog.messages) == 3
+    assert ranks[0].betas == ranks[1].betas == pytest.approx([0.115, 0.3])
+
+
+def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_happened(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    whole, stopped, resumed = branched(), branched(), branched()
+    ratios = (0.5, 0.1, 0.3, 0.4, 0.2)
+    for number, ratio in enumerate(ratios):
+        step(whole, number, ratio)
+    for number in range(3):  # inside the second window
+        step(stopped, number, ratios[number])
+    stopped.save(tmp_path)
+    resumed.load(tmp_path)
+    assert "[BranchedKL] going on with fairness beta 0.115, hallucination beta 0.3" in caplog.text
+    for number in range(3, 5):
+        step(resumed, number, ratios[number])
+    assert resumed.control.state_dict() == whole.control.state_dict()
+    assert set(json.loads((tmp_path / KL_STATE_NAME).read_text())) == set(TARGETS)
+
+
+def test_a_checkpoint_without_a_state_starts_as_configured_with_a_warning(tmp_path, caplog):
+    kl = branched()
+    kl.load(tmp_path)
+    assert kl.betas == [0.1, 0.3]
+    assert f"{tmp_path} holds no {KL_STATE_NAME}: the KL coefficients start as configured" in caplog.text
