@@ -1,0 +1,187 @@
+"""The reward and its event loop, callable from the trainer's thread.
+
+Owns the loop's thread, the way from another thread to it, and what an interrupted wait means. It does not own how a
+completion is scored (the reward), nor when a batch begins and which groups are waited for (the rollouts).
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from salesrl_trl.errors import ServiceError
+from salesrl_trl.reward.batch import BatchReport, RewardBatch
+from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.timing import Span
+from salesrl_trl.types import Reward
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchResult:
+    """The rewards of a batch, and what happened beside them."""
+
+    rewards: tuple[Reward, ...]
+    """One for each completion, in the batch's order."""
+    report: BatchReport
+    """Times, spans, and all traffic since the last report."""
+
+    @property
+    def values(self) -> list[float | None]:
+        """What TRL gets: a number, or `None` where a completion could not be scored."""
+        return [reward.value for reward in self.rewards]
+
+
+class RewardDesk:
+    """Scores batches for a caller that is not on an event loop.
+
+    TRL gets the desk as its reward function. A trainer that scores earlier than TRL asks does it in three steps:
+
+        batch = desk.begin(rows)                  # then desk.start(batch, place, text), as completions come
+        result = desk.result(batch, completions)  # waits; starts what has not been started with the same text
+        with desk.answering(result):
+            rewards = super()._calculate_rewards(...)
+
+    All methods may be called from any thread but the loop's own.
+
+    Args:
+        reward (`SalesReward` or `RemoteReward`):
+            Scores the completions. From now on it is used on the desk's loop alone.
+    """
+
+    __name__ = "sales"  # TRL names the reward's metrics after it
+
+    def __init__(self, reward: SalesReward | RemoteReward) -> None:
+        self.reward = reward
+        """For its names and places, which may be read from any thread."""
+        self._answer: BatchResult | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        self._thread.start()
+
+    def __call__(self, *, prompts: list[Any], completions: list[Any], row: list[int], **_: Any) -> list[float | None]:
+        """A reward function as TRL calls it. Inside `answering`, the result given there; else a batch of its own.
+
+        Args:
+            prompts (`list`):
+                Not used: the row says more.
+            completions (`list`):
+                Texts, or TRL's conversational form `[{"role": "assistant", "content": text}]`.
+            row (`list[int]`):
+                Index of each completion's row.
+        """
+        return (self._answer or self.result(self.begin(row), completions)).values
+
+    @contextlib.contextmanager
+    def answering(self, result: BatchResult) -> Iterator[None]:
+        """Calls inside the block are answered with this result."""
+        self._answer = result
+        try:
+            yield
+        finally:
+            self._answer = None
+
+    def begin(self, rows: Sequence[int]) -> RewardBatch:
+        """A batch of completions to these rows, none of which is started yet."""
+        return self.reward.begin(rows)
+
+    def start(self, batch: RewardBatch, place: int, completion: str) -> None:
+        """Begin to score the completion at `place`. Does not wait."""
+        self._loop.call_soon_threadsafe(batch.start, place, completion)
+
+    def start_all(self, batch: RewardBatch, completions: Sequence[Any]) -> None:
+        """Begin to score all completions that have not been started with the same text. Does not wait.
+
+        Args:
+            batch (`RewardBatch`):
+                From `begin`.
+            completions (`Sequence`):
+                One for each place: texts, or TRL's conversational form.
+        """
+        self._loop.call_soon_threadsafe(batch.start_all, completions)
+
+    def wait(self, batch: RewardBatch, groups: Sequence[Sequence[int]]) -> None:
+        """Wait until all rewards of one of the groups are in. An interrupted wait cancels the batch.
+
+        Args:
+            batch (`RewardBatch`):
+                From `begin`.
+            groups (`Sequence[Sequence[int]]`):
+                Places that belong together. Without any group there is nothing to wait for.
+        """
+        self._run(lambda: batch.settled(groups))
+
+    def result(self, batch: RewardBatch, completions: Sequence[Any]) -> BatchResult:
+        """Wait for all rewards of a batch, and report on it. The desk forgets the batch then.
+
+        A completion whose text is another one than was started is scored anew. An interrupted wait cancels the batch.
+
+        Args:
+            batch (`RewardBatch`):
+                From `begin`.
+            completions (`Sequence`):
+                The batch's completions as TRL has them, one for each place.
+        """
+
+        async def scored() -> tuple[Reward, ...]:
+            self.reward.expect(batch)
+            await self.reward(prompts=[], completions=list(completions), row=list(batch.rows))
+            return tuple(self.reward.last)
+
+        return BatchResult(rewards=self._run(scored), report=self.reward.take_report())
+
+    def give_up(self) -> None:
+        """Cancel every batch without a result, and forget it."""
+        for batch in self.reward.open_batches:
+            self._loop.call_soon_threadsafe(self.reward.forget, batch)
+
+    def fetch_references(self, rows: Iterable[int]) -> None:
+        """Ask for the reference answers of these rows before their completions come. Does not wait."""
+        self._loop.call_soon_threadsafe(self.reward.fetch_references, list(rows))
+
+    def cut_off(self, reason: str) -> None:
+        """Score no more: what is not scored by now, and all that comes, is missing with this reason code. Does not
+        wait, so that a signal handler may call it."""
+        self._loop.call_soon_threadsafe(self.reward.cut_off, reason)
+
+    def resume(self) -> None:
+        """Score again what begins from now on."""
+        self.reward.resume()
+
+    def unreported_spans(self) -> list[Span]:
+        """The stages of all batches without a result. A stage that is under way counts as failed."""
+        return self.reward.unreported_spans()
+
+    def warm_up(self) -> dict[str, float | ServiceError]:
+        """Ask every service once, and wait for it.
+
+        Returns:
+            `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong and where.
+        """
+        return self._run(self.reward.warm_up)
+
+    def close(self) -> None:
+        """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""
+        if not self._thread.is_alive():
+            return
+        self._run(self.reward.aclose)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Wait for a coroutine on the loop. Where the wait is interrupted, the coroutine is cancelled."""
+
+        async def called() -> T:
+            return await call()
+
+        waiting = asyncio.run_coroutine_threadsafe(called(), self._loop)
+        try:
+            return waiting.result()
+        except BaseException:
+            waiting.cancel()
+            raise
