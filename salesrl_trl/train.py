@@ -5,32 +5,25 @@ the model's path stops here, before any model is loaded, with one message and ex
 """
 
 import contextlib
-import difflib
 import logging
 import signal
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
-import stamina
-import transformers
-import yaml
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torchao_available
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.data.lengths import FittingPrompts, fit_prompts, token_counter
 from salesrl_trl.data.sources import DEMO, is_file, load_rows, prompt_dataset
 from salesrl_trl.data.templates import PromptTemplate
-from salesrl_trl.data.text import unreadable
 from salesrl_trl.demo.policy import MAX_POSITIONS, PROMPT_STYLE, cached_policy, policy_tokenizer
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.evaluation.record import QuickEvalSettings
@@ -38,7 +31,8 @@ from salesrl_trl.process import collect_seldom, keep_freed_memory
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.run.assembly import RewardParts, open_reward, prepare_reward
-from salesrl_trl.run.banner import LOG_NAME, banner, keep_console
+from salesrl_trl.run.banner import banner
+from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED, LOG_NAME, exit_with, keep_console, set_up_logging
 from salesrl_trl.run.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, choose_precision
 from salesrl_trl.run.preflight import (
     check_checkpoint,
@@ -53,38 +47,15 @@ from salesrl_trl.run.preflight import (
     room_for_training,
 )
 from salesrl_trl.run.probe import check_vllm_server
+from salesrl_trl.run.settings import RunConfig, parse
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
-from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
 
 logger = logging.getLogger(__name__)
-
-EXIT_BAD_INPUT = 2
-EXIT_STOPPED = 3
-"""A run that started and had to stop, for example because too little could be scored."""
-
-
-@dataclass
-class RunConfig:
-    """All settings of a run, by owner."""
-
-    data: DataConfig
-    reward: RewardConfig
-    warm_start: WarmStartConfig
-    telemetry: TelemetryConfig
-    training: SalesGRPOConfig
-    model: ModelConfig
-    notes: list[str] = field(default_factory=list)
-    """Lines for the banner: what was set otherwise than the recipe says."""
-
-
-_SETTINGS = (DataConfig, RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig, ModelConfig)
-STAND_IN = "small_policy"
-"""A recipe's key: settings that hold where it names no model, so that the packaged small policy stands in."""
 
 
 def main(default_config: Path, argv: Sequence[str] | None = None) -> None:
@@ -96,12 +67,12 @@ def main(default_config: Path, argv: Sequence[str] | None = None) -> None:
         argv (`Sequence[str]`, *optional*):
             Command-line arguments; those of the process when not given.
     """
-    _quiet()
+    set_up_logging()
     try:
         config = parse(sys.argv[1:] if argv is None else argv, default_config)
         prepared = prepare(config)
     except SalesRLError as error:
-        _say_and_exit(error, EXIT_BAD_INPUT)
+        exit_with(error, EXIT_BAD_INPUT)
     if config.training.process_index == config.training.local_process_index:  # the first node's processes
         keep_console(Path(config.training.output_dir) / LOG_NAME)
     try:
@@ -109,63 +80,7 @@ def main(default_config: Path, argv: Sequence[str] | None = None) -> None:
         with open_reward(config.reward, config.training, rows, prepared.reward) as reward:
             run(config, prepared, reward)
     except SalesRLError as error:
-        _say_and_exit(error, EXIT_STOPPED)
-
-
-def parse(argv: Sequence[str], default_config: Path) -> RunConfig:
-    """Settings from `--config FILE.yaml` (else `default_config`) with command-line overrides.
-
-    Raises:
-        `ConfigError`: an unknown key, a missing file, a value outside its range.
-    """
-    argv = [part for each in argv for part in (each.split("=", 1) if each.startswith("--config=") else [each])]
-    if "--config" not in argv:
-        argv = ["--config", str(default_config), *argv]
-    parser = _Parser(_SETTINGS, allow_abbrev=False)
-    if argv[-1] == "--config":
-        raise ConfigError("`--config` has no file behind it. Expected a recipe's YAML.")
-    options = {option for action in parser._actions for option in action.option_strings}
-    named = (each.split("=")[0] for each in argv if each.startswith("--"))  # without a value: it may be a key
-    unknown = [name for name in named if name not in {*options, "--config"}]
-    if unknown:
-        raise ConfigError(f"unknown arguments: {_with_guesses(unknown, options)}. Correct them; `--help` lists all.")
-    _check_keys(Path(argv[argv.index("--config") + 1]), {action.dest for action in parser._actions})
-    try:
-        config = RunConfig(*parser.parse_args_and_config(argv))
-    except ConfigError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"the settings do not work: {error}") from error
-    config.notes = parser.stand_in
-    return config
-
-
-class _Parser(TrlParser):
-    """TRL's parser with two changes: what argparse cannot read is a `ConfigError`, not a page of usage and an exit;
-    and a recipe's `small_policy` settings hold where no model is named."""
-
-    def parse_args_and_config(self, args: Sequence[str], **kwargs: Any) -> Any:
-        options = (each.split("=")[0] for each in args if each.startswith("--"))
-        self._given = {option[2:].replace("-", "_") for option in options}  # either is read: --max-steps, --max_steps
-        self.stand_in: list[str] = []
-        return super().parse_args_and_config(args, **kwargs)
-
-    def set_defaults_with_config(self, **config: Any) -> Any:
-        stand_in = config.pop(STAND_IN, {})
-        if stand_in and "model_name_or_path" not in self._given and config.get("model_name_or_path") is None:
-            changed = []
-            for name, value in stand_in.items():
-                if name not in self._given and value != config.get(name):
-                    otherwise = f" (not {config[name]})" if name in config else ""
-                    changed.append(name if isinstance(value, dict) else f"{name} {value}{otherwise}")
-            self.stand_in = [
-                f"no model is named: the recipe's settings for the small policy hold, {', '.join(changed)}"
-            ]
-            config |= stand_in
-        return super().set_defaults_with_config(**config)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
+        exit_with(error, EXIT_STOPPED)
 
 
 @dataclass
@@ -426,56 +341,3 @@ def _load_model(path: str, config: ModelConfig, dtype: str | None, trust_remote_
         dtype=dtype,
         quantization_config=get_quantization_config(config),
     )
-
-
-def _check_keys(path: Path, known: set[str]) -> None:
-    if not path.is_file():
-        raise ConfigError(f"there is no recipe {path}. Expected a YAML file. Correct --config.")
-    try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}, {unreadable(error)}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if not isinstance(recipe, dict):
-        raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-    stand_in = recipe.get(STAND_IN) or {}
-    unknown = sorted((set(recipe) | set(stand_in)) - known - {"env", STAND_IN})
-    if unknown:
-        raise ConfigError(
-            f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, "
-            "RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove "
-            "them; `--help` lists all."
-        )
-
-
-def _with_guesses(names: Sequence[Any], known: set[str]) -> str:
-    """`"learning_rat (did you mean learning_rate?)"`."""
-    guesses = {name: difflib.get_close_matches(str(name), known, n=1) for name in names}
-    return ", ".join(f"{name}" + (f" (did you mean {near[0]}?)" if near else "") for name, near in guesses.items())
-
-
-def _say_and_exit(error: SalesRLError, code: int) -> None:
-    sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
-    sys.stderr.flush()
-    raise SystemExit(code)
-
-
-_LEFT_OUT = {
-    # at every weight push on a CPU, about the one module that has no weights
-    "vllm.model_executor.model_loader.reload.layerwise": "RotaryEmbedding: Failed to load weights",
-    # a branch without rows in a step has no mean, which TensorBoard rightly does not draw
-    "transformers.integrations.integration_utils": 'Trainer is attempting to log a value of "None"',
-}
-"""Logger to a phrase of the records it is not to emit."""
-
-
-def _quiet() -> None:
-    """Our own lines on stderr; third parties only when they warn."""
-    logging.basicConfig(level=logging.WARNING, format=LINE_FORMAT, datefmt=TIME_FORMAT)
-    logging.getLogger("salesrl_trl").setLevel(logging.INFO)
-    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM looks at every attribute
-    transformers.utils.logging.disable_progress_bar()
-    stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not told call by call
-    for name, phrase in _LEFT_OUT.items():
-        logging.getLogger(name).addFilter(LeaveOut(phrase))

@@ -1,18 +1,13 @@
-"""What a run consists of, in lines that a person reads before it begins; and the file that keeps the console.
+"""The banner: lines at the start of a run that say what it consists of.
 
-Owns the wording of that banner. Figures come from settings and from what the checks found; nothing is loaded but a
-model's configuration.
+Owns their wording. The figures come from the settings and the checks. Loads a tokenizer and a model's configuration,
+and no weights.
 """
 
-import atexit
 import contextlib
-import os
 import platform
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig
 from trl import ModelConfig
@@ -21,10 +16,9 @@ from salesrl_trl import __version__
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.kl.controller import KLTarget
+from salesrl_trl.run.console import LOG_NAME
 from salesrl_trl.run.preflight import parameter_count
 
-LOG_NAME = "run.log"
-"""In the output folder: what the console showed."""
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
 
@@ -167,38 +161,3 @@ def _installed(package: str) -> str | None:
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
     return None
-
-
-def keep_console(path: Path) -> None:
-    """From now until this process ends, all that it and its children write to stdout and stderr goes to `path` too.
-
-    What is written by C code and by children is kept as well, so the two file descriptors are given to `tee`.
-
-    Args:
-        path (`Path`):
-            Appended to. Several processes may keep theirs in one file.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for descriptor in (1, 2):
-        original = os.dup(descriptor)
-        # A session of its own: a signal to this process's group would end it before the last lines are written.
-        tee = subprocess.Popen(
-            ["tee", "-a", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=original,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        assert tee.stdin is not None
-        os.dup2(tee.stdin.fileno(), descriptor)
-        tee.stdin.close()
-        atexit.register(_end, tee, descriptor, original)  # after the traceback of an error, if it ends by one
-
-
-def _end(tee: subprocess.Popen[bytes], descriptor: int, original: int) -> None:
-    """Wait until the last lines are written, so that nothing comes after the shell's next prompt."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(original, descriptor)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a child that lives on holds the pipe's other end
-        tee.wait(timeout=2)

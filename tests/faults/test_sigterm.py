@@ -18,7 +18,7 @@ from support.keyed import make_tiny_policy
 from support.loopback import Services
 from support.run_until_stopped import PROMPTS, STEPS
 
-from salesrl_trl.train import EXIT_STOPPED
+from salesrl_trl.run.console import EXIT_STOPPED
 
 RUNNER = Path(__file__).parents[1] / "support/run_until_stopped.py"
 ROOT = Path(__file__).parents[2]

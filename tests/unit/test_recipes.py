@@ -13,8 +13,9 @@ from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.run.precision import Room
+from salesrl_trl.run.settings import parse
 from salesrl_trl.telemetry.instruments import InstrumentSettings
-from salesrl_trl.train import build_instruments, main, parse, prepare
+from salesrl_trl.train import build_instruments, main, prepare
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -58,61 +59,6 @@ def test_every_knob_is_set_by_a_recipe_or_turned_by_a_test():
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     idle = {name for name in own - in_recipes if not re.search(rf"\b{name}\b", tests)}
     assert idle == set()
-
-
-def test_the_command_line_wins_over_the_recipe():
-    arguments = ["--max_steps", "7", "--branches", "fairness", "--branch_kl", '{"fairness": {"beta": 0.2}}']
-    config = parse([*arguments], ROOT / "recipes/debug.yaml")
-    assert config.training.max_steps == 7
-    assert config.training.branches == ["fairness"]
-    assert config.training.kl_targets()["fairness"].beta == 0.2
-
-
-def test_one_coefficient_for_all_can_be_asked_for_on_the_command_line():
-    config = parse(["--branch_kl", "{}", "--beta", "0.04"], ROOT / "recipes/debug.yaml")
-    assert {target.beta for target in config.training.kl_targets().values()} == {0.04}
-
-
-def test_another_recipe_can_be_named(tmp_path):
-    other = tmp_path / "mine.yaml"
-    other.write_text("output_dir: x\nmax_steps: 3\n", encoding="utf-8")
-    assert parse(["--config", str(other)], ROOT / "recipes/debug.yaml").training.max_steps == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("learning_rat: 1.0\n", r"unknown keys: learning_rat \(did you mean learning_rate\?\)"),
-        ("- 1\n", "holds a list. Expected a mapping"),
-        ("a: [\n", "is not YAML"),
-        ("num_generations: 5\noutput_dir: x\n", "does not divide"),
-        ("loss_type: dapo\nmax_steps: many\n", "the settings do not work"),
-    ],
-    ids=["unknown key", "list", "not yaml", "groups", "type"],
-)
-def test_a_recipe_that_cannot_work_is_refused(tmp_path, text, message):
-    recipe = tmp_path / "bad.yaml"
-    recipe.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=message):
-        parse([], recipe)
-
-
-def test_a_recipe_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="there is no recipe"):
-        parse([], tmp_path / "absent.yaml")
-
-
-def test_an_unknown_argument_is_refused():
-    with pytest.raises(ConfigError, match=r"unknown arguments: --learning_rat \(did you mean --learning_rate\?\)\."):
-        parse(["--learning_rat", "1", "--seed", "-1"], ROOT / "recipes/debug.yaml")
-    with pytest.raises(ConfigError, match="--judge_api_key ") as caught:
-        parse(["--judge_api_key=a-key"], ROOT / "recipes/debug.yaml")
-    assert "a-key" not in str(caught.value)
-
-
-def test_a_recipe_is_named_with_an_equals_sign_too():
-    given = f"--config={ROOT / 'recipes/debug.yaml'}"
-    assert parse([given], ROOT / "recipes/full.yaml").training.max_steps == 70
 
 
 def test_the_small_policy_wants_the_prompts_it_was_taught_with():
@@ -242,7 +188,7 @@ def test_a_branch_of_the_data_that_is_not_configured_is_refused():
     ids=["dataset", "model", "rag", "judge", "beta", "groups", "key", "output", "checkpoint", "vllm server"],
 )
 def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.train._quiet", lambda: None)  # it is for a whole process
+    monkeypatch.setattr("salesrl_trl.train.set_up_logging", lambda: None)  # it is for a whole process
     with pytest.raises(SystemExit) as ended:
         main(ROOT / "recipes/debug.yaml", [*arguments])
     told = capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from salesrl_trl.run.banner import banner
-from salesrl_trl.train import parse
+from salesrl_trl.run.settings import parse
 
 ROOT = Path(__file__).parents[3]
 
@@ -87,7 +87,7 @@ def test_a_recipe_may_leave_to_its_default_what_it_sets_for_the_small_policy(tmp
 
 def test_a_child_s_and_an_error_s_last_words_are_kept(tmp_path):
     script = (
-        "import subprocess, sys; from pathlib import Path; from salesrl_trl.run.banner import keep_console;"
+        "import subprocess, sys; from pathlib import Path; from salesrl_trl.run.console import keep_console;"
         "keep_console(Path(sys.argv[1])); print('out'); subprocess.run(['sh', '-c', 'echo child >&2']); 1 / 0"
     )
     kept = tmp_path / "run.log"

@@ -1,0 +1,88 @@
+"""The console of a run's process: its log lines, the file that keeps them, its last message and exit code.
+
+Refuses to decide the content of the lines: `banner` and the trainer do that.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+import stamina
+import transformers
+
+from salesrl_trl.errors import SalesRLError
+from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
+
+LOG_NAME = "run.log"
+"""In the output folder: a copy of the console."""
+EXIT_BAD_INPUT = 2
+"""The checks before a run refused its settings, data, addresses or model."""
+EXIT_STOPPED = 3
+"""A run started and had to stop, for example because too few completions got a reward."""
+
+_LEFT_OUT = {
+    # at every weight push on a CPU, about the one module that has no weights
+    "vllm.model_executor.model_loader.reload.layerwise": "RotaryEmbedding: Failed to load weights",
+    # a branch without rows in a step has no mean, and TensorBoard draws no point for it
+    "transformers.integrations.integration_utils": 'Trainer is attempting to log a value of "None"',
+}
+"""Logger to a phrase. Its records with this phrase are not shown."""
+
+
+def set_up_logging() -> None:
+    """Show this package's lines on stderr, and only warnings of other packages."""
+    logging.basicConfig(level=logging.WARNING, format=LINE_FORMAT, datefmt=TIME_FORMAT)
+    logging.getLogger("salesrl_trl").setLevel(logging.INFO)
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM reads every attribute
+    transformers.utils.logging.disable_progress_bar()
+    stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
+    for name, phrase in _LEFT_OUT.items():
+        logging.getLogger(name).addFilter(LeaveOut(phrase))
+
+
+def exit_with(error: SalesRLError, code: int) -> NoReturn:
+    """Print the error in one message, without a traceback, and end the process with this exit code."""
+    sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+    sys.stderr.flush()
+    raise SystemExit(code)
+
+
+def keep_console(path: Path) -> None:
+    """From now until this process ends, write its stdout and stderr, and those of its children, to `path` too.
+
+    C code and children write to the file descriptors directly, so two `tee` processes take these over.
+
+    Args:
+        path (`Path`):
+            The file, which is appended to. Several processes may share one file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for descriptor in (1, 2):
+        original = os.dup(descriptor)
+        # A session of its own: a signal to this process's group would end `tee` before the last lines are written.
+        tee = subprocess.Popen(
+            ["tee", "-a", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=original,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert tee.stdin is not None
+        os.dup2(tee.stdin.fileno(), descriptor)
+        tee.stdin.close()
+        atexit.register(_give_back, tee, descriptor, original)  # runs after the traceback of a last error
+
+
+def _give_back(tee: subprocess.Popen[bytes], descriptor: int, original: int) -> None:
+    """Wait until the last lines are written, so that none comes after the shell's next prompt."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(original, descriptor)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a child that lives on holds the pipe's other end
+        tee.wait(timeout=2)

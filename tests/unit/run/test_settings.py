@@ -1,0 +1,97 @@
+"""Settings come from a recipe and the command line; what can't be meant is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.settings import SettingsParser, parse, recipe_keys
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _keep_environment(monkeypatch):
+    """A recipe's `env:` writes to the process's environment."""
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+
+
+def test_the_command_line_wins_over_the_recipe():
+    arguments = ["--max_steps", "7", "--branches", "fairness", "--branch_kl", '{"fairness": {"beta": 0.2}}']
+    config = parse([*arguments], ROOT / "recipes/debug.yaml")
+    assert config.training.max_steps == 7
+    assert config.training.branches == ["fairness"]
+    assert config.training.kl_targets()["fairness"].beta == 0.2
+
+
+def test_one_coefficient_for_all_can_be_asked_for_on_the_command_line():
+    config = parse(["--branch_kl", "{}", "--beta", "0.04"], ROOT / "recipes/debug.yaml")
+    assert {target.beta for target in config.training.kl_targets().values()} == {0.04}
+
+
+def test_another_recipe_can_be_named(tmp_path):
+    other = tmp_path / "mine.yaml"
+    other.write_text("output_dir: x\nmax_steps: 3\n", encoding="utf-8")
+    assert parse(["--config", str(other)], ROOT / "recipes/debug.yaml").training.max_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1.0\n", r"unknown keys: learning_rat \(did you mean learning_rate\?\)"),
+        ("- 1\n", "holds a list. Expected a mapping"),
+        ("a: [\n", "is not YAML"),
+        ("num_generations: 5\noutput_dir: x\n", "does not divide"),
+        ("loss_type: dapo\nmax_steps: many\n", "the settings do not work"),
+        ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
+        ("small_policy:\n  prompt_stile: compact\n", r"prompt_stile \(did you mean prompt_style\?\)"),
+    ],
+    ids=["unknown key", "list", "not yaml", "groups", "type", "small policy", "unknown key of the small policy"],
+)
+def test_a_recipe_that_cannot_work_is_refused(tmp_path, text, message):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        parse([], recipe)
+
+
+def test_a_recipe_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="there is no recipe"):
+        parse([], tmp_path / "absent.yaml")
+
+
+def test_an_unknown_argument_is_refused():
+    with pytest.raises(ConfigError, match=r"unknown arguments: --learning_rat \(did you mean --learning_rate\?\)\."):
+        parse(["--learning_rat", "1", "--seed", "-1"], ROOT / "recipes/debug.yaml")
+    with pytest.raises(ConfigError, match="--judge_api_key ") as caught:
+        parse(["--judge_api_key=a-key"], ROOT / "recipes/debug.yaml")
+    assert "a-key" not in str(caught.value)
+
+
+def test_a_recipe_is_named_with_an_equals_sign_too():
+    given = f"--config={ROOT / 'recipes/debug.yaml'}"
+    assert parse([given], ROOT / "recipes/full.yaml").training.max_steps == 70
+
+
+def test_one_recipe_is_named_at_most():
+    recipe = str(ROOT / "recipes/debug.yaml")
+    with pytest.raises(ConfigError, match="given more than once"):
+        parse(["--config", recipe, f"--config={recipe}"], ROOT / "recipes/full.yaml")
+    with pytest.raises(ConfigError, match="`--config` names no file"):
+        parse(["--config"], ROOT / "recipes/full.yaml")
+
+
+def test_a_tool_reads_its_part_of_a_recipe_and_still_refuses_what_no_run_knows(tmp_path):
+    parser = SettingsParser((DataConfig, RewardConfig))
+    given = ["--config", str(ROOT / "recipes/full.yaml"), "--rag_top_k", "7"]
+    data, reward = parser.read(given, ignored_keys=recipe_keys())
+    assert (data.max_eval_rows, reward.rag_top_k, reward.judge_timeout_s) == (128, 7, 60)
+    data, reward = SettingsParser((DataConfig, RewardConfig)).read([])  # without a recipe
+    assert (data.max_eval_rows, reward.rag_top_k) == (None, RewardConfig().rag_top_k)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("learning_rat: 1.0\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="unknown keys: learning_rat"):
+        parser.read(["--config", str(recipe)], ignored_keys=recipe_keys())
