@@ -49,14 +49,17 @@ def sign(completion, request):
     return {**completion, "choices": [{**completion["choices"][0], "message": signed}]}
 
 
-class Services:
+class Answers:
     """What each endpoint answers next, and what it was asked. The judge signs its verdicts, unless `signs` is false.
 
-    `answers[endpoint]` is a list of (status, body, headers, delay in seconds); the last one is repeated.
+    `answers[endpoint]` is a list of (status, body, headers, delay in seconds). The last one is repeated. A function in
+    `functions[endpoint]` answers in their place: it takes the request and returns the first two or three of the four.
     """
 
-    def __init__(self, server):
-        self.url = server.url_for("").rstrip("/")
+    PATHS = {"8b": "/v1/rag/8b", "32b": "/v1/rag/32b", "judge": "/v1/chat/completions"}  # noqa: RUF012
+
+    def __init__(self, url):
+        self.url = url
         self.answers = {
             "8b": [(200, ANSWER, {}, 0)],
             "32b": [(200, ANSWER, {}, 0)],
@@ -66,11 +69,6 @@ class Services:
         self.functions = {}
         self.signs = True
         self._lock = threading.Lock()
-        paths = {"8b": "/v1/rag/8b", "32b": "/v1/rag/32b", "judge": "/v1/chat/completions"}
-        for name, path in paths.items():
-            server.expect_request(path, method="POST").respond_with_handler(
-                lambda request, name=name: self._respond(name, request)
-            )
 
     def set(self, name, body, status=200, headers=None, delay_s=0):
         self.answers[name] = [(status, body, headers or {}, delay_s)]
@@ -92,18 +90,33 @@ class Services:
     def calls(self):
         return Counter({name: len(asked) for name, asked in self.asked.items()})
 
-    def _respond(self, name, request):
+    def next_answer(self, name, request):
+        """Status, body as text, headers, and the seconds until they are sent."""
         with self._lock:
             self.asked[name].append(request)
             if name in self.functions:
-                status, body, headers, delay_s = *self.functions[name](request), {}, 0
+                status, body, headers, delay_s = (*self.functions[name](request), {}, 0)[:4]
             else:
                 queue = self.answers[name]
                 status, body, headers, delay_s = queue.pop(0) if len(queue) > 1 else queue[0]
-        time.sleep(delay_s)
         if name == "judge" and self.signs:
             body = sign(body, request.json)
-        text = body if isinstance(body, str) else json.dumps(body)
+        return status, body if isinstance(body, str) else json.dumps(body), headers, delay_s
+
+
+class Services(Answers):
+    """The endpoints on a server of pytest-httpserver."""
+
+    def __init__(self, server):
+        super().__init__(server.url_for("").rstrip("/"))
+        for name, path in self.PATHS.items():
+            server.expect_request(path, method="POST").respond_with_handler(
+                lambda request, name=name: self._respond(name, request)
+            )
+
+    def _respond(self, name, request):
+        status, text, headers, delay_s = self.next_answer(name, request)
+        time.sleep(delay_s)
         return Response(text, status=status, headers={"Content-Type": "application/json", **headers})
 
 
@@ -166,8 +179,8 @@ def build_reward(
     )
 
 
-def score_batch(reward, completions, indices=None):
-    """Score one batch in an event loop of its own and close the chain; returns the rewards."""
+def score_batch(reward, completions, indices=None, run=asyncio.run):
+    """Score one batch in an event loop of its own and close the chain. Returns the rewards."""
 
     async def once():
         rows = indices or [0] * len(completions)
@@ -176,5 +189,5 @@ def score_batch(reward, completions, indices=None):
         finally:
             await reward.aclose()
 
-    assert asyncio.run(once()) == [each.value for each in reward.last]
+    assert run(once()) == [each.value for each in reward.last]
     return reward.last

@@ -1,22 +1,28 @@
-"""One deadline for everything that is done on behalf of a reward phase.
+"""The clock of all waits for services, and one deadline for everything that is done on behalf of a reward phase.
 
-Owns the moment and how it travels: in a context variable, which every task started inside takes along. Does not cancel
-anything: whoever waits asks how long it may.
+Owns the clock, the moment at which a reward phase ends, and how that moment travels: in a context variable, which
+every task that is started inside takes along. Cancels nothing: the code that waits asks how long it may.
 """
 
+import asyncio
 import contextlib
 import math
-import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
 _END: ContextVar[float] = ContextVar("salesrl_trl_deadline", default=math.inf)
 
 
+def now() -> float:
+    """Seconds on the running event loop's clock. This clock is `time.monotonic`, unless a test hands in a loop whose
+    time is virtual: then waits and deadlines pass without waiting."""
+    return asyncio.get_running_loop().time()
+
+
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Everything inside is to be over in `seconds`. An outer deadline that ends earlier stays in force."""
-    token = _END.set(min(_END.get(), time.monotonic() + seconds))
+    """Everything inside has to end within `seconds`. An outer deadline that ends earlier stays in force."""
+    token = _END.set(min(_END.get(), now() + seconds))
     try:
         yield
     finally:
@@ -24,5 +30,5 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def remaining_s() -> float:
-    """Seconds left, never below 0; infinite where nobody set a deadline."""
-    return max(_END.get() - time.monotonic(), 0.0)
+    """Seconds left until the deadline: never below 0, and infinite without a deadline."""
+    return max(_END.get() - now(), 0.0)

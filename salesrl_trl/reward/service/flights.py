@@ -5,7 +5,6 @@ pure laws it is given.
 """
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ import anyio
 
 from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
 from salesrl_trl.reward.service.breaker import Breaker
+from salesrl_trl.reward.service.deadline import now
 from salesrl_trl.reward.service.hedging import HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
 
@@ -104,7 +104,7 @@ class Flights:
             if flight.hedges:
                 self._hedges -= flight.hedges
                 self.resize()
-        self._hedging.answered(time.monotonic() - flight.started)
+        self._hedging.answered(now() - flight.started)
         self._traffic["hedges_won"] += flight.won_by_hedge
         return result
 
@@ -121,7 +121,7 @@ class Flights:
         """Ask late calls a second time, the oldest first; returns whether one waits for a slot."""
         if self._hedging.late_after_s is None:
             return False
-        late_since = time.monotonic() - self._hedging.late_after_s
+        late_since = now() - self._hedging.late_after_s
         for flight in self._flying:
             if flight.started > late_since or not self._hedging.affordable or self._breaker.is_open:
                 break
@@ -151,7 +151,7 @@ class _Flight(Generic[T]):
     def __init__(
         self, attempt: Callable[[], Awaitable[T]], number: int, failed_beside: Callable[[BaseException, int], None]
     ) -> None:
-        self.started = self.last_sent = time.monotonic()
+        self.started = self.last_sent = now()
         self.won_by_hedge = False
         self.landed: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._attempt = attempt
@@ -167,7 +167,7 @@ class _Flight(Generic[T]):
 
     def send(self, number: int) -> None:
         """Ask, or ask once more, by this number."""
-        self.last_sent = time.monotonic()
+        self.last_sent = now()
         task = asyncio.ensure_future(_awaited(self._attempt))
         self._tasks.append(task)
         self._out += 1

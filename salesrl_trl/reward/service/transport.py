@@ -10,7 +10,6 @@ own; this one applies them to real time.
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from salesrl_trl.errors import (
     ServiceUnavailable,
 )
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
-from salesrl_trl.reward.service.deadline import deadline, remaining_s
+from salesrl_trl.reward.service.deadline import deadline, now, remaining_s
 from salesrl_trl.reward.service.flights import Flights
 from salesrl_trl.reward.service.hedging import HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
@@ -185,7 +184,7 @@ class Transport:
         except ServiceOverloaded as error:
             self._traffic["overloads"] += 1
             if error.is_outage:
-                self._breaker.failed(time.monotonic(), probe=probe, pause_s=error.retry_after_s or 0.0)
+                self._breaker.failed(now(), probe=probe, pause_s=error.retry_after_s or 0.0)
                 self._wake()
             else:
                 self._alive()
@@ -194,7 +193,7 @@ class Transport:
             raise
         except AccessDenied as error:
             self._traffic["failures"] += 1
-            self._breaker.failed(time.monotonic(), probe=probe, denial=error.code)
+            self._breaker.failed(now(), probe=probe, denial=error.code)
             self._wake()
             raise
         except DeadlineExceeded:
@@ -202,7 +201,7 @@ class Transport:
             raise
         except (ServiceUnavailable, ServiceTimeout) as error:
             self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
-            self._breaker.failed(time.monotonic(), probe=probe)
+            self._breaker.failed(now(), probe=probe)
             self._wake()
             raise
         except ServiceError:  # about this call alone: the service is alive
@@ -222,7 +221,7 @@ class Transport:
         """Raise where waiting is of no use, or not wanted."""
         if not self._breaker.is_open:
             return
-        paused = self._breaker.pause_left_s(time.monotonic()) > 0
+        paused = self._breaker.pause_left_s(now()) > 0
         code = self._breaker.denial or f"{self.service}_breaker_open"
         if paused and self._breaker.is_hopeless:
             raise self._held_back(code)
@@ -239,12 +238,12 @@ class Transport:
             if remaining_s() <= 0:
                 raise self._deadline_exceeded()
             self._refuse_if_hopeless(patience_s)
-            now = time.monotonic()
-            permit = self._breaker.permit(now)
+            moment = now()
+            permit = self._breaker.permit(moment)
             if permit is not Permit.WAIT:
                 return self._breaker.probe if permit is Permit.PROBE else 0
-            pause_s = self._breaker.pause_left_s(now) or float("inf")
-            patience_left_s = patience_s - self._breaker.down_for_s(now)
+            pause_s = self._breaker.pause_left_s(moment) or float("inf")
+            patience_left_s = patience_s - self._breaker.down_for_s(moment)
             await self._changes.get().wait(min(pause_s, patience_left_s, remaining_s()))
 
     def _abandon(self, probe: int) -> None:
@@ -270,7 +269,7 @@ class _HeldBack(ServiceUnavailable):
 
 
 def _out_of_patience(breaker: Breaker, patience_s: float) -> bool:
-    return breaker.is_open and breaker.down_for_s(time.monotonic()) >= patience_s
+    return breaker.is_open and breaker.down_for_s(now()) >= patience_s
 
 
 class _Retries:
@@ -295,9 +294,9 @@ class _Retries:
                 wait_s = self._usual_s(self._overloads)
             goes_on = self._overloads < self._max_overloads
             if error.is_outage and self._patience_s:  # down, by its own words: for no longer than any other outage
-                now = time.monotonic()
-                self._down_since = min(self._down_since, now - self._breaker.down_for_s(now))
-                left_s = self._patience_s - (now - self._down_since)
+                moment = now()
+                self._down_since = min(self._down_since, moment - self._breaker.down_for_s(moment))
+                left_s = self._patience_s - (moment - self._down_since)
                 return self._unless_too_late(error, min(wait_s, left_s), goes_on and left_s > 0)
             if error.is_outage:
                 self._failures += 1

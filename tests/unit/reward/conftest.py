@@ -1,21 +1,38 @@
-"""A reward chain over loopback services."""
+"""A reward chain over services in memory, in virtual time."""
+
+import asyncio
+import time
 
 import pytest
-from support.loopback import Services, build_reward, row, score_batch
+from support.in_memory import Network, Services, score_batch
+from support.loopback import build_reward, row
 
 
 @pytest.fixture
-def services(httpserver):
-    return Services(httpserver)
+def network(monkeypatch):
+    network = Network()
+    monkeypatch.setattr("salesrl_trl.reward.service.http.open_session", network.open_session)
+    return network
+
+
+@pytest.fixture
+def services(network):
+    return Services(network)
 
 
 @pytest.fixture
 def score(services):
     """Score completions against the services, in an event loop of its own: `score([text], rows=..., **settings)`."""
 
-    def run(completions, rows=None, indices=None, *, url=None, **settings):
-        reward = build_reward(url or services.url, rows or [row()], **settings)
+    def run(completions, rows=None, indices=None, **settings):
+        reward = build_reward(services.url, rows or [row()], **settings)
         score_batch(reward, completions, indices)
         return reward
 
     return run
+
+
+@pytest.fixture
+def spans_in_virtual_time(monkeypatch):
+    """Spans and the seconds of stages follow the loop's clock too, in place of `time.perf_counter`."""
+    monkeypatch.setattr(time, "perf_counter", lambda: asyncio.get_running_loop().time())

@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 import time
 
 import pytest
+from support.virtual_time import play
 
-from salesrl_trl.reward.batch import BatchedReward, Extent, Stages, completion_text
+from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchedReward, Extent, Stages, completion_text
 from salesrl_trl.reward.service.deadline import remaining_s
 from salesrl_trl.timing import overlap
 from salesrl_trl.types import Outcome, Reward
@@ -92,21 +92,6 @@ async def has_ended(reward):
     while not reward.ended:
         await asyncio.sleep(0.01)
     await turns()
-
-
-def play(scene):
-    """Run a test's coroutine on a loop of its own; what the loop complains about is an error."""
-    told = []
-
-    async def whole():
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
-        async with asyncio.timeout(PATIENCE_S):
-            await scene
-        gc.collect()
-        await turns()
-
-    asyncio.run(whole())
-    assert told == []
 
 
 async def turns(count=5):
@@ -251,25 +236,25 @@ def test_each_completion_has_a_deadline_of_its_own():
         later = loop.time()
         batch.start(1, "b")
         await batch.settled([[0]])
-        assert loop.time() - began >= 1.99
+        assert loop.time() - began == pytest.approx(2.0)
         assert told(batch) == ["deadline", None]
         await batch.settled([[1]])
-        assert loop.time() - later >= 1.99
+        assert loop.time() - later == pytest.approx(2.0)
         assert told(batch) == ["deadline", "deadline"]
         assert [each.outcome for each in batch.rewards] == [Outcome.INFRA] * 2
         assert reward.cancelled == ["a", "b"]
-        assert all(0.0 < left <= 2.0 for left in reward.left_s)
+        assert reward.left_s == pytest.approx([2.0, 2.0])
 
     play(scene())
 
 
-def test_what_is_late_has_the_seconds_of_the_stage_that_it_was_in_and_a_failed_span():
+def test_what_is_late_has_the_seconds_of_the_stage_that_it_was_in_and_a_failed_span(spans_in_virtual_time):
     async def scene():
         reward = Answered(deadline_s=0.2)
         batch = reward.begin([0])
         batch.start(0, "a")
         await batch.settled([[0]])
-        assert 0.0 < batch.rewards[0].seconds["judge"] < 10.0
+        assert batch.rewards[0].seconds["judge"] == pytest.approx(0.2)
         assert [(span.name, span.failed) for span in batch.report().spans] == [("judge", True)]
 
     play(scene())
@@ -288,31 +273,29 @@ def test_what_was_in_time_stays_as_it_is():
     play(scene())
 
 
-def test_a_late_completion_that_answers_after_all_is_late(monkeypatch):
-    monkeypatch.setattr("salesrl_trl.reward.batch.CANCEL_GRACE_S", PATIENCE_S)
-
+def test_a_late_completion_that_answers_after_all_is_late():
     async def scene():
-        reward = Stubborn(0.1)
+        reward, loop = Stubborn(0.1), asyncio.get_running_loop()
         reward.let_go()
         batch = reward.begin([0])
+        began = loop.time()
         batch.start(0, "a")
-        await batch.settled([[0]])  # which does not wait for the grace to pass
+        await batch.settled([[0]])
+        assert loop.time() - began == pytest.approx(0.1)  # which does not wait for the grace to pass
         assert reward.ended == ["a"]
         assert told(batch) == ["deadline"]
 
     play(scene())
 
 
-def test_one_that_ignores_its_cancellation_is_left_behind_after_the_grace(monkeypatch):
-    monkeypatch.setattr("salesrl_trl.reward.batch.CANCEL_GRACE_S", 0.2)
-
+def test_one_that_ignores_its_cancellation_is_left_behind_after_the_grace():
     async def scene():
         reward, loop = Stubborn(0.1), asyncio.get_running_loop()
         batch = reward.begin([0])
         began = loop.time()
         batch.start(0, "a")
         await batch.settled([[0]])
-        assert loop.time() - began >= 0.29
+        assert loop.time() - began == pytest.approx(0.1 + CANCEL_GRACE_S)
         assert reward.cancelled == ["a"]
         assert reward.ended == []
         assert told(batch) == ["deadline"]
@@ -323,9 +306,7 @@ def test_one_that_ignores_its_cancellation_is_left_behind_after_the_grace(monkey
     play(scene())
 
 
-def test_a_cut_off_within_the_grace_is_the_last_word(monkeypatch):
-    monkeypatch.setattr("salesrl_trl.reward.batch.CANCEL_GRACE_S", 1.0)
-
+def test_a_cut_off_within_the_grace_is_the_last_word():
     async def scene():
         reward = Stubborn(0.1)
         batch = reward.begin([0])
@@ -334,7 +315,7 @@ def test_a_cut_off_within_the_grace_is_the_last_word(monkeypatch):
             await asyncio.sleep(0.01)
         assert told(batch) == [None]
         reward.cut_off("stopped")
-        await asyncio.sleep(1.3)
+        await asyncio.sleep(2 * CANCEL_GRACE_S)
         reward.let_go()
         await has_ended(reward)
         assert told(batch) == ["stopped"]
@@ -342,11 +323,9 @@ def test_a_cut_off_within_the_grace_is_the_last_word(monkeypatch):
     play(scene())
 
 
-def test_the_grace_of_a_text_that_was_late_says_nothing_of_the_next_text_at_its_place(monkeypatch):
-    monkeypatch.setattr("salesrl_trl.reward.batch.CANCEL_GRACE_S", 0.3)
-
+def test_the_grace_of_a_text_that_was_late_says_nothing_of_the_next_text_at_its_place():
     async def scene():
-        reward, loop = Answered(deadline_s=0.8), asyncio.get_running_loop()
+        reward, loop = Answered(deadline_s=1.5 * CANCEL_GRACE_S), asyncio.get_running_loop()
         batch = reward.begin([0])
         batch.start(0, "as it was streamed")
         await batch.settled([[0]])
@@ -355,7 +334,7 @@ def test_the_grace_of_a_text_that_was_late_says_nothing_of_the_next_text_at_its_
         batch.start(0, "as it is")
         assert told(batch) == [None]
         await batch.settled([[0]])
-        assert loop.time() - began >= 0.79  # it had the whole of its own time
+        assert loop.time() - began == pytest.approx(1.5 * CANCEL_GRACE_S)  # it had the whole of its own time
         assert told(batch) == ["deadline"]
         assert [completion for _, completion in reward.asked] == reward.cancelled == ["as it was streamed", "as it is"]
 
@@ -363,9 +342,7 @@ def test_the_grace_of_a_text_that_was_late_says_nothing_of_the_next_text_at_its_
 
 
 @pytest.mark.parametrize("is_cut_off", [False, True])
-def test_an_error_after_the_deadline_concerns_nobody_and_its_words_are_not_told(monkeypatch, caplog, is_cut_off):
-    monkeypatch.setattr("salesrl_trl.reward.batch.CANCEL_GRACE_S", 0.2)
-
+def test_an_error_after_the_deadline_concerns_nobody_and_its_words_are_not_told(caplog, is_cut_off):
     async def scene():
         reward = Stubborn(0.1, ValueError("a customer's words"))
         batch = reward.begin([0])
@@ -377,7 +354,7 @@ def test_an_error_after_the_deadline_concerns_nobody_and_its_words_are_not_told(
         reward.let_go()
         await has_ended(reward)
         assert told(batch) == ["stopped" if is_cut_off else "deadline"]
-        await asyncio.sleep(0.4)  # until the grace is over too
+        await asyncio.sleep(2 * CANCEL_GRACE_S)  # until the grace is over too
         assert told(batch) == ["stopped" if is_cut_off else "deadline"]
         del batch
 
@@ -461,35 +438,28 @@ def test_a_batch_that_was_cancelled_can_be_started_again():
     play(scene())
 
 
-def test_a_batch_tells_when_it_was_waited_for_and_from_when_to_when_it_took():
+def test_a_batch_tells_when_it_was_waited_for_and_from_when_to_when_it_took(spans_in_virtual_time):
     async def scene():
         reward = Answered()
         batch = reward.begin([0, 1])
-        before = time.perf_counter()
+        started = time.perf_counter()
         batch.start(0, "a")
         batch.start(1, "b")
-        await asyncio.sleep(0.2)  # the trainer is at something else
+        await asyncio.sleep(2.0)  # the trainer is at something else
         reward.answer("a", 0.5)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(3.0)
         waiting = asyncio.create_task(batch.settled([[0, 1]]))
-        await turns()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(4.0)
         reward.answer("b", 0.5)
         await waiting
-        after = time.perf_counter()
-        ((began, until),) = batch.waits
-        first, last = batch.extent.first, batch.extent.last
-        assert before <= first < began < last <= until <= after
-        assert began - first >= 0.39
-        exposed = overlap((first, last), (began, until))
-        hidden = batch.extent.seconds - exposed
-        assert 0.19 <= exposed <= batch.extent.seconds - 0.39
-        assert hidden == pytest.approx(began - first)
-        assert first <= batch.judging.first <= batch.judging.last <= last
-        assert all(first <= span.started <= span.ended <= last for span in batch.report().spans)
+        span = (batch.extent.first, batch.extent.last)
+        assert [moment - started for moment in (*span, *batch.waits[0])] == pytest.approx([0.0, 9.0, 5.0, 9.0])
+        assert overlap(span, batch.waits[0]) == pytest.approx(4.0)
+        assert (batch.judging.first, batch.judging.last) == pytest.approx(span)
+        assert [each.ended - started for each in batch.report().spans] == pytest.approx([2.0, 9.0])
         await batch.settled([[0, 1]])
         assert len(batch.waits) == 2  # and the second took nothing of it
-        assert overlap((first, last), batch.waits[1]) == 0.0
+        assert overlap(span, batch.waits[1]) == 0.0
 
     play(scene())
 

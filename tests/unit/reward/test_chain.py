@@ -1,16 +1,15 @@
-"""The reward chain over real HTTP: what every ending is worth."""
+"""The reward chain: the reward of every ending. Services are in memory, and time is virtual."""
 
 import asyncio
 import gc
 import json
 import re
-import socket
-import time
 import warnings
 
 import pytest
-from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat_completion, row, score_batch
-from support.seconds import check_seconds
+from support import virtual_time
+from support.in_memory import score_batch
+from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat_completion, row
 
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.reward.rag.client import RagClient
@@ -39,7 +38,7 @@ def test_a_batch_that_is_given_up_at_any_moment_leaves_no_call_that_was_never_aw
         await reward.aclose()
 
     reward = build_reward(services.url, [row()])
-    asyncio.run(main())
+    virtual_time.run(main())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         gc.collect()
@@ -240,29 +239,19 @@ def test_a_hollow_reference_is_none(score, services):
     assert (reward.outcome, reward.components["reference"]) == (Outcome.OK, None)
 
 
-@pytest.mark.alone
-def test_what_was_too_slow_is_in_the_seconds_of_a_completion_that_was_cut_off(score, services):
-    services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=3)
-    (reward,) = score([ACTION], deadline_s=0.5).last
+def test_what_was_too_slow_is_in_the_seconds_of_a_completion_that_was_cut_off(score, services, spans_in_virtual_time):
+    services.set("8b", ANSWER, delay_s=1)
+    services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=30)
+    (reward,) = score([ACTION], deadline_s=5.0).last
     assert reward.reason == "deadline"
-    check_seconds(reward.seconds["judge"], least=0.3, most=1.0)
+    assert reward.seconds == pytest.approx({"parse": 0.0, "rag_8b": 1.0, "rag_32b": 0.0, "judge": 4.0})
 
 
-def test_a_dead_address_is_infra(score):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    (reward,) = score([ACTION], url=url).last
-    assert (reward.outcome, reward.reason) == (Outcome.INFRA, "rag_8b_unavailable")
-
-
-@pytest.mark.alone
-def test_an_attempt_that_takes_too_long_is_cut_off(score, services):
+def test_an_attempt_that_takes_too_long_is_cut_off(score, services, spans_in_virtual_time):
     services.set("8b", ANSWER, delay_s=2)
-    started = time.perf_counter()
-    (reward,) = score([ACTION], timeout_s=0.2).last
-    assert (reward.outcome, reward.reason) == (Outcome.INFRA, "rag_8b_timeout")
-    check_seconds(time.perf_counter() - started, most=1.5)
+    reward = score([ACTION], timeout_s=0.5)
+    assert [(each.outcome, each.reason) for each in reward.last] == [(Outcome.INFRA, "rag_8b_timeout")]
+    assert reward.take_report().seconds == pytest.approx(0.5)
 
 
 def test_what_is_not_scored_by_the_deadline_is_missing_and_the_rest_is_kept(score, services):
@@ -282,12 +271,11 @@ def test_a_passing_failure_is_tried_again(score, services):
     assert services.calls["8b"] == 2
 
 
-def test_retry_after_is_honoured(score, services):
-    services.answers["8b"] = [(429, {}, {"Retry-After": "1"}, 0), (200, ANSWER, {}, 0)]
-    started = time.perf_counter()
-    (reward,) = score([ACTION], attempts=2).last
-    assert reward.outcome is Outcome.OK
-    assert time.perf_counter() - started >= 1.0
+def test_retry_after_is_honoured(score, services, spans_in_virtual_time):
+    services.answers["8b"] = [(429, {}, {"Retry-After": "10"}, 0), (200, ANSWER, {}, 0)]
+    reward = score([ACTION], attempts=2)
+    assert [each.outcome for each in reward.last] == [Outcome.OK]
+    assert 10.0 <= reward.take_report().seconds <= 10.2
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 422])
@@ -324,13 +312,10 @@ def test_every_stage_is_a_span_on_its_completions_track(score, services):
     assert spans["reward 0", "rag_8b"].ended <= spans["reward 0", "judge"].started
 
 
-@pytest.mark.alone
-def test_a_call_that_is_cut_off_by_the_deadline_is_a_failed_span(score, services):
+def test_a_call_that_is_cut_off_by_the_deadline_is_a_failed_span(score, services, spans_in_virtual_time):
     services.set("8b", ANSWER, delay_s=2.0)
     report = score([ACTION], deadline_s=0.3).take_report()
-    failed = {span.name: span for span in report.spans if span.failed}
-    assert set(failed) == {"rag_8b"}
-    check_seconds(failed["rag_8b"].seconds, least=0.2, most=1.9)
+    assert {span.name: span.seconds for span in report.spans if span.failed} == {"rag_8b": pytest.approx(0.3)}
 
 
 def test_a_person_who_waits_is_told_what_is_out(services):
@@ -429,7 +414,7 @@ def test_an_answer_from_no_passages_is_asked_for_again(services):
             await reward(prompts=[None], completions=[action(query=query)], row=[0])
         await reward.aclose()
 
-    asyncio.run(batches())
+    virtual_time.run(batches())
     assert services.calls["32b"] == 2
 
 
@@ -442,5 +427,5 @@ def test_a_warm_up_says_where_the_index_has_nothing(services, caplog, empty):
         await reward.warm_up()
         await reward.aclose()
 
-    asyncio.run(warm_up())
+    virtual_time.run(warm_up())
     assert ("look whether its index is loaded" in caplog.text) is empty

@@ -3,16 +3,15 @@
 import asyncio
 import math
 
-from salesrl_trl.reward.service.deadline import deadline, remaining_s
+import pytest
+from support import virtual_time
 
-
-def test_without_a_deadline_there_is_all_the_time():
-    assert remaining_s() == math.inf
+from salesrl_trl.reward.service.deadline import deadline, now, remaining_s
 
 
 def test_a_task_takes_the_deadline_along_and_its_neighbour_another():
     async def left():
-        await asyncio.sleep(0)
+        await asyncio.sleep(1.0)
         return remaining_s()
 
     async def both():
@@ -22,17 +21,30 @@ def test_a_task_takes_the_deadline_along_and_its_neighbour_another():
             second = asyncio.create_task(left())
         return await asyncio.gather(first, second, left())
 
-    first, second, outside = asyncio.run(both())
-    assert 4.5 < first <= 5.0
-    assert 49.5 < second <= 50.0
-    assert outside == math.inf
+    assert virtual_time.run(both()) == pytest.approx([4.0, 49.0, math.inf])
 
 
 def test_an_inner_deadline_cannot_prolong_an_outer_one():
-    with deadline(1.0), deadline(10.0):
-        assert remaining_s() <= 1.0
+    async def left():
+        with deadline(1.0), deadline(10.0):
+            return remaining_s()
+
+    assert virtual_time.run(left()) == pytest.approx(1.0)
 
 
 def test_nothing_is_left_after_it():
-    with deadline(-1.0):
-        assert remaining_s() == 0.0
+    async def left():
+        with deadline(1.0):
+            await asyncio.sleep(2.0)
+            return remaining_s()
+
+    assert virtual_time.run(left()) == 0.0
+
+
+def test_a_real_loop_has_the_clock_of_the_machine():
+    async def both():
+        started = now()
+        await asyncio.sleep(0.02)
+        return now() - started
+
+    assert 0.02 <= asyncio.run(both()) < 10.0

@@ -4,8 +4,9 @@ import json
 import re
 
 import pytest
+from support.in_memory import score_batch
 from support.injections import FORGED_SCORE, GUESSED, INJECTIONS
-from support.loopback import ANSWER, VERDICT, action, build_reward, row, score_batch
+from support.loopback import ANSWER, VERDICT, action, build_reward, row
 
 from salesrl_trl.fencing import fence, neutralise, read_sections
 from salesrl_trl.types import Outcome

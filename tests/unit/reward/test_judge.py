@@ -1,13 +1,11 @@
-"""Providers, their order, repeats and cost, over real HTTP."""
+"""Judge providers: their order, repeats and cost. Services are in memory, and time is virtual."""
 
+import asyncio
 import json
-import threading
-import time
 
 import pytest
-from pytest_httpserver import HTTPServer
-from support.loopback import ANSWER, VERDICT, Services, action, build_reward, chat_completion, row, score_batch, sign
-from werkzeug import Response
+from support.in_memory import Reply, Services, score_batch
+from support.loopback import ANSWER, VERDICT, action, build_reward, chat_completion, row, sign
 
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.reward.judge.client import load_rubrics
@@ -15,10 +13,9 @@ from salesrl_trl.types import Outcome
 
 
 @pytest.fixture
-def backup():
-    """A second judge, on a port of its own."""
-    with HTTPServer(host="127.0.0.1", threaded=True) as server:
-        yield Services(server)
+def backup(network):
+    """A second judge, at an address of its own."""
+    return Services(network)
 
 
 @pytest.fixture
@@ -118,8 +115,8 @@ def test_a_slow_provider_that_leaves_response_formats_empty_is_asked_by_text_by_
     by_text = services.functions["judge"]
 
     def slowly(request):
-        time.sleep(1.5)
-        return (200, chat_completion("")) if "response_format" in request.json else by_text(request)
+        answer = (200, chat_completion("")) if "response_format" in request.json else by_text(request)
+        return *answer, {}, 1.5
 
     services.functions["judge"] = slowly
     reward = score_many(1, timeout_s=2.7, attempts=4, deadline_s=30.0)
@@ -133,26 +130,28 @@ def test_an_answer_that_is_no_verdict_by_text_either_says_nothing_of_formats(sco
     assert ["response_format" in request.json for request in services.asked["judge"]] == [True, False] * 3
 
 
-def test_one_answer_that_is_no_verdict_does_not_have_another_completion_judged_by_text(httpserver):
+def test_one_answer_that_is_no_verdict_does_not_have_another_completion_judged_by_text(network):
     """The other one's judge is asked while the first is being asked again, by text."""
-    asked_by_text, other_asked = threading.Event(), threading.Event()
+    asked_by_text, other_asked = asyncio.Event(), asyncio.Event()
 
     class InTurn(Services):
-        def _respond(self, name, request):
-            if name == "8b":
+        async def _respond(self, request):
+            if request.path.endswith("8b"):
                 query = request.json["rewritten_query"]
-                assert query == "q0" or asked_by_text.wait(30.0)
-                return Response(json.dumps({**ANSWER, "answer": f"About {query}."}))
+                assert query == "q0" or await asked_by_text.wait()
+                return Reply(json.dumps({**ANSWER, "answer": f"About {query}."}).encode())
+            if request.path.endswith("32b"):
+                return Reply(b"{}", 500)
             verdict = "I refuse."
             if "About q1." in request.json["messages"][1]["content"]:
                 other_asked.set()
                 verdict = json.dumps(VERDICT) if "response_format" in request.json else verdict
             elif "response_format" not in request.json:
                 asked_by_text.set()
-                assert other_asked.wait(30.0)
-            return Response(json.dumps(sign(chat_completion(verdict), request.json)))
+                await other_asked.wait()
+            return Reply(json.dumps(sign(chat_completion(verdict), request.json)).encode())
 
-    reward = build_reward(InTurn(httpserver).url, [row()], timeout_s=60.0, deadline_s=60.0)
+    reward = build_reward(InTurn(network).url, [row()], timeout_s=60.0, deadline_s=60.0)
     score_batch(reward, [action(query="q0"), action(query="q1")])
     assert [each.reason for each in reward.last] == ["judge_not_json", ""]
 
