@@ -143,10 +143,10 @@ def fix_lengths(engine: Any, most: int) -> None:
 
 def hidden_share(batch: RewardBatch) -> float:
     """Of the time from a batch's first call to its last answer, what the trainer did not wait."""
-    if batch.extent.first is None or not batch.extent.seconds:
+    if batch.times.first is None or not batch.times.seconds:
         return math.nan
-    made = (batch.extent.first, batch.extent.last)
-    return 1.0 - sum(overlap(made, wait) for wait in batch.waits) / batch.extent.seconds
+    made = (batch.times.first, batch.times.last)
+    return 1.0 - sum(overlap(made, wait) for wait in batch.waits) / batch.times.seconds
 
 
 # The trainers

@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from salesrl_trl.fencing import read_nonce
-from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, Stages
+from salesrl_trl.reward.batch import BatchedReward, BatchReport
 from salesrl_trl.reward.service.http import HttpClient
 from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.reward.stages import Stages
 from salesrl_trl.types import Outcome, Reward
 
 BRANCHES = ("fairness", "hallucination")
@@ -127,7 +128,7 @@ class InstantReward(BatchedReward):
     def __init__(self) -> None:
         super().__init__(deadline_s=60.0)
 
-    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
+    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
         return Reward(outcome=Outcome.OK, value=(index * 37 + len(completion)) % 100 / 100)
 
     def fetch_references(self, rows: Iterable[int]) -> None:
@@ -155,7 +156,7 @@ class SlowReward(InstantReward):
         }
         self._clients = {name: HttpClient(name, url) for name in self._transports}
 
-    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
+    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
         body = {"row": index, "text": completion}
         found = await stages.timed(self._ask("rag", body), "rag_8b")
         body |= {"sample": found["sample"], "answer": found["text"]}

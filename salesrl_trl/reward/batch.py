@@ -21,6 +21,7 @@ from salesrl_trl.reward.judge.client import JudgeRecord
 from salesrl_trl.reward.judge.provider import ProviderUsage
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.deadline import deadline
+from salesrl_trl.reward.stages import JUDGE, Stages, TimeRange, time_of
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 
@@ -30,29 +31,6 @@ logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 1.0
 """What a cancelled call is given to end. One that does not is left behind: the step goes on."""
-
-
-@dataclass(slots=True)
-class Extent:
-    """From the first start to the last end of something that many do at once."""
-
-    first: float | None = None
-    last: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.first is None else max(self.last - self.first, 0.0)
-
-    def extend(self, started: float) -> None:
-        """Something that began at `started` is over now."""
-        self.first = started if self.first is None else min(self.first, started)
-        self.last = time.perf_counter()
-
-    def include(self, other: "Extent") -> None:
-        """All of another extent belongs to this one."""
-        if other.first is not None:
-            self.first = other.first if self.first is None else min(self.first, other.first)
-            self.last = max(self.last, other.last)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,59 +57,8 @@ class BatchReport:
     """When the trainer waited for this batch, on the same scale."""
 
 
-class Stages:
-    """What the stages of one completion took, and which is under way.
-
-    Args:
-        track (`str`):
-            Where its spans are drawn.
-    """
-
-    def __init__(self, track: str) -> None:
-        self.seconds: dict[str, float] = {}
-        self.spans: list[Span] = []
-        self.track = track
-        self._open: dict[str, float] = {}
-
-    @property
-    def under_way(self) -> list[str]:
-        """Stages that are not over. From any thread."""
-        return list(self._open)
-
-    async def timed(self, call: Awaitable[T], stage: str) -> T:
-        """Await `call` as a stage."""
-        failed, started = True, time.perf_counter()
-        self._open[stage] = started
-        try:
-            result = await call
-            failed = False
-            return result
-        finally:
-            del self._open[stage]
-            self.record(stage, started, failed)
-
-    def record(self, stage: str, started: float, failed: bool = False) -> None:
-        """A stage that began at `started` is over now."""
-        span = self._span(stage, started, failed)
-        self.seconds[stage] = span.seconds
-        self.spans.append(span)
-
-    def adopt(self, spans: Sequence[Span]) -> None:
-        """Stages that were noted elsewhere."""
-        self.spans.extend(spans)
-        self.seconds.update({span.name: span.seconds for span in spans})
-
-    def so_far(self) -> list[Span]:
-        """What is over, and as failed what is not. From any thread."""
-        return [*self.spans, *(self._span(stage, started, True) for stage, started in list(self._open.items()))]
-
-    def _span(self, stage: str, started: float, failed: bool) -> Span:
-        track = f"{self.track} reference" if stage == "rag_32b" else self.track
-        return Span(name=stage, started=started, ended=time.perf_counter(), track=track, failed=failed)
-
-
-Chain = Callable[[int, str, Stages, Extent], Awaitable[Reward]]
-"""From a row's index, a completion, and where to note stages and judging, to its reward."""
+Chain = Callable[[int, str, Stages], Awaitable[Reward]]
+"""From a row's index, a completion, and where its stages are timed, to its reward."""
 
 
 class RewardBatch:
@@ -165,8 +92,7 @@ class RewardBatch:
         self.rows = tuple(rows)
         self.rewards: list[Reward | None] = [None] * len(self.rows)
         """What has come in, by place. May be read from any thread."""
-        self.judging = Extent()
-        self.extent = Extent()
+        self.times = TimeRange()
         """From the first start to the last reward so far."""
         self.waits: list[tuple[float, float]] = []
         self._chain = chain
@@ -185,7 +111,7 @@ class RewardBatch:
     @property
     def is_started(self) -> bool:
         """Whether any completion was started. From any thread."""
-        return self.extent.first is not None
+        return self.times.first is not None
 
     def is_settled(self, places: Sequence[int] | None = None) -> bool:
         """Whether the rewards at `places`, or all, are in. From any thread."""
@@ -203,11 +129,11 @@ class RewardBatch:
         if self._cut_off is not None:
             self._settle(place, missing(Outcome.INFRA, self._cut_off, {}))
             return
-        if self.extent.first is None:
-            self.extent.first = time.perf_counter()
+        if self.times.first is None:
+            self.times.first = time.perf_counter()
         stages = self.stages[place]
         with deadline(self._deadline_s):
-            chain = asyncio.ensure_future(self._chain(self.rows[place], completion, stages, self.judging))
+            chain = asyncio.ensure_future(self._chain(self.rows[place], completion, stages))
         self._chains[place] = chain
         chain.add_done_callback(partial(self._ended, place))
         loop = asyncio.get_running_loop()
@@ -256,11 +182,12 @@ class RewardBatch:
 
     def report(self) -> BatchReport:
         """When everything was; what services did is for those who know them to add."""
+        spans = [span for stages in self.stages for span in stages.spans]
         return BatchReport(
-            seconds=self.extent.seconds,
-            judge_seconds=self.judging.seconds,
-            started=self.extent.first or 0.0,
-            spans=[span for stages in self.stages for span in stages.spans],
+            seconds=self.times.seconds,
+            judge_seconds=time_of(JUDGE, spans).seconds,
+            started=self.times.first or 0.0,
+            spans=spans,
             waits=tuple(self.waits),
         )
 
@@ -294,7 +221,8 @@ class RewardBatch:
     def _settle(self, place: int, reward: Reward) -> None:
         self._forget(place)
         self.rewards[place] = reward
-        self.extent.extend(time.perf_counter())
+        now = time.perf_counter()
+        self.times.include(now, now)
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
@@ -343,7 +271,7 @@ class BatchedReward(ABC):
         self._told: set[tuple[str, str]] = set()
 
     @abstractmethod
-    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
+    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
         """The reward of one completion to the row at `index`."""
 
     def _under_way(self, batch: RewardBatch) -> list[str]:
@@ -441,7 +369,7 @@ class BatchedReward(ABC):
             self._open.remove(batch)
 
     def _batch(self, rows: Sequence[int], lane: int = 0) -> RewardBatch:
-        return RewardBatch(rows, self._score, self._result, self.deadline_s, lane)
+        return RewardBatch(rows, self.score, self._result, self.deadline_s, lane)
 
     def _result(self, chain: asyncio.Task[Reward]) -> Reward:
         """The chain's reward. An error that is none of a service's is a fault in code: told once by its place, without

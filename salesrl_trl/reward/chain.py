@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError
-from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, Stages
+from salesrl_trl.reward.batch import BatchedReward, BatchReport
 from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
 from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.reward.judge.client import JudgeClient
@@ -34,6 +34,7 @@ from salesrl_trl.reward.rag.kept import check_kept
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.service.deadline import deadline, remaining_s
 from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.reward.stages import Stages
 from salesrl_trl.types import (
     DEFAULT_FORMAT,
     Action,
@@ -253,7 +254,7 @@ class SalesReward(BatchedReward):
         for store in self._stores:
             store.flush()
 
-    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
+    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
         began = time.perf_counter()
         action = parse_action(completion, self._format)
         stages.record("parse", began)
@@ -267,11 +268,7 @@ class SalesReward(BatchedReward):
                 return missing(Outcome.INFRA, "no_passages", stages.seconds)
             if is_hollow(candidate.text):
                 return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), stages.seconds)
-            reference, started = await reference_asked, time.perf_counter()
-            try:
-                return await self._judged(row, action, candidate, reference, stages)
-            finally:
-                judging.extend(started)
+            return await self._judged(row, action, candidate, await reference_asked, stages)
         except ServiceError as error:
             return missing(Outcome.INFRA, error.code, stages.seconds)
         finally:

@@ -22,10 +22,11 @@ from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.process import child_environment
-from salesrl_trl.reward.batch import BatchedReward, BatchReport, Extent, RewardBatch, Stages
+from salesrl_trl.reward.batch import BatchedReward, BatchReport, RewardBatch
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.per_event_loop import PerLoop
+from salesrl_trl.reward.stages import Stages
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 
@@ -306,7 +307,7 @@ class RemoteReward(BatchedReward):
         self._loop = asyncio.get_running_loop()
         return self._children.get()
 
-    async def _score(self, index: int, completion: str, stages: Stages, judging: Extent) -> Reward:
+    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
         child = self._child()
         try:
             number, answer = await child.asked("score", index, completion, stages.track)
@@ -314,19 +315,18 @@ class RemoteReward(BatchedReward):
             return missing(Outcome.INFRA, error.code, stages.seconds)
         self._asked[number] = stages
         try:
-            reward, spans, judged = await asyncio.shield(answer)
+            reward, spans = await asyncio.shield(answer)
         except ServiceError as error:  # the child is gone
             return missing(Outcome.INFRA, error.code, stages.seconds)
         except asyncio.CancelledError:
             await child.tell("cancel", number)
             with contextlib.suppress(TimeoutError, ServiceError):
-                _, spans, _ = await asyncio.wait_for(asyncio.shield(answer), LAST_WORD_S)
+                _, spans = await asyncio.wait_for(asyncio.shield(answer), LAST_WORD_S)
                 stages.adopt(spans)
             raise
         finally:
             del self._asked[number]
         stages.adopt(spans)
-        judging.include(judged)
         return reward  # type: ignore[no-any-return]
 
     def _settled(self) -> None:

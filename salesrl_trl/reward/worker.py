@@ -17,10 +17,11 @@ from typing import Any
 import stamina
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.batch import BatchReport, Extent, Stages
+from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import Channel
 from salesrl_trl.reward.service.deadline import deadline
+from salesrl_trl.reward.stages import Stages
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Reward
 
@@ -40,7 +41,7 @@ class Worker:
     def __init__(self, chain: SalesReward, channel: Channel) -> None:
         self._chain = chain
         self._channel = channel
-        self._in_hand_by: dict[int, tuple[asyncio.Task[Reward], Stages, Extent]] = {}
+        self._in_hand_by: dict[int, tuple[asyncio.Task[Reward], Stages]] = {}
 
     async def run(self, messages: Any) -> None:
         """Answer until the parent is gone."""
@@ -71,16 +72,16 @@ class Worker:
             self._channel.send_bytes(content)
 
     def _start(self, number: int, index: int, completion: str, track: str) -> None:
-        stages, judging = Stages(track), Extent()
+        stages = Stages(track)
         with deadline(self._chain.deadline_s):
-            task = asyncio.ensure_future(self._chain._score(index, completion, stages, judging))
-        self._in_hand_by[number] = (task, stages, judging)
+            task = asyncio.ensure_future(self._chain.score(index, completion, stages))
+        self._in_hand_by[number] = (task, stages)
 
-    async def _score(self, number: int, *_: Any) -> tuple[Reward, list[Span], Extent]:
-        task, stages, judging = self._in_hand_by[number]
+    async def _score(self, number: int, *_: Any) -> tuple[Reward, list[Span]]:
+        task, stages = self._in_hand_by[number]
         await asyncio.wait([task])
         del self._in_hand_by[number]
-        return self._chain._result(task), stages.spans, judging
+        return self._chain._result(task), stages.spans
 
     async def _references(self, number: None, rows: list[int]) -> None:
         self._chain.fetch_references(rows)
@@ -92,7 +93,7 @@ class Worker:
         return self._chain.take_report()
 
     async def _in_hand(self, number: int) -> list[tuple[int, list[str], list[Span]]]:
-        return [(each, stages.under_way, stages.so_far()) for each, (_, stages, _) in self._in_hand_by.items()]
+        return [(each, stages.under_way, stages.so_far()) for each, (_, stages) in self._in_hand_by.items()]
 
     async def _warm_up(self, number: int) -> dict[str, float | ServiceError]:
         return await self._chain.warm_up()

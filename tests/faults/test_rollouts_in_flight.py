@@ -417,33 +417,33 @@ def _two_ranks(policy, out):
     torch.set_num_threads(1)
     rows = default_rows()
 
-    async def fails(index, completion, stages, judging):
+    async def fails(index, completion, stages):
         await asyncio.sleep(0)
         if rank == 1:
             return missing(Outcome.INFRA, "broken", {})
         return Reward(outcome=Outcome.OK, value=number_of(completion) * 37 % 101 / 100)
 
-    async def soon(index, completion, stages, judging):
+    async def soon(index, completion, stages):
         return Reward(outcome=Outcome.OK, value=number_of(completion) * 37 % 101 / 100)
 
-    async def late(index, completion, stages, judging):
+    async def late(index, completion, stages):
         if number_of(completion) % 8 // 2 == (0, 3)[rank]:
             while trainer.trained < 3:
                 await asyncio.sleep(0.01)
-        return await soon(index, completion, stages, judging)
+        return await soon(index, completion, stages)
 
-    async def one_late(index, completion, stages, judging):
+    async def one_late(index, completion, stages):
         if rank == 0 and number_of(completion) % 8 // 2 == 0:
             while not trainer.waits:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(LATE_S)
-        return await soon(index, completion, stages, judging)
+        return await soon(index, completion, stages)
 
-    async def hangs(index, completion, stages, judging):
+    async def hangs(index, completion, stages):
         if trainer.state.global_step:
             Path(out, f"waits{rank}").touch()
             await asyncio.sleep(HANGS_S)
-        return await soon(index, completion, stages, judging)
+        return await soon(index, completion, stages)
 
     def cut_off(moments, really, reason):
         moments["cut_off"] = time.monotonic()
@@ -475,7 +475,7 @@ def _two_ranks(policy, out):
     told = {}
     for name, (score, given) in cases.items():
         reward = build_reward("http://127.0.0.1:9", rows)
-        reward._score = score
+        reward.score = score
         given = {"beta": 0.0, "references_ahead": False, "ddp_backend": "gloo", **given}
         texts = TEXTS[200 * rank : 200 * rank + 200]
         trainer = build_trainer(policy, reward, texts, rows, Path(out, name), kind=OfARank, **given)

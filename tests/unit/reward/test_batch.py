@@ -9,8 +9,9 @@ import time
 import pytest
 from support.virtual_time import play
 
-from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchedReward, Extent, Stages, completion_text
+from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchedReward, completion_text
 from salesrl_trl.reward.service.deadline import remaining_s
+from salesrl_trl.reward.stages import Stages, TimeRange
 from salesrl_trl.timing import overlap
 from salesrl_trl.types import Outcome, Reward
 
@@ -46,10 +47,9 @@ class Answered(BatchedReward):
     def _settled(self):
         self.times_settled += 1
 
-    async def _score(self, index, completion, stages, judging):
+    async def score(self, index, completion, stages):
         self.asked.append((index, completion))
         self.left_s.append(remaining_s())
-        started = time.perf_counter()
         try:
             value = await stages.timed(asyncio.shield(self._of(completion)), "judge")
             if isinstance(value, Exception):
@@ -58,8 +58,6 @@ class Answered(BatchedReward):
         except asyncio.CancelledError:
             self.cancelled.append(completion)
             raise
-        finally:
-            judging.extend(started)
 
 
 class Stubborn(Answered):
@@ -74,9 +72,9 @@ class Stubborn(Answered):
     def let_go(self):
         self._is_let_go = True
 
-    async def _score(self, index, completion, stages, judging):
+    async def score(self, index, completion, stages):
         try:
-            return await super()._score(index, completion, stages, judging)
+            return await super().score(index, completion, stages)
         except asyncio.CancelledError:
             while not self._is_let_go:
                 with contextlib.suppress(asyncio.CancelledError):
@@ -452,10 +450,10 @@ def test_a_batch_tells_when_it_was_waited_for_and_from_when_to_when_it_took(span
         await asyncio.sleep(4.0)
         reward.answer("b", 0.5)
         await waiting
-        span = (batch.extent.first, batch.extent.last)
+        span = (batch.times.first, batch.times.last)
         assert [moment - started for moment in (*span, *batch.waits[0])] == pytest.approx([0.0, 9.0, 5.0, 9.0])
         assert overlap(span, batch.waits[0]) == pytest.approx(4.0)
-        assert (batch.judging.first, batch.judging.last) == pytest.approx(span)
+        assert batch.report().judge_seconds == pytest.approx(9.0)
         assert [each.ended - started for each in batch.report().spans] == pytest.approx([2.0, 9.0])
         await batch.settled([[0, 1]])
         assert len(batch.waits) == 2  # and the second took nothing of it
@@ -464,15 +462,12 @@ def test_a_batch_tells_when_it_was_waited_for_and_from_when_to_when_it_took(span
     play(scene())
 
 
-def test_an_extent_is_from_the_first_start_to_the_last_end():
-    extent = Extent()
-    assert extent.seconds == 0.0
-    now = time.perf_counter()
-    extent.extend(now - 1)
-    extent.extend(now - 3)
-    extent.extend(now - 2)
-    assert extent.first == now - 3
-    assert 3.0 <= extent.seconds < 13.0
+def test_a_time_range_is_from_the_first_start_to_the_last_end():
+    times = TimeRange()
+    assert times.seconds == 0.0
+    for started, ended in ((7.0, 8.0), (5.0, 9.0), (6.0, 7.0)):
+        times.include(started, ended)
+    assert (times.first, times.last, times.seconds) == (5.0, 9.0, 4.0)
 
 
 def test_a_stage_that_raises_is_failed_and_one_that_goes_on_is_under_way():
@@ -597,7 +592,7 @@ def test_an_error_in_the_chain_is_a_missing_reward_and_told_once_by_its_place_wi
 
 def test_an_error_of_the_same_kind_at_another_place_is_told_of_too(caplog):
     class Faulty(BatchedReward):
-        async def _score(self, index, completion, stages, judging):
+        async def score(self, index, completion, stages):
             if completion == "a":
                 raise KeyError("a customer's words")
             fail(KeyError("a customer's words"))
@@ -790,7 +785,7 @@ def test_the_batch_that_was_waited_for_is_taken_once_and_the_others_stay():
         assert reward._taken() is batch
         empty = reward._taken()
         assert len(empty) == 0
-        assert (empty.extent.seconds, empty.report().spans, empty.waits) == (0.0, [], [])
+        assert (empty.times.seconds, empty.report().spans, empty.waits) == (0.0, [], [])
         assert reward.status() == "of 1 completions 1 in judge"
         other.cancel()
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from support.seconds import check_seconds
 
-from salesrl_trl.reward.batch import Extent, RewardBatch
+from salesrl_trl.reward.batch import RewardBatch
+from salesrl_trl.reward.stages import TimeRange
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 GENERATIONS = 8
@@ -148,7 +149,7 @@ def test_every_completion_of_a_batch_gets_its_own_length(bench):
 def made_between(first, last, *waits):
     """A batch whose rewards were made then, and waited for in those stretches."""
     batch = RewardBatch([0], None, None, 1.0)
-    batch.extent, batch.waits = Extent(first, last), list(waits)
+    batch.times, batch.waits = TimeRange(first, last), list(waits)
     return batch
 
 

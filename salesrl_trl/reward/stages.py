@@ -1,0 +1,97 @@
+"""How long the stages of one completion took, and which are under way.
+
+Owns times alone: what a stage does is the chain's, what becomes of the times is the batch's.
+"""
+
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from salesrl_trl.timing import Span
+
+T = TypeVar("T")
+
+JUDGE = "judge"
+"""The stage in which verdicts are asked for."""
+REFERENCE = "rag_32b"
+"""The stage in which the reference answer is asked for, beside the others."""
+
+
+@dataclass(slots=True)
+class TimeRange:
+    """From the first start to the last end of something that many do at once."""
+
+    first: float | None = None
+    """Seconds on `time.perf_counter`'s scale; `None` before anything began."""
+    last: float = 0.0
+    """The same scale."""
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.first is None else max(self.last - self.first, 0.0)
+
+    def include(self, started: float, ended: float) -> None:
+        """Something took from `started` to `ended`."""
+        self.first = started if self.first is None else min(self.first, started)
+        self.last = max(self.last, ended)
+
+
+class Stages:
+    """The stages of one completion.
+
+    Args:
+        track (`str`):
+            The line of the trace on which they are drawn.
+    """
+
+    def __init__(self, track: str) -> None:
+        self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self.track = track
+        self._open: dict[str, float] = {}
+
+    @property
+    def under_way(self) -> list[str]:
+        """Stages that are not over. From any thread."""
+        return list(self._open)
+
+    async def timed(self, call: Awaitable[T], stage: str) -> T:
+        """Await `call` as a stage."""
+        failed, started = True, time.perf_counter()
+        self._open[stage] = started
+        try:
+            result = await call
+            failed = False
+            return result
+        finally:
+            del self._open[stage]
+            self.record(stage, started, failed)
+
+    def record(self, stage: str, started: float, failed: bool = False) -> None:
+        """A stage that began at `started` is over now."""
+        span = self._span(stage, started, failed)
+        self.seconds[stage] = span.seconds
+        self.spans.append(span)
+
+    def adopt(self, spans: Sequence[Span]) -> None:
+        """Add stages that were timed in another process."""
+        self.spans.extend(spans)
+        self.seconds.update({span.name: span.seconds for span in spans})
+
+    def so_far(self) -> list[Span]:
+        """Stages that are over, and as failed those that are not. From any thread."""
+        return [*self.spans, *(self._span(stage, started, True) for stage, started in list(self._open.items()))]
+
+    def _span(self, stage: str, started: float, failed: bool) -> Span:
+        track = f"{self.track} reference" if stage == REFERENCE else self.track
+        return Span(name=stage, started=started, ended=time.perf_counter(), track=track, failed=failed)
+
+
+def time_of(stage: str, spans: Sequence[Span]) -> TimeRange:
+    """From the first start of a stage to its last end, over many completions."""
+    times = TimeRange()
+    for span in spans:
+        if span.name == stage:
+            times.include(span.started, span.ended)
+    return times
