@@ -24,15 +24,21 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 
 from salesrl_trl.kl.controller import KLTarget
-from salesrl_trl.telemetry import perf
+from salesrl_trl.names import (
+    HELD_OUT_FILE,
+    JUDGE_SECONDS,
+    REWARD_SECONDS,
+    STEP_SECONDS,
+    Phase,
+    outcome_of,
+    reward_of,
+    time_of,
+    usage_of,
+)
 from salesrl_trl.telemetry.layout import custom_scalars
-from salesrl_trl.telemetry.metrics import JUDGE_SECONDS, REWARD_SECONDS, fraction_of, reward_of, usage_of
 from salesrl_trl.types import Outcome
 
 logger = logging.getLogger(__name__)
-
-HELD_OUT_NAME = "held_out.json"
-"""In the output folder: every evaluation of the held-out rows."""
 
 
 def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None:
@@ -87,7 +93,7 @@ class StepLine(TrainerCallback):
         # The first line's steps have an evaluation before them, compile, and open connections: they tell nothing of
         # those to come, unless there are no others yet.
         if self._after_first is None:
-            average = seconds - (logs.get(perf.time_of(perf.EVALUATION)) or 0.0)
+            average = seconds - (logs.get(time_of(Phase.EVALUATION)) or 0.0)
             self._after_first = (now, step)
         else:
             average = (now - self._after_first[0]) / max(step - self._after_first[1], 1)
@@ -108,7 +114,7 @@ def step_line(
 ) -> str:
     """The line of one step, as `StepLine` logs it."""
     rewards = " ".join(f"{branch}={figure(logs.get(reward_of(branch)))}" for branch in branches)
-    invalid = logs.get(fraction_of(Outcome.INVALID_ACTION))
+    invalid = logs.get(outcome_of(Outcome.INVALID_ACTION))
     valid = "n/a" if invalid is None else f"{1 - invalid:.0%}"
     failed = " ".join(f"{reason}={count}" for reason, count in sorted(failures.items())) or "none"
     if logs.get("frac_reward_zero_std") == 1:
@@ -126,10 +132,10 @@ SHOWN_SHARE = 0.01
 def shares(logs: Mapping[str, Any]) -> str:
     """`reward_wait 78%, generation 14%, backward 5%`: of the step's wall time, largest first; empty where it was not
     measured."""
-    wall = logs.get(perf.STEP_SECONDS)
+    wall = logs.get(STEP_SECONDS)
     if not wall:
         return ""
-    parts = sorted(((logs.get(perf.time_of(phase)) or 0.0) / wall, phase) for phase in perf.PHASES)
+    parts = sorted(((logs.get(time_of(phase)) or 0.0) / wall, phase) for phase in Phase)
     return ", ".join(f"{phase} {share:.0%}" for share, phase in reversed(parts) if share >= SHOWN_SHARE)
 
 
@@ -202,7 +208,7 @@ class HeldOut(TrainerCallback):
         **_: Any,
     ) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
-        invalid = logged.get(fraction_of(Outcome.INVALID_ACTION))
+        invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
         evaluation = {
             "step": state.global_step,
             "reward": logged.get("reward"),
@@ -215,7 +221,7 @@ class HeldOut(TrainerCallback):
         logger.info(f"[HeldOut@{state.global_step}] {_evaluation_text(evaluation)}")
         self._output_dir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self._evaluations, indent=2) + "\n"
-        (self._output_dir / HELD_OUT_NAME).write_text(text, encoding="utf-8")
+        (self._output_dir / HELD_OUT_FILE).write_text(text, encoding="utf-8")
         if len(self._evaluations) > 1 and state.global_step >= state.max_steps:
             self._compare()
 

@@ -27,12 +27,13 @@ from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.demo.policy import MAX_POSITIONS, PROMPT_STYLE, cached_policy, policy_tokenizer
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.process import collect_seldom, keep_freed_memory
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.run.assembly import RewardParts, open_reward, prepare_reward
 from salesrl_trl.run.banner import banner
-from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED, LOG_NAME, exit_with, keep_console, set_up_logging
+from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED, exit_with, keep_console, set_up_logging
 from salesrl_trl.run.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, choose_precision
 from salesrl_trl.run.preflight import (
     check_checkpoint,
@@ -48,7 +49,6 @@ from salesrl_trl.run.preflight import (
 )
 from salesrl_trl.run.probe import check_vllm_server
 from salesrl_trl.run.settings import RunConfig, parse
-from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
@@ -74,7 +74,7 @@ def main(default_config: Path, argv: Sequence[str] | None = None) -> None:
     except SalesRLError as error:
         exit_with(error, EXIT_BAD_INPUT)
     if config.training.process_index == config.training.local_process_index:  # the first node's processes
-        keep_console(Path(config.training.output_dir) / LOG_NAME)
+        keep_console(Path(config.training.output_dir) / LOG_FILE)
     try:
         rows = [*prepared.train_rows, *prepared.eval_rows]
         with open_reward(config.reward, config.training, rows, prepared.reward) as reward:
@@ -243,11 +243,11 @@ def run(config: RunConfig, prepared: Prepared, reward: SalesReward | RemoteRewar
 def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instruments) -> None:
     collect_seldom()
     if config.reward.warm_up_services:
-        with instruments.timeline.phase("warm_up"):
+        with instruments.timeline.phase(StartUp.WARM_UP):
             trainer.warm_up()
     with _stops_on_sigterm(trainer):
         trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
-    with instruments.timeline.phase(perf.CHECKPOINT):
+    with instruments.timeline.phase(Phase.CHECKPOINT):
         trainer.save_model(config.training.output_dir)
     trainer.raise_if_stopped()  # before an evaluation that nothing could be scored in
     if config.training.held_out_eval:
@@ -285,7 +285,7 @@ def _build_trainer(
     instruments: Instruments,
 ) -> "SalesGRPOTrainer":
     phase, telemetry = instruments.timeline.phase, config.telemetry
-    with phase("policy"):
+    with phase(StartUp.POLICY):
         from salesrl_trl.trainer import SalesGRPOTrainer  # brings vLLM: bad input is told without waiting for it
 
         path = config.model.model_name_or_path
@@ -295,7 +295,7 @@ def _build_trainer(
             for line in _banner(config, prepared, path):
                 logger.info(line)
         model = _load_model(path, config.model, prepared.dtype, config.training.trust_remote_code)
-    with phase("engine"):
+    with phase(StartUp.ENGINE):
         trainer = SalesGRPOTrainer(
             model,
             reward,

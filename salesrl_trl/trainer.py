@@ -40,16 +40,9 @@ from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import engine_kwargs, has_tied_head, replaced, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.branched import BranchedKL
+from salesrl_trl.kl.figures import add_kl, kl_names
 from salesrl_trl.kl.penalty import BranchPenalty, loss_mask
-from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.rollout.pipeline import Parts, Pipeline, Rollout, correction_sums, why_not_divisible, why_not_streamed
-from salesrl_trl.rollout.prompt_order import OrderByEpoch
-from salesrl_trl.rollout.schedule import parts
-from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
-from salesrl_trl.telemetry.logs import LeaveOut, show_lines
-from salesrl_trl.telemetry.metrics import (
+from salesrl_trl.names import (
     BASELINE_FALLBACK,
     BOUNDED,
     FAILURE_REASONS,
@@ -58,17 +51,26 @@ from salesrl_trl.telemetry.metrics import (
     SKIPPED_UPDATE,
     STALENESS,
     STALENESS_MAX,
-    JudgeBias,
-    Means,
-    add_kl,
+    Phase,
+    StartUp,
+)
+from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.figures import (
     add_report,
     add_rewards,
     encode,
     encode_report,
-    kl_names,
     metric_names,
     report_names,
 )
+from salesrl_trl.reward.judge.bias import JudgeBias
+from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.rollout.pipeline import Parts, Pipeline, Rollout, correction_sums, why_not_divisible, why_not_streamed
+from salesrl_trl.rollout.prompt_order import OrderByEpoch
+from salesrl_trl.rollout.schedule import parts
+from salesrl_trl.telemetry.aggregates import StepAggregates
+from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
+from salesrl_trl.telemetry.logs import LeaveOut, show_lines
 from salesrl_trl.types import Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages
 from salesrl_trl.update.run_control import RunControl
@@ -159,7 +161,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
-        self._instruments.details |= dict.fromkeys((perf.REWARD_WAIT, perf.EVALUATION), reward.status)
+        self._instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), reward.status)
         self._timeline = self._instruments.timeline
         self._quick_eval: QuickEvaluator | None = None
         self._tuner: BaseTunerLayer | None = None
@@ -170,7 +172,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         names = (*metric_names(args.branches), *self._report_names, *(kl_names(args.branches) if targets else ()))
         if args.hybrid_reference_weight:
             names = (*names, BASELINE_FALLBACK)
-        self._means = {mode: Means(names) for mode in ("train", "eval")}
+        self._means = {mode: StepAggregates(names) for mode in ("train", "eval")}
         self._bias = {mode: JudgeBias() for mode in ("train", "eval")}
         self._run_control = RunControl(args.min_valid_reward_fraction, args.max_skipped_generations, reward.places)
         # The reference policy, or an adapter's base: the run is as long as it lasts about these weights
@@ -199,7 +201,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._tuner = next((each for each in self.model.modules() if isinstance(each, BaseTunerLayer)), None)
         if self._tuner is not None and not self.is_deepspeed_enabled:
             raise_adapters(self.model, args.bf16 or args.fp16)
-        self.accelerator.backward = self._phased(perf.BACKWARD, self.accelerator.backward)
+        self.accelerator.backward = self._phased(Phase.BACKWARD, self.accelerator.backward)
         if args.rollout_lookahead and self.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
             logger.warning(
                 f"`rollout_lookahead` is {args.rollout_lookahead} with `vllm_importance_sampling_mode: "
@@ -220,8 +222,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._weight_check.skip("transformers generates with the trainer's own model")
         else:
             generation = self.vllm_generation
-            generation.sync_weights = self._phased(perf.WEIGHT_PUSH, generation.sync_weights)
-            generation.settle = self._phased(perf.GENERATION, generation.settle)
+            generation.sync_weights = self._phased(Phase.WEIGHT_PUSH, generation.sync_weights)
+            generation.settle = self._phased(Phase.GENERATION, generation.settle)
         if quick_eval is not None and quick_eval.steps:
             self._quick_eval = QuickEvaluator(self, quick_eval)
 
@@ -244,7 +246,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
             self._check_identity(Path(resume_from_checkpoint))
         self._instruments.start(self.accelerator.is_main_process)
-        self._timeline.begin("prepare")
+        self._timeline.begin(StartUp.PREPARE)
         try:
             with watched(lambda: self._run_control.requested, self._told_of_a_stop):
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -385,7 +387,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         pull = super().get_batch_samples
         full = self.args.gradient_accumulation_steps  # an epoch's last step gets what is left
-        with self._timeline.phase(perf.DATA_LOADING):
+        with self._timeline.phase(Phase.DATA_LOADING):
             return self._pipeline.next_update(self._epoch, epoch_iterator, lambda each: pull(each, full, device))
 
     def _prepare_inputs(self, generation_batch):
@@ -398,7 +400,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _next_micro_batch(self, waiting: Parts) -> dict[str, Any]:
         """A micro-batch whose groups are scored, waiting for one where there is none, on any rank: all go together."""
         while not waiting.complete and self._on_any_rank(not waiting.has_next):
-            with self._timeline.phase(perf.REWARD_WAIT):
+            with self._timeline.phase(Phase.REWARD_WAIT):
                 if not waiting.has_next:
                     self._pipeline.wait(waiting.rollout.rewards, waiting.out)
                 self.accelerator.wait_for_everyone()
@@ -409,19 +411,19 @@ class SalesGRPOTrainer(GRPOTrainer):
         return micro_batch
 
     def training_step(self, *args, **kwargs):
-        with self._timeline.phase(perf.BATCHING):  # less the phases inside it
+        with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
             loss = super().training_step(*args, **kwargs)
         self._run_control.see_micro_batch()
         if self.accelerator.sync_gradients:  # what comes until the step's end: clipping, the optimizer, the schedule
-            self._timeline.begin(perf.OPTIMIZER)
+            self._timeline.begin(Phase.OPTIMIZER)
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self._timeline.phase(perf.EVALUATION):
+        with self._timeline.phase(Phase.EVALUATION):
             return super().evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, *args, **kwargs):
-        with self._timeline.phase(perf.CHECKPOINT):
+        with self._timeline.phase(Phase.CHECKPOINT):
             return super()._save_checkpoint(*args, **kwargs)
 
     def _generate_now(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -479,12 +481,12 @@ class SalesGRPOTrainer(GRPOTrainer):
             rewards_so_far = self._rewards_so_far(self._parts, inputs)
             if not self._parts.complete:
                 self._metrics["train"], self._logs = defaultdict(list), _copied(self._logs)  # told when all are in
-                self._timeline.begin(perf.ADVANTAGES)
+                self._timeline.begin(Phase.ADVANTAGES)
                 return rewards_so_far
         self._reward.expect(rollout.rewards)
-        with self._timeline.phase(perf.REWARD_WAIT):
+        with self._timeline.phase(Phase.REWARD_WAIT):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._timeline.begin(perf.ADVANTAGES)
+        self._timeline.begin(Phase.ADVANTAGES)
         self._completion_ids = completion_ids_list
         mode = self._mode
         means = self._means[mode]
@@ -498,7 +500,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         encoded = encode_report(report).to(self.accelerator.device)  # (1, columns)
         add_report(means, self._bias[mode], gather(encoded).cpu(), self._report_names)
         if mode == "train":
-            self._instruments.see_rewards(report)
+            self._instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
             scored = ~torch.isnan(rewards_per_func).all(dim=1)  # (world size x B,), the same on every rank
             alone = scored.view(-1, self.num_generations).sum(dim=1) == 1  # (groups,)
             means.add(SINGLE_SCORED, alone.sum().item(), len(alone))
@@ -563,7 +565,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             # No token counts: the loss and its gradient are zero under every normaliser.
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
-        self._timeline.end(perf.ADVANTAGES)
+        self._timeline.end(Phase.ADVANTAGES)
         return output
 
     def _tell_off_policy(self, rollout: Rollout, output: dict[str, Any]) -> None:
@@ -602,12 +604,12 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         if self.model.training:
-            self._instruments.see_batch(inputs["prompt_mask"], inputs["completion_mask"])
+            self._instruments.record_batch(inputs["prompt_mask"], inputs["completion_mask"])
         if self._kl is None:
-            with self._timeline.phase(perf.FORWARD):
+            with self._timeline.phase(Phase.FORWARD):
                 return super()._compute_loss(model, inputs)
         penalty = self._kl.penalty(inputs)
-        with replaced(self, "beta", penalty), self._timeline.phase(perf.FORWARD):
+        with replaced(self, "beta", penalty), self._timeline.phase(Phase.FORWARD):
             loss = super()._compute_loss(model, penalty.inputs)
             self._kl.add(penalty)
         if self.accelerator.sync_gradients:
@@ -624,7 +626,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         kept = {} if self._rollout is None else self._rollout.logps
         if is_reference in kept:  # TRL goes over the same batch again
             return kept[is_reference], None, None
-        with self._timeline.phase(perf.REFERENCE_LOGPROBS if is_reference else perf.OLD_LOGPROBS):
+        with self._timeline.phase(Phase.REFERENCE_LOGPROBS if is_reference else Phase.OLD_LOGPROBS):
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if self._parts is not None:
             kept[is_reference] = output[0]
@@ -683,7 +685,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._buffered_inputs = batches
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        with self._timeline.phase(perf.LOGGING):
+        with self._timeline.phase(Phase.LOGGING):
             self._log_with_figures(logs, start_time)
 
     def _log_with_figures(self, logs: dict[str, float], start_time: float | None) -> None:
@@ -700,7 +702,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         if is_a_step and self._reasons:
             # an entry of its own: that of a step has the same keys at every step, and which reasons come is not known
             counts = self.failures["train"]
-            Trainer.log(self, {f"{FAILURE_REASONS}/{reason}": counts[reason] for reason in sorted(self._reasons)})
+            Trainer.log(self, {f"{FAILURE_REASONS}{reason}": counts[reason] for reason in sorted(self._reasons)})
         self.failures[mode].clear()
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
@@ -795,18 +797,18 @@ class _Steps(TrainerCallback):
         trainer = self._trainer
         if trainer.is_deepspeed_enabled:  # its optimizer steps inside `backward`
             engine = trainer.accelerator.deepspeed_engine_wrapped
-            engine.engine.step = trainer._phased(perf.OPTIMIZER, engine.engine.step)
+            engine.engine.step = trainer._phased(Phase.OPTIMIZER, engine.engine.step)
         if trainer._quick_eval is not None:
             trainer._quick_eval.run_begins()
         trainer._pipeline.restart()
-        trainer._instruments.see_model(trainer.accelerator.unwrap_model(trainer.model))
-        trainer._timeline.end("prepare")
+        trainer._instruments.record_model(trainer.accelerator.unwrap_model(trainer.model))
+        trainer._timeline.end(StartUp.PREPARE)
         trainer._instruments.run_begins(state.global_step, state.max_steps)
         if trainer._quick_eval is not None:
             trainer._quick_eval.evaluate_if_due()  # where the run stopped before it had made one
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer._timeline.end(perf.OPTIMIZER)
+        self._trainer._timeline.end(Phase.OPTIMIZER)
         self._trainer._instruments.step_ends()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -219,7 +219,7 @@ class Bench:
             client = ours.vllm_generation.vllm_client
             fix_server_lengths(client, lambda prompt, sample: completion_tokens(prompt, sample, most))
         self._meter = Meter()
-        self._meter.watch(self.instruments, "figures", "see_batch", "see_rewards", "step_ends")
+        self._meter.watch(self.instruments, "figures", "record_batch", "record_rewards", "step_ends")
         self._meter.watch(self.instruments.timeline, "_open", "_close")
         self._measured_s = self._inside_s = 0.0
         self.trainers: dict[str, GRPOTrainer] = {"stock": self._build_stock(ours), "ours": ours}

@@ -26,10 +26,9 @@ from bench_rewards import InstantReward
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOTrainer
 
+from salesrl_trl.names import MFU_MODEL, MFU_STEP, STEP_SECONDS, TRACE_FILE, Stage, time_of
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
-from salesrl_trl.telemetry.metrics import STAGES
 from salesrl_trl.timing import UNACCOUNTED, Span
 
 # the demo's policy and batch
@@ -65,7 +64,7 @@ class SpannedReward(InstantReward):
         spans = [
             Span(name=stage, started=now, ended=now, track=f"reward {place}")
             for place in range(len(self.last))
-            for stage in STAGES
+            for stage in Stage
         ]
         return replace(super().take_report(), started=now, spans=spans)
 
@@ -134,13 +133,13 @@ def measure(shape: str, updates: int, rounds: int) -> dict[str, Any]:
         steps = (rounds + 1) * len(ORDER) * updates + 1  # a round to warm up
         trainer = build("branches", shape, f"{scratch}/model", f"{scratch}/run", steps, SpannedReward(), instruments)
         meter = Meter()
-        meter.watch(instruments, "figures", "see_batch", "see_rewards", "step_ends")
+        meter.watch(instruments, "figures", "record_batch", "record_rewards", "step_ends")
         meter.watch(instruments.timeline, "_open", "_close")
         switch = Switch(instruments, updates)
         trainer.add_callback(switch)
         trainer.train()
         instruments.close()
-        trace_bytes = Path(scratch, "run", "trace.json").stat().st_size
+        trace_bytes = Path(scratch, "run", TRACE_FILE).stat().st_size
     by_round: dict[bool, list[float]] = {True: [], False: []}
     for index in range(1, rounds + 1):
         blocks = {True: [], False: []}
@@ -157,8 +156,8 @@ def measure(shape: str, updates: int, rounds: int) -> dict[str, Any]:
         "ratio": statistics.median(ratios),
         "ratios": ratios,
         "own_s": meter.seconds / (steps / 2),  # on in half of them
-        "mfu": {name: _median(trainer, name) for name in (perf.MFU_MODEL, perf.MFU_STEP)},
-        "unaccounted": _median(trainer, perf.time_of(UNACCOUNTED)) / _median(trainer, perf.STEP_SECONDS),
+        "mfu": {name: _median(trainer, name) for name in (MFU_MODEL, MFU_STEP)},
+        "unaccounted": _median(trainer, time_of(UNACCOUNTED)) / _median(trainer, STEP_SECONDS),
         "trace_bytes": trace_bytes,
     }
 

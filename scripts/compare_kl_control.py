@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from salesrl_trl.names import HELD_OUT_FILE
+
 ROOT = Path(__file__).parents[1]
 ARMS = ("fixed", "controlled")
 SETTLING = 0.3
@@ -28,7 +30,7 @@ COLOURS = {"fixed": "#c05020", "controlled": "#2060b0"}
 def train(arm: str, seed: int, out: Path, settings: Sequence[str]) -> None:
     """One run of the debug recipe, unless it is there with the same settings."""
     kept = out.with_suffix(".json")
-    if (out / "held_out.json").is_file():
+    if (out / HELD_OUT_FILE).is_file():
         if json.loads(kept.read_text()) != list(settings):
             raise SystemExit(f"{out} holds a run with other settings. Remove it, or name another folder.")
         return
@@ -56,7 +58,7 @@ def read(out: Path, branches: Sequence[str]) -> dict[str, Any]:
     for branch in branches:
         kl, tokens, beta = scalars(f"kl/{branch}"), scalars(f"kl/{branch}_tokens"), scalars(f"beta/{branch}")
         steps[branch] = [(kl.get(step, 0.0), tokens[step], beta[step]) for step in sorted(tokens)]
-    return {"branches": steps, "held_out": json.loads((out / "held_out.json").read_text())}
+    return {"branches": steps, "held_out": json.loads((out / HELD_OUT_FILE).read_text())}
 
 
 def windows(steps: Sequence[tuple[float, float, float]], size: int) -> list[float | None]:

@@ -39,6 +39,7 @@ from salesrl_trl.callbacks import figure, judge_line
 from salesrl_trl.config import DEFAULT_BRANCHES, DataConfig, RewardConfig
 from salesrl_trl.data.sources import DEMO, load_drafts, load_rows
 from salesrl_trl.errors import ConfigError, SalesRLError, ServiceError, ServiceUnavailable
+from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, usage_of
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.empty_answers import is_hollow
@@ -46,7 +47,6 @@ from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.run.assembly import JUDGE, RewardParts, addresses, build_reward, prepare_reward
 from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
-from salesrl_trl.telemetry.metrics import CACHES, JUDGE_SECONDS, USAGE, usage_of
 from salesrl_trl.types import DEFAULT_FORMAT, Outcome, Reward, SalesRow
 
 EXIT_INTERRUPTED = 130

@@ -16,9 +16,8 @@ import torch
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import IDENTITY_FILE
 
-IDENTITY_NAME = "made_of.json"
-"""In every checkpoint that holds an optimizer."""
 UNDER_WAY = "processes x batch, steps x iterations of the generation batch under way"
 """Decides nothing in a checkpoint that lies between two generation batches."""
 TOLD = (
@@ -78,7 +77,7 @@ def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -
     """Put it into a checkpoint, which lies inside a generation batch or between two."""
     decides = {name: value for name, value in identity["decides"].items() if inside_a_batch or name != UNDER_WAY}
     text = json.dumps({**identity, "decides": decides}, indent=2, ensure_ascii=False)
-    (checkpoint / IDENTITY_NAME).write_text(text + "\n", encoding="utf-8")
+    (checkpoint / IDENTITY_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[str]:
@@ -98,9 +97,9 @@ def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[
     Raises:
         `ConfigError`: what decides is another, or the checkpoint's can't be read.
     """
-    path = checkpoint / IDENTITY_NAME
+    path = checkpoint / IDENTITY_FILE
     if not path.is_file():
-        return [f"{checkpoint} holds no {IDENTITY_NAME}: whether it is of these rows and branches is not known"]
+        return [f"{checkpoint} holds no {IDENTITY_FILE}: whether it is of these rows and branches is not known"]
     try:
         saved: Identity = json.loads(path.read_text(encoding="utf-8"))
         other = _differences(saved["decides"], identity["decides"])

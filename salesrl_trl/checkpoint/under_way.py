@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-UNDER_WAY_NAME = "generation_batch_{rank}.pt"
-"""In a checkpoint that lies inside a generation batch, for each process: token ids, advantages and log-probs."""
+from salesrl_trl.names import UNDER_WAY_FILE
 
 Batches = list[dict[str, Any]]
 """The slices of a generation batch, as TRL keeps them."""
@@ -30,12 +29,12 @@ def save_under_way(folder: Path, rank: int, arrangement: list[int], batches: Bat
             Its slices.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"arrangement": arrangement, "batches": batches}, folder / UNDER_WAY_NAME.format(rank=rank))
+    torch.save({"arrangement": arrangement, "batches": batches}, folder / UNDER_WAY_FILE.format(rank=rank))
 
 
 def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> Batches | None:
     """The slices that `save_under_way` has saved; `None` without any, or where they were cut otherwise."""
-    path = folder / UNDER_WAY_NAME.format(rank=rank)
+    path = folder / UNDER_WAY_FILE.format(rank=rank)
     if not path.is_file():
         return None
     state = torch.load(path, map_location=device, weights_only=True)

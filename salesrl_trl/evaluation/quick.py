@@ -23,11 +23,8 @@ from transformers import Trainer
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.record import (
-    BEST_NAME,
     COLUMNS,
-    NOTE_NAME,
     OVERALL,
-    RECORD_NAME,
     QuickEvalHistory,
     QuickEvalSettings,
     QuickEvaluation,
@@ -35,8 +32,18 @@ from salesrl_trl.evaluation.record import (
     spread,
 )
 from salesrl_trl.kl.estimators import penalty
-from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.metrics import JudgeBias, Means, quick_of
+from salesrl_trl.names import (
+    BEST_FOLDER,
+    BEST_NOTE_FILE,
+    QUICK_EVAL_FILE,
+    QUICK_FIGURES,
+    QUICK_REWARD,
+    QUICK_SECONDS,
+    Phase,
+    quick_of,
+)
+from salesrl_trl.reward.judge.bias import JudgeBias
+from salesrl_trl.telemetry.aggregates import StepAggregates
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +69,7 @@ class QuickEvaluator:
         self._settings = settings
         self._folder = Path(trainer.args.output_dir)
         self._history = QuickEvalHistory(
-            self._folder / RECORD_NAME, settings.best, trainer.args.min_valid_reward_fraction
+            self._folder / QUICK_EVAL_FILE, settings.best, trainer.args.min_valid_reward_fraction
         )
         self._rows = self._sample()
         self._evaluated_step = 0
@@ -82,9 +89,9 @@ class QuickEvaluator:
         # An earlier run's, or one of steps that this run goes back behind: not its best, and not to be written over
         self._history.best = None
         if trainer.accelerator.is_main_process:
-            aside = self._folder / f"{BEST_NAME}.earlier"
+            aside = self._folder / f"{BEST_FOLDER}.earlier"
             shutil.rmtree(aside, ignore_errors=True)
-            (self._folder / BEST_NAME).rename(aside)
+            (self._folder / BEST_FOLDER).rename(aside)
             logger.info(f"the best policy of an earlier start (step {on_disk}) is now in {aside}")
 
     def evaluate_if_due(self) -> None:
@@ -97,7 +104,7 @@ class QuickEvaluator:
     def _evaluate(self) -> None:
         """Answer the sample greedily; tell, record, and keep the policy if it is the best so far."""
         trainer, started = self._trainer, time.perf_counter()
-        with trainer._timeline.phase(perf.EVALUATION):
+        with trainer._timeline.phase(Phase.EVALUATION):
             rows, failed = self._answer()
             table = gather(rows).cpu()  # (world size x rows, columns)
             control = trainer._kl
@@ -106,9 +113,9 @@ class QuickEvaluator:
                 table, trainer.args.branches, betas, trainer.state.global_step, time.perf_counter() - started
             )
             is_best = self._history.add(evaluation)
-        with trainer._timeline.phase(perf.CHECKPOINT):
+        with trainer._timeline.phase(Phase.CHECKPOINT):
             kept = is_best and self._keep(evaluation)
-        with trainer._timeline.phase(perf.LOGGING):
+        with trainer._timeline.phase(Phase.LOGGING):
             if trainer.accelerator.is_main_process:
                 self._tell(evaluation, failed, kept)
             Trainer.log(trainer, _metrics(evaluation))  # without what TRL gathers for a step
@@ -120,18 +127,18 @@ class QuickEvaluator:
         if kept:
             score = evaluation.score(self._settings.best or OVERALL)
             logger.info(
-                f"[Best@{evaluation.step}] {self._settings.best} {score:.3f}, saved in {self._folder / BEST_NAME}"
+                f"[Best@{evaluation.step}] {self._settings.best} {score:.3f}, saved in {self._folder / BEST_FOLDER}"
             )
         try:
             self._history.write()
         except OSError as error:  # a full disk on one rank is not to keep the others waiting
-            logger.warning(f"{self._folder / RECORD_NAME} can't be written ({type(error).__name__})")
+            logger.warning(f"{self._folder / QUICK_EVAL_FILE} can't be written ({type(error).__name__})")
 
     def _keep(self, evaluation: QuickEvaluation) -> bool:
         """Save the policy beside the best so far, then put it in its place: what is there is always whole. Returns
         whether this rank did so, which is the main one's work."""
         trainer = self._trainer
-        fresh, best = self._folder / f"{BEST_NAME}.new", self._folder / BEST_NAME
+        fresh, best = self._folder / f"{BEST_FOLDER}.new", self._folder / BEST_FOLDER
         if trainer.accelerator.is_main_process:
             shutil.rmtree(fresh, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
@@ -143,8 +150,8 @@ class QuickEvaluator:
             logger.warning(f"the best policy was not kept: with these settings saving leaves no weights in {fresh}")
             return False
         note = {"step": evaluation.step, "by": self._settings.best, **evaluation.as_dict()}
-        (fresh / NOTE_NAME).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-        aside = self._folder / f"{BEST_NAME}.old"
+        (fresh / BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        aside = self._folder / f"{BEST_FOLDER}.old"
         shutil.rmtree(aside, ignore_errors=True)
         if best.exists():
             best.rename(aside)
@@ -154,7 +161,7 @@ class QuickEvaluator:
 
     def _best_on_disk(self) -> int | None:
         """The step of the best policy in the folder, 0 where that is not known; `None` without one."""
-        note = self._folder / BEST_NAME / NOTE_NAME
+        note = self._folder / BEST_FOLDER / BEST_NOTE_FILE
         if not note.parent.is_dir():
             return None
         return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
@@ -251,7 +258,7 @@ class QuickEvaluator:
         kept = (trainer._metrics["eval"], trainer._means["eval"], trainer._bias["eval"], trainer._logs)
         failures = trainer.failures["eval"]
         trainer._metrics["eval"], trainer._logs = defaultdict(list), copy.deepcopy(trainer._logs)
-        trainer._means["eval"], trainer._bias["eval"] = Means(trainer._means["eval"].names), JudgeBias()
+        trainer._means["eval"], trainer._bias["eval"] = StepAggregates(trainer._means["eval"].names), JudgeBias()
         trainer.failures["eval"] = Counter()
         try:
             yield
@@ -262,9 +269,9 @@ class QuickEvaluator:
 
 def _metrics(evaluation: QuickEvaluation) -> dict[str, float | None]:
     """As they are logged. TensorBoard leaves out what could not be measured."""
-    figures: dict[str, float | None] = {f"quick_eval/{OVERALL}": evaluation.reward}
-    figures["quick_eval/seconds"] = evaluation.seconds
+    figures: dict[str, float | None] = {QUICK_REWARD: evaluation.reward}
+    figures[QUICK_SECONDS] = evaluation.seconds
     for branch, each in evaluation.branches.items():
-        for what in ("score", "truncated", "length", "kl", "beta"):
+        for what in QUICK_FIGURES:
             figures[quick_of(branch, what)] = getattr(each, what)
     return figures

@@ -14,16 +14,11 @@ from typing import Any
 import torch
 
 from salesrl_trl.evaluation.pareto import pareto_front
+from salesrl_trl.names import REWARD
 
-RECORD_NAME = "quick_eval.jsonl"
-"""In the output folder: one evaluation a line."""
-BEST_NAME = "best"
-"""In the output folder: the best policy so far."""
-NOTE_NAME = "quick_eval.json"
-"""In its folder: the evaluation by which it is."""
 SHOWN_ON_FRONT = 5
 """Evaluations on the front that a line names: the latest."""
-OVERALL = "reward"
+OVERALL = REWARD
 WORST_BRANCH = "worst_branch"
 """The score of the branch that does worst: what is raised when no branch is to pay for another."""
 COLUMNS = ("branch", "score", "truncated", "length", "kl", "kl_tokens")

@@ -22,9 +22,7 @@ from accelerate.logging import get_logger
 
 from salesrl_trl.kl.controller import ControlLaw, KLControl, KLTarget
 from salesrl_trl.kl.penalty import BranchPenalty, PenaltySettings
-
-KL_STATE_NAME = "kl_control.json"
-"""In every checkpoint that holds an optimizer: coefficients, unfinished windows, shares of steps in the band."""
+from salesrl_trl.names import KL_STATE_FILE
 
 logger = get_logger(__name__)  # its lines begin with the rank
 _PLAIN_LOGGER = logging.getLogger(__name__)
@@ -103,13 +101,13 @@ class BranchedKL:
     def save(self, checkpoint: Path) -> None:
         """Write everything that later decisions depend on into a checkpoint's folder."""
         text = json.dumps(self.control.state_dict(), indent=2)
-        (checkpoint / KL_STATE_NAME).write_text(text + "\n", encoding="utf-8")
+        (checkpoint / KL_STATE_FILE).write_text(text + "\n", encoding="utf-8")
 
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint; as configured, with a warning, where it has no state of the KL."""
-        path = checkpoint / KL_STATE_NAME
+        path = checkpoint / KL_STATE_FILE
         if not path.is_file():
-            logger.warning(f"{checkpoint} holds no {KL_STATE_NAME}: the KL coefficients start as configured")
+            logger.warning(f"{checkpoint} holds no {KL_STATE_FILE}: the KL coefficients start as configured")
             return
         self.control.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
         betas = ", ".join(f"{each.branch} beta {each.beta:.4g}" for each in self.control.branches)

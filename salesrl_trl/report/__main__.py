@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import REPORT_PAGE_FILE, REPORT_TEXT_FILE
 from salesrl_trl.report.page import html_page, text_page
 from salesrl_trl.report.plots import draw, require_matplotlib
 from salesrl_trl.report.records import read_run
@@ -29,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: exit code, 0 or 2.
     """
     args = _parser().parse_args(argv)
-    html = args.html or args.output_dir / "report.html"
-    text = args.text or args.output_dir / "report.txt"
+    html = args.html or args.output_dir / REPORT_PAGE_FILE
+    text = args.text or args.output_dir / REPORT_TEXT_FILE
     try:
         require_matplotlib()
         run = read_run(args.output_dir, args.logging_dir)
@@ -52,8 +53,8 @@ def _write(path: Path, content: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="One page about a run: HTML, and text for a terminal.")
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's folder")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="defaults to OUTPUT_DIR/report.html")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="defaults to OUTPUT_DIR/report.txt")
+    parser.add_argument("--html", type=Path, metavar="FILE", help=f"defaults to OUTPUT_DIR/{REPORT_PAGE_FILE}")
+    parser.add_argument("--text", type=Path, metavar="FILE", help=f"defaults to OUTPUT_DIR/{REPORT_TEXT_FILE}")
     parser.add_argument(
         "--logging_dir", type=Path, metavar="DIR", help="where the TensorBoard files are, if not below OUTPUT_DIR"
     )

@@ -12,36 +12,39 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from salesrl_trl.evaluation.pareto import pareto_front
-from salesrl_trl.report.records import (
-    OUTCOMES,
-    PHASES,
-    REASON,
+from salesrl_trl.names import (
+    COMPUTE_RATIO,
+    DATA_LOADING_RATIO,
+    FAILURE_REASONS,
+    GPU_PEAK,
+    GPU_RESERVED,
+    HOST_MEMORY,
+    MFU_MODEL,
+    MFU_STEP,
     REWARD,
     REWARD_EXPOSED,
-    REWARD_WAIT,
+    SAMPLES_PER_SECOND,
     SKIPPED_UPDATE,
-    STAGES,
     STEP_SECONDS,
-    UNACCOUNTED,
-    HeldOut,
-    QuickEval,
-    Run,
+    TOKENS_PER_SECOND,
+    Phase,
+    Stage,
     beta_of,
     kl_of,
     outcome_of,
-    phase_of,
     reference_of,
     reward_of,
     slowest_of,
     stage_of,
+    time_of,
 )
+from salesrl_trl.report.records import HeldOut, QuickEval, Run
 from salesrl_trl.reward.parsing import INVALID_REASONS
+from salesrl_trl.types import Outcome
 
 NOT_KNOWN = "n/a"
 POLICY, SERVICES = "the policy", "services"
 """Whose failures there are."""
-INVALID_ACTION = "invalid_action"
-"""The outcome that is the policy's; the other failures are those of services."""
 EDGE_SHARE = 0.1
 """Part of the steps at either end whose mean stands for the start and the end: one step alone is a throw of dice."""
 NAME_CHARS = 40
@@ -61,11 +64,11 @@ DATA_LOADING_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Phase:
-    """A phase's part of the steps: `Phase(name="generation", seconds=1.2, share=0.4)`."""
+class PhaseTime:
+    """A phase's part of the steps: `PhaseTime(name="generation", seconds=1.2, share=0.4)`."""
 
     name: str
-    """One of `PHASES`."""
+    """One of `names.Phase`."""
     seconds: float
     """Mean per step, in seconds."""
     share: float
@@ -73,11 +76,11 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class StageTime:
     """A stage of the rewards, in seconds over a step's completions; `None` for what was not logged."""
 
     name: str
-    """One of `STAGES`."""
+    """One of `names.Stage`."""
     p50: float | None
     """Median, mean over the steps."""
     p95: float | None
@@ -127,28 +130,28 @@ def share_of_steps(run: Run, tag: str) -> float | None:
     return sum(seconds for step, seconds in part.items() if step in whole) / total
 
 
-def phases(run: Run) -> tuple[Phase, ...]:
+def phases(run: Run) -> tuple[PhaseTime, ...]:
     """The phases that took any time, in their order; empty where step times were not logged."""
     found = []
-    for name in PHASES:
-        share = share_of_steps(run, phase_of(name))
+    for name in Phase:
+        share = share_of_steps(run, time_of(name))
         if share:
             step_s = statistics.fmean(run.of(STEP_SECONDS).values())
-            found.append(Phase(name=name, seconds=share * step_s, share=share))
+            found.append(PhaseTime(name=name, seconds=share * step_s, share=share))
     return tuple(found)
 
 
-def stages(run: Run) -> tuple[Stage, ...]:
+def stages(run: Run) -> tuple[StageTime, ...]:
     """The reward stages of which anything was logged."""
     found = (
-        Stage(
+        StageTime(
             name=name,
             p50=mean(run.of(stage_of(name, "p50")).values()),
             p95=mean(run.of(stage_of(name, "p95")).values()),
             most=max(run.of(stage_of(name, "max")).values(), default=None),
             slowest=mean(run.of(slowest_of(name)).values()),
         )
-        for name in STAGES
+        for name in Stage
     )
     return tuple(each for each in found if (each.p50, each.p95, each.most, each.slowest) != (None,) * 4)
 
@@ -174,14 +177,15 @@ def interval(run: Run) -> int:
 
 def failures(run: Run) -> dict[str, float]:
     """Failures of the whole run by reason, most frequent first. Each figure counts those since the one before."""
-    totals = {tag.removeprefix(REASON): sum(run.of(tag).values()) for tag in run.series if tag.startswith(REASON)}
+    tags = [tag for tag in run.series if tag.startswith(FAILURE_REASONS)]
+    totals = {tag.removeprefix(FAILURE_REASONS): sum(run.of(tag).values()) for tag in tags}
     found = {reason: total for reason, total in totals.items() if total > 0}
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
 def failed_share(run: Run) -> float | None:
     """Share of completions that did not end well; `None` where outcomes were not logged."""
-    ok = mean(run.of(outcome_of("ok")).values())
+    ok = mean(run.of(outcome_of(Outcome.OK)).values())
     return None if ok is None else 1 - ok
 
 
@@ -193,7 +197,8 @@ def whose(reason: str) -> str:
 def failures_of(run: Run, who: str) -> tuple[dict[str, float], float | None]:
     """The failures of the policy or of the services by reason, and the share of completions that ended so; `None`
     where outcomes were not logged."""
-    outcomes = [outcome for outcome in OUTCOMES[1:] if (outcome == INVALID_ACTION) == (who == POLICY)]
+    failed = [outcome for outcome in Outcome if outcome is not Outcome.OK]
+    outcomes = [outcome for outcome in failed if (outcome is Outcome.INVALID_ACTION) == (who == POLICY)]
     shares = [share for outcome in outcomes if (share := mean(run.of(outcome_of(outcome)).values())) is not None]
     found = {reason: times for reason, times in failures(run).items() if whose(reason) == who}
     return found, sum(shares) if shares else None
@@ -381,20 +386,20 @@ def rate(run: Run, tag: str, *times: str) -> float | None:
 
 
 def _mfu(run: Run) -> str:
-    model = rate(run, "perf/mfu_model", "time/forward_s", "time/backward_s")
-    step = rate(run, "perf/mfu_step")
+    model = rate(run, MFU_MODEL, time_of(Phase.FORWARD), time_of(Phase.BACKWARD))
+    step = rate(run, MFU_STEP)
     if model is None and step is None:
         return f"{NOT_KNOWN} (the chip's peak is not known, or it was not logged)"
     return f"{percent(model)} while the model computes, {percent(step)} of the whole step"
 
 
 def _compute(run: Run) -> str:
-    share = rate(run, "perf/compute_ratio")
+    share = rate(run, COMPUTE_RATIO)
     return "was not logged" if share is None else f"{percent(share)} of the step"
 
 
 def _throughput(run: Run) -> str:
-    tokens, samples = (rate(run, f"perf/{what}_per_s") for what in ("tokens", "samples"))
+    tokens, samples = (rate(run, tag) for tag in (TOKENS_PER_SECOND, SAMPLES_PER_SECOND))
     if tokens is None and samples is None:
         return "was not logged"
     words = [f"{value:,.3g} {what}/s" if value < 1000 else f"{value:,.0f} {what}/s"
@@ -403,8 +408,8 @@ def _throughput(run: Run) -> str:
 
 
 def _memory(run: Run) -> str:
-    kinds = (("GPU peak", "gpu_peak_gib"), ("GPU reserved", "gpu_reserved_gib"), ("host", "host_gib"))
-    words = [f"{what} {max(values):.1f} GiB" for what, tag in kinds if (values := run.of(f"memory/{tag}").values())]
+    kinds = (("GPU peak", GPU_PEAK), ("GPU reserved", GPU_RESERVED), ("host", HOST_MEMORY))
+    words = [f"{what} {max(values):.1f} GiB" for what, tag in kinds if (values := run.of(tag).values())]
     return ", ".join(words) or "was not logged"
 
 
@@ -443,7 +448,7 @@ def _skipped(run: Run) -> str:
 
 def _exposed(run: Run) -> str:
     # the phase is per step; the exposed part of the makespan is per generation batch, which only mostly is the same
-    waited = share_of_steps(run, phase_of(REWARD_WAIT))
+    waited = share_of_steps(run, time_of(Phase.REWARD_WAIT))
     share = share_of_steps(run, REWARD_EXPOSED) if waited is None else waited
     if share is None or share <= EXPOSED_SHARE:
         return ""
@@ -494,15 +499,15 @@ def _mostly(found: Mapping[str, float]) -> str:
 
 
 def _loading(run: Run) -> str:
-    ratio = mean(run.of("perf/data_loading_ratio").values())
-    share = share_of_steps(run, phase_of("data_loading")) if ratio is None else ratio
+    ratio = mean(run.of(DATA_LOADING_RATIO).values())
+    share = share_of_steps(run, time_of(Phase.DATA_LOADING)) if ratio is None else ratio
     if share is None or share <= DATA_LOADING_SHARE:
         return ""
     return f"Data loading takes {percent(share)} of the step: look at dataloader_num_workers and at the disk."
 
 
 def _unmeasured(run: Run) -> str:
-    share = share_of_steps(run, phase_of(UNACCOUNTED))
+    share = share_of_steps(run, time_of(Phase.UNACCOUNTED))
     if share is None or share <= UNACCOUNTED_SHARE:
         return ""
     return f"{percent(share)} of the step belongs to no phase: look for work outside the phases, such as a callback."

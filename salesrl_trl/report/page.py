@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from textwrap import shorten
 
+from salesrl_trl.names import REWARD, TRACE_FILE
 from salesrl_trl.report import figures
 from salesrl_trl.report.figures import figure, number, percent, seconds, shown
 from salesrl_trl.report.plots import Pictures
-from salesrl_trl.report.records import REWARD, TRACE, QuickEval, Run
+from salesrl_trl.report.records import QuickEval, Run
 
 MOST_BRANCHES = 3
 """Branches in the text, which is to keep to 40 lines; the page has all."""
@@ -335,7 +336,7 @@ def _folder(run: Run) -> str:
     kept = shorten(", ".join(map(shown, run.kept)), 400, placeholder=" …")
     parts = [_said(f"Checkpoints: {kept}." if kept else "No checkpoint is in the folder.")]
     if run.has_trace:
-        parts.append(f"<p>A timeline of the steps: open <code>{TRACE}</code> at <code>{VIEWER}</code>.</p>\n")
+        parts.append(f"<p>A timeline of the steps: open <code>{TRACE_FILE}</code> at <code>{VIEWER}</code>.</p>\n")
     else:
-        parts.append(_said(f"No timeline ({TRACE}) was written."))
+        parts.append(_said(f"No timeline ({TRACE_FILE}) was written."))
     return "".join(parts)

@@ -14,22 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.pareto import pareto_front
-from salesrl_trl.report import figures
-from salesrl_trl.report.records import (
-    PHASES,
-    REASON,
+from salesrl_trl.names import (
+    FAILURE_REASONS,
     REWARD,
     REWARD_EXPOSED,
     REWARD_HIDDEN,
     STEP_SECONDS,
-    UNACCOUNTED,
-    Run,
+    Phase,
     beta_of,
     kl_of,
-    phase_of,
     reference_of,
     reward_of,
+    time_of,
 )
+from salesrl_trl.report import figures
+from salesrl_trl.report.records import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,13 +162,13 @@ FEWEST_TO_CUT = 10
 def _step_time(run: Run) -> bytes | None:
     if not run.of(STEP_SECONDS):
         return None
-    layers = {phase: run.of(phase_of(phase)) for phase in PHASES if any(run.of(phase_of(phase)).values())}
+    layers = {phase: run.of(time_of(phase)) for phase in Phase if any(run.of(time_of(phase)).values())}
     largest = sorted(layers, key=lambda phase: -sum(layers[phase].values()))
-    kept = {phase: layers[phase] for phase in layers if phase in largest[:MOST_LAYERS] and phase != UNACCOUNTED}
+    kept = {phase: layers[phase] for phase in layers if phase in largest[:MOST_LAYERS] and phase != Phase.UNACCOUNTED}
     rest = {phase: series for phase, series in layers.items() if phase not in kept}
     named = {phase.replace("_", " "): series for phase, series in kept.items()}
     if rest:
-        named[UNACCOUNTED if set(rest) == {UNACCOUNTED} else "all other"] = _summed(list(rest.values()))
+        named[Phase.UNACCOUNTED if set(rest) == {Phase.UNACCOUNTED} else "all other"] = _summed(list(rest.values()))
     figure, axes = _paper()
     _stacked(axes, list(run.of(STEP_SECONDS)), named, rest=bool(rest), summed=False)
     axes.set_ylabel("seconds per step")
@@ -192,9 +191,9 @@ def _failures(run: Run) -> bytes | None:
     if not reasons:
         return None
     few = len(reasons) <= MOST_LAYERS
-    named = {reason: run.of(REASON + reason) for reason in (reasons if few else reasons[: MOST_LAYERS - 1])}
+    named = {reason: run.of(FAILURE_REASONS + reason) for reason in (reasons if few else reasons[: MOST_LAYERS - 1])}
     if not few:
-        named["all other"] = _summed([run.of(REASON + reason) for reason in reasons[MOST_LAYERS - 1 :]])
+        named["all other"] = _summed([run.of(FAILURE_REASONS + reason) for reason in reasons[MOST_LAYERS - 1 :]])
     figure, axes = _paper()
     _stacked(axes, run.steps, named, rest=not few, summed=True)
     each = math.ceil(len(run.steps) / MOST_BARS) * figures.interval(run)

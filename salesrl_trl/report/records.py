@@ -1,8 +1,7 @@
 """What a run left in its folder, read into frozen carriers.
 
-Owns the names of the TensorBoard tags that the report reads, the merge of several event files, and what happens to a
-record that was cut off. Derives nothing: shares, means and advice are `figures`'. `telemetry/metrics.py`, which writes
-these names, imports torch; the report is to start without it, and a test compares the two.
+Owns the merge of several event files, and how a record that was cut off is read. Derives nothing: shares, means and
+advice belong to `figures`.
 """
 
 import json
@@ -14,75 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from salesrl_trl.errors import ConfigError
-
-TRAIN = "train/"
-"""What transformers puts before every training figure."""
-REWARD = "reward"
-SKIPPED_UPDATE = "failures/skipped_update"
-REASON = "failures/reason/"
-OUTCOMES = ("ok", "invalid_action", "judge_invalid", "infra")
-STEP_SECONDS = "time/step_s"
-REWARD_EXPOSED = "time/reward_exposed_s"
-REWARD_HIDDEN = "time/reward_hidden_s"
-REWARD_WAIT = "reward_wait"
-UNACCOUNTED = "unaccounted"
-PHASES = (
-    "data_loading", "weight_push", "generation", "old_logprobs", "reference_logprobs", REWARD_WAIT, "advantages",
-    "batching", "forward", "backward", "optimizer", "logging", "checkpoint", "evaluation", UNACCOUNTED,
-)  # fmt: skip
-"""Phases of a step, in their order; together they are `time/step_s`."""
-STAGES = ("parse", "rag_8b", "rag_32b", "judge")
-"""Stages of one completion's reward, in their order."""
-
-QUICK_TAGS = "quick_eval/"
+from salesrl_trl.names import (
+    BEST_FOLDER,
+    CHECKPOINT_FOLDERS,
+    HELD_OUT_FILE,
+    QUICK_EVAL,
+    QUICK_EVAL_FILE,
+    TRACE_FILE,
+    TRAIN,
+    beta_of,
+    reward_of,
+)
 
 EVENT_FILES = "events.out.tfevents.*"
 RUNS = "runs"
 """transformers' folder for event files inside a run's folder."""
-QUICK_EVAL = "quick_eval.jsonl"
-HELD_OUT = "held_out.json"
-TRACE = "trace.json"
-
-
-def reward_of(branch: str) -> str:
-    """Mean reward of a branch's scored completions."""
-    return f"reward/{branch}"
-
-
-def reference_of(branch: str) -> str:
-    """Mean judge score of the frozen 32B answers beside them."""
-    return f"reference/{branch}"
-
-
-def outcome_of(outcome: str) -> str:
-    """Share of completions that ended so; one of `OUTCOMES`."""
-    return f"outcome/{outcome}"
-
-
-def kl_of(branch: str, kind: str = "") -> str:
-    """A branch's KL in nats per token, or with a `kind` (`"_low"`, `"_high"`, `"_in_band"`, `"_share_in_band"`) what
-    belongs to it."""
-    return f"kl/{branch}{kind}"
-
-
-def beta_of(branch: str) -> str:
-    """Coefficient that a branch's loss had."""
-    return f"beta/{branch}"
-
-
-def phase_of(phase: str) -> str:
-    """Seconds of a step that went into a phase; one of `PHASES`."""
-    return f"time/{phase}_s"
-
-
-def stage_of(stage: str, kind: str) -> str:
-    """Seconds of a reward stage over a step's completions; `kind` is `"p50"`, `"p95"` or `"max"`."""
-    return f"time/{stage}_{kind}_s"
-
-
-def slowest_of(stage: str) -> str:
-    """What a stage took of a step's slowest completion."""
-    return f"time/slowest_{stage}_s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,8 +137,8 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         events.read(path)
     events.forget_what_was_gone_back_behind()
     series = {tag: dict(sorted(values.items())) for tag, values in sorted(events.values.items())}
-    quick_evals, unread = _quick_evals(folder / QUICK_EVAL)
-    held_out, not_held = _held_out(folder / HELD_OUT)
+    quick_evals, unread = _quick_evals(folder / QUICK_EVAL_FILE)
+    held_out, not_held = _held_out(folder / HELD_OUT_FILE)
     return Run(
         folder=folder,
         series=series,
@@ -206,13 +151,13 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         held_out=held_out,
         unread=(*unread, *not_held),
         kept=_kept(folder),
-        has_trace=(folder / TRACE).is_file(),
+        has_trace=(folder / TRACE_FILE).is_file(),
     )
 
 
 def _steps(series: Mapping[str, Mapping[int, float]]) -> tuple[int, ...]:
     """Steps of training: a quick evaluation may come before the first and has no step of its own."""
-    trained = (values for tag, values in series.items() if not tag.startswith(QUICK_TAGS))
+    trained = (values for tag, values in series.items() if not tag.startswith(QUICK_EVAL))
     return tuple(sorted({step for values in trained for step in values if step > 0}))
 
 
@@ -318,9 +263,9 @@ def _quick_evals(path: Path) -> tuple[tuple[QuickEval, ...], tuple[str, ...]]:
         else:
             found[evaluation.step, evaluation.mode] = evaluation
     lines = (
-        f"1 line of {QUICK_EVAL} could not be read and counts"
+        f"1 line of {QUICK_EVAL_FILE} could not be read and counts"
         if bad == 1
-        else (f"{bad} lines of {QUICK_EVAL} could not be read and count")
+        else (f"{bad} lines of {QUICK_EVAL_FILE} could not be read and count")
     )
     unread = (f"{lines} for nothing",) if bad else ()
     return tuple(found[key] for key in sorted(found)), unread
@@ -363,7 +308,7 @@ def _held_out(path: Path) -> tuple[tuple[HeldOut, ...], tuple[str, ...]]:
         return (), ()
     records = _parsed(path.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(records, list):
-        return (), (f"{HELD_OUT} could not be read",)
+        return (), (f"{HELD_OUT_FILE} could not be read",)
     found = {
         int(step): HeldOut(step=int(step), figures={k: _number(v) for k, v in record.items() if k != "step"})
         for record in records
@@ -381,6 +326,6 @@ def _number(value: Any) -> float | None:
 
 def _kept(folder: Path) -> tuple[str, ...]:
     """`best`, then the checkpoints by step."""
-    checkpoints = [path.name for path in folder.glob("checkpoint-*") if path.is_dir()]
+    checkpoints = [path.name for path in folder.glob(f"{CHECKPOINT_FOLDERS}*") if path.is_dir()]
     checkpoints.sort(key=lambda name: (len(name), name))  # checkpoint-20 before checkpoint-100
-    return (*(["best"] if (folder / "best").is_dir() else []), *checkpoints)
+    return (*([BEST_FOLDER] if (folder / BEST_FOLDER).is_dir() else []), *checkpoints)

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from salesrl_trl.names import Stage
 from salesrl_trl.reward.judge.client import JudgeRecord
 from salesrl_trl.reward.judge.provider import ProviderUsage
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.deadline import deadline
-from salesrl_trl.reward.stages import JUDGE, Stages, TimeRange, time_of
+from salesrl_trl.reward.stages import Stages, TimeRange, time_of
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 
@@ -185,7 +186,7 @@ class RewardBatch:
         spans = [span for stages in self.stages for span in stages.spans]
         return BatchReport(
             seconds=self.times.seconds,
-            judge_seconds=time_of(JUDGE, spans).seconds,
+            judge_seconds=time_of(Stage.JUDGE, spans).seconds,
             started=self.times.first or 0.0,
             spans=spans,
             waits=tuple(self.waits),

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError
+from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchedReward, BatchReport
 from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
 from salesrl_trl.reward.empty_answers import is_hollow
@@ -257,13 +258,13 @@ class SalesReward(BatchedReward):
     async def score(self, index: int, completion: str, stages: Stages) -> Reward:
         began = time.perf_counter()
         action = parse_action(completion, self._format)
-        stages.record("parse", began)
+        stages.record(Stage.PARSE, began)
         if isinstance(action, InvalidAction):
             return self._scoring.score_invalid(action, stages.seconds)
         row = self._rows[index]
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
         try:
-            candidate = await stages.timed(self._candidate(row, action), "rag_8b")
+            candidate = await stages.timed(self._candidate(row, action), Stage.RAG_8B)
             if not candidate.passages and not await self._index_has_some(row):
                 return missing(Outcome.INFRA, "no_passages", stages.seconds)
             if is_hollow(candidate.text):
@@ -282,7 +283,7 @@ class SalesReward(BatchedReward):
         with deadline(remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()):  # what another one asked for may go on for longer
-                    return await stages.timed(self._reference(row), "rag_32b")
+                    return await stages.timed(self._reference(row), Stage.RAG_32B)
             except (ServiceError, TimeoutError):
                 return None
 
@@ -294,7 +295,7 @@ class SalesReward(BatchedReward):
         wanted = self._scoring.rubrics(row.branch)
         material = (row, action, candidate, reference)
         asked = (_or_error(functools.partial(self._verdict, rubric, *material)) for rubric in wanted.values())
-        results = await stages.timed(asyncio.gather(*asked), "judge")
+        results = await stages.timed(asyncio.gather(*asked), Stage.JUDGE)
         verdicts = {
             name: None if isinstance(result, ServiceError) else result
             for name, result in zip(wanted, results, strict=True)

@@ -8,14 +8,10 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from salesrl_trl.names import Stage
 from salesrl_trl.timing import Span
 
 T = TypeVar("T")
-
-JUDGE = "judge"
-"""The stage in which verdicts are asked for."""
-REFERENCE = "rag_32b"
-"""The stage in which the reference answer is asked for, beside the others."""
 
 
 @dataclass(slots=True)
@@ -84,7 +80,7 @@ class Stages:
         return [*self.spans, *(self._span(stage, started, True) for stage, started in list(self._open.items()))]
 
     def _span(self, stage: str, started: float, failed: bool) -> Span:
-        track = f"{self.track} reference" if stage == REFERENCE else self.track
+        track = f"{self.track} reference" if stage == Stage.RAG_32B else self.track
         return Span(name=stage, started=started, ended=time.perf_counter(), track=track, failed=failed)
 
 

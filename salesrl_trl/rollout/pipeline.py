@@ -21,9 +21,9 @@ from trl.trainer.utils import pad
 
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import replaced
+from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.rollout.schedule import Schedule, Update, UpdatesAhead, parts
-from salesrl_trl.telemetry import perf
 from salesrl_trl.timing import Span
 
 logger = get_logger(__name__)
@@ -239,7 +239,7 @@ class Pipeline:
         if self._references_ahead and not trainer.model.training:
             self._fetch_references(inputs)
         if self._in_background and trainer.model.training:
-            with trainer._timeline.phase(perf.GENERATION):
+            with trainer._timeline.phase(Phase.GENERATION):
                 rollout.requests = trainer._ask_server(inputs, self._teller(rewards))
             return rollout
         was_training = trainer.model.training
@@ -256,12 +256,12 @@ class Pipeline:
             self._generate(rollout, trainer.vllm_generation.answered(requests))
         rollout.requests = None
         track = f"vLLM server {requests.lane + 1}"
-        span = Span(name=perf.GENERATION, started=requests.started, ended=requests.ended, track=track)
-        trainer._instruments.see_generation(span)
+        span = Span(name=Phase.GENERATION, started=requests.started, ended=requests.ended, track=track)
+        trainer._instruments.record_generation(span)
 
     def _generate(self, rollout: Rollout, source: contextlib.AbstractContextManager[None]) -> None:
         trainer = self._trainer
-        with trainer._timeline.phase(perf.GENERATION), self._measured(rollout), source:
+        with trainer._timeline.phase(Phase.GENERATION), self._measured(rollout), source:
             rollout.generated = trainer._generate_now([example["prompt"] for example in rollout.inputs])
         trainer.async_loop.call_soon_threadsafe(rollout.rewards.start_all, rollout.generated[3])
 

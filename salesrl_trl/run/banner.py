@@ -16,7 +16,7 @@ from salesrl_trl import __version__
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.kl.controller import KLTarget
-from salesrl_trl.run.console import LOG_NAME
+from salesrl_trl.names import LOG_FILE
 from salesrl_trl.run.preflight import parameter_count
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
@@ -56,7 +56,7 @@ def banner(
         ("judge", _judge(reward)),
         ("devices", device_line(training.device, training.world_size)),
         ("versions", _versions(training.use_vllm)),
-        ("output", f"{training.output_dir} ({LOG_NAME} keeps what is shown here)"),
+        ("output", f"{training.output_dir} ({LOG_FILE} keeps what is shown here)"),
         *(("note", note) for note in notes),
     ]
     return [f"[Run] {name:<12} {text}" for name, text in lines]

@@ -19,8 +19,6 @@ import transformers
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
 
-LOG_NAME = "run.log"
-"""In the output folder: a copy of the console."""
 EXIT_BAD_INPUT = 2
 """The checks before a run refused its settings, data, addresses or model."""
 EXIT_STOPPED = 3

@@ -8,32 +8,31 @@ import math
 import threading
 from collections.abc import Callable
 
-from salesrl_trl.telemetry import perf
-from salesrl_trl.timing import UNACCOUNTED
+from salesrl_trl.names import Phase, StartUp
 
 logger = logging.getLogger(__name__)
 
-ADVICE = {
-    "prepare": "optimizer and data loader are set up, a checkpoint is read; DeepSpeed may compile an operator",
-    "policy": "reading or making the policy; on a network disk this is the disk",
-    "engine": "vLLM starts: it compiles and captures CUDA graphs the first time (vllm_enforce_eager: true skips that)",
-    "warm_up": "the services are asked once: are they up, and is the first call to them slow?",
-    perf.DATA_LOADING: "the data loader: dataloader_num_workers, and the disk that the dataset lies on",
-    perf.WEIGHT_PUSH: "the weights' way into vLLM; under ZeRO-3 they are gathered first. A late rank holds it up",
-    perf.GENERATION: "vLLM generates: max_completion_length, vllm_gpu_memory_utilization, vllm_enforce_eager. The "
+ADVICE: dict[str, str] = {
+    StartUp.PREPARE: "optimizer and data loader are set up, a checkpoint is read; DeepSpeed may compile an operator",
+    StartUp.POLICY: "reading or making the policy; on a network disk this is the disk",
+    StartUp.ENGINE: "vLLM starts: the first time it compiles and captures CUDA graphs (vllm_enforce_eager skips that)",
+    StartUp.WARM_UP: "the services are asked once: are they up, and is the first call to them slow?",
+    Phase.DATA_LOADING: "the data loader: dataloader_num_workers, and the disk that the dataset lies on",
+    Phase.WEIGHT_PUSH: "the weights' way into vLLM; under ZeRO-3 they are gathered first. A late rank holds it up",
+    Phase.GENERATION: "vLLM generates: max_completion_length, vllm_gpu_memory_utilization, vllm_enforce_eager. The "
     "first time it may compile. nvidia-smi shows whether the GPU works",
-    perf.OLD_LOGPROBS: "per_device_train_batch_size bounds how much of a batch is done at once",
-    perf.REFERENCE_LOGPROBS: "per_device_train_batch_size bounds how much of a batch is done at once",
-    perf.REWARD_WAIT: "the services: their logs, rag_max_concurrency, judge_max_concurrency, reward_deadline_s",
-    perf.ADVANTAGES: "ranks wait for each other here: look at what the others do",
-    perf.FORWARD: "if the GPU idles, a rank waits for another one",
-    perf.BACKWARD: "if the GPU idles, a rank waits for another one; a first DeepSpeed run compiles an operator here",
-    perf.OPTIMIZER: "with an offloaded optimizer this is the host's memory",
-    perf.BATCHING: "a collective in which ranks wait for each other, or very long completions",
-    perf.LOGGING: "the disk under output_dir, and what else report_to names",
-    UNACCOUNTED: "callbacks, and collectives in which ranks wait for each other",
-    perf.CHECKPOINT: "the disk under output_dir",
-    perf.EVALUATION: "the held-out rows: max_eval_rows, per_device_eval_batch_size, num_generations_eval",
+    Phase.OLD_LOGPROBS: "per_device_train_batch_size bounds how much of a batch is done at once",
+    Phase.REFERENCE_LOGPROBS: "per_device_train_batch_size bounds how much of a batch is done at once",
+    Phase.REWARD_WAIT: "the services: their logs, rag_max_concurrency, judge_max_concurrency, reward_deadline_s",
+    Phase.ADVANTAGES: "ranks wait for each other here: look at what the others do",
+    Phase.FORWARD: "if the GPU idles, a rank waits for another one",
+    Phase.BACKWARD: "if the GPU idles, a rank waits for another one; a first DeepSpeed run compiles an operator here",
+    Phase.OPTIMIZER: "with an offloaded optimizer this is the host's memory",
+    Phase.BATCHING: "a collective in which ranks wait for each other, or very long completions",
+    Phase.LOGGING: "the disk under output_dir, and what else report_to names",
+    Phase.UNACCOUNTED: "callbacks, and collectives in which ranks wait for each other",
+    Phase.CHECKPOINT: "the disk under output_dir",
+    Phase.EVALUATION: "the held-out rows: max_eval_rows, per_device_eval_batch_size, num_generations_eval",
 }
 """By phase. Those before training are named by `train.run`."""
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather, gather_object
 from torch import nn
 
-from salesrl_trl.reward.batch import BatchReport
+from salesrl_trl.names import MFU_MODEL, TRACE_FILE, Phase, perf_of
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import clock_of, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops, peak_bf16_flops
@@ -29,7 +29,6 @@ from salesrl_trl.timing import MAX_STEPS_KEPT, Span, StepTimes, Timeline, overla
 
 logger = logging.getLogger(__name__)
 
-TRACE_NAME = "trace.json"
 DEFAULT_TRACED_STEPS = range(1, 51)
 """Of a trainer that is given no instruments, as in the recipes."""
 BATCHES_KEPT = 256
@@ -134,7 +133,7 @@ class Instruments:
         self._waits, self._lengths, self._trained, self._due = [], [], None, None
         self.timeline.starts()
 
-    def see_model(self, model: nn.Module) -> None:
+    def record_model(self, model: nn.Module) -> None:
         """Learn what a token costs. A model whose cost can't be known is told of, and has no utilisation."""
         try:
             self._flops = model_flops(model)
@@ -147,7 +146,7 @@ class Instruments:
                 f"no MFU: the bf16 peak of {device_name(self._device)!r} is not in the table. Give `peak_tflops`."
             )
 
-    def see_batch(self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> None:
+    def record_batch(self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> None:
         """A micro-batch goes through forward and backward. Does not wait for the device.
 
         Args:
@@ -162,19 +161,31 @@ class Instruments:
         if len(self._lengths) >= BATCHES_KEPT:
             self._count_lengths()
 
-    def see_generation(self, span: Span) -> None:
+    def record_generation(self, span: Span) -> None:
         """The batch that is trained on now was generated in the background then."""
         if self.enabled and self.step + 1 in self._settings.trace_steps:
             self._other_spans.append(span)
 
-    def see_rewards(self, report: BatchReport) -> None:
-        """A batch of training was scored."""
+    def record_rewards(
+        self, started: float, seconds: float, waits: Sequence[tuple[float, float]], spans: Sequence[Span]
+    ) -> None:
+        """A batch of training was scored.
+
+        Args:
+            started (`float`):
+                Time of its first call, of `time.perf_counter`.
+            seconds (`float`):
+                From there to its last answer.
+            waits (`Sequence[tuple[float, float]]`):
+                First and last time of each wait of the trainer's thread for this batch.
+            spans (`Sequence[Span]`):
+                The stages of its completions, for the trace.
+        """
         if self.enabled:
-            ended = report.started + report.seconds
-            waits = ((max(began, report.started), min(until, ended)) for began, until in report.waits)
-            self._batches.append(_Scored(report.seconds, [each for each in waits if each[0] < each[1]]))
+            cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
+            self._batches.append(_Scored(seconds, [each for each in cut if each[0] < each[1]]))
             if self.step + 1 in self._settings.trace_steps:
-                self._other_spans += report.spans  # they may lie in earlier steps
+                self._other_spans += spans  # they may lie in earlier steps
 
     def step_ends(self) -> None:
         """An optimizer step is done."""
@@ -190,7 +201,7 @@ class Instruments:
             return {}
         steps = self.timeline.take()
         spans = self.timeline.take_spans()
-        self._waits += [(span.started, span.ended) for span in spans if span.name == perf.REWARD_WAIT]
+        self._waits += [(span.started, span.ended) for span in spans if span.name == Phase.REWARD_WAIT]
         if self.timeline.dropped_spans:
             self._say_once("the trace has gaps: more spans between two log lines than are kept (log more often)")
         row = torch.tensor([self._sums(steps).row()], dtype=torch.float64).to(self._device)  # (1, columns)
@@ -244,7 +255,7 @@ class Instruments:
         return f"after step {self.step}/{self.last_step}" if done else f"step {self.step + 1}/{self.last_step}"
 
     def _sums(self, steps: Sequence[StepTimes]) -> perf.Sums:
-        seconds = {phase: sum(step.seconds.get(phase, 0.0) for step in steps) for phase in perf.PHASES}
+        seconds: dict[str, float] = {p: sum(step.seconds.get(p, 0.0) for step in steps) for p in Phase}
         batches, waits = list(self._batches), self._waits
         # The trainer's thread begins to wait where the host has issued all other work; the phase of the wait begins
         # where the device is done with it.
@@ -308,7 +319,7 @@ class Instruments:
         starts = [span.started + offset for _, offset, spans in everywhere for span in spans]
         if not starts:
             return
-        path = self._output_dir / TRACE_NAME
+        path = self._output_dir / TRACE_FILE
         try:
             if self._trace is None:
                 put_aside(path)
@@ -330,7 +341,7 @@ class Instruments:
     def _check_utilisation(self, figures: dict[str, float]) -> None:
         """More than the chip can do is a wrong peak: it is told instead of shown."""
         known = self._flops is not None and self._peak is not None
-        if known and figures["perf/forward_s"] > 0 and math.isnan(figures[perf.MFU_MODEL]):
+        if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
             self._say_once(
                 f"more floating-point operations than {device_name(self._device)!r} can do: its peak is wrong, or the "
                 "passes run behind the clock. No MFU is shown; give `peak_tflops`."

@@ -7,22 +7,32 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.metrics import (
+from salesrl_trl.names import (
     BOUNDED,
+    COMPUTE_RATIO,
+    DATA_LOADING_RATIO,
     FAILURE_REASONS,
     JUDGE_SECONDS,
     LEFT_OUT,
+    MEMORY,
+    MFU_MODEL,
+    MFU_STEP,
+    REWARD_EXPOSED,
+    REWARD_HIDDEN,
     REWARD_SECONDS,
     SKIPPED_UPDATE,
     STALENESS,
     STALENESS_MAX,
+    STEP_SECONDS,
+    TRAIN,
+    Phase,
     beta_of,
-    fraction_of,
     kl_of,
+    outcome_of,
     quick_of,
     reference_of,
     reward_of,
+    time_of,
 )
 from salesrl_trl.types import Outcome
 
@@ -45,24 +55,24 @@ def custom_scalars(branches: Sequence[str], banded: Sequence[str]) -> dict[str, 
         },
         "KL with band and beta": {
             **{
-                f"KL of {branch}": ["Margin", [_tag(kl_of(branch)), _tag(f"{kl_of(branch)}_low"),
-                                               _tag(f"{kl_of(branch)}_high")]]
+                f"KL of {branch}": ["Margin", [_tag(kl_of(branch)), _tag(kl_of(branch, "_low")),
+                                               _tag(kl_of(branch, "_high"))]]
                 for branch in banded
             },
             **{f"KL of {branch}": _lines(kl_of(branch)) for branch in branches if branch not in banded},
             "beta": _lines(*map(beta_of, branches)),
         },
         "Step time by phase": {
-            "seconds": _lines(*map(perf.time_of, perf.PHASES), perf.STEP_SECONDS),
-            "rewards": _lines(REWARD_SECONDS, perf.REWARD_EXPOSED, perf.REWARD_HIDDEN, JUDGE_SECONDS),
+            "seconds": _lines(*map(time_of, Phase), STEP_SECONDS),
+            "rewards": _lines(REWARD_SECONDS, REWARD_EXPOSED, REWARD_HIDDEN, JUDGE_SECONDS),
             "rollouts ahead": _lines(STALENESS, STALENESS_MAX),
             "importance ratios": _lines(LEFT_OUT, BOUNDED),
-            "utilisation": _lines(perf.MFU_MODEL, perf.MFU_STEP, "perf/compute_ratio", "perf/data_loading_ratio"),
-            "memory": _lines(*perf.MEMORY),
+            "utilisation": _lines(MFU_MODEL, MFU_STEP, COMPUTE_RATIO, DATA_LOADING_RATIO),
+            "memory": _lines(*MEMORY),
         },
         "Failures by reason": {
-            "completions": ["Multiline", [f"^train/{FAILURE_REASONS}/"]],
-            "outcomes": _lines(*map(fraction_of, Outcome), SKIPPED_UPDATE),
+            "completions": ["Multiline", [f"^{_tag(FAILURE_REASONS)}"]],
+            "outcomes": _lines(*map(outcome_of, Outcome), SKIPPED_UPDATE),
         },
     }  # fmt: skip
 
@@ -73,4 +83,4 @@ def _lines(*names: str) -> list[Any]:
 
 
 def _tag(name: str) -> str:
-    return f"train/{name}"
+    return f"{TRAIN}{name}"

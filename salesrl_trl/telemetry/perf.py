@@ -1,58 +1,38 @@
-"""Names and arithmetic of time, throughput and memory.
+"""Time, throughput and memory: how the ranks' sums become figures.
 
-Owns what the figures are called and how ranks' sums become figures. Where the sums come from is `instruments`'.
+Pure arithmetic. `instruments` measures the sums; `names` owns the tags.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from salesrl_trl.names import (
+    COMPUTE_RATIO,
+    DATA_LOADING_RATIO,
+    MEMORY,
+    MFU_MODEL,
+    MFU_STEP,
+    PERF_PHASES,
+    REWARD_EXPOSED,
+    REWARD_HIDDEN,
+    REWARD_SECONDS,
+    SAMPLES_PER_SECOND,
+    STEP_SECONDS,
+    THROUGHPUT,
+    TOKENS_PER_SECOND,
+    Phase,
+    perf_of,
+    time_of,
+)
 from salesrl_trl.telemetry.flops import mfu
-from salesrl_trl.telemetry.metrics import REWARD_SECONDS
-from salesrl_trl.timing import UNACCOUNTED
 
-DATA_LOADING = "data_loading"
-WEIGHT_PUSH = "weight_push"
-GENERATION = "generation"
-OLD_LOGPROBS = "old_logprobs"
-REFERENCE_LOGPROBS = "reference_logprobs"
-REWARD_WAIT = "reward_wait"
-ADVANTAGES = "advantages"
-FORWARD = "forward"
-BACKWARD = "backward"
-OPTIMIZER = "optimizer"
-BATCHING = "batching"
-"""Tokens to tensors, shuffling, splitting, and what else a training step does around its passes."""
-LOGGING = "logging"
-CHECKPOINT = "checkpoint"
-EVALUATION = "evaluation"
-PHASES = (DATA_LOADING, WEIGHT_PUSH, GENERATION, OLD_LOGPROBS, REFERENCE_LOGPROBS, REWARD_WAIT, ADVANTAGES, BATCHING,
-          FORWARD, BACKWARD, OPTIMIZER, LOGGING, CHECKPOINT, EVALUATION, UNACCOUNTED)  # fmt: skip
-"""Every part of a step, in the order of a step. They sum to `STEP_SECONDS`."""
-OPAQUE_PHASES = (EVALUATION, CHECKPOINT)
-"""An evaluation generates, scores and logs too: that is evaluation."""
-COMPUTE_PHASES = (WEIGHT_PUSH, GENERATION, OLD_LOGPROBS, REFERENCE_LOGPROBS, FORWARD, BACKWARD, OPTIMIZER)
+OPAQUE_PHASES = (Phase.EVALUATION, Phase.CHECKPOINT)
+"""An evaluation generates, scores and logs too; all of this counts as evaluation."""
+COMPUTE_PHASES = (Phase.WEIGHT_PUSH, Phase.GENERATION, Phase.OLD_LOGPROBS, Phase.REFERENCE_LOGPROBS, Phase.FORWARD,
+                  Phase.BACKWARD, Phase.OPTIMIZER)  # fmt: skip
 """Phases in which the accelerator works."""
-
-STEP_SECONDS = "time/step_s"
-REWARD_EXPOSED = "time/reward_exposed_s"
-"""Of the rewards' makespan, what the trainer spent waiting."""
-REWARD_HIDDEN = "time/reward_hidden_s"
-"""The rest: it ran behind other work."""
-MFU_MODEL = "perf/mfu_model"
-MFU_STEP = "perf/mfu_step"
-THROUGHPUT = ("perf/forward_s", "perf/backward_s", "perf/optimizer_s", "perf/data_loading_s",
-              "perf/data_loading_ratio", "perf/compute_ratio", "perf/tokens_per_s", "perf/samples_per_s", MFU_MODEL,
-              MFU_STEP)  # fmt: skip
-MEMORY = ("memory/gpu_allocated_gib", "memory/gpu_reserved_gib", "memory/gpu_peak_gib", "memory/host_gib")
-
-
-def time_of(phase: str) -> str:
-    """Seconds of a step in a phase, mean over ranks."""
-    return f"time/{phase}_s"
-
-
-TIMES = (*(time_of(phase) for phase in PHASES), STEP_SECONDS, REWARD_EXPOSED, REWARD_HIDDEN)
+TIMES = (*(time_of(phase) for phase in Phase), STEP_SECONDS, REWARD_EXPOSED, REWARD_HIDDEN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +40,7 @@ class Sums:
     """What one rank did over some steps, as it travels between ranks."""
 
     phases: Mapping[str, float]
-    """Seconds, by the names in `PHASES`."""
+    """Seconds, by the names in `Phase`."""
     steps: int
     """How many steps."""
     makespan: float
@@ -85,17 +65,17 @@ class Sums:
 
     def row(self) -> list[float]:
         """As numbers, to be gathered."""
-        phases = [self.phases.get(phase, 0.0) for phase in PHASES]
+        phases = [self.phases.get(phase, 0.0) for phase in Phase]
         counts = [self.steps, self.makespan, self.exposed, self.batches, self.flops, self.tokens, self.samples]
         return [*phases, *map(float, counts), *self.memory]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "Sums":
         """The inverse of `row`."""
-        rest = row[len(PHASES) :]
+        rest = row[len(Phase) :]
         steps, makespan, exposed, batches, flops, tokens, samples = rest[:7]
         return cls(
-            phases=dict(zip(PHASES, row, strict=False)),
+            phases=dict(zip(Phase, row, strict=False)),
             steps=int(steps),
             makespan=makespan,
             exposed=exposed,
@@ -120,7 +100,7 @@ def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
     steps = ranks[0].steps
     if not steps:
         return dict.fromkeys(TIMES, math.nan)
-    figures = {time_of(phase): sum(rank.phases[phase] for rank in ranks) / len(ranks) / steps for phase in PHASES}
+    figures = {time_of(phase): sum(rank.phases[phase] for rank in ranks) / len(ranks) / steps for phase in Phase}
     figures[STEP_SECONDS] = sum(figures.values())
     figures |= dict.fromkeys((REWARD_EXPOSED, REWARD_HIDDEN), math.nan)
     slowest = max(ranks, key=lambda rank: rank.makespan)
@@ -153,15 +133,15 @@ def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, f
         figures[name] = max(known, default=math.nan)
     if not steps or not wall:
         return figures
-    seconds = {phase: sum(rank.phases[phase] for rank in ranks) / len(ranks) for phase in PHASES}
-    for phase in (FORWARD, BACKWARD, OPTIMIZER, DATA_LOADING):
-        figures[f"perf/{phase}_s"] = seconds[phase] / steps
-    figures["perf/data_loading_ratio"] = seconds[DATA_LOADING] / wall
-    figures["perf/compute_ratio"] = sum(seconds[phase] for phase in COMPUTE_PHASES) / wall
-    figures["perf/tokens_per_s"] = sum(rank.tokens for rank in ranks) / wall
-    figures["perf/samples_per_s"] = sum(rank.samples for rank in ranks) / wall
+    seconds = {phase: sum(rank.phases[phase] for rank in ranks) / len(ranks) for phase in Phase}
+    for phase in PERF_PHASES:
+        figures[perf_of(phase)] = seconds[phase] / steps
+    figures[DATA_LOADING_RATIO] = seconds[Phase.DATA_LOADING] / wall
+    figures[COMPUTE_RATIO] = sum(seconds[phase] for phase in COMPUTE_PHASES) / wall
+    figures[TOKENS_PER_SECOND] = sum(rank.tokens for rank in ranks) / wall
+    figures[SAMPLES_PER_SECOND] = sum(rank.samples for rank in ranks) / wall
     flops = sum(rank.flops for rank in ranks) / len(ranks)
-    figures[MFU_MODEL] = mfu(flops, seconds[FORWARD] + seconds[BACKWARD], peak_flops)
+    figures[MFU_MODEL] = mfu(flops, seconds[Phase.FORWARD] + seconds[Phase.BACKWARD], peak_flops)
     if not math.isnan(figures[MFU_MODEL]):  # a peak that can't be is one for neither
         figures[MFU_STEP] = mfu(flops, wall, peak_flops)
     return figures
@@ -171,7 +151,7 @@ def added(ranks: Sequence[Sums], more: Sequence[Sums]) -> list[Sums]:
     """Sums over two stretches of steps, rank by rank; memory is the later one's, its peak the larger."""
     return [
         Sums(
-            phases={phase: one.phases[phase] + two.phases[phase] for phase in PHASES},
+            phases={phase: one.phases[phase] + two.phases[phase] for phase in Phase},
             steps=one.steps + two.steps,
             makespan=one.makespan + two.makespan,
             exposed=one.exposed + two.exposed,

@@ -30,9 +30,8 @@ from transformers import TrainerCallback
 
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
 from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.names import STALENESS, Phase, time_of
 from salesrl_trl.reward.scoring import missing
-from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.metrics import STALENESS
 from salesrl_trl.types import Outcome, Reward
 
 TEXTS = tuple(action(query=f"n{number}n") for number in range(400))
@@ -497,7 +496,7 @@ def _two_ranks(policy, out):
             "skipped": [entry[SKIPPED] for entry in steps],
             "staleness": [entry["rollout/staleness"] for entry in steps],
             "weights": weights.double().sum().item(),
-            "waited": [entry[perf.time_of(perf.REWARD_WAIT)] for entry in steps],  # mean over ranks
+            "waited": [entry[time_of(Phase.REWARD_WAIT)] for entry in steps],  # mean over ranks
             "quick": trainer.quick,
             "moments": {**moments, "ended": time.monotonic()},
             "order": list(trainer.order.values()),

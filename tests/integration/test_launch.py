@@ -11,8 +11,9 @@ import pytest
 import torch
 from support.runs import check_times, scalars, spans
 
+from salesrl_trl.names import LEFT_OUT, MEMORY, STALENESS, STALENESS_MAX, THROUGHPUT, Phase
+from salesrl_trl.reward.figures import metric_names
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.metrics import LEFT_OUT, STALENESS, STALENESS_MAX, metric_names
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -41,13 +42,13 @@ def check_run(output_dir, steps, lookahead=0):
     assert max(differences) < 0.02  # nats; noise between two implementations, far from that of other weights
     for name in metric_names(["fairness", "hallucination"]):
         assert f"train/{name}" in logged or "reward/" in name or "reference/" in name  # an empty branch logs nothing
-    for name in (*perf.TIMES, *perf.THROUGHPUT, *perf.MEMORY):
+    for name in (*perf.TIMES, *THROUGHPUT, *MEMORY):
         assert f"train/{name}" in logged or (not torch.cuda.is_available() and ("mfu" in name or "gpu" in name))
     phases = check_times(output_dir, steps)
-    for phase in (perf.DATA_LOADING, perf.GENERATION, perf.OLD_LOGPROBS, perf.REFERENCE_LOGPROBS,
-                  perf.REWARD_WAIT, perf.ADVANTAGES, perf.FORWARD, perf.BACKWARD, perf.OPTIMIZER):  # fmt: skip
+    for phase in (Phase.DATA_LOADING, Phase.GENERATION, Phase.OLD_LOGPROBS, Phase.REFERENCE_LOGPROBS,
+                  Phase.REWARD_WAIT, Phase.ADVANTAGES, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):  # fmt: skip
         last = (
-            steps - lookahead if phase == perf.GENERATION else steps
+            steps - lookahead if phase == Phase.GENERATION else steps
         )  # what the last steps train on is there by then
         assert all(step[phase] > 0 for step in phases[:last]), phase
     assert (output_dir / "model.safetensors").is_file() or (output_dir / "pytorch_model.bin").is_file()
@@ -66,7 +67,7 @@ def test_the_debug_recipe_trains_and_evaluates_from_nothing_but_this_checkout(tm
     assert "[QuickEval@2] mode=greedy fairness=" in told
     assert (tmp_path / "run/best/model.safetensors").is_file()
     names = {span["name"] for span in spans(tmp_path / "run")[0, "phases"]}
-    assert {"policy", "engine", "warm_up", *perf.PHASES} - {"unaccounted"} <= names
+    assert {"policy", "engine", "warm_up", *Phase} - {"unaccounted"} <= names
     report = [sys.executable, "-m", "salesrl_trl.report", str(tmp_path / "run")]
     text = subprocess.run(report, capture_output=True, text=True, check=True).stdout
     assert "Steps done                 3" in text

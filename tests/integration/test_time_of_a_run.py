@@ -25,9 +25,17 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.record import QuickEvalSettings
-from salesrl_trl.telemetry import perf
+from salesrl_trl.names import (
+    MFU_MODEL,
+    MFU_STEP,
+    REWARD_EXPOSED,
+    REWARD_HIDDEN,
+    REWARD_SECONDS,
+    STEP_SECONDS,
+    Phase,
+    time_of,
+)
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
-from salesrl_trl.telemetry.metrics import REWARD_SECONDS
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(96))
@@ -88,20 +96,20 @@ def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, 
     trainer.add_callback(clock)
     trainer.train()
     for logs, seconds in zip(step_logs(trainer), clock.seconds, strict=True):
-        check_seconds(abs(logs[perf.STEP_SECONDS] - seconds), most=0.02 * seconds)
+        check_seconds(abs(logs[STEP_SECONDS] - seconds), most=0.02 * seconds)
     for step, phases in enumerate(check_times(tmp_path / "run", 6), start=1):
         # rewards run from the end of generation, beside the reference's log-probs
-        assert phases[perf.REFERENCE_LOGPROBS] + phases[perf.REWARD_WAIT] >= 0.28, step
-        assert phases[perf.EVALUATION] == phases[perf.CHECKPOINT] == phases[perf.WEIGHT_PUSH] == 0
+        assert phases[Phase.REFERENCE_LOGPROBS] + phases[Phase.REWARD_WAIT] >= 0.28, step
+        assert phases[Phase.EVALUATION] == phases[Phase.CHECKPOINT] == phases[Phase.WEIGHT_PUSH] == 0
     for logs in step_logs(trainer):
         assert logs[REWARD_SECONDS] >= 0.3
-        check_seconds(abs(logs[perf.REWARD_EXPOSED] - logs[perf.time_of(perf.REWARD_WAIT)]), most=0.02)
-        check_seconds(abs(logs[perf.REWARD_HIDDEN] - logs[perf.time_of(perf.REFERENCE_LOGPROBS)]), most=0.05)
+        check_seconds(abs(logs[REWARD_EXPOSED] - logs[time_of(Phase.REWARD_WAIT)]), most=0.02)
+        check_seconds(abs(logs[REWARD_HIDDEN] - logs[time_of(Phase.REFERENCE_LOGPROBS)]), most=0.05)
         assert logs["time/judge_p50_s"] >= 0.3
         assert logs["time/rag_8b_p50_s"] <= logs["time/rag_8b_max_s"] < logs[REWARD_SECONDS]
         assert logs["time/slowest_judge_s"] <= logs["time/judge_max_s"]
-        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[perf.STEP_SECONDS], rel=1e-6)
-        assert logs[perf.MFU_MODEL] is logs[perf.MFU_STEP] is None  # a CPU's peak is in no table
+        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[STEP_SECONDS], rel=1e-6)
+        assert logs[MFU_MODEL] is logs[MFU_STEP] is None  # a CPU's peak is in no table
     keys = [set(logs) for logs in step_logs(trainer)]
     assert all(each == keys[0] for each in keys)
 
@@ -118,23 +126,23 @@ def test_tokens_are_counted_without_padding(scripted_trainer, services, instrume
                    ["input_ids"]) for row in rows}  # fmt: skip
     assert len(prompts) == 1
     wanted = 2 * sum(completions) + 4 * prompts.pop()
-    assert logs["perf/tokens_per_s"] * logs[perf.STEP_SECONDS] == pytest.approx(wanted, rel=1e-6)
+    assert logs["perf/tokens_per_s"] * logs[STEP_SECONDS] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_utilisation_is_known_where_the_peak_is_given(scripted_trainer, services, instruments):
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(peak_flops=1e12), max_steps=2)
     trainer.train()
     for logs in step_logs(trainer):
-        assert 0 < logs[perf.MFU_STEP] < logs[perf.MFU_MODEL] < 1
+        assert 0 < logs[MFU_STEP] < logs[MFU_MODEL] < 1
         passes = logs["perf/forward_s"] + logs["perf/backward_s"]
-        assert logs[perf.MFU_MODEL] * passes == pytest.approx(logs[perf.MFU_STEP] * logs[perf.STEP_SECONDS], rel=1e-6)
+        assert logs[MFU_MODEL] * passes == pytest.approx(logs[MFU_STEP] * logs[STEP_SECONDS], rel=1e-6)
 
 
 def test_more_than_the_chip_can_do_is_told_instead_of_shown(scripted_trainer, services, instruments, caplog):
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(peak_flops=1e3), max_steps=2)
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
         trainer.train()
-    assert [logs[perf.MFU_MODEL] for logs in step_logs(trainer)] == [None, None]
+    assert [logs[MFU_MODEL] for logs in step_logs(trainer)] == [None, None]
     assert sum("more floating-point operations than 'cpu' can do" in each.message for each in caplog.records) == 1
 
 
@@ -143,8 +151,8 @@ def test_throughput_is_logged_as_often_as_is_set_and_over_all_steps_since(script
     trainer.train()
     logs = step_logs(trainer)
     assert ["perf/samples_per_s" in each for each in logs] == [False, True, False, True]
-    assert all(perf.STEP_SECONDS in each for each in logs)
-    both = logs[2][perf.STEP_SECONDS] + logs[3][perf.STEP_SECONDS]
+    assert all(STEP_SECONDS in each for each in logs)
+    both = logs[2][STEP_SECONDS] + logs[3][STEP_SECONDS]
     assert logs[3]["perf/samples_per_s"] == pytest.approx(8 / both, rel=1e-6)
 
 
@@ -154,7 +162,7 @@ def test_without_timing_nothing_is_measured_and_nothing_else_changes(
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(enabled=False), max_steps=2)
     trainer.train()
     for logs in step_logs(trainer):
-        assert perf.STEP_SECONDS not in logs
+        assert STEP_SECONDS not in logs
         assert "perf/samples_per_s" not in logs
         assert logs["reward"] is not None
         assert logs[REWARD_SECONDS] > 0
@@ -220,7 +228,7 @@ def check_what_is_left(output_dir, failed_phase, steps):
     assert failed_phase in failed
     assert [each["name"] for each in tracks[0, "steps"]] == [f"step {step}" for step in range(1, steps + 2)]
     assert tracks[0, "steps"][-1]["args"] == {"failed": True}
-    assert len(scalars(output_dir)[f"train/{perf.STEP_SECONDS}"]) == steps
+    assert len(scalars(output_dir)[f"train/{STEP_SECONDS}"]) == steps
 
 
 def test_a_reward_that_raises_leaves_trace_and_events(scripted_trainer, services, instruments, tmp_path):
@@ -271,14 +279,14 @@ def test_a_process_that_is_killed_leaves_trace_and_events(policy_path, services,
             process.wait(30)
     tracks = spans(tmp_path / "run")
     assert [each["name"] for each in tracks[0, "steps"]][:3] == ["step 1", "step 2", "step 3"]
-    assert len(scalars(tmp_path / "run")[f"train/{perf.STEP_SECONDS}"]) >= 3
+    assert len(scalars(tmp_path / "run")[f"train/{STEP_SECONDS}"]) >= 3
 
 
 def test_a_second_training_measures_its_own_steps(scripted_trainer, services, instruments):
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(), max_steps=2)
     trainer.train()
     trainer.train()
-    assert [each[perf.STEP_SECONDS] > 0 for each in step_logs(trainer)] == [True, True]  # the log starts over
+    assert [each[STEP_SECONDS] > 0 for each in step_logs(trainer)] == [True, True]  # the log starts over
 
 
 def test_a_training_after_one_that_failed_has_none_of_its_time(scripted_trainer, services, instruments, tmp_path):
@@ -293,9 +301,9 @@ def test_a_training_after_one_that_failed_has_none_of_its_time(scripted_trainer,
     services.set("judge", SLOW_VERDICT)
     trainer.train()
     for logs in step_logs(trainer):
-        assert logs[perf.STEP_SECONDS] < 1.9
+        assert logs[STEP_SECONDS] < 1.9
         assert logs[REWARD_SECONDS] < 1.0
-        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[perf.STEP_SECONDS], rel=1e-6)
+        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[STEP_SECONDS], rel=1e-6)
     assert (tmp_path / "run/trace-1.json").is_file()  # that of the one that failed
 
 
@@ -309,9 +317,9 @@ def test_with_a_line_every_few_steps_figures_are_means_and_the_trace_has_its_ste
     trainer.finish()
     assert len(step_logs(trainer)) == 2
     for logs in step_logs(trainer):
-        total = sum(logs[perf.time_of(phase)] for phase in perf.PHASES)
-        assert total == pytest.approx(logs[perf.STEP_SECONDS], rel=1e-6)
-        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[perf.STEP_SECONDS], rel=1e-6)
+        total = sum(logs[time_of(phase)] for phase in Phase)
+        assert total == pytest.approx(logs[STEP_SECONDS], rel=1e-6)
+        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[STEP_SECONDS], rel=1e-6)
     tracks = spans(tmp_path / "run")
     assert [each["name"] for each in tracks[0, "steps"]] == ["step 2", "step 3"]
     assert [each["name"] for each in tracks[0, "phases"]].count("forward") == 2

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import write_identity
 from salesrl_trl.errors import ConfigError, RunStopped, TooFewRewardsError, WeightSyncError
-from salesrl_trl.telemetry.metrics import metric_names, report_names
+from salesrl_trl.reward.figures import metric_names, report_names
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.update.weights import WeightCheck
 

@@ -33,9 +33,9 @@ from trl.generation.vllm_client import VLLMClient
 from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import WeightSyncError
+from salesrl_trl.names import STALENESS, outcome_of
 from salesrl_trl.reward.judge.verdict import response_format
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
-from salesrl_trl.telemetry.metrics import STALENESS, fraction_of
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Action, Outcome
 
@@ -180,7 +180,7 @@ def check_steps(log_history, lookahead):
     assert [step[STALENESS] for step in steps] == [min(number, lookahead) for number in range(5)]
     assert max(step["sampling/sampling_logp_difference/mean"] for step in steps) < 0.01
     assert all(step["completions/mean_length"] > 1 for step in steps)
-    assert all(step[fraction_of(Outcome.OK)] == 1.0 for step in steps)
+    assert all(step[outcome_of(Outcome.OK)] == 1.0 for step in steps)
 
 
 def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build, monkeypatch):

@@ -4,7 +4,8 @@ import pytest
 from support.keyed import check_same_course
 
 from salesrl_trl.config import DEFAULT_BRANCHES
-from salesrl_trl.telemetry.metrics import beta_of, kl_names, kl_of
+from salesrl_trl.kl.figures import kl_names
+from salesrl_trl.names import beta_of, kl_of
 
 STEPS = 8
 SETTINGS = {"max_steps": STEPS, "kl_update_steps": 3}

@@ -9,8 +9,8 @@ from support.keyed import BRANCH_KL, StopAt, betas_of
 
 from salesrl_trl.config import DEFAULT_BRANCHES
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.branched import KL_STATE_NAME
-from salesrl_trl.telemetry.metrics import beta_of, kl_names
+from salesrl_trl.kl.figures import kl_names
+from salesrl_trl.names import KL_STATE_FILE, beta_of
 
 COOLDOWN = 1
 SETTINGS = {"max_steps": 12, "kl_update_steps": 2, "kl_cooldown_steps": COOLDOWN}
@@ -119,9 +119,9 @@ def test_a_checkpoint_without_the_coefficients_starts_with_those_configured_and_
     train, whole, stopped, tmp_path, caplog
 ):
     checkpoint = _copy(stopped, tmp_path)
-    (checkpoint / KL_STATE_NAME).unlink()
+    (checkpoint / KL_STATE_FILE).unlink()
     resumed = train(resume_from=checkpoint, **SETTINGS)
-    assert f"{checkpoint} holds no {KL_STATE_NAME}: the KL coefficients start as configured" in caplog.text
+    assert f"{checkpoint} holds no {KL_STATE_FILE}: the KL coefficients start as configured" in caplog.text
     for branch in DEFAULT_BRANCHES:
         assert resumed["steps"][0][beta_of(branch)] == BRANCH_KL[branch]["beta"]
         assert whole["steps"][STOP][beta_of(branch)] != BRANCH_KL[branch]["beta"]  # the checkpoint's was another
@@ -129,7 +129,7 @@ def test_a_checkpoint_without_the_coefficients_starts_with_those_configured_and_
 
 
 def test_a_coefficient_outside_bounds_that_were_narrowed_goes_on_at_the_nearer_one(train, stopped):
-    saved = {branch: state["beta"] for branch, state in json.loads((stopped / KL_STATE_NAME).read_text()).items()}
+    saved = {branch: state["beta"] for branch, state in json.loads((stopped / KL_STATE_FILE).read_text()).items()}
     # one bound above the one coefficient, one below the other
     bounds = {
         "fairness": {"beta_min": 1.1 * saved["fairness"]},

@@ -4,8 +4,7 @@ import json
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.metrics import REWARD_SECONDS
+from salesrl_trl.names import REWARD_EXPOSED, REWARD_HIDDEN, REWARD_SECONDS, STEP_SECONDS, Phase, time_of
 from support.seconds import check_seconds
 
 
@@ -29,10 +28,8 @@ def check_times(output_dir, steps):
     """Phases sum to the step, steps are what passed between lines by TensorBoard's own clock, and the rewards' time is
     hidden or exposed. Returns the seconds by phase of each step."""
     logged = events(output_dir)
-    by_phase = {
-        phase: {event.step: event.value for event in logged[f"train/{perf.time_of(phase)}"]} for phase in perf.PHASES
-    }
-    lines = {event.step: event for event in logged[f"train/{perf.STEP_SECONDS}"]}
+    by_phase = {phase: {event.step: event.value for event in logged[f"train/{time_of(phase)}"]} for phase in Phase}
+    lines = {event.step: event for event in logged[f"train/{STEP_SECONDS}"]}
     assert sorted(lines) == list(range(1, steps + 1))
     for step, line in lines.items():
         total = sum(values[step] for values in by_phase.values())
@@ -43,7 +40,7 @@ def check_times(output_dir, steps):
     measured = sum(lines[step].value for step in range(2, steps + 1))
     check_seconds(abs(measured - passed), most=0.02 * passed + 0.2, what=f"between {measured} and {passed}")
     for makespan, exposed, hidden in zip(
-        *(logged[f"train/{name}"] for name in (REWARD_SECONDS, perf.REWARD_EXPOSED, perf.REWARD_HIDDEN)), strict=True
+        *(logged[f"train/{name}"] for name in (REWARD_SECONDS, REWARD_EXPOSED, REWARD_HIDDEN)), strict=True
     ):
         assert abs(exposed.value + hidden.value - makespan.value) <= 1e-5 * makespan.value
         assert exposed.value >= 0

@@ -14,12 +14,13 @@ ORDER = (
     "fencing",
     "process",
     "timing",
+    "names",
     "data",
     "generation",
     "demo",
+    "telemetry",
     "kl",
     "reward",
-    "telemetry",
     "evaluation",
     "report",
     "update",
@@ -63,7 +64,7 @@ def test_a_module_imports_only_from_above_itself(path):
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("salesrl_trl.types", "torch"),
+        ("salesrl_trl.names", "torch"),
         ("salesrl_trl.fencing", "torch"),
         ("salesrl_trl.demo.services.server", "torch"),
         ("salesrl_trl.reward.chain", "torch"),

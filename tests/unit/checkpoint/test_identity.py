@@ -4,16 +4,10 @@ import pytest
 import torch
 from support.scripted import settings
 
-from salesrl_trl.checkpoint.identity import (
-    IDENTITY_NAME,
-    check_identity,
-    identity_of,
-    rows_of,
-    weights_of,
-    write_identity,
-)
+from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of, weights_of, write_identity
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import IDENTITY_FILE
 
 PROMPTS = [[{"role": "user", "content": text}] for text in ("a", "b", "c")]
 BRANCHES = ["fairness", "hallucination", "fairness"]
@@ -70,7 +64,7 @@ def test_a_checkpoint_that_does_not_say_is_gone_on_from_and_that_is_told(made_of
 
 @pytest.mark.parametrize("written", ["", '{"decides": {"seed"', "[]", "{}"])
 def test_a_checkpoint_that_was_half_written_is_refused_in_a_line(made_of, tmp_path, written):
-    (tmp_path / IDENTITY_NAME).write_text(written)
+    (tmp_path / IDENTITY_FILE).write_text(written)
     with pytest.raises(ConfigError, match=r"made_of\.json can't be read"):
         check_identity(tmp_path, made_of(), allowed=True)
 

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from salesrl_trl.names import Phase, Stage
 from salesrl_trl.report import __main__ as command
 from salesrl_trl.report.page import html_page, text_page
 from salesrl_trl.report.plots import Pictures
@@ -267,8 +268,6 @@ def test_text_from_files_is_escaped_and_cannot_steer_a_terminal(run_folder):
 
 
 def test_the_text_keeps_to_forty_lines_however_much_there_is(run_folder):
-    from salesrl_trl.report.records import PHASES, STAGES
-
     branches = [f"branch{number}" for number in range(12)]
     step = {
         "reward": 0.1,
@@ -277,7 +276,7 @@ def test_the_text_keeps_to_forty_lines_however_much_there_is(run_folder):
         "failures/skipped_update": 1.0,
         "kl/a": float("inf"),
     }
-    step |= {f"time/{phase}_s": 2.0 for phase in PHASES} | {f"time/{stage}_p95_s": 1.0 for stage in STAGES}
+    step |= {f"time/{phase}_s": 2.0 for phase in Phase} | {f"time/{stage}_p95_s": 1.0 for stage in Stage}
     step |= {"time/reward_wait_s": 9.0}
     for branch in branches:
         step |= {f"reward/{branch}": 0.1, f"kl/{branch}": 0.1, f"kl/{branch}_in_band": 0.0, f"beta/{branch}": 0.1}

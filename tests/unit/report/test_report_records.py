@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.report import records
 from salesrl_trl.report.records import read_run
 
 
@@ -157,33 +156,6 @@ def test_a_folder_above_several_runs_is_refused_with_their_names(run_folder):
 def test_no_folder_is_told(tmp_path):
     with pytest.raises(ConfigError, match="is no folder"):
         read_run(tmp_path / "nowhere")
-
-
-def test_the_names_are_those_that_telemetry_writes():
-    from salesrl_trl.telemetry import metrics
-    from salesrl_trl.types import Outcome
-
-    names = metrics.metric_names(["a"])
-    assert {records.reward_of("a"), records.reference_of("a"), records.SKIPPED_UPDATE} <= set(names)
-    assert [records.outcome_of(each) for each in records.OUTCOMES] == [*map(metrics.fraction_of, metrics.OUTCOMES)]
-    assert set(records.OUTCOMES) == set(Outcome)
-    kinds = ("", "_low", "_high", "_in_band", "_share_in_band")
-    assert {records.beta_of("a"), *(records.kl_of("a", kind) for kind in kinds)} <= set(metrics.kl_names(["a"]))
-    stages = {records.stage_of(stage, kind) for stage in records.STAGES for kind in ("p50", "p95", "max")}
-    assert stages | {*map(records.slowest_of, records.STAGES)} <= set(names)
-    assert f"{metrics.FAILURE_REASONS}/" == records.REASON
-    assert metrics.quick_of("a", "score").startswith(records.QUICK_TAGS)
-
-
-def test_the_phases_are_those_that_telemetry_writes():
-    from salesrl_trl.telemetry import perf
-
-    assert records.PHASES == perf.PHASES
-    assert [*map(records.phase_of, records.PHASES)] == [*map(perf.time_of, perf.PHASES)]
-    names = (records.STEP_SECONDS, records.REWARD_EXPOSED, records.REWARD_HIDDEN)
-    assert names == (perf.STEP_SECONDS, perf.REWARD_EXPOSED, perf.REWARD_HIDDEN)
-    assert {"perf/mfu_model", "perf/mfu_step", "perf/compute_ratio", "perf/data_loading_ratio"} <= set(perf.THROUGHPUT)
-    assert {"memory/gpu_peak_gib", "memory/gpu_reserved_gib", "memory/host_gib"} <= set(perf.MEMORY)
 
 
 def test_the_report_starts_without_what_is_heavy():

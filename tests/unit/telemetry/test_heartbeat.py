@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from salesrl_trl.telemetry import perf
+from salesrl_trl.names import Phase
 from salesrl_trl.telemetry.heartbeat import ADVICE, Heartbeat
 
 
@@ -49,7 +49,7 @@ def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
 
 
 def test_every_phase_of_training_has_an_advice():
-    assert set(perf.PHASES) - {"unaccounted"} <= set(ADVICE)
+    assert set(Phase) - {"unaccounted"} <= set(ADVICE)
 
 
 def test_a_long_phase_is_told_of_at_each_doubling(lines):

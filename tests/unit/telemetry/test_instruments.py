@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from salesrl_trl.names import STEP_SECONDS, Phase
 from salesrl_trl.telemetry import instruments as module
-from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.telemetry.trace import TraceWriter
 
@@ -32,7 +32,7 @@ def build(tmp_path):
 
 
 def a_step(instruments):
-    with instruments.timeline.phase(perf.FORWARD):
+    with instruments.timeline.phase(Phase.FORWARD):
         pass
     instruments.step_ends()
     return instruments.figures(Accelerator(cpu=True))
@@ -41,8 +41,8 @@ def a_step(instruments):
 def test_a_model_that_cannot_be_counted_is_told_of_and_has_no_utilisation(build, caplog):
     instruments = build(peak_flops=1e12)
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
-        instruments.see_model(nn.Linear(2, 2))
-        instruments.see_model(nn.Linear(2, 2))  # told once
+        instruments.record_model(nn.Linear(2, 2))
+        instruments.record_model(nn.Linear(2, 2))  # told once
     assert [record.message.startswith("no MFU: ") for record in caplog.records] == [True]
 
 
@@ -52,7 +52,7 @@ def test_a_model_that_breaks_the_count_ends_nothing(build, caplog, monkeypatch):
 
     monkeypatch.setattr(module, "model_flops", broken)
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
-        build().see_model(nn.Linear(2, 2))
+        build().record_model(nn.Linear(2, 2))
     assert "AttributeError: layers" in caplog.text
 
 
@@ -68,7 +68,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(build, caplog, monkeypatch, 
     monkeypatch.setattr(TraceWriter, "write", full)
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
         for _ in range(3):
-            assert a_step(instruments)[perf.STEP_SECONDS] > 0
+            assert a_step(instruments)[STEP_SECONDS] > 0
         instruments.close()
     assert [record.message.startswith("the trace ends here") for record in caplog.records] == [True]
     assert json.loads((tmp_path / "trace.json").read_text())  # what was written before
@@ -88,7 +88,7 @@ def test_a_batch_is_counted_on_its_device_without_waiting(build):
     instruments = build()
     mask = torch.ones(4, 8, dtype=torch.long, device="meta")
     for _ in range(module.BATCHES_KEPT):
-        instruments.see_batch(mask, mask)
+        instruments.record_batch(mask, mask)
     assert instruments._trained.device.type == "meta"
     assert instruments._lengths == []
 
@@ -98,12 +98,12 @@ def test_padding_is_not_counted(build):
     instruments.timeline.starts()
     prompts = torch.tensor([[0, 1, 1], [1, 1, 1]])
     completions = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
-    instruments.see_batch(prompts, completions)
-    instruments.see_batch(prompts, completions)
+    instruments.record_batch(prompts, completions)
+    instruments.record_batch(prompts, completions)
     figures = a_step(instruments)
     # 2 + 3 prompt tokens and 2 + 1 of completions, twice
-    assert figures["perf/tokens_per_s"] * figures[perf.STEP_SECONDS] == pytest.approx(16)
-    assert figures["perf/samples_per_s"] * figures[perf.STEP_SECONDS] == pytest.approx(4)
+    assert figures["perf/tokens_per_s"] * figures[STEP_SECONDS] == pytest.approx(16)
+    assert figures["perf/samples_per_s"] * figures[STEP_SECONDS] == pytest.approx(4)
 
 
 def test_closing_twice_is_closing_once(build):

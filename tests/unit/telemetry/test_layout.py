@@ -5,15 +5,17 @@ import re
 from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils.tensorboard.summary import custom_scalars as as_protobuf
 
+from salesrl_trl.kl.figures import kl_names
+from salesrl_trl.names import MEMORY, THROUGHPUT, Phase, quick_of
+from salesrl_trl.reward.figures import metric_names
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.layout import custom_scalars
-from salesrl_trl.telemetry.metrics import kl_names, metric_names, quick_of
 
 BRANCHES = ("fairness", "hallucination")
 TAGS = {
     f"train/{name}"
     for name in (
-        *metric_names(BRANCHES), *kl_names(BRANCHES), *perf.TIMES, *perf.THROUGHPUT, *perf.MEMORY, "time/judge_s",
+        *metric_names(BRANCHES), *kl_names(BRANCHES), *perf.TIMES, *THROUGHPUT, *MEMORY, "time/judge_s",
         "failures/reason/rag_8b_timeout",
         *(quick_of(branch, what) for branch in BRANCHES for what in ("score", "truncated", "length", "kl", "beta")),
     )
@@ -52,7 +54,7 @@ def test_a_branch_with_a_band_has_its_edges_drawn_and_one_without_has_a_line():
 
 def test_every_phase_is_in_the_step_time():
     (tags,) = [tags for _, title, _, tags in charts() if title == "seconds"]
-    for phase in perf.PHASES:
+    for phase in Phase:
         assert any(re.search(tag, f"train/time/{phase}_s") for tag in tags)
 
 

@@ -4,9 +4,18 @@ import math
 
 import pytest
 
+from salesrl_trl.names import (
+    MEMORY,
+    MFU_MODEL,
+    MFU_STEP,
+    REWARD_EXPOSED,
+    REWARD_HIDDEN,
+    REWARD_SECONDS,
+    THROUGHPUT,
+    Phase,
+)
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.metrics import REWARD_SECONDS
-from salesrl_trl.telemetry.perf import PHASES, Sums, added, perf_figures, time_figures
+from salesrl_trl.telemetry.perf import Sums, added, perf_figures, time_figures
 
 NAN = math.nan
 
@@ -14,7 +23,7 @@ NAN = math.nan
 def sums(phases=None, **given):
     figures = {"steps": 2, "makespan": 6.0, "exposed": 5.0, "batches": 2, "flops": 4e12, "tokens": 100.0}
     figures |= {"samples": 8.0, "memory": (1.0, 2.0, 3.0, 4.0), **given}
-    return Sums(phases=dict.fromkeys(PHASES, 0.0) | (phases or {}), **figures)
+    return Sums(phases=dict.fromkeys(Phase, 0.0) | (phases or {}), **figures)
 
 
 def test_a_row_is_a_sums_again():
@@ -35,21 +44,21 @@ def test_hidden_and_exposed_rewards_are_the_slowest_ranks_and_sum_to_its_makespa
     ranks = [sums(makespan=6.0, exposed=5.0), sums(makespan=10.0, exposed=4.0), sums(makespan=8.0, exposed=8.0)]
     figures = time_figures(ranks)
     # two batches: 10 / 2, of which 4 / 2 exposed
-    assert (figures[REWARD_SECONDS], figures[perf.REWARD_EXPOSED], figures[perf.REWARD_HIDDEN]) == (5.0, 2.0, 3.0)
+    assert (figures[REWARD_SECONDS], figures[REWARD_EXPOSED], figures[REWARD_HIDDEN]) == (5.0, 2.0, 3.0)
 
 
 def test_without_a_scored_batch_there_is_no_time_of_rewards():
     figures = time_figures([sums({"forward": 2.0}, batches=0, makespan=0.0, exposed=0.0)])
     assert REWARD_SECONDS not in figures  # what the batch itself reported stays
-    assert math.isnan(figures[perf.REWARD_EXPOSED])
-    assert math.isnan(figures[perf.REWARD_HIDDEN])
+    assert math.isnan(figures[REWARD_EXPOSED])
+    assert math.isnan(figures[REWARD_HIDDEN])
 
 
 def test_without_a_step_every_name_is_there_and_nothing_is_made_up():
     times, throughput = time_figures([sums(steps=0)]), perf_figures([sums(steps=0, memory=(NAN, NAN, NAN, 4.0))], 1e15)
     assert set(times) == set(perf.TIMES)
     assert all(math.isnan(value) for value in times.values())
-    assert set(throughput) == {*perf.THROUGHPUT, *perf.MEMORY}
+    assert set(throughput) == {*THROUGHPUT, *MEMORY}
     assert [name for name, value in throughput.items() if not math.isnan(value)] == ["memory/host_gib"]
 
 
@@ -67,15 +76,15 @@ def test_throughput_of_two_ranks():
     assert figures["perf/tokens_per_s"] == 2 * 100 / 10
     assert figures["perf/samples_per_s"] == 2 * 8 / 10
     # 4 TFLOP in 3 s of 10 TFLOP/s, and in 10 s
-    assert figures[perf.MFU_MODEL] == pytest.approx(4 / 30)
-    assert figures[perf.MFU_STEP] == pytest.approx(4 / 100)
+    assert figures[MFU_MODEL] == pytest.approx(4 / 30)
+    assert figures[MFU_STEP] == pytest.approx(4 / 100)
 
 
 def test_utilisation_does_not_depend_on_the_number_of_ranks():
     one = sums({"forward": 1.0, "backward": 2.0, "generation": 1.0})
     alone, eight = perf_figures([one], 10e12), perf_figures([one] * 8, 10e12)
-    assert alone[perf.MFU_MODEL] == pytest.approx(eight[perf.MFU_MODEL])
-    assert alone[perf.MFU_STEP] == pytest.approx(eight[perf.MFU_STEP])
+    assert alone[MFU_MODEL] == pytest.approx(eight[MFU_MODEL])
+    assert alone[MFU_STEP] == pytest.approx(eight[MFU_STEP])
     assert eight["perf/samples_per_s"] == 8 * alone["perf/samples_per_s"]
 
 
@@ -86,14 +95,14 @@ def test_utilisation_does_not_depend_on_the_number_of_ranks():
 )
 def test_utilisation_that_cannot_be_known_is_no_number(flops, peak):
     figures = perf_figures([sums({"forward": 1.0, "backward": 2.0}, flops=flops)], peak)
-    assert math.isnan(figures[perf.MFU_MODEL])
+    assert math.isnan(figures[MFU_MODEL])
     assert figures["perf/forward_s"] == 0.5
 
 
 def test_memory_is_the_fullest_ranks_wherever_it_stands():
     ranks = [sums(memory=(NAN, NAN, NAN, 1.0)), sums(memory=(1.0, 5.0, 7.0, 2.0)), sums(memory=(2.0, 4.0, 6.0, 0.5))]
     figures = perf_figures(ranks, None)
-    assert [figures[name] for name in perf.MEMORY] == [2.0, 5.0, 7.0, 2.0]
+    assert [figures[name] for name in MEMORY] == [2.0, 5.0, 7.0, 2.0]
 
 
 def test_two_stretches_add_up_and_memory_is_the_later_with_the_higher_peak():

@@ -1,0 +1,163 @@
+"""The rewards' figures in a log line: from rewards and a batch's report to names and sums.
+
+Owns which figures there are, how they travel between ranks as a table, and what a table adds to the sums. A metric
+keeps its sum and its count until it is logged (`StepAggregates`).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from salesrl_trl.names import (
+    BOUNDED,
+    CACHES,
+    JUDGE_SECONDS,
+    LEFT_OUT,
+    REFERENCE_MISSING,
+    REWARD_SECONDS,
+    SINGLE_SCORED,
+    SKIPPED_UPDATE,
+    STAGE_SHARES,
+    STALENESS,
+    STALENESS_MAX,
+    USAGE,
+    Stage,
+    outcome_of,
+    reference_of,
+    reward_of,
+    saved_by,
+    slowest_of,
+    stage_of,
+    traffic_of,
+    usage_of,
+)
+from salesrl_trl.reward.batch import BatchReport
+from salesrl_trl.reward.judge.bias import JudgeBias, bias_sums
+from salesrl_trl.reward.service.transport import TRAFFIC
+from salesrl_trl.telemetry.aggregates import StepAggregates, percentile
+from salesrl_trl.types import Outcome, Reward
+
+OUTCOMES = tuple(Outcome)
+
+
+def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str, ...]:
+    """Every name that comes from a batch's report and is summed over ranks, in a fixed order."""
+    usage = [usage_of(provider, what) for provider in providers for what in USAGE]
+    traffic = [traffic_of(service, what) for service in services for what in (*TRAFFIC, "slots")]
+    return (*usage, *traffic, *(saved_by(cache) for cache in CACHES))
+
+
+def metric_names(branches: Sequence[str]) -> tuple[str, ...]:
+    """Every name that comes from rewards, in a fixed order: the same keys on every rank at every step."""
+    per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
+    stages = [stage_of(stage, share) for stage in Stage for share in STAGE_SHARES] + [*map(slowest_of, Stage)]
+    return (*per_branch, *(outcome_of(outcome) for outcome in OUTCOMES), REFERENCE_MISSING, SKIPPED_UPDATE,
+            SINGLE_SCORED, STALENESS, STALENESS_MAX, LEFT_OUT, BOUNDED, REWARD_SECONDS, JUDGE_SECONDS,
+            *stages)  # fmt: skip
+
+
+def encode(rewards: Sequence[Reward], branch_ids: Sequence[int]) -> torch.Tensor:
+    """Per-completion figures that travel between ranks.
+
+    Returns:
+        `torch.Tensor` of shape (B, 5 + len(`Stage`)), float64: branch id, index into `OUTCOMES`, value, the
+        reference's judge score and its reward, seconds by stage; from the value on NaN where there is none.
+    """
+    rows = [
+        (
+            branch_id,
+            OUTCOMES.index(reward.outcome),
+            math.nan if reward.value is None else reward.value,
+            _number(reward.components.get("reference")),
+            _number(reward.reference_value),
+            *(reward.seconds.get(stage, math.nan) for stage in Stage),
+        )
+        for reward, branch_id in zip(rewards, branch_ids, strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 5 + len(Stage))
+
+
+def add_rewards(aggregates: StepAggregates, table: torch.Tensor, branches: Sequence[str]) -> None:
+    """Add a gathered table from `encode` to the aggregates.
+
+    Args:
+        aggregates (`StepAggregates`):
+            Made with `metric_names(branches)`.
+        table (`torch.Tensor`):
+            Shape (world size x B, columns of `encode`).
+        branches (`Sequence[str]`):
+            Branch names by id.
+    """
+    branch_ids, outcomes, values, references = table[:, :4].unbind(dim=1)  # each (N,)
+    for branch_id, branch in enumerate(branches):
+        in_branch = branch_ids == branch_id
+        for name, column in ((reward_of(branch), values), (reference_of(branch), references)):
+            there = in_branch & ~torch.isnan(column)
+            aggregates.add(name, column[there].sum().item(), there.sum().item())
+    for index, outcome in enumerate(OUTCOMES):
+        aggregates.add(outcome_of(outcome), (outcomes == index).sum().item(), len(table))
+    judged = outcomes == OUTCOMES.index(Outcome.OK)
+    aggregates.add(REFERENCE_MISSING, (judged & torch.isnan(references)).sum().item(), max(judged.sum().item(), 1))
+    add_stages(aggregates, table[:, -len(Stage) :])
+
+
+def add_stages(aggregates: StepAggregates, seconds: torch.Tensor) -> None:
+    """Add what the stages of a batch took: percentiles over completions, and the split of the slowest one.
+
+    Args:
+        aggregates (`StepAggregates`):
+            Made with `metric_names`.
+        seconds (`torch.Tensor`):
+            Shape (N, len(`Stage`)), NaN where a completion did not come to a stage.
+    """
+    for index, stage in enumerate(Stage):
+        known = seconds[:, index][~torch.isnan(seconds[:, index])].tolist()
+        for name, share in STAGE_SHARES.items():
+            aggregates.add(stage_of(stage, name), percentile(known, share), int(bool(known)))
+    if not len(seconds):
+        return
+    split = torch.nan_to_num(seconds)
+    parse, rag_8b, rag_32b, judge = split.unbind(dim=1)
+    slowest = split[(parse + torch.maximum(rag_8b, rag_32b) + judge).argmax()].tolist()
+    for stage, value in zip(Stage, slowest, strict=True):
+        aggregates.add(slowest_of(stage), value, 1)
+
+
+def encode_report(report: BatchReport) -> torch.Tensor:
+    """A batch's report as it travels between ranks.
+
+    Returns:
+        `torch.Tensor` of shape (1, 2 + `JudgeBias.SUMS` + len(`report_names`)), float64: seconds, judge's seconds, the
+        sums for `JudgeBias`, then the figures in the order of `report_names`.
+    """
+    usage = [float(getattr(each, what)) for each in report.usage.values() for what in USAGE]
+    traffic = [float(each[what]) for each in report.traffic.values() for what in (*TRAFFIC, "slots")]
+    saved = [float(report.cache_hits[cache]) for cache in CACHES]
+    figures = [report.seconds, report.judge_seconds, *bias_sums(report.records), *usage, *traffic, *saved]
+    return torch.tensor([figures], dtype=torch.float64)
+
+
+def add_report(aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor, names: Sequence[str]) -> None:
+    """Add gathered reports: times as the slowest rank's, all else summed over ranks, per generation batch.
+
+    Args:
+        aggregates (`StepAggregates`):
+            Made with `metric_names` and `report_names`.
+        bias (`JudgeBias`):
+            Gets the sums.
+        table (`torch.Tensor`):
+            Shape (world size, columns of `encode_report`).
+        names (`Sequence[str]`):
+            From `report_names`.
+    """
+    times, sums = table[:, :2].max(dim=0).values.tolist(), table[:, 2:].sum(dim=0)
+    for name, seconds in zip((REWARD_SECONDS, JUDGE_SECONDS), times, strict=True):
+        aggregates.add(name, seconds, 1)
+    bias.add(sums[: JudgeBias.SUMS].tolist())
+    for name, figure in zip(names, sums[JudgeBias.SUMS :].tolist(), strict=True):
+        aggregates.add(name, figure, 1)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,52 @@
+"""Sums that are kept from one log line to the next.
+
+Owns the way from what was added to the figures of a line. An aggregate keeps its sum and its count until it is logged,
+so that batches of unequal size have the right weights. Knows no reward and no KL: other rooms add their own figures.
+"""
+
+import math
+from collections.abc import Sequence
+
+from salesrl_trl.names import LARGEST
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value at or below which a share of the values lies (nearest rank); 0 without values.
+
+    Args:
+        values (`Sequence[float]`):
+            In any order.
+        share (`float`):
+            In (0, 1].
+    """
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else 0.0
+
+
+class StepAggregates:
+    """The mean of everything that was added since the last `flush`; for names in `LARGEST` the largest value.
+
+    Args:
+        names (`Sequence[str]`):
+            Every name there will be; `flush` returns exactly these, in this order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._sums = dict.fromkeys(names, 0.0)
+        self._counts = dict.fromkeys(names, 0.0)
+
+    def add(self, name: str, total: float, count: float) -> None:
+        """Add a sum over `count` items; for a name in `LARGEST`, one item."""
+        if name in LARGEST:
+            self._sums[name], self._counts[name] = max(self._sums[name], total), min(self._counts[name] + count, 1)
+            return
+        self._sums[name] += total
+        self._counts[name] += count
+
+    def flush(self) -> dict[str, float]:
+        """The figures, NaN where nothing was added. Starts over."""
+        figures = {name: self._sums[name] / count if count else math.nan for name, count in self._counts.items()}
+        for name in self.names:
+            self._sums[name] = self._counts[name] = 0.0
+        return figures
