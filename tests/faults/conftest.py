@@ -1,4 +1,4 @@
-"""Fault servers in processes of their own, and calls against them."""
+"""Fault servers in processes of their own or in memory, and calls against them."""
 
 import asyncio
 import json
@@ -9,6 +9,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from faults.fault_server import Scenarios
+from multidict import CIMultiDict
+from support import virtual_time
+from support.in_memory import Network, Reply, hang_up
 from support.loopback import row
 
 from salesrl_trl.reward.service.http import HttpClient
@@ -40,6 +44,37 @@ class FaultServer:
         self.process.stdout.close()
 
 
+class FaultInMemory:
+    """The scenarios of a fault server, on the event loop of whoever asks."""
+
+    def __init__(self, network, settings):
+        self._scenarios = Scenarios(**settings)
+        self.url = network.serve(self._answer)
+        self.stats = self._scenarios.stats
+
+    async def _answer(self, request):
+        wire = _Wire()
+        await self._scenarios.serve(request.path, wire, request.data)
+        return wire.reply()
+
+
+class _Wire:
+    """What a scenario writes to."""
+
+    def __init__(self):
+        self._written = b""
+        self.write = self._add
+        self.abort = hang_up
+
+    def _add(self, content):
+        self._written += content
+
+    def reply(self):
+        head, _, body = self._written.partition(b"\r\n\r\n")
+        status, *headers = head.decode().split("\r\n")
+        return Reply(body, int(status.split()[1]), CIMultiDict(line.split(": ", 1) for line in headers))
+
+
 @pytest.fixture
 def fault():
     """Start a server: `fault("slots", slots=16, seconds=0.3)`."""
@@ -55,6 +90,13 @@ def fault():
 
 
 @pytest.fixture
+def fault_in_memory(monkeypatch):
+    """As `fault`, without a socket: for calls in virtual time."""
+    network = Network(monkeypatch)
+    return lambda kind, **settings: FaultInMemory(network, {"kind": kind, **settings})
+
+
+@pytest.fixture
 def transport():
     """A transport with the package's defaults, whatever is given aside."""
 
@@ -67,22 +109,25 @@ def transport():
 
 @pytest.fixture
 def call_all():
-    """Run `count` calls at once over one transport; returns each one's result or error, in order."""
+    """Run `count` calls at once over one transport, in virtual time unless another `run` is given. Returns each one's
+    result or error, in order, and the seconds that all of them took."""
 
-    def run(url, transport, count, path="/v1/rag/8b"):
+    def call(url, transport, count, run=virtual_time.run):
         async def all_of_them():
-            http = HttpClient("rag_8b", url)
+            http, loop = HttpClient("rag_8b", url), asyncio.get_running_loop()
+            started = loop.time()
             try:
-                return await asyncio.gather(
-                    *(transport.call(lambda: http.post(path, {"context": "hi"})) for _ in range(count)),
+                results = await asyncio.gather(
+                    *(transport.call(lambda: http.post("/v1/rag/8b", {"context": "hi"})) for _ in range(count)),
                     return_exceptions=True,
                 )
+                return results, loop.time() - started
             finally:
                 await http.aclose()
 
-        return asyncio.run(all_of_them())
+        return run(all_of_them())
 
-    return run
+    return call
 
 
 @pytest.fixture

@@ -46,11 +46,11 @@ def response(status, body, **headers):
 
 
 def seconds_of(end, median, sigma, body):
-    """How long an item takes at the endpoint whose path ends so."""
-    if not sigma:
+    """Seconds that the endpoint whose path ends with `end` takes for the item that the body names."""
+    item = re.search(rb"item-\d+", body)
+    if not sigma or item is None:
         return median
-    item = re.search(rb"item-\d+", body)[0].decode()
-    return median * math.exp(random.Random(f"{end} {item}").gauss(0.0, sigma))
+    return median * math.exp(random.Random(f"{end} {item[0].decode()}").gauss(0.0, sigma))
 
 
 class Scenarios:
@@ -144,7 +144,9 @@ class Scenarios:
                 await asyncio.sleep(0.001)
 
     async def redirect(self, path, transport, body):
-        self.refuse(transport, self.settings["status"], Location=self.settings["location"])
+        """Each request gets the next status."""
+        status = self.settings["statuses"][self.stats["requests"] - 1]
+        self.refuse(transport, status, Location=self.settings["location"])
 
     async def overloaded_once(self, path, transport, body):
         """The first request is turned away; `headers` may hold {"date": seconds from now}."""

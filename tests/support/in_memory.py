@@ -51,20 +51,18 @@ class Reply:
 
 
 class Network:
-    """Addresses, and the functions that answer there: `async answer(request) -> Reply`."""
+    """Addresses, and the functions that answer there: `async answer(request) -> Reply`. Every client asks here, for as
+    long as `monkeypatch` holds."""
 
-    def __init__(self):
+    def __init__(self, monkeypatch):
         self._answers = {}
+        monkeypatch.setattr("salesrl_trl.reward.service.http.open_session", lambda: self)
 
     def serve(self, answer):
         """An address at which `answer` answers."""
         url = f"http://service-{len(self._answers)}.test"
         self._answers[url] = answer
         return url
-
-    def open_session(self):
-        """In place of aiohttp's session."""
-        return self
 
     async def close(self):
         """As aiohttp's session."""

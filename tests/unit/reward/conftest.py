@@ -10,9 +10,7 @@ from support.loopback import build_reward, row
 
 @pytest.fixture
 def network(monkeypatch):
-    network = Network()
-    monkeypatch.setattr("salesrl_trl.reward.service.http.open_session", network.open_session)
-    return network
+    return Network(monkeypatch)
 
 
 @pytest.fixture
