@@ -45,7 +45,8 @@ from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.reward.service.transport import TRAFFIC
-from salesrl_trl.run.assembly import JUDGE, RewardParts, addresses, build_reward, prepare_reward
+from salesrl_trl.run.assembly import addresses, build_reward
+from salesrl_trl.run.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
 from salesrl_trl.types import DEFAULT_FORMAT, Outcome, Reward, SalesRow
 

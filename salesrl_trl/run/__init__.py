@@ -1,5 +1,9 @@
-"""Around the trainer: everything of a run that happens before a step and after the last one.
+"""Around the trainer: all of a run that happens before its first step and after its last one.
 
-Owns the checks before a model is loaded (`preflight`, `probe`), the reward chain built from settings (`assembly`), the
-number format of the weights (`precision`), and the lines that say what a run consists of (`banner`).
+- `settings`: from a recipe and a command line to settings.
+- `checks`, `preflight`, `precision`: checks before a model is loaded, their order, the weights' number format.
+- `assembly`, `building`: from settings to the reward chain, and to the trainer.
+- `banner`, `console`: the lines at the start, the log file, and how the process ends.
+
+Refuses to decide the order of a run: `train` does.
 """

@@ -17,7 +17,7 @@ from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.kl.controller import KLTarget
 from salesrl_trl.names import LOG_FILE
-from salesrl_trl.run.preflight import parameter_count
+from salesrl_trl.run.checks.model import parameter_count
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 

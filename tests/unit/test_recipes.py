@@ -12,10 +12,12 @@ import yaml
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.run.building import build_instruments
 from salesrl_trl.run.precision import Room
+from salesrl_trl.run.preflight import prepare
 from salesrl_trl.run.settings import parse
 from salesrl_trl.telemetry.instruments import InstrumentSettings
-from salesrl_trl.train import build_instruments, main, prepare
+from salesrl_trl.train import main
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -102,11 +104,11 @@ def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded():
     # The debug recipe has room for 320 - 64 = 256 tokens. With room for 100 - 64 = 36, some of the demo's rows fit.
     fits, short = ["--vllm_max_model_length", "320"], ["--vllm_max_model_length", "100"]
     given = prepare(parse([*fits], ROOT / "recipes/debug.yaml"))
-    assert (len(given.train_prompts), len(given.eval_prompts), given.notes) == (960, 160, [])
+    assert (len(given.train.prompts), len(given.held_out.prompts), given.notes) == (960, 160, [])
     with pytest.raises(DataError, match=r"of 960 training rows have prompts of more than 36 tokens .* row \d+ \(\d+"):
         prepare(parse([*short], ROOT / "recipes/debug.yaml"))
     dropped = prepare(parse([*short, "--long_prompts", "drop"], ROOT / "recipes/debug.yaml"))
-    assert len(dropped.train_rows) == len(dropped.train_prompts) < 960
+    assert len(dropped.train.rows) == len(dropped.train.prompts) < 960
     assert [note.split(" rows have")[0].split(" ", 3)[-1] for note in dropped.notes] == ["training", "held-out"]
 
 
@@ -122,7 +124,7 @@ def test_a_checkpoint_of_other_rows_or_branches_is_refused_before_a_model_is_loa
     config = parse(asked, recipe)
     prepared = prepare(config)
     assert config.training.resume_from_checkpoint == str(checkpoint)
-    rows = rows_of(prepared.train_prompts, [row.branch for row in prepared.train_rows])
+    rows = rows_of(prepared.train.prompts, [row.branch for row in prepared.train.rows])
     write_identity(checkpoint, identity_of(config.training, rows), inside_a_batch=False)
     prepare(parse(asked, recipe))
     other = [*asked, "--max_train_rows", "100"]
@@ -138,10 +140,10 @@ def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     with pytest.raises(ConfigError, match="`eval_dataset` is not given"):
         prepare(parse(asked, ROOT / "recipes/debug.yaml"))
     given = prepare(parse([*asked, "--eval_dataset", str(rows)], ROOT / "recipes/debug.yaml"))
-    assert len(given.eval_rows) == 1
+    assert len(given.held_out.rows) == 1
     none = ["--held_out_eval", "false", "--quick_eval_steps", "0"]
     without = prepare(parse([*asked, *none], ROOT / "recipes/debug.yaml"))
-    assert without.eval_rows == []
+    assert without.held_out.rows == []
 
 
 def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_asked_for(tmp_path):
@@ -188,7 +190,8 @@ def test_a_branch_of_the_data_that_is_not_configured_is_refused():
     ids=["dataset", "model", "rag", "judge", "beta", "groups", "key", "output", "checkpoint", "vllm server"],
 )
 def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.train.set_up_logging", lambda: None)  # it is for a whole process
+    for name in ("set_up_logging", "keep_console"):  # they are for a whole process
+        monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         main(ROOT / "recipes/debug.yaml", [*arguments])
     told = capsys.readouterr().err
@@ -198,12 +201,13 @@ def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, m
     assert "warm start" not in told
 
 
-def test_what_a_recipe_ends_with_is_what_its_process_ends_with():
-    command = [sys.executable, "recipes/debug.py", "--dataset", "absent.jsonl"]
+def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps(tmp_path):
+    command = [sys.executable, "recipes/debug.py", "--dataset", "absent.jsonl", "--output_dir", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     assert "DataError: there is no dataset file" in done.stderr
     assert "Traceback" not in done.stderr
+    assert "DataError: there is no dataset file" in (tmp_path / "run/run.log").read_text()
 
 
 def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
@@ -220,8 +224,8 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
 @pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
 def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(tiny, monkeypatch, large, tmp_path):
     room = Room(parameters=7_600_000_000, memory_gib=140.0, vllm_share=0.35, has_reference=True) if large else None
-    monkeypatch.setattr("salesrl_trl.train.room_for_training", lambda *_, **__: room)
-    monkeypatch.setattr("salesrl_trl.train.is_torchao_available", lambda: True)
+    monkeypatch.setattr("salesrl_trl.run.preflight.room_for_training", lambda *_, **__: room)
+    monkeypatch.setattr("salesrl_trl.run.preflight.is_torchao_available", lambda: True)
     given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--dtype", "bfloat16"]
     given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path)]
     config = parse([*given, "--use_cpu", "true", "--bf16", "false"], ROOT / "recipes/full.yaml")

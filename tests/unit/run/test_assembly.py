@@ -14,7 +14,8 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
-from salesrl_trl.run.assembly import build_reward, prepare_reward
+from salesrl_trl.run.assembly import build_reward
+from salesrl_trl.run.checks.reward import prepare_reward
 from salesrl_trl.types import Message, Outcome
 
 BRANCHES = ("fairness", "hallucination")

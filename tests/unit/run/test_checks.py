@@ -15,18 +15,12 @@ from werkzeug import Response
 from salesrl_trl.config import DataConfig, SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
 from salesrl_trl.reward.service.http import MAX_BODY_BYTES, HttpClient
+from salesrl_trl.run.checks.addresses import check_models, check_rag, check_vllm_server
+from salesrl_trl.run.checks.folders import check_checkpoint, earlier_start
+from salesrl_trl.run.checks.model import check_model, parameter_count, positions_of, room_for_training
+from salesrl_trl.run.checks.prompts import prompt_limit
+from salesrl_trl.run.checks.reward import read_key
 from salesrl_trl.run.precision import Room
-from salesrl_trl.run.preflight import (
-    check_checkpoint,
-    check_model,
-    earlier_start,
-    parameter_count,
-    positions_of,
-    prompt_limit,
-    read_key,
-    room_for_training,
-)
-from salesrl_trl.run.probe import check_models, check_rag, check_vllm_server
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10"])
@@ -179,7 +173,7 @@ def serve(httpserver):
         (check_judge, {"v1_models": (200, MODELS)}, "/v1", None),
         (check_judge, {"v1_models": (200, '{"data": []}')}, "/v1", None),
         (check_judge, {}, "/v1", "gave no list of models"),
-        (check_judge, {"v1_models": (200, "<html>")}, "/v1", "that it has 'judge-32b' shows at the first call"),
+        (check_judge, {"v1_models": (200, "<html>")}, "/v1", "the first call will show whether it has 'judge-32b'"),
     ],
 )
 def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(serve, check, pages, path, noted):
@@ -288,7 +282,7 @@ def endless(httpserver):
 
 
 def test_a_health_page_without_an_end_is_left_at_the_probes_time(endless, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.run.probe.PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("salesrl_trl.run.checks.addresses.PROBE_TIMEOUT_S", 0.3)
     with pytest.raises(ServiceUnavailable, match=r"no complete answer in time.*within 0.3 s"):
         check_rag(endless, None)
 

@@ -1,7 +1,7 @@
-"""Whether configured addresses are what they are taken for, asked before any model is loaded.
+"""Checks of configured addresses: does the expected service answer there, and does it know the model?
 
-Owns the requests that cost a service nothing (`/healthz`, `/models`) and what their answers say of an address and a
-model's name. How a call of training is made is `reward`'s.
+Owns the requests that cost a service nothing (`/healthz`, `/models`), and the reading of their answers. Refuses to
+score anything: `reward` makes the calls of training.
 """
 
 import asyncio
@@ -19,18 +19,20 @@ from salesrl_trl.reward.service.http import HttpClient
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
-"""For the whole answer: long enough for a cold load balancer, short enough to sit through."""
+"""Seconds for a whole answer. Long enough for a cold load balancer, and short enough for a user to wait."""
 SERVER_POLL_S = 1.0
-"""Between two looks at a vLLM server that is still starting."""
+"""Seconds between two requests to a vLLM server that is still starting."""
 SHOWN_MODELS = 8
+"""Names of models that a message shows."""
 _HAS_EMBEDDED = ("rag_base_url", "judge_base_url")
+"""Settings whose service has an embedded stand-in."""
 
 
 def check_rag(base_url: str, key: str | None) -> list[str]:
-    """Whether something answers at the RAG service's address. Its `/healthz` may be missing.
+    """Check that a service answers at the RAG service's address. Its `/healthz` may be missing.
 
     Returns:
-        `list[str]`: what could not be looked at, for the run's banner.
+        `list[str]`: lines for the run's banner, about what could not be checked.
 
     Raises:
         `ServiceError`: nothing answers, or the key is refused.
@@ -41,31 +43,31 @@ def check_rag(base_url: str, key: str | None) -> list[str]:
     shorter = re.sub(r"/v1(/.*)?$", "", base_url.rstrip("/"))
     if shorter != base_url.rstrip("/") and isinstance(_ask(shorter, "/healthz", key, "RAG service"), bytes):
         raise ConfigError(
-            f"`rag_base_url` is {base_url}, but the service is well at {shorter}. Expected the address before "
+            f"`rag_base_url` is {base_url}, but the service answers at {shorter}. Expected the address before "
             f"`/v1/rag/...`. Set `rag_base_url: {shorter}`."
         )
-    return [f"the RAG service at {base_url} has no /healthz: that it is one shows at the first call"]
+    return [f"the RAG service at {base_url} has no /healthz: the first call will show whether it is a RAG service"]
 
 
 def check_models(
     base_url: str, key: str | None, model: str, *, service: str = "judge", setting: str = "judge_base_url"
 ) -> list[str]:
-    """Whether an OpenAI-compatible service answers, and lists the model. Its `/models` may be missing.
+    """Check that an OpenAI-compatible service answers, and lists the model. Its `/models` may be missing.
 
     Args:
         base_url (`str`):
-            Its address, `/v1` included.
+            Address of the service, `/v1` included.
         key (`str`, *optional*):
-            Its key.
+            Key of the service.
         model (`str`):
-            The model's name there.
+            Name of the model, as the service has it.
         service (`str`, *optional*, defaults to `"judge"`):
-            What to call it in messages.
+            Name of the service in messages.
         setting (`str`, *optional*, defaults to `"judge_base_url"`):
-            What holds the address.
+            Name of the setting that holds the address.
 
     Returns:
-        `list[str]`: what could not be looked at, for the run's banner.
+        `list[str]`: lines for the run's banner, about what could not be checked.
 
     Raises:
         `ServiceError`: nothing answers, or the key is refused.
@@ -76,10 +78,12 @@ def check_models(
         other = _other_address(base_url, key, service)
         if other is not None:
             raise ConfigError(
-                f"`{setting}` is {base_url}, where there is no list of models, but there is one at {other}. Set "
-                f"`{setting}: {other}`."
+                f"`{setting}` is {base_url}, where there is no list of models, but there is one at {other}. Expected "
+                f"the address before `/models`. Set `{setting}: {other}`."
             )
-        return [f"the {service} at {base_url} gave no list of models: that it has {model!r} shows at the first call"]
+        return [
+            f"the {service} at {base_url} gave no list of models: the first call will show whether it has {model!r}"
+        ]
     if not known or model in known:
         return []
     near = difflib.get_close_matches(model, known, n=1)
@@ -96,16 +100,17 @@ def check_vllm_server(base_url: str, patience_s: float) -> int | None:
 
     Args:
         base_url (`str`):
-            Its address.
+            Address of the server.
         patience_s (`float`):
-            Seconds that it may still take to start.
+            Seconds that the server may still take to start.
 
     Returns:
-        `int`, *optional*: tokens that the server has room for, prompt and completion together, where it says so.
+        `int`, *optional*: the longest prompt and completion together that the server accepts, in tokens; `None` if it
+        does not say.
 
     Raises:
         `ServiceUnavailable`: it does not answer in time.
-        `ConfigError`: its weights can't be updated.
+        `ConfigError`: the server can't take new weights.
     """
     ends = time.monotonic() + patience_s
     while not isinstance(answer := _ask(base_url, "/health", None, "vLLM server"), bytes):
@@ -121,14 +126,14 @@ def check_vllm_server(base_url: str, patience_s: float) -> int | None:
     info = _ask(base_url, "/server_info", None, "vLLM server")
     if isinstance(info, ServiceError) and info.status == 404:
         raise ConfigError(
-            f"the vLLM server at {base_url} has no /server_info, by which weights are updated. Start it with "
-            "VLLM_SERVER_DEV_MODE=1 in its environment."
+            f"the vLLM server at {base_url} has no /server_info. Expected it: the weights' update needs it. Start the "
+            "server with VLLM_SERVER_DEV_MODE=1 in its environment."
         )
     return _room(_ask(base_url, "/v1/models", None, "vLLM server"))
 
 
 def _other_address(base_url: str, key: str | None, service: str) -> str | None:
-    """The address that was probably meant: with the `/v1` that is missing, or without what is too much."""
+    """The address that was probably meant: with a missing `/v1` added, or with surplus parts removed."""
     base = base_url.rstrip("/")
     for other in (f"{base}/v1", re.sub(r"(/v1)+(/chat/completions|/models|/v1)$", "/v1", base)):
         if other != base:
@@ -139,7 +144,7 @@ def _other_address(base_url: str, key: str | None, service: str) -> str | None:
 
 
 def _model_names(body: bytes | None) -> Sequence[str] | None:
-    """Ids of an OpenAI-compatible list; `None` where there is none."""
+    """Names of the models in an OpenAI-compatible list; `None` if the body holds no such list."""
     try:
         return [str(model["id"]) for model in json.loads(body or b"")["data"]]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -147,6 +152,7 @@ def _model_names(body: bytes | None) -> Sequence[str] | None:
 
 
 def _room(models: bytes | ServiceError) -> int | None:
+    """The first listed model's `max_model_len`, in tokens; `None` if it is not given."""
     try:
         room = json.loads(models)["data"][0]["max_model_len"] if isinstance(models, bytes) else None
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
@@ -160,10 +166,10 @@ def _beside(setting: str, name: str) -> str:
 
 
 def _probe(base_url: str, path: str, key: str | None, service: str, setting: str) -> bytes | None:
-    """GET `path`, within `PROBE_TIMEOUT_S` and the size that answers have in training.
+    """GET `path`, with the time limit `PROBE_TIMEOUT_S` and the size limit of answers in training.
 
     Returns:
-        `bytes`, *optional*: the body of a 200; `None` where the service has nothing at that path.
+        `bytes`, *optional*: the body of a 200; `None` if the service has nothing at that path.
     """
     asked = f"GET {base_url.rstrip('/')}{path}"
     answer = _ask(base_url, path, key, service)
@@ -184,7 +190,7 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
 
 
 def _ask(base_url: str, path: str, key: str | None, service: str) -> bytes | ServiceError:
-    """In a thread: in a notebook this one has an event loop of its own."""
+    """Runs in another thread, because in a notebook this one already runs an event loop."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(lambda: asyncio.run(_get(base_url, path, key, service))).result()
 

@@ -1,0 +1,208 @@
+"""Checks of the reward's settings against the branches, the environment and the services' addresses.
+
+Owns `RewardParts`, the checked parts that `assembly` builds the reward chain from. Refuses to build a client.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from salesrl_trl.config import RewardConfig
+from salesrl_trl.demo.services.index import load_documents
+from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.reward.judge.client import load_rubrics, packaged_rubrics
+from salesrl_trl.reward.rag.vector_store import has_table
+from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
+from salesrl_trl.reward.service.http import key_fault
+from salesrl_trl.run.checks.addresses import check_models, check_rag
+from salesrl_trl.types import DEFAULT_FORMAT
+
+logger = logging.getLogger(__name__)
+
+JUDGE = "judge"
+"""Service name of the judge at `judge_base_url`. With `judge_providers`, the provider's name is added to it."""
+
+
+@dataclass
+class RewardParts:
+    """The parts of the reward chain that the checks have read."""
+
+    scoring: Scoring
+    rubrics: dict[str, str]
+    rag_key: str | None = field(repr=False)
+    embedding_key: str | None = field(repr=False)
+    judge_keys: dict[str, str | None] = field(repr=False)
+    """By provider name."""
+    reference_weighed: bool
+    """Whether a reward or a baseline contains the reference's score."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the run's banner."""
+
+
+def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
+    """Check rubrics, weights and keys, and that the configured addresses answer.
+
+    Args:
+        config (`RewardConfig`):
+            Settings.
+        branches (`Sequence[str]`):
+            Branch names.
+        hybrid_baseline (`bool`, *optional*, defaults to `False`):
+            Whether `hybrid_reference_weight` is more than 0.
+
+    Raises:
+        `ConfigError`, `ServiceError`: a setting or a service is not as expected.
+    """
+    scoring = _scoring(config, branches, hybrid_baseline)
+    if config.vector_store_path is not None and not has_table(config.vector_store_path):
+        raise ConfigError(
+            f"`vector_store_path` is {config.vector_store_path}, where there is no store. Expected a folder that "
+            "scripts/build_vector_store.py wrote. Build it, or correct the path."
+        )
+    parts = RewardParts(
+        scoring=scoring,
+        rubrics=load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir),
+        rag_key=read_key(config.rag_api_key_env, "rag_api_key_env"),
+        embedding_key=read_key(config.embedding_api_key_env, "embedding_api_key_env"),
+        judge_keys=_judge_keys(config),
+        reference_weighed=hybrid_baseline or any("margin" in weights for weights in scoring.weights.values()),
+    )
+    if config.rag_base_url is not None:
+        parts.notes += check_rag(config.rag_base_url, parts.rag_key)
+    if config.judge_base_url is not None:
+        parts.notes += check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
+    if config.vector_store_path is not None and config.embedding_base_url and config.embedding_model:
+        address = {"service": "embedding service", "setting": "embedding_base_url"}
+        parts.notes += check_models(config.embedding_base_url, parts.embedding_key, config.embedding_model, **address)
+    _check_providers(config, parts)
+    return parts
+
+
+def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
+    """Check that the embedded services know the rows and rubrics that they are to score.
+
+    Args:
+        config (`RewardConfig`):
+            Settings.
+        branches (`Sequence[str]`):
+            Branch names.
+        own_rows (`str`, *optional*):
+            A dataset of the run that is not the demo.
+
+    Returns:
+        `list[str]`: lines for the run's banner, if `allow_stand_ins` lets them score rows or rubrics unknown to them.
+
+    Raises:
+        `ConfigError`: they don't know them, and `allow_stand_ins` is not set.
+        `DataError`: `knowledge_file` can't be read.
+    """
+    if config.knowledge_file is not None:
+        load_documents(Path(config.knowledge_file).expanduser())
+    own_fields = config.action_format().fields != DEFAULT_FORMAT.fields
+    if config.embeds_rag and own_fields:
+        raise ConfigError(
+            f"The embedded RAG service takes the action's fields {', '.join(DEFAULT_FORMAT.fields)} alone. Set "
+            "`rag_base_url` or `vector_store_path`, or leave out `action_fields`."
+        )
+    faults = []
+    if config.embeds_judge and own_fields:
+        faults.append("The embedded judge does not read `action_fields` of yours. Set `judge_base_url`.")
+    if config.embeds_judge and (own := _own_rubrics(config, branches)):
+        faults.append(
+            "The embedded judge is a program that knows the packaged rubrics and the demo alone. It reads no rubric "
+            f"and can't follow yours ({own}). Set `judge_base_url` and `judge_model`, or `judge_providers`."
+        )
+    if config.embeds_rag and config.knowledge_file is None and own_rows is not None:
+        faults.append(
+            f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue. Set "
+            "`rag_base_url` or `vector_store_path`, or `knowledge_file` for your documents in the embedded service."
+        )
+    if faults and not config.allow_stand_ins:
+        raise ConfigError(
+            f"{' '.join(faults)} To try things with scores that mean nothing, set `allow_stand_ins: true`."
+        )
+    return [f"THE SCORES OF THIS RUN MEAN NOTHING (`allow_stand_ins`). {fault}" for fault in faults]
+
+
+def read_key(variable: str | None, setting: str) -> str | None:
+    """Read a key from an environment variable; `None` if the setting names no variable.
+
+    Raises:
+        `ConfigError`: the variable is not set, or its value can't be sent. The message names the variable, and never
+            shows the key.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(
+            f"`{setting}` names the environment variable {variable}, which is not set. Expected it to hold the key. "
+            f"Export it before the launch, or leave `{setting}` out."
+        )
+    if fault := key_fault(key):
+        raise ConfigError(
+            f"the key in the environment variable {variable} (`{setting}`) holds {fault}. Expected printable ASCII "
+            "characters alone. Export it again, without a line break at its end or other copied characters."
+        )
+    return key
+
+
+def _scoring(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool) -> Scoring:
+    weights = config.parsed_branch_weights()
+    unknown = sorted(weights.keys() - set(branches))
+    if unknown:
+        raise ConfigError(
+            f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
+            "`branches`."
+        )
+    scoring = Scoring(
+        weights={**default_weights(branches), **weights},
+        missing=config.missing_component,
+        invalid_action=config.invalid_action_reward,
+    )
+    unjudged = [branch for branch in branches if not scoring.rubrics(branch)]
+    if hybrid_baseline and unjudged:
+        raise ConfigError(
+            f"`hybrid_reference_weight` is more than 0, but `branch_reward_weights` has no judge in {unjudged}, so "
+            "the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
+        )
+    return scoring
+
+
+def _check_providers(config: RewardConfig, parts: RewardParts) -> None:
+    """Raise if none of several judges answers. Log a warning for each that does not."""
+    providers, failures = config.parsed_judge_providers(), []
+    for each in providers:
+        try:
+            key, setting = parts.judge_keys[each.name], f"judge_providers[{each.name}].base_url"
+            parts.notes += check_models(each.base_url, key, each.model, setting=setting)
+        except ServiceError as error:
+            failures.append(error)
+            logger.warning(str(error))
+    if providers and len(failures) == len(providers):
+        raise failures[0]
+
+
+def _rubric_names(weights: Mapping[str, Mapping[str, float]], branches: Sequence[str]) -> tuple[str, ...]:
+    """Each branch's own rubric, and those that the weights name."""
+    named = [component for components in weights.values() for component in components]
+    others = [name.removeprefix(OTHER_RUBRIC) for name in named if name.startswith(OTHER_RUBRIC)]
+    return tuple(dict.fromkeys((*branches, *others)))
+
+
+def _own_rubrics(config: RewardConfig, branches: Sequence[str]) -> str:
+    """Files of rubrics that are not packaged."""
+    packaged = packaged_rubrics()
+    folder = Path(config.rubric_dir).expanduser() if config.rubric_dir else None
+    names = _rubric_names(config.parsed_branch_weights(), branches)
+    own = [name for name in names if name not in packaged or (folder and (folder / f"{name}.txt").is_file())]
+    return ", ".join(f"{name}.txt" for name in own)
+
+
+def _judge_keys(config: RewardConfig) -> dict[str, str | None]:
+    providers = config.parsed_judge_providers()
+    if not providers:
+        return {JUDGE: read_key(config.judge_api_key_env, "judge_api_key_env")}
+    return {each.name: read_key(each.api_key_env, f"judge_providers[{each.name}].api_key_env") for each in providers}
