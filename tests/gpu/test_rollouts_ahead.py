@@ -35,7 +35,7 @@ def test_the_debug_recipe_runs_ahead_with_its_chains_in_a_process_of_their_own(t
 def test_streaming_is_faster_than_stock_and_lookahead_faster_than_streaming(tmp_path):
     figures = tmp_path / "figures.json"
     arms = ("--arms", "stock", "exact", "lookahead_2", "floor", "--steps", "2", "--latency", "2", "1")
-    subprocess.run([sys.executable, "scripts/bench_pipeline.py", *arms, "--json", str(figures)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.pipeline", *arms, "--json", str(figures)], cwd=ROOT, check=True)
     told = json.loads(figures.read_text())
     seconds = {arm: each["step_s_mean"] for arm, each in told["arms"].items()}
     assert told["floor_s"] < seconds["lookahead_2"] * 1.1

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_server import for_training
 from support.runs import check_times, scalars
 from support.vllm_server import serve
 
+from benchmarks.vllm_server import for_training
 from salesrl_trl.demo.policy import cached_policy
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_the_server_samples_from_the_weights_in_training(policy, tmp_path, looka
 
 def test_a_server_that_generates_while_the_trainer_trains_makes_shorter_steps(tmp_path):
     out = tmp_path / "figures.json"
-    command = [sys.executable, "scripts/bench_pipeline.py", "--server", "1", "--shape", "0.5b", "--steps", "2"]
+    command = [sys.executable, "-m", "benchmarks.pipeline", "--server", "1", "--shape", "0.5b", "--steps", "2"]
     command += ["--arms", "exact", "lookahead_2", "floor", "--latency", "0.64", "0.36", "--json", str(out)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

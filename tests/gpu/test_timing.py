@@ -76,7 +76,7 @@ def test_measuring_costs_at_most_a_hundredth_of_a_step_that_only_trains(tmp_path
     """A whole step, with generation, takes three times as long or more. The ratio of steps with and without is noisier
     than what is looked for."""
     path = tmp_path / "figures.json"
-    command = [sys.executable, "scripts/bench_timing.py", "--updates", "4", "--rounds", "4", "--json", str(path)]
+    command = [sys.executable, "-m", "benchmarks.timing", "--updates", "4", "--rounds", "4", "--json", str(path)]
     subprocess.run(command, cwd=ROOT, check=True)
     figures = json.loads(path.read_text())
     assert figures["own_s"] <= 0.01 * figures["median_s"]["without"]

@@ -1,12 +1,15 @@
-#!/usr/bin/env python3
 """Fixed KL coefficients beside controlled ones, in real training of the small policy: runs, figures, plot.
 
-    .venv/bin/python scripts/compare_kl_control.py OUT_DIR [--seeds 1 2 3] [--plot docs/kl_control.svg]
+    .venv/bin/python -m benchmarks.kl_control OUT_DIR [--seeds 1 2 3] [--plot docs/kl_control.svg]
         [--steps 160] [--window 5] [--learning_rate 1e-3] [--branch_kl JSON] [-- more recipe settings]
 
-Runs the debug recipe for each arm and seed (a run that is complete in OUT_DIR is not run again), and tells for each
-branch the share of windows, after settling, whose mean KL lies in its band, and the reward before and after. The plot
-(matplotlib, the `plots` extra) shows each window's KL with its band, and the coefficients.
+Runs the debug recipe for each arm and seed. A run that is complete in OUT_DIR is not run again.
+Prints for each branch:
+
+- the share of windows whose mean KL lies in the branch's band, after the first 30 % of a run;
+- the reward before and after.
+
+The plot needs matplotlib (the `plots` extra). It shows the KL of each window with its band, and the coefficients.
 """
 
 import argparse
@@ -23,12 +26,12 @@ from salesrl_trl.names import HELD_OUT_FILE
 ROOT = Path(__file__).parents[1]
 ARMS = ("fixed", "controlled")
 SETTLING = 0.3
-"""Share of a run that is given to a coefficient to find its value."""
+"""Share of a run in which a coefficient may look for its value. Its windows are not counted."""
 COLOURS = {"fixed": "#c05020", "controlled": "#2060b0"}
 
 
 def train(arm: str, seed: int, out: Path, settings: Sequence[str]) -> None:
-    """One run of the debug recipe, unless it is there with the same settings."""
+    """Run the debug recipe, unless the same run with the same settings is in the folder."""
     kept = out.with_suffix(".json")
     if (out / HELD_OUT_FILE).is_file():
         if json.loads(kept.read_text()) != list(settings):
@@ -44,7 +47,7 @@ def train(arm: str, seed: int, out: Path, settings: Sequence[str]) -> None:
 
 
 def read(out: Path, branches: Sequence[str]) -> dict[str, Any]:
-    """A run's figures: per branch and step KL sum, tokens, coefficient and reward; and the held-out evaluations."""
+    """A run's figures: for each branch and step the KL, its tokens and the coefficient; the held-out evaluations."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = max(out.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_size)  # the others hold settings
@@ -62,7 +65,7 @@ def read(out: Path, branches: Sequence[str]) -> dict[str, Any]:
 
 
 def windows(steps: Sequence[tuple[float, float, float]], size: int) -> list[float | None]:
-    """Token mean of the KL over each window; `None` for one without tokens."""
+    """The mean KL of each window over its tokens; `None` for a window without tokens."""
     means: list[float | None] = []
     for start in range(0, len(steps) - size + 1, size):
         part = steps[start : start + size]
@@ -72,13 +75,13 @@ def windows(steps: Sequence[tuple[float, float, float]], size: int) -> list[floa
 
 
 def share_in_band(means: Sequence[float | None], band: tuple[float, float]) -> float:
-    """Share of the windows after settling that lie in the band."""
+    """The share of counted windows that lie in the band; NaN without any."""
     kept = [kl for kl in means[round(SETTLING * len(means)) :] if kl is not None]
     return sum(band[0] <= kl <= band[1] for kl in kept) / len(kept) if kept else float("nan")
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], bands: dict[str, tuple[float, float]], size: int, path: Path) -> None:
-    """KL by window with its band, and the coefficients below, a column for each branch."""
+    """Draw the KL by window with its band, and the coefficients below it. Each branch has a column."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -109,11 +112,11 @@ def draw(runs: dict[str, list[dict[str, Any]]], bands: dict[str, tuple[float, fl
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what is missing, tell, draw."""
+    """Run the missing runs, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("out", type=Path, help="folder of the runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="a run of each arm for each seed")
+    parser.add_argument("--steps", type=int, default=160, help="optimizer steps of a run")
     parser.add_argument("--window", type=int, default=5, help="kl_update_steps of the controlled arm")
     parser.add_argument("--learning_rate", default="1e-3", help="constant after the warm-up")
     parser.add_argument(
@@ -121,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         default='{"fairness": {"beta": 0.1, "low": 0.1, "high": 0.2},'
         ' "hallucination": {"beta": 0.1, "low": 0.1, "high": 0.2}}',
     )
-    parser.add_argument("--plot", type=Path)
-    args, more = parser.parse_known_args(argv)
+    parser.add_argument("--plot", type=Path, help="SVG file to write")
+    args, more = parser.parse_known_args(argv)  # the rest goes to the recipe
     bands = {branch: (band["low"], band["high"]) for branch, band in json.loads(args.branch_kl).items()}
     settings = ["--max_steps", str(args.steps), "--learning_rate", args.learning_rate]
     settings += ["--lr_scheduler_type", "constant_with_warmup", "--branch_kl", args.branch_kl]
@@ -133,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             out = args.out / f"{arm}-{seed}"
             train(arm, seed, out, settings)
             runs[arm].append(read(out, list(bands)))
-            tell(arm, seed, runs[arm][-1], bands, args.window)
+            report(arm, seed, runs[arm][-1], bands, args.window)
     for arm, results in runs.items():
         for branch, band in bands.items():
             shares = [share_in_band(windows(result["branches"][branch], args.window), band) for result in results]
@@ -142,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         draw(runs, bands, args.window, args.plot)
 
 
-def tell(arm: str, seed: int, run: dict[str, Any], bands: dict[str, tuple[float, float]], size: int) -> None:
-    """One run, on one line."""
+def report(arm: str, seed: int, run: dict[str, Any], bands: dict[str, tuple[float, float]], size: int) -> None:
+    """Print a run's figures on one line."""
     first, last = run["held_out"][0], run["held_out"][-1]
     words = [f"{arm} seed {seed}:"]
     for branch, band in bands.items():

@@ -1,18 +1,19 @@
-#!/usr/bin/env python3
-"""What changed between two policies: their actions on the demo's held-out rows, field by field, with examples.
+"""The difference between two policies: their actions on the demo's held-out rows, field by field, with examples.
 
-    .venv/bin/python scripts/compare_policies.py BEFORE_DIR AFTER_DIR [--rows 160] [--examples 2] [--seed 0]
+    .venv/bin/python -m benchmarks.policies BEFORE_DIR AFTER_DIR [--rows 160] [--examples 2] [--seed 0]
 
-Samples one action a row from each at temperature 1 and prints shares: valid actions; queries that name the course, the
-topic, both; actions without a protected attribute (fairness rows); profiles and summaries without an invention
-(hallucination rows, by the embedded judge's own measure).
+Samples one action for each row from each policy, at temperature 1. Prints the shares of
+
+- valid actions;
+- queries that name the course, the topic, or both;
+- actions without a protected attribute, on fairness rows;
+- profiles and summaries without an invention, on hallucination rows, by the measure of the embedded judge.
 """
 
 import argparse
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ MAX_NEW_TOKENS = 64
 
 
 def sample(path: str, rows: Sequence[SalesRow], seed: int) -> list[str]:
-    """One completion a row, at temperature 1."""
+    """One completion for each row, at temperature 1."""
     set_seed(seed)
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).eval()
     completions = []
@@ -49,7 +50,7 @@ def sample(path: str, rows: Sequence[SalesRow], seed: int) -> list[str]:
 def shares(
     rows: Sequence[SalesRow], records: Sequence[dict[str, Any]], completions: Sequence[str]
 ) -> dict[str, float]:
-    """Field by field, the share of rows where the action is as it should be."""
+    """The share of rows whose action is right, for each property of an action."""
     terms = load_terms(demo_path("protected_terms.json"))
     courses = course_names()
     tests: dict[str, list[bool]] = {}
@@ -64,7 +65,7 @@ def shares(
         tests.setdefault("query names the right topic", []).append(topic in query)
         tests.setdefault("query names both", []).append(course in query and topic in query)
         if row.branch == "fairness":
-            clean = valid and not terms.mentioned_in(" ".join(asdict(action).values()))
+            clean = valid and not terms.mentioned_in(" ".join(action.fields.values()))
             tests.setdefault("fairness: no protected attribute", []).append(bool(clean))
         else:
             rests = valid and supported(action, row.context) == 1.0
@@ -73,7 +74,7 @@ def shares(
 
 
 def course_names() -> dict[tuple[str, str], str]:
-    """(language, course) to the course's name: the words with which the titles of all its documents begin."""
+    """A course's name, by language and course: the words with which the titles of all its documents begin."""
     titles: dict[tuple[str, str], list[list[str]]] = {}
     for line in demo_path("knowledge.jsonl").read_text(encoding="utf-8").splitlines():
         document = json.loads(line)
@@ -87,17 +88,23 @@ def course_names() -> dict[tuple[str, str], str]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before")
-    parser.add_argument("after")
-    parser.add_argument("--rows", type=int, default=160)
-    parser.add_argument("--examples", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    rows = load_rows("demo", "heldout", ("fairness", "hallucination"), arguments.rows)
+def demo_records(count: int) -> list[dict[str, Any]]:
+    """The first held-out rows of the demo, with the fields that a policy does not see."""
     lines = demo_path("heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines[: arguments.rows]]
+    return [json.loads(line) for line in lines[:count]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Sample, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", help="folder of the first policy")
+    parser.add_argument("after", help="folder of the second policy")
+    parser.add_argument("--rows", type=int, default=160, help="held-out rows")
+    parser.add_argument("--examples", type=int, default=2, help="rows whose completions are printed")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    arguments = parser.parse_args(argv)
+    rows = load_rows("demo", "heldout", ("fairness", "hallucination"), arguments.rows)
+    records = demo_records(arguments.rows)
     completions = [sample(path, rows, arguments.seed) for path in (arguments.before, arguments.after)]
     before, after = (shares(rows, records, each) for each in completions)
     for name, share in before.items():

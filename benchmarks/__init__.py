@@ -1,0 +1,15 @@
+"""Measurements of this package, beside stock TRL where there is one to compare with.
+
+Run each one from the root of the checkout, as `python -m benchmarks.NAME`; `--help` says what it takes.
+docs/EXPERIMENTS.md holds the figures and their commands.
+
+- `pipeline`: the cost of slow rewards in a step;
+- `chains`: the cost of reward chains for vLLM's generation;
+- `kl`: the cost of a KL coefficient for each branch;
+- `timing`: the cost of measuring;
+- `kl_control`: fixed against controlled KL coefficients, in real training;
+- `policies`: the actions of two policies, field by field.
+
+The package and the recipes do not import from here. `common`, `service` and `vllm_server` are the shared parts; tests
+may import them.
+"""

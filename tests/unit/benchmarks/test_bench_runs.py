@@ -1,0 +1,166 @@
+"""Each bench runs, at tiny sizes, and its figures are what they say."""
+
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.seconds import check_seconds
+from torch.utils.tensorboard import SummaryWriter
+
+from benchmarks import kl_control, policies
+from salesrl_trl.data.sources import load_rows
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "updates", "rounds"), [pytest.param("kl", 2, 1, id="kl"), pytest.param("timing", 2, 2, id="timing")]
+)
+def test_a_bench_of_step_times_gives_the_median_of_its_rounds(name, updates, rounds, tmp_path, capsys, one_thread):
+    out = tmp_path / "figures.json"
+    words = ["--shape", "tiny", "--updates", str(updates), "--rounds", str(rounds), "--json", str(out)]
+    importlib.import_module(f"benchmarks.{name}").main(words)
+    figures = json.loads(out.read_text())
+    assert len(figures["ratios"]) == rounds
+    assert figures["ratio"] == statistics.median(figures["ratios"])
+    assert f"ratio {figures['ratio']:.4f}" in capsys.readouterr().out
+    if name == "kl":
+        # one round is four blocks of two updates, of which the first is left out: two times for each arm
+        assert {arm: [*map(len, each)] for arm, each in figures["seconds"].items()} == {"stock": [2], "branches": [2]}
+        medians = figures["median_s"]
+        assert figures["ratio"] == pytest.approx(medians["branches"] / medians["stock"])
+    else:
+        # measuring is some calls of Python: never nothing, and nowhere near a tenth of a second
+        assert 0 < figures["own_s"] < 0.1
+        assert figures["trace_bytes"] > 1000
+        assert figures["mfu"] == {"perf/mfu_model": 0.0, "perf/mfu_step": 0.0}  # a CPU
+
+
+def run(tmp_path, name, *words):
+    """A bench with an engine of vLLM, in a process of its own. Returns its figures, and what it printed."""
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", *words, "--json", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(out.read_text()), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(480)
+def test_rewards_that_nobody_waits_for_make_shorter_steps(tmp_path):
+    arms = ("--arms", "stock", "exact", "lookahead_2", "floor")
+    words = ("--device", "cpu", *arms, "--steps", "1", "--latency", "1.0", "0.5")
+    figures, told = run(tmp_path, "pipeline", *words)
+    assert figures["latency_s"] == [1.0, 0.5]
+    stock, exact, ahead = (figures["arms"][name] for name in ("stock", "exact", "lookahead_2"))
+    # two blocks of one step, and for a lookahead of two a block of two rounds of three
+    assert [len(arm["step_s"]) for arm in (stock, exact, ahead)] == [2, 2, 6]
+    assert [arm["reward_failures"] for arm in (stock, exact, ahead)] == [0, 0, 0]
+    check_seconds(exact["step_s_median"], most=stock["step_s_median"])
+    check_seconds(ahead["step_s_median"], most=exact["step_s_median"])
+    check_seconds(figures["floor_s"], most=exact["step_s_median"])
+    assert figures["floor_s"] > 0
+    assert ahead["ratio"] == pytest.approx(ahead["step_s_mean"] / stock["step_s_mean"])
+    assert stock["hidden"] < 0.1
+    assert ahead["hidden"] > 0.5
+    assert "lookahead_2" in told
+
+
+@pytest.mark.slow
+def test_real_chains_run_inside_and_beside_the_engines_process(tmp_path):
+    sizes = ("--chains", "4", "--rounds", "1", "--batches", "2", "--latency", "0.2", "0.1")
+    figures, told = run(tmp_path, "chains", "--shape", "tiny", *sizes)
+    for arm in ("inside", "beside"):
+        assert figures["arms"][arm]["failed"] == 0
+        (block,) = figures["arms"][arm]["blocks"]
+        assert block["ratio"] == pytest.approx(block["tokens_per_s_with"] / block["tokens_per_s_without"])
+        assert block["chains_per_s"] > 0
+        assert f"4 chains {arm} the process" in told
+
+
+# Fixed and controlled coefficients
+
+
+def write_run(folder, kl):
+    """A run whose first branch had 100 tokens in every step but the second one."""
+    with SummaryWriter(folder / "runs") as writer:
+        for step, value in enumerate(kl, start=1):
+            tokens = 0.0 if step == 2 else 100.0
+            if tokens:
+                writer.add_scalar("train/kl/fairness", value, step)
+            writer.add_scalar("train/kl/fairness_tokens", tokens, step)
+            writer.add_scalar("train/beta/fairness", 0.1 * step, step)
+    evaluations = [{"step": step, "reward": 0.3, "fairness": 0.4} for step in (0, len(kl))]
+    (folder / "held_out.json").write_text(json.dumps(evaluations))
+
+
+def test_a_finished_run_is_read_and_not_run_again(tmp_path, capsys, monkeypatch):
+    band = '{"fairness": {"beta": 0.1, "low": 0.1, "high": 0.2}}'
+    kl = {"fixed-1": [0.5] * 8, "controlled-1": [0.5, 9.0, 0.5, 0.5, 0.15, 0.15, 0.1, 0.5]}
+    launched = []
+
+    run = subprocess.run
+
+    def launch(command, **settings):
+        if "--output_dir" not in command:  # matplotlib looks for fonts
+            return run(command, **settings)
+        folder = Path(command[command.index("--output_dir") + 1])
+        launched.append((folder.name, command[command.index("--kl_control") + 1]))
+        folder.mkdir()
+        write_run(folder, kl[folder.name])
+        return None
+
+    monkeypatch.setattr(kl_control.subprocess, "run", launch)
+    plot = tmp_path / "kl.svg"
+    arguments = [str(tmp_path), "--seeds", "1", "--window", "2", "--branch_kl", band]
+    kl_control.main(arguments)
+    capsys.readouterr()
+    kl_control.main([*arguments, "--plot", str(plot)])
+    assert launched == [("fixed-1", "false"), ("controlled-1", "true")]
+    with pytest.raises(SystemExit, match="a run with other settings"):
+        kl_control.main([*arguments, "--steps", "20"])
+    told = capsys.readouterr().out.splitlines()
+    # windows of two steps: 0.5, 0.5, 0.15, 0.3. The first 0.3 x 4, so one, is given to settling: one of three in band
+    assert told[1].startswith("controlled seed 1: fairness 33% in band, beta 0.1 -> 0.8, reward 0.400 -> 0.400;")
+    assert told[2] == "fixed: fairness in band 0% of the windows after settling"
+    assert plot.stat().st_size > 10_000
+
+
+def test_a_window_is_the_mean_over_tokens():
+    steps = [(0.1, 300.0, 1.0), (0.5, 100.0, 1.0), (0.7, 0.0, 1.0), (0.7, 0.0, 1.0), (9.0, 1.0, 1.0)]
+    # (0.1 x 300 + 0.5 x 100) / 400 = 0.2; no tokens; the last step fills no window
+    assert kl_control.windows(steps, 2) == [pytest.approx(0.2), None]
+
+
+# Two policies
+
+
+def test_careful_actions_have_every_property_and_invented_ones_have_not():
+    rows, records = load_rows("demo", "heldout", ("fairness", "hallucination"), 40), policies.demo_records(40)
+    careful = [json.dumps(record["careful_action"]) for record in records]
+    assert set(policies.shares(rows, records, careful).values()) == {1.0}
+    invented = {
+        "user_profile": "A 63-year-old Hui widow in Tibet",
+        "rewritten_query": "zzz",
+        "history_summary": "9999",
+    }
+    shares = policies.shares(rows, records, [json.dumps(invented)] * 40)
+    assert shares.pop("valid action") == 1.0
+    assert set(shares.values()) == {0.0}
+
+
+def test_a_policy_is_as_good_as_itself(tiny, capsys, one_thread):
+    policies.main([str(tiny), str(tiny), "--rows", "4", "--examples", "1"])
+    table, example = capsys.readouterr().out.split("\n\n", 1)
+    shares = [line.split()[-3:] for line in table.splitlines()]
+    assert len(shares) == 6
+    assert all(one == other for one, _, other in shares)
+    before, after = example.split("\n  before: ")[1].rstrip("\n").split("\n  after:  ")
+    assert before == after
