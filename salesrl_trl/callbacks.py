@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.integrations import TensorBoardCallback
 
-from salesrl_trl.kl.controller import KLTarget
+from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import (
     HELD_OUT_FILE,
     JUDGE_SECONDS,

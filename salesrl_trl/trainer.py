@@ -41,6 +41,7 @@ from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import engine_kwargs, has_tied_head, replaced, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.figures import add_kl, kl_names
+from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty, loss_mask
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
@@ -136,6 +137,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             What is measured of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
         quick_eval (`QuickEvalSettings`, *optional*):
             Greedy evaluations every few steps on a sample of `eval_dataset`. None when not given.
+        kl_law (`KLLaw`, *optional*):
+            Moves the KL coefficients in place of the law that `args` sets.
         kwargs:
             `GRPOTrainer`'s own. The datasets hold the columns `prompt` and `row`.
     """
@@ -151,6 +154,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         args: SalesGRPOConfig,
         instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None,
+        kl_law: KLLaw | None = None,
         **kwargs: Any,
     ) -> None:
         for name in ("tools", "environment_factory"):
@@ -167,7 +171,8 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._tuner: BaseTunerLayer | None = None
         self._report_names = report_names(reward.provider_names, reward.service_names)
         targets = args.kl_targets()
-        self._kl = BranchedKL(targets, args.kl_law(), args.kl_penalty()) if targets else None
+        law = args.kl_control_law(kl_law)
+        self._kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
         self._epoch = 0
         names = (*metric_names(args.branches), *self._report_names, *(kl_names(args.branches) if targets else ()))
         if args.hybrid_reference_weight:

@@ -23,7 +23,7 @@ UNDER_WAY = "processes x batch, steps x iterations of the generation batch under
 TOLD = (
     "learning_rate", "lr_scheduler_type", "optim", "max_steps", "num_train_epochs", "num_generations",
     "num_iterations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "loss_type", "scale_rewards",
-    "beta", "branch_kl", "kl_control", "kl_estimator", "hybrid_reference_weight", "rollout_lookahead",
+    "beta", "branch_kl", "kl_control", "kl_law", "kl_estimator", "hybrid_reference_weight", "rollout_lookahead",
 )  # fmt: skip
 """Settings that a run may go on with otherwise, and says so."""
 _PER_WEIGHT = 32

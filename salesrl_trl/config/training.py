@@ -7,11 +7,12 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
+from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, load_object, structure
 from salesrl_trl.config.machine import settle
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.controller import ControlLaw, KLTarget
+from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
+from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget, check_law
 from salesrl_trl.kl.penalty import PenaltySettings
 
 DEFAULT_BRANCHES = ("fairness", "hallucination")
@@ -29,6 +30,9 @@ RESHAPING: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
 }
 """Sampling parameters beside the temperature that change what is drawn, and the values with which they don't."""
+
+LAW_SETTINGS = ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows")
+"""Settings of the packaged KL law."""
 
 
 @dataclass
@@ -65,6 +69,11 @@ class SalesGRPOConfig(GRPOConfig):
         kl_trend_windows (`float`, *optional*, defaults to `2.0`):
             A coefficient stays where the KL, going on as in the last window, is back in the band after so many; 0 to
             act at once.
+        kl_law (`str`, *optional*):
+            Dotted path of a class that moves the coefficients in place of the packaged law, for example
+            `"my_package.laws.MyLaw"`; `kl.law.KLLaw` describes it. Such a law has none of the four settings above.
+        kl_law_settings (`dict`, *optional*):
+            Keyword arguments of that class.
         hybrid_reference_weight (`float`, *optional*, defaults to `0.0`):
             w in [0, 1]: a group's baseline is (1 - w) times its mean reward and w times the reward of the frozen 32B
             endpoint's answer. 0 is GRPO. A group without a reference has w = 0 and is counted.
@@ -119,6 +128,8 @@ class SalesGRPOConfig(GRPOConfig):
     kl_lower_factor: float = field(default=0.85, metadata=about("factor of a coefficient below its band"))
     kl_recentre: float = field(default=0.5, metadata=about("share of a step taken inside the band"))
     kl_trend_windows: float = field(default=2.0, metadata=about("windows by which the KL's course is extended"))
+    kl_law: str | None = field(default=None, metadata=about("dotted path of a class of your own in place of the law"))
+    kl_law_settings: dict[str, Any] | str | None = field(default=None, metadata=about("keyword arguments of `kl_law`"))
     hybrid_reference_weight: float = field(default=0.0, metadata=about("the 32B reference's share of the baseline"))
     vllm_enforce_eager: bool | None = field(default=None, metadata=about("no compilation, no CUDA graphs"))
     vllm_load_format: str = field(default="auto", metadata=about("auto, or dummy for a fast start"))
@@ -235,7 +246,8 @@ class SalesGRPOConfig(GRPOConfig):
             "`kl_estimator: k1` with `use_bias_correction_kl: false` pulls nowhere: its gradient is zero on average. "
             "Expected the correction, or k2 or k3.",
         )
-        self.kl_law()
+        self.kl_control_law()
+        self.kl_windows()
         self.kl_targets()
 
     def kl_targets(self) -> dict[str, KLTarget]:
@@ -266,17 +278,53 @@ class SalesGRPOConfig(GRPOConfig):
                 raise ConfigError(f"`branch_kl` of {branch!r}: {error}") from error
         return targets if any(target.beta for target in targets.values()) else {}
 
-    def kl_law(self) -> ControlLaw | None:
-        """How the coefficients move; `None` where they don't."""
-        law = ControlLaw(
-            update_steps=self.kl_update_steps,
-            cooldown_steps=self.kl_cooldown_steps,
+    def kl_control_law(self, given: KLLaw | None = None) -> KLLaw | None:
+        """What moves the coefficients; `None` where they stay. `given` takes the place of the law of the settings.
+
+        Raises:
+            `ConfigError`: for a law that can't work, and for settings that the law does not have.
+        """
+        law = self._packaged_law() if given is None and self.kl_law is None else self._own_law(given)
+        return law if self.kl_control else None
+
+    def _packaged_law(self) -> KLLaw:
+        check(self.kl_law_settings is None, "`kl_law_settings` is given without `kl_law`. Expected both, or neither.")
+        return ControlLaw(
             raise_factor=self.kl_raise_factor,
             lower_factor=self.kl_lower_factor,
             recentre=self.kl_recentre,
             trend_windows=self.kl_trend_windows,
         )
-        return law if self.kl_control else None
+
+    def _own_law(self, given: KLLaw | None) -> KLLaw:
+        defaults = {each.name: each.default for each in dataclasses.fields(self)}
+        changed = [name for name in LAW_SETTINGS if getattr(self, name) != defaults[name]]
+        check(
+            not changed,
+            f"`{'`, `'.join(changed)}` set the packaged KL law, and another one is given. Leave them out, and give "
+            "`kl_law_settings` to a class that `kl_law` names.",
+        )
+        check(given is None or self.kl_law is None, "a KL law is given as an object and by `kl_law`. Expected one.")
+        law = given
+        if law is None:
+            assert self.kl_law is not None
+            made_by = load_object(self.kl_law, "kl_law")
+            arguments = structure(
+                "kl_law_settings", {} if self.kl_law_settings is None else self.kl_law_settings, dict
+            )
+            try:
+                law = made_by(**arguments)
+            except TypeError as error:
+                raise ConfigError(
+                    f"`kl_law: {self.kl_law}` can't be made with `kl_law_settings: {arguments}`: {error}. Expected a "
+                    "class, and its keyword arguments."
+                ) from error
+        check_law(law)
+        return law
+
+    def kl_windows(self) -> WindowSettings:
+        """Over which optimizer steps a branch's KL is measured before its coefficient moves."""
+        return WindowSettings(update_steps=self.kl_update_steps, cooldown_steps=self.kl_cooldown_steps)
 
     def kl_penalty(self) -> PenaltySettings:
         """How a token's KL is estimated and weighed."""

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from salesrl_trl.kl.controller import ControlLaw, KLControl, KLTarget
+from salesrl_trl.kl.controller import KLControl, WindowSettings
+from salesrl_trl.kl.law import KLLaw, KLTarget
 from salesrl_trl.kl.penalty import BranchPenalty, PenaltySettings
 from salesrl_trl.names import KL_STATE_FILE
 
@@ -34,14 +35,22 @@ class BranchedKL:
     Args:
         targets (`Mapping[str, KLTarget]`):
             By branch, in the order of branch ids.
-        law (`ControlLaw`, *optional*):
+        law (`KLLaw`, *optional*):
             Moves the coefficients. Without it they stay.
+        windows (`WindowSettings`):
+            When the law is asked.
         settings (`PenaltySettings`):
             How the KL of a token is estimated and weighed.
     """
 
-    def __init__(self, targets: Mapping[str, KLTarget], law: ControlLaw | None, settings: PenaltySettings) -> None:
-        self.control = KLControl(targets, law)
+    def __init__(
+        self,
+        targets: Mapping[str, KLTarget],
+        law: KLLaw | None,
+        windows: WindowSettings,
+        settings: PenaltySettings,
+    ) -> None:
+        self.control = KLControl(targets, law, windows)
         """Coefficients, bands and shares of steps in the band."""
         self.settings = settings
         self._sums: torch.Tensor | None = None  # (branches, len(SUMS)) of this rank since the last optimizer step

@@ -15,7 +15,7 @@ from trl import ModelConfig
 from salesrl_trl import __version__
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.machine import device_line
-from salesrl_trl.kl.controller import KLTarget
+from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
 from salesrl_trl.run.checks.model import parameter_count
 

@@ -54,7 +54,7 @@ def settings(output_dir, **given):
     }
 
 
-OF_THE_TRAINER = ("instruments", "quick_eval", "peft_config", "callbacks", "rollout_func")
+OF_THE_TRAINER = ("instruments", "quick_eval", "peft_config", "callbacks", "rollout_func", "kl_law")
 """What goes to the trainer itself; all else that a test gives is a setting."""
 
 

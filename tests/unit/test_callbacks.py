@@ -9,7 +9,7 @@ from transformers import ProgressCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
 
 from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine, clock, figure, judge_line, shares, step_line
-from salesrl_trl.kl.controller import KLTarget
+from salesrl_trl.kl.law import KLTarget
 
 BRANCHES = ("fairness", "hallucination")
 LOGS = {

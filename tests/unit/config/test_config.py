@@ -5,7 +5,8 @@ import pytest
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.config.machine import Settled
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.controller import ControlLaw
+from salesrl_trl.kl.controller import WindowSettings
+from salesrl_trl.kl.law import ControlLaw
 from salesrl_trl.kl.penalty import PenaltySettings
 
 
@@ -113,11 +114,10 @@ def test_settings_of_the_kl_reach_its_law_and_its_penalty():
         use_bias_correction_kl=False,
         importance_sampling_level="sequence",
     )
-    assert config.kl_law() == ControlLaw(
-        update_steps=7, cooldown_steps=3, raise_factor=1.5, lower_factor=0.5, recentre=0.25, trend_windows=1.0
-    )
+    assert config.kl_control_law() == ControlLaw(raise_factor=1.5, lower_factor=0.5, recentre=0.25, trend_windows=1.0)
+    assert config.kl_windows() == WindowSettings(update_steps=7, cooldown_steps=3)
     assert config.kl_penalty() == PenaltySettings(estimator="k2", clamp=5.0, bias_correction=False, level="sequence")
-    assert training(kl_control=False).kl_law() is None
+    assert training(kl_control=False).kl_control_law() is None
     assert training(rollout_lookahead=1).kl_penalty().off_policy
 
 

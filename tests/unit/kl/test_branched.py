@@ -9,11 +9,13 @@ import torch
 from accelerate import PartialState
 
 from salesrl_trl.kl.branched import KL_STATE_NAME, BranchedKL
-from salesrl_trl.kl.controller import ControlLaw, KLTarget
+from salesrl_trl.kl.controller import WindowSettings
+from salesrl_trl.kl.law import ControlLaw, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
 
 TARGETS = {"fairness": KLTarget(beta=0.1, low=0.02, high=0.06), "hallucination": KLTarget(beta=0.3)}
-LAW = ControlLaw(update_steps=2, recentre=0.0, trend_windows=0.0)
+LAW = ControlLaw(recentre=0.0, trend_windows=0.0)
+WINDOWS = WindowSettings(update_steps=2)
 SETTINGS = PenaltySettings(estimator="k2", bias_correction=False)
 
 
@@ -24,7 +26,7 @@ def one_process():
 
 
 def branched(law=LAW, targets=TARGETS):
-    return BranchedKL(targets, law, SETTINGS)
+    return BranchedKL(targets, law, WINDOWS, SETTINGS)
 
 
 def micro_batch(log_ratio, branch_ids):

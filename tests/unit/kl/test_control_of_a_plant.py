@@ -10,7 +10,8 @@ from statistics import fmean
 
 import pytest
 
-from salesrl_trl.kl.controller import BranchController, ControlLaw, KLControl, KLTarget
+from salesrl_trl.kl.controller import BranchController, KLControl, WindowSettings
+from salesrl_trl.kl.law import ControlLaw, KLTarget
 
 TARGETS = {
     "fairness": KLTarget(beta=0.1, low=0.02, high=0.06),
@@ -18,6 +19,7 @@ TARGETS = {
 }
 STEPS = 1000
 WINDOW = 5
+WINDOWS = WindowSettings(update_steps=WINDOW)
 SETTLING = 40  # windows: 200 steps, in which a coefficient can move by a factor of 268 up and 666 down
 RUNS = 200
 
@@ -46,7 +48,7 @@ class Plant:
 def simulate(seed, law, targets=TARGETS, drive=1.0):
     """By branch: for each window whether its mean KL lay in the band; and every coefficient."""
     rng = random.Random(seed)
-    control = KLControl(targets, law)
+    control = KLControl(targets, law, WINDOWS)
     plants = [Plant(target, rng) for target in targets.values()]
     for plant in plants:
         plant.drive *= drive
@@ -72,7 +74,7 @@ def shares(law):
 
 
 def test_both_branches_enter_their_bands_and_stay_there():
-    kept = shares(ControlLaw(update_steps=WINDOW))
+    kept = shares(ControlLaw())
     worst = min(share for run in kept for share in run.values())
     print(f"\nshare of windows in band after settling: worst of {RUNS} runs {worst:.3f}, mean "
           + ", ".join(f"{branch} {fmean(run[branch] for run in kept):.3f}" for branch in TARGETS))  # fmt: skip
@@ -88,8 +90,8 @@ def test_a_fixed_coefficient_does_not():
 
 def test_the_bare_law_stays_less():
     """What recentring and the trend are for: without them KL waits at an edge, where noise puts it outside."""
-    bare = shares(ControlLaw(update_steps=WINDOW, recentre=0.0, trend_windows=0.0))
-    full = shares(ControlLaw(update_steps=WINDOW))
+    bare = shares(ControlLaw(recentre=0.0, trend_windows=0.0))
+    full = shares(ControlLaw())
     means = [fmean(share for run in kept for share in run.values()) for kept in (bare, full)]
     print(f"\nmean share in band: bare law {means[0]:.3f}, as it is {means[1]:.3f}")
     assert means[1] > means[0] + 0.01
@@ -102,7 +104,7 @@ def test_a_slow_first_rise_costs_little_of_the_coefficient(steps):
     left = []
     for seed in range(50):
         rng = random.Random(seed)
-        branch = BranchController("fairness", target, ControlLaw(update_steps=WINDOW))
+        branch = BranchController("fairness", target, ControlLaw(), WINDOWS)
         for step in range(steps):
             branch.observe(target.low * step / steps * math.exp(rng.gauss(0, 0.15)), 1)
         left.append(branch.beta / target.beta)
@@ -113,7 +115,7 @@ def test_a_slow_first_rise_costs_little_of_the_coefficient(steps):
 @pytest.mark.parametrize(("drive", "bound"), [(1e6, 1), (1e-6, 0)], ids=["too strong", "too weak"])
 def test_a_target_out_of_reach_leaves_the_coefficient_at_its_bound(drive, bound):
     for seed in range(20):
-        _, betas = simulate(seed, ControlLaw(update_steps=WINDOW), drive=drive)
+        _, betas = simulate(seed, ControlLaw(), drive=drive)
         for index, target in enumerate(TARGETS.values()):
             least, most = target.bounds
             assert all(least <= step[index] <= most for step in betas)

@@ -6,14 +6,19 @@ import math
 import pytest
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.controller import FAR, RISE_PATIENCE, BranchController, ControlLaw, KLControl, KLTarget
+from salesrl_trl.kl.controller import BranchController, KLControl, WindowSettings
+from salesrl_trl.kl.law import FAR, RISE_PATIENCE, ControlLaw, KLTarget
 
 BARE = {"recentre": 0.0, "trend_windows": 0.0}
 TARGET = KLTarget(beta=0.1, low=0.02, high=0.08)  # centre sqrt(0.02 * 0.08) = 0.04, half-width ln(2)
 
 
-def controller(target=TARGET, **law):
-    return BranchController("fairness", target, ControlLaw(**{"update_steps": 1, **BARE, **law}))
+EVERY_STEP = WindowSettings(update_steps=1)
+
+
+def controller(target=TARGET, update_steps=1, cooldown_steps=0, **law):
+    windows = WindowSettings(update_steps=update_steps, cooldown_steps=cooldown_steps)
+    return BranchController("fairness", target, ControlLaw(**{**BARE, **law}), windows)
 
 
 @pytest.mark.parametrize(
@@ -30,11 +35,11 @@ def controller(target=TARGET, **law):
         ({"beta": -0.1}, "`beta` is -0.1"),
         ({"beta": None}, "`beta` is None"),
         ({"beta": True}, "`beta` is True"),
-        ({"beta_min": 1.0, "beta_max": 0.5}, "Expected the first to be the lesser"),
-        ({"beta_min": 0.2}, "Expected it between `beta_min` 0.2 and 10"),
-        ({"beta_max": 0.05}, "Expected it between `beta_min` 0.001 and 0.05"),
+        ({"beta_min": 1.0, "beta_max": 0.5}, "Expected `beta_min` to be at most `beta_max`"),
+        ({"beta_min": 0.2}, "Expected it between `beta_min` 0.2 and `beta_max` 10"),
+        ({"beta_max": 0.05}, "Expected it between `beta_min` 0.001 and `beta_max` 0.05"),
         ({"beta": "1e-3"}, "write 1.0e-3"),
-        ({"beta_max": 0.5}, "Without a band it stays"),
+        ({"beta_max": 0.5}, "A coefficient without a band never moves"),
         ({"beta": 0.0, "low": 0.02, "high": 0.06}, "no factor can raise"),
         ({"beta": 0.0, "low": 0.02, "high": 0.06, "beta_max": 1.0}, "no factor can raise"),
     ],
@@ -46,26 +51,26 @@ def test_a_target_that_cannot_work_is_refused(settings, message):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("made_by", "settings"),
     [
-        {"update_steps": 0},
-        {"update_steps": 2.5},
-        {"cooldown_steps": -1},
-        {"cooldown_steps": 0.5},
-        {"raise_factor": math.inf},
-        {"trend_windows": math.inf},
-        {"raise_factor": 1.0},
-        {"lower_factor": 0.0},
-        {"lower_factor": 1.0},
-        {"recentre": 1.1},
-        {"recentre": -0.1},
-        {"trend_windows": -1.0},
+        *[(WindowSettings, {"update_steps": number}) for number in (0, 2.5)],
+        *[(WindowSettings, {"cooldown_steps": number}) for number in (-1, 0.5)],
+        (ControlLaw, {"raise_factor": math.inf}),
+        (ControlLaw, {"trend_windows": math.inf}),
+        (ControlLaw, {"raise_factor": 1.0}),
+        (ControlLaw, {"lower_factor": 0.0}),
+        (ControlLaw, {"lower_factor": 1.0}),
+        (ControlLaw, {"recentre": 1.1}),
+        (ControlLaw, {"recentre": -0.1}),
+        (ControlLaw, {"trend_windows": -1.0}),
     ],
-    ids=lambda value: "-".join(f"{name}={number}" for name, number in value.items()),
+    ids=lambda value: (
+        "-".join(f"{name}={number}" for name, number in value.items()) if isinstance(value, dict) else ""
+    ),
 )
-def test_a_law_that_cannot_work_is_refused_by_its_setting(settings):
+def test_a_law_that_cannot_work_is_refused_by_its_setting(made_by, settings):
     with pytest.raises(ConfigError, match=f"`kl_{next(iter(settings))}`"):
-        ControlLaw(**settings)
+        made_by(**settings)
 
 
 def test_bounds_are_a_hundredth_and_a_hundred_times_the_first_coefficient_unless_given():
@@ -214,18 +219,18 @@ def test_a_coefficient_stays_within_its_bounds():
 
 
 def test_without_a_law_or_a_band_a_coefficient_stays_and_the_band_is_watched():
-    watched = BranchController("fairness", TARGET, None)
+    watched = BranchController("fairness", TARGET, None, EVERY_STEP)
     for kl in (0.05, 9.0, 0.05, 0.05):
         assert watched.observe(kl, 1) is None
     assert (watched.beta, watched.share_in_band) == (0.1, 0.75)
-    free = BranchController("fairness", KLTarget(beta=0.1), ControlLaw(update_steps=1))
+    free = BranchController("fairness", KLTarget(beta=0.1), ControlLaw(), EVERY_STEP)
     assert free.observe(9.0, 1) is None
     assert free.beta == 0.1
     assert math.isnan(free.share_in_band)
 
 
 def test_branches_do_not_touch_each_other():
-    control = KLControl({"a": TARGET, "b": TARGET, "c": TARGET}, ControlLaw(update_steps=1, **BARE))
+    control = KLControl({"a": TARGET, "b": TARGET, "c": TARGET}, ControlLaw(**BARE), EVERY_STEP)
     decisions = control.observe([(9.0, 1), (0.0, 0), (0.001, 1)])
     assert [decision.branch for decision in decisions] == ["a", "c"]
     assert control.betas == [pytest.approx(0.115), 0.1, pytest.approx(0.085)]
@@ -265,13 +270,13 @@ def test_a_controller_goes_on_from_its_saved_state_as_if_nothing_had_happened(in
 
 
 def test_saved_coefficients_meet_the_settings_of_the_run_that_goes_on():
-    high = KLControl({"a": KLTarget(beta=5.0, low=0.1, high=0.2)}, ControlLaw())
-    narrowed = KLControl({"a": KLTarget(beta=0.1, low=0.1, high=0.2, beta_max=1.0)}, ControlLaw())
+    high = KLControl({"a": KLTarget(beta=5.0, low=0.1, high=0.2)}, ControlLaw(), WindowSettings())
+    narrowed = KLControl({"a": KLTarget(beta=0.1, low=0.1, high=0.2, beta_max=1.0)}, ControlLaw(), WindowSettings())
     narrowed.load_state_dict(high.state_dict())
     assert narrowed.betas == [1.0]
-    fixed = KLControl({"a": KLTarget(beta=0.1, low=0.1, high=0.2)}, None)
+    fixed = KLControl({"a": KLTarget(beta=0.1, low=0.1, high=0.2)}, None, WindowSettings())
     fixed.load_state_dict(high.state_dict())
     assert fixed.betas == [0.1]
-    other = KLControl({"b": KLTarget(beta=0.1, low=0.1, high=0.2)}, ControlLaw())
+    other = KLControl({"b": KLTarget(beta=0.1, low=0.1, high=0.2)}, ControlLaw(), WindowSettings())
     other.load_state_dict(high.state_dict())
     assert other.betas == [0.1]

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from salesrl_trl.kl.controller import KLControl, KLTarget
+from salesrl_trl.kl.controller import KLControl, WindowSettings
 from salesrl_trl.kl.figures import add_kl, kl_names
+from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.telemetry.aggregates import StepAggregates
 
 BRANCHES = ("fairness", "hallucination")
@@ -14,7 +15,7 @@ BRANCHES = ("fairness", "hallucination")
 def test_a_band_is_drawn_where_there_is_a_kl_and_nowhere_else():
     """TensorBoard draws a band over equal steps alone."""
     targets = {"fairness": KLTarget(beta=0.1, low=0.02, high=0.06), "hallucination": KLTarget(beta=0.1)}
-    control, means = KLControl(targets, None), StepAggregates(kl_names(BRANCHES))
+    control, means = KLControl(targets, None, WindowSettings()), StepAggregates(kl_names(BRANCHES))
     # ten tokens each; the second branch's weigh 5 together, by the ratio to the policy that sampled them
     add_kl(means, [[0.3, 0.2, 1.0, 10.0, 10.0], [0.3, 0.2, 1.0, 10.0, 5.0]], [0.1, 0.1], control)
     flushed = means.flush()

@@ -1,0 +1,202 @@
+"""A KL law of one's own is one class outside of the package, handed in as an object or named by its dotted path."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from support.loopback import Services
+from support.scripted import build_trainer, default_rows, loopback_reward, settings
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.kl.branched import BranchedKL
+from salesrl_trl.kl.law import KLTarget
+from salesrl_trl.run.settings import parse
+
+LAWS_OF_A_USER = '''
+import math
+
+class Smoothed:
+    """Moves a coefficient by the mean of this window's distance and the ones before."""
+
+    def __init__(self, gain=0.02):
+        self.gain = gain
+
+    def move(self, target, beta, kl, state):
+        distance = (target.distance(kl) + state.get("distance", 0.0)) / 2
+        return beta * math.exp(self.gain * distance), {"distance": distance}
+
+class Nothing:
+    pass
+
+class OfAnotherName:
+    def step(self, target, beta, kl, state):
+        return beta, state
+
+class OfOtherArguments:
+    def move(self, beta, kl):
+        return beta, {}
+
+class WithoutAState:
+    def move(self, target, beta, kl, state):
+        return beta
+
+class OfNoNumber:
+    def move(self, target, beta, kl, state):
+        return math.nan, state
+
+class OfAStateThatIsNotJson:
+    def move(self, target, beta, kl, state):
+        return beta, {"seen": {kl}}
+
+A_NUMBER = 3
+'''
+TARGETS = {
+    "fairness": KLTarget(beta=0.1, low=0.02, high=0.06),
+    "hallucination": KLTarget(beta=0.3, low=0.08, high=0.15),
+}
+WINDOW = 2
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def laws_of_a_user(tmp_path, monkeypatch):
+    """A module that Python finds outside of the package."""
+    (tmp_path / "laws_of_a_user.py").write_text(LAWS_OF_A_USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "laws_of_a_user"
+    sys.modules.pop("laws_of_a_user", None)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return lambda **given: SalesGRPOConfig(**settings(tmp_path, kl_update_steps=WINDOW, **given))
+
+
+def branched(config, law):
+    return BranchedKL(TARGETS, law, config.kl_windows(), config.kl_penalty())
+
+
+def simulate(kl, steps):
+    """A run whose KL is as high as each branch's coefficient is low; 100 tokens of a branch in a step."""
+    for step in steps:
+        kls = [0.02 / beta * (1 + 0.1 * math.sin(step)) for beta in kl.betas]
+        kl.end_step([[100 * each, 0.0, 0.0, 100.0, 100.0] for each in kls], step, is_logged=True)
+
+
+def test_a_law_by_its_dotted_path_brings_the_kl_into_its_band(laws_of_a_user, config):
+    by_path = config(kl_law=f"{laws_of_a_user}.Smoothed", kl_law_settings={"gain": 0.05})
+    law = by_path.kl_control_law()
+    assert (type(law).__name__, law.gain) == ("Smoothed", 0.05)
+    kl = branched(by_path, law)
+    assert [target.contains(0.02 / target.beta) for target in TARGETS.values()] == [False, False]
+    simulate(kl, range(60))
+    assert all(target.contains(0.02 / beta) for target, beta in zip(TARGETS.values(), kl.betas, strict=True))
+
+
+def test_its_state_goes_into_a_checkpoint_and_out_of_it(laws_of_a_user, config, tmp_path):
+    by_path = config(kl_law=f"{laws_of_a_user}.Smoothed", kl_law_settings='{"gain": 0.05}')
+    whole, stopped, resumed = (branched(by_path, by_path.kl_control_law()) for _ in range(3))
+    simulate(whole, range(11))
+    simulate(stopped, range(5))  # inside the third window
+    stopped.save(tmp_path)
+    resumed.load(tmp_path)
+    simulate(resumed, range(5, 11))
+    assert resumed.control.state_dict() == whole.control.state_dict()
+    assert whole.control.state_dict()["fairness"]["law_state"]["distance"] != 0
+
+
+def test_another_law_goes_on_with_the_coefficients_and_without_the_state(laws_of_a_user, config, tmp_path):
+    packaged = config()
+    before = branched(packaged, packaged.kl_control_law())
+    simulate(before, range(10))
+    before.save(tmp_path)
+    by_path = config(kl_law=f"{laws_of_a_user}.Smoothed")
+    after = branched(by_path, by_path.kl_control_law())
+    after.load(tmp_path)
+    assert after.betas == before.betas != [0.1, 0.3]
+    assert after.control.state_dict()["fairness"]["law_state"] == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kl_law": "no_such_module.Law"}, "no module 'no_such_module'"),
+        ({"kl_law": "laws_of_a_user.Law"}, "'laws_of_a_user' has no 'Law'"),
+        ({"kl_law": "laws_of_a_user.A_NUMBER"}, "can't be made with .* not callable. Expected a class"),
+        ({"kl_law": "laws_of_a_user.Smoothed", "kl_law_settings": {"gane": 1}}, "unexpected keyword argument 'gane'"),
+        ({"kl_law": "laws_of_a_user.Smoothed", "kl_law_settings": "[1]"}, "`kl_law_settings` is a list"),
+        ({"kl_law": "laws_of_a_user.Nothing"}, "no attribute 'move'.*Expected an object with the method `move"),
+        ({"kl_law": "laws_of_a_user.OfAnotherName"}, "no attribute 'move'"),
+        (
+            {"kl_law": "laws_of_a_user.OfOtherArguments"},
+            "too many positional arguments.*`move\\(target, beta, kl, state",
+        ),
+        ({"kl_law": "laws_of_a_user.WithoutAState"}, "returned 0.1 at a KL of 0.1.*Expected a finite coefficient and"),
+        ({"kl_law": "laws_of_a_user.OfNoNumber"}, "returned \\(nan, {}\\)"),
+        ({"kl_law": "laws_of_a_user.OfAStateThatIsNotJson"}, "a dict of JSON values"),
+        ({"kl_law": "laws_of_a_user.Smoothed", "kl_raise_factor": 1.3}, "`kl_raise_factor` set the packaged KL law"),
+        ({"kl_law_settings": {"gain": 1}}, "`kl_law_settings` is given without `kl_law`"),
+    ],
+)
+@pytest.mark.usefixtures("laws_of_a_user")
+def test_a_law_that_cannot_work_is_refused_with_the_settings(config, given, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**given)
+
+
+def test_a_law_that_breaks_during_a_run_ends_it(config):
+    class Breaking:
+        def move(self, target, beta, kl, state):
+            return (beta, {"seen": True}) if not state else (math.inf, state)
+
+    kl = branched(config(), config().kl_control_law(Breaking()))
+    simulate(kl, range(WINDOW))
+    with pytest.raises(ConfigError, match=r"Breaking returned \(inf, {'seen': True}\)"):
+        simulate(kl, range(WINDOW))
+
+
+def test_a_law_stays_unused_without_control_and_comes_from_one_place_only(laws_of_a_user, config):
+    path = f"{laws_of_a_user}.Smoothed"
+    law = config(kl_law=path).kl_control_law()
+    assert config(kl_law=path, kl_control=False).kl_control_law() is None
+    assert config().kl_control_law(law) is law
+    with pytest.raises(ConfigError, match="as an object and by `kl_law`"):
+        config(kl_law=path).kl_control_law(law)
+    with pytest.raises(ConfigError, match="missing a required argument"):
+        config().kl_control_law(type(law))
+
+
+@pytest.mark.parametrize("recipe", ["debug", "full"])
+def test_a_recipe_takes_a_law_and_refuses_a_wrong_path_with_its_settings(laws_of_a_user, recipe):
+    def law(path):
+        command = ["--kl_law", path, "--kl_law_settings", '{"gain": 0.05}', "--use_cpu", "true", "--bf16", "false"]
+        return parse(command, ROOT / f"recipes/{recipe}.yaml").training.kl_control_law()
+
+    assert law(f"{laws_of_a_user}.Smoothed").gain == 0.05
+    with pytest.raises(ConfigError, match=r"`kl_law` is 'no_such_module\.Law', and there is no module"):
+        law("no_such_module.Law")
+
+
+class Doubling:
+    """Doubles a coefficient at the end of every window."""
+
+    def move(self, target, beta, kl, state):
+        return 2 * beta, {"windows": state.get("windows", 0) + 1}
+
+
+def test_a_trainer_takes_a_law_as_an_object(tiny, httpserver, tmp_path):
+    def train(name, **given):
+        rows, bands = default_rows(), {branch: {"beta": 0.1, "low": 0.02, "high": 0.06} for branch in TARGETS}
+        reward = loopback_reward(Services(httpserver), rows)
+        more = {"beta": 0.0, "branch_kl": bands, "kl_update_steps": 1, "save_strategy": "steps", "save_steps": 2}
+        trainer = build_trainer(tiny, reward, ("hello",), rows, tmp_path / name, kl_law=Doubling(), **more, **given)
+        trainer.train(given.get("resume_from_checkpoint"))
+        trainer.finish()
+        return [logs["beta/fairness"] for logs in trainer.state.log_history if "beta/fairness" in logs]
+
+    assert train("whole") == pytest.approx([0.1, 0.2, 0.4, 0.8])
+    (tmp_path / "whole" / "checkpoint-4").rename(tmp_path / "checkpoint-4")
+    resumed = train("resumed", max_steps=6, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed[-2:] == pytest.approx([1.6, 3.2])
