@@ -111,6 +111,7 @@ async def serve(descriptor: int) -> None:
     messages = channel.messages()
     async for chain in messages:
         await Worker(chain, channel).run(messages)
+    channel.close()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""The reward chain in a child process, over real HTTP: all that it tells is what the chain itself tells, and a child
-that ends, however it does, costs what it had in hand and nothing else."""
+"""The reward chain in a child process, over real HTTP: it reports what the chain itself reports, and a child that ends
+costs what it had in hand and nothing else.
+
+Where a test does not look at the process itself, the child is a thread that does the same: it starts at once.
+"""
 
 import asyncio
 import gc
@@ -13,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -23,6 +27,7 @@ from salesrl_trl.config import DEFAULT_BRANCHES, RewardConfig
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.process import NO_ACCELERATOR
+from salesrl_trl.reward import worker
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.run import assembly
 from salesrl_trl.types import Outcome
@@ -72,16 +77,34 @@ def services(httpserver):
     services.let_go.set()
 
 
+class InThread:
+    """What `subprocess.Popen` is to `remote`, without a process: a thread with an event loop of its own."""
+
+    def __init__(self, command, *, pass_fds, **_):
+        descriptor = os.dup(pass_fds[0])  # the caller closes the other one, as it does after a fork
+        self._thread = threading.Thread(target=lambda: asyncio.run(worker.serve(descriptor)))
+        self._thread.start()
+
+    def poll(self):
+        return None if self._thread.is_alive() else 0
+
+    def wait(self):
+        self._thread.join()
+        return 0
+
+
 @pytest.fixture
 def loop():
-    """An event loop in a thread of its own, as a trainer has it; what it complains about is an error."""
+    """An event loop in a thread of its own, as a trainer has it. Its complaints are errors."""
     told = []
+    gc.freeze()
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda loop, context: told.append(context["message"]))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     yield loop
     gc.collect()
+    gc.unfreeze()
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(PATIENCE_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -104,8 +127,15 @@ def go(loop):
 
 
 @pytest.fixture
-def remote(services, go):
-    """A chain in a child: `remote(rows, **settings of build_reward)`."""
+def remote(remote_process, monkeypatch):
+    """As `remote_process`, but that the child is a thread."""
+    monkeypatch.setattr("salesrl_trl.reward.remote.subprocess", SimpleNamespace(Popen=InThread, DEVNULL=None))
+    return remote_process
+
+
+@pytest.fixture
+def remote_process(services, go):
+    """A chain in a child process: `remote_process(rows, **settings of build_reward)`."""
     built = []
 
     def build(rows=None, chain=None, **settings):
@@ -195,12 +225,12 @@ def told_by(report):
     return spans, records, dict(report.usage), {n: dict(t) for n, t in report.traffic.items()}, hits
 
 
-def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, remote, go):
+def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, remote_process, go):
     services.functions |= {"8b": answers_by_query, "judge": judge_by_answer}
     rows = [row("r1", message_id="m1"), row("r2", "hallucination", message_id="m2")]
     weights = {"fairness": {"judge": 0.5, "margin": 0.25, "retrieval": 0.25}}
     settings = {"weights": weights}
-    here, there = build_reward(services.url, rows, **settings), remote(rows, **settings)
+    here, there = build_reward(services.url, rows, **settings), remote_process(rows, **settings)
     assert there.__name__ == here.__name__
     assert there.component_names == here.component_names
     assert there.service_names == here.service_names
@@ -307,11 +337,11 @@ def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_
     go(reward.warm_up())
     services.let_go.clear()
     services.asked["judge"].clear()
-    reward.deadline_s = 2.0
+    reward.deadline_s = 1.0
     go(score(reward, [ACTION, "hello"]))
     assert reasons(reward) == ["deadline", "not_json"]
     assert reward.last[0].outcome is Outcome.INFRA
-    assert 1.5 < reward.last[0].seconds["rag_8b"] < PATIENCE_S
+    assert 0.5 < reward.last[0].seconds["rag_8b"] < PATIENCE_S
     told = {(span.track, span.name): span.failed for span in reward.take_report().spans}
     assert told == {
         ("reward 0", "parse"): False,
@@ -401,8 +431,8 @@ def test_another_text_at_a_place_takes_the_first_one_out_of_the_childs_hands(ser
     assert [span.name for span in reward.take_report().spans] == ["parse"]
 
 
-def test_what_is_given_up_before_the_child_has_come_to_it_is_not_asked_for(services, remote, go, loop):
-    reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+def test_what_is_given_up_before_the_child_has_come_to_it_is_not_asked_for(services, remote_process, go, loop):
+    reward = remote_process(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
     assert reward.take_report().traffic["rag_8b"]["calls"] == 0
     go(score(reward, ["hello"]))
     process_of(reward).send_signal(signal.SIGSTOP)  # as one that is busy, or is being started
@@ -419,8 +449,10 @@ def test_what_is_given_up_before_the_child_has_come_to_it_is_not_asked_for(servi
 # The child's life
 
 
-def test_what_a_killed_child_had_in_hand_is_missing_and_the_next_batch_has_a_new_one(services, remote, go, caplog):
-    reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+def test_what_a_killed_child_had_in_hand_is_missing_and_the_next_batch_has_a_new_one(
+    services, remote_process, go, caplog
+):
+    reward = remote_process(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
     services.hangs.add("judge")
     scoring = go.soon(score(reward, ["hello", action(query="a"), action(query="b")]))
     until(lambda: services.calls["judge"] == 2)
@@ -438,9 +470,9 @@ def test_what_a_killed_child_had_in_hand_is_missing_and_the_next_batch_has_a_new
     assert own_words(caplog) == ["the reward process ended with code -9; 2 calls are lost, the next starts anew"]
 
 
-def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(services, remote, go):
+def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(services, remote_process, go):
     """Nor is anything complained about when it ends in the end: see the fixture of the loop."""
-    reward = remote(deadline_s=LONG_S)
+    reward = remote_process(deadline_s=LONG_S)
     go(reward.warm_up())
     reward.deadline_s = 0.5
     process_of(reward).send_signal(signal.SIGSTOP)
@@ -462,9 +494,11 @@ def often_pinged(monkeypatch):
     return patch
 
 
-def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_missing(services, remote, go, caplog, often_pinged):
+def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_missing(
+    services, remote_process, go, caplog, often_pinged
+):
     often_pinged(ping_s=0.1, most_silent=20)
-    reward = remote(timeout_s=LONG_S, deadline_s=LONG_S)
+    reward = remote_process(timeout_s=LONG_S, deadline_s=LONG_S)
     assert go(score(reward, [ACTION])) == [0.75]
     stopped = process_of(reward)
     stopped.send_signal(signal.SIGSTOP)
@@ -490,8 +524,8 @@ def test_a_child_that_is_at_work_is_left_alone(services, remote, go, often_pinge
     assert process_of(reward) is child
 
 
-def test_closing_ends_the_child_and_may_be_repeated(services, remote, go, caplog):
-    reward = remote()
+def test_closing_ends_the_child_and_may_be_repeated(services, remote_process, go, caplog):
+    reward = remote_process()
     go(score(reward, [ACTION]))
     child = process_of(reward)
     assert child.poll() is None
@@ -507,8 +541,8 @@ def test_closing_what_was_never_used_starts_no_child(remote, go):
     assert len(reward._children._made) == 0
 
 
-def test_closing_while_calls_are_out_ends_the_child_without_a_complaint(services, remote, go, loop, caplog):
-    reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+def test_closing_while_calls_are_out_ends_the_child_without_a_complaint(services, remote_process, go, loop, caplog):
+    reward = remote_process(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
     services.hangs |= {"8b", "32b"}
     batch = reward.begin([0, 0])
     for place in range(2):
@@ -520,9 +554,9 @@ def test_closing_while_calls_are_out_ends_the_child_without_a_complaint(services
     assert own_words(caplog) == []
 
 
-def test_closing_ends_a_child_that_does_not_answer_too(remote, go, monkeypatch):
+def test_closing_ends_a_child_that_does_not_answer_too(remote_process, go, monkeypatch):
     monkeypatch.setattr("salesrl_trl.reward.remote.ANSWER_S", 0.5)
-    reward = remote()
+    reward = remote_process()
     go(score(reward, ["hello"]))
     child = process_of(reward)
     child.send_signal(signal.SIGSTOP)
@@ -542,8 +576,8 @@ def test_a_report_after_closing_starts_no_child(remote, go):
     assert len(reward._children._made) == 0
 
 
-def test_a_child_that_could_not_be_started_is_tried_again(remote, go, monkeypatch):
-    reward = remote()
+def test_a_child_that_could_not_be_started_is_tried_again(remote_process, go, monkeypatch):
+    reward = remote_process()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")
         assert go(score(reward, ["hello"])) == [None]
@@ -551,9 +585,9 @@ def test_a_child_that_could_not_be_started_is_tried_again(remote, go, monkeypatc
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_all_processes_is_the_parents_to_answer(services, remote, go, sent):
+def test_a_signal_to_all_processes_is_the_parents_to_answer(services, remote_process, go, sent):
     """A terminal's Ctrl-C and a scheduler's SIGTERM reach the child too: rewards of the last step are still wanted."""
-    reward = remote()
+    reward = remote_process()
     go(reward.warm_up())
     child = process_of(reward)
     child.send_signal(sent)
@@ -582,8 +616,8 @@ def test_the_child_ends_when_its_parent_is_killed(services):
 # What is sent, and what is not
 
 
-def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(services, remote, go):
-    reward = remote()
+def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(services, remote_process, go):
+    reward = remote_process()
     go(score(reward, [ACTION]))
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
     assert services.asked["judge"][0].headers["Authorization"] == "Bearer judge-secret"
@@ -599,8 +633,8 @@ def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(s
     assert {each for each in added if not each.startswith(b"PYTHONPATH=")} == hidden
 
 
-def test_the_child_does_without_torch(remote, go):
-    reward = remote()
+def test_the_child_does_without_torch(remote_process, go):
+    reward = remote_process()
     go(score(reward, [ACTION]))
     maps = Path(f"/proc/{process_of(reward).pid}/maps").read_text()
     assert "python" in maps
@@ -616,7 +650,7 @@ def test_a_chain_that_can_not_be_sent_is_refused_with_what_to_do(services):
     assert not any(secret.decode() in str(caught.value) for secret in SECRETS)
 
 
-def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(services, remote, go, tmp_path):
+def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(services, remote_process, go, tmp_path):
     providers = [
         {"name": name, "base_url": f"{services.url}/v1", "model": name, "max_concurrency": 3}
         for name in ("first", "second")
@@ -630,7 +664,7 @@ def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(servic
     rows = load_rows("demo", "train", list(DEFAULT_BRANCHES), None)
     parts = assembly.prepare_reward(config, list(DEFAULT_BRANCHES))
     chain = assembly.build_reward(config, parts, rows, services.url, "", output_dir=tmp_path / "run")
-    reward = remote(chain=chain)
+    reward = remote_process(chain=chain)
     assert go(score(reward, [ACTION, "hello"], [len(rows) - 1, 0])) == [0.75, 0.0]
     assert set(reward.take_report().traffic) == {"rag_8b", "rag_32b", "judge_first", "judge_second"}
     go(reward.aclose())
@@ -638,7 +672,7 @@ def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(servic
     assert (tmp_path / "references.sqlite").is_file()
 
 
-def test_a_chain_over_a_vector_store_scores_in_a_child(services, httpserver, remote, go, tmp_path):
+def test_a_chain_over_a_vector_store_scores_in_a_child(services, httpserver, remote_process, go, tmp_path):
     pytest.importorskip("lancedb")
     from salesrl_trl.reward.rag.vector_store import StoredDocument, write_table
 
@@ -655,7 +689,7 @@ def test_a_chain_over_a_vector_store_scores_in_a_child(services, httpserver, rem
     )
     parts = assembly.prepare_reward(config, list(DEFAULT_BRANCHES))
     chain = assembly.build_reward(config, parts, [row()], "", config.judge_base_url, output_dir=tmp_path / "run")
-    reward = remote(chain=chain)
+    reward = remote_process(chain=chain)
     assert go(score(reward, [ACTION])) == [0.75]
     assert "It costs 5980 yuan." in services.asked["judge"][0].json["messages"][1]["content"]
 
