@@ -8,10 +8,11 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from salesrl_trl.kl.branched import KL_STATE_NAME, BranchedKL
+from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.law import ControlLaw, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
+from salesrl_trl.names import KL_STATE_FILE
 
 TARGETS = {"fairness": KLTarget(beta=0.1, low=0.02, high=0.06), "hallucination": KLTarget(beta=0.3)}
 LAW = ControlLaw(recentre=0.0, trend_windows=0.0)
@@ -125,11 +126,11 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_happened(tmp_path, 
     for number in range(3, 5):
         step(resumed, number, ratios[number])
     assert resumed.control.state_dict() == whole.control.state_dict()
-    assert set(json.loads((tmp_path / KL_STATE_NAME).read_text())) == set(TARGETS)
+    assert set(json.loads((tmp_path / KL_STATE_FILE).read_text())) == set(TARGETS)
 
 
 def test_a_checkpoint_without_a_state_starts_as_configured_with_a_warning(tmp_path, caplog):
     kl = branched()
     kl.load(tmp_path)
     assert kl.betas == [0.1, 0.3]
-    assert f"{tmp_path} holds no {KL_STATE_NAME}: the KL coefficients start as configured" in caplog.text
+    assert f"{tmp_path} holds no {KL_STATE_FILE}: the KL coefficients start as configured" in caplog.text
