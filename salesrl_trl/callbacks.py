@@ -7,8 +7,7 @@ measured here but elapsed time.
 import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,13 @@ class StepLine(TrainerCallback):
             Branch names.
         providers (`Sequence[str]`):
             Judge providers.
-        failures (`Counter[str]`):
-            Reason to count since the last line; the trainer's own of training, which it clears.
+        failures (`Callable[[], Mapping[str, int]]`):
+            Returns the failures since the last line, by reason.
     """
 
-    def __init__(self, branches: Sequence[str], providers: Sequence[str], failures: Counter[str]) -> None:
+    def __init__(
+        self, branches: Sequence[str], providers: Sequence[str], failures: Callable[[], Mapping[str, int]]
+    ) -> None:
         self._branches = branches
         self._providers = providers
         self._failures = failures
@@ -97,7 +98,7 @@ class StepLine(TrainerCallback):
             self._after_first = (now, step)
         else:
             average = (now - self._after_first[0]) / max(step - self._after_first[1], 1)
-        line = step_line(step, state.max_steps, logs, self._branches, self._failures, seconds)
+        line = step_line(step, state.max_steps, logs, self._branches, self._failures(), seconds)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
         logger.info(" | ".join(part for part in (line, progress, shares(logs)) if part))
         logger.info(judge_line(step, logs, self._providers))

@@ -40,40 +40,27 @@ from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import engine_kwargs, has_tied_head, replaced, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.branched import BranchedKL
-from salesrl_trl.kl.figures import add_kl, kl_names
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty, loss_mask
 from salesrl_trl.names import (
-    BASELINE_FALLBACK,
-    BOUNDED,
-    FAILURE_REASONS,
     LEFT_OUT,
-    SINGLE_SCORED,
-    SKIPPED_UPDATE,
-    STALENESS,
-    STALENESS_MAX,
     Phase,
     StartUp,
 )
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.figures import (
-    add_report,
-    add_rewards,
     encode,
     encode_report,
-    metric_names,
-    report_names,
 )
-from salesrl_trl.reward.judge.bias import JudgeBias
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.rollout.pipeline import Parts, Pipeline, Rollout, correction_sums, why_not_divisible, why_not_streamed
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
 from salesrl_trl.rollout.schedule import parts
-from salesrl_trl.telemetry.aggregates import StepAggregates
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import LeaveOut, show_lines
 from salesrl_trl.types import Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages
+from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.update.stop_notice import watched
 from salesrl_trl.update.weights import WeightChange, WeightCheck, logp_difference, raise_adapters
@@ -169,16 +156,17 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._timeline = self._instruments.timeline
         self._quick_eval: QuickEvaluator | None = None
         self._tuner: BaseTunerLayer | None = None
-        self._report_names = report_names(reward.provider_names, reward.service_names)
         targets = args.kl_targets()
         law = args.kl_control_law(kl_law)
         self._kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
         self._epoch = 0
-        names = (*metric_names(args.branches), *self._report_names, *(kl_names(args.branches) if targets else ()))
-        if args.hybrid_reference_weight:
-            names = (*names, BASELINE_FALLBACK)
-        self._means = {mode: StepAggregates(names) for mode in ("train", "eval")}
-        self._bias = {mode: JudgeBias() for mode in ("train", "eval")}
+        self._ledger = Ledger(
+            args.branches,
+            reward.provider_names,
+            reward.service_names,
+            with_kl=bool(targets),
+            with_baseline=bool(args.hybrid_reference_weight),
+        )
         self._run_control = RunControl(args.min_valid_reward_fraction, args.max_skipped_generations, reward.places)
         # The reference policy, or an adapter's base: the run is as long as it lasts about these weights
         has_base = bool(targets) or kwargs.get("peft_config") is not None or hasattr(model, "peft_config")
@@ -186,9 +174,6 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._rollout: Rollout | None = None  # that TRL is at work on
         self._parts: Parts | None = None  # of a generation batch that is trained on while rewards are out
         self._weight_check = WeightCheck(args.max_sampling_logp_difference)
-        self.failures: dict[str, Counter[str]] = {mode: Counter() for mode in ("train", "eval")}
-        """Reason code to count since the last log of the mode, on all ranks."""
-        self._reasons: set[str] = set()  # every one that was seen in training so far, on any rank
         _UPSTREAM_LOGGER.addFilter(_UNSCORABLE_WARNING)  # once: a logger takes the same filter no second time
         with vllm_engine_options(_engine_options(model, args)), _reference_wanted(args, bool(targets)):
             super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
@@ -196,7 +181,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self.add_callback(_Steps(self))
         take_over_the_console(
             self,
-            StepLine(args.branches, reward.provider_names, self.failures["train"]),
+            StepLine(args.branches, reward.provider_names, functools.partial(self._ledger.failures, "train")),
             HeldOut(args.branches, Path(args.output_dir)),
             ScalarLayout(args.branches, targets, self.callback_handler.callbacks),
         )
@@ -289,11 +274,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._rollout = None
         if self._kl is not None:
             self._kl.forget_sums()
-        for mode in ("train", "eval"):
-            self._metrics[mode].clear()
-            self._means[mode].flush()
-            self._bias[mode].flush()
-            self.failures[mode].clear()
+        self._ledger.clear()
+        for metrics in self._metrics.values():
+            metrics.clear()
         for table in (*self._logs.values(), self._pending_extra_logs, self._pending_metrics):
             table.clear()
         self._current_train_step_time = 0.0
@@ -494,26 +477,23 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._timeline.begin(Phase.ADVANTAGES)
         self._completion_ids = completion_ids_list
         mode = self._mode
-        means = self._means[mode]
         table = encode(self._reward.last, self._branch_ids(inputs)).to(self.accelerator.device)  # (B, columns)
         self._scored = gather(table).cpu()  # (world size x B, columns)
-        add_rewards(means, self._scored, self.args.branches)
         faulty = [reward for reward in self._reward.last if reward.outcome is not Outcome.OK]
         failed = gather_object([(reward.reason, reward.value is None) for reward in faulty])
-        self.failures[mode].update(reason for reason, _ in failed)
+        self._ledger.record_rewards(mode, self._scored, (reason for reason, _ in failed))
         report = self._reward.take_report()
         encoded = encode_report(report).to(self.accelerator.device)  # (1, columns)
-        add_report(means, self._bias[mode], gather(encoded).cpu(), self._report_names)
+        self._ledger.record_report(mode, gather(encoded).cpu())
         if mode == "train":
             self._instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
             scored = ~torch.isnan(rewards_per_func).all(dim=1)  # (world size x B,), the same on every rank
-            alone = scored.view(-1, self.num_generations).sum(dim=1) == 1  # (groups,)
-            means.add(SINGLE_SCORED, alone.sum().item(), len(alone))
+            self._ledger.record_groups(scored, self.num_generations)
             missing = Counter(reason for reason, is_missing in failed if is_missing)
             skipped = self._run_control.see_batch(scored.float().mean().item(), missing)
             if skipped is not None:
                 logger.warning(skipped)
-        means.add(SKIPPED_UPDATE, float(self._run_control.is_skipping and mode == "train"), 1)
+        self._ledger.record_update(mode, is_skipped=self._run_control.is_skipping and mode == "train")
         if self.args.log_completions:
             self._log_components()
         return rewards_per_func
@@ -575,18 +555,14 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _tell_off_policy(self, rollout: Rollout, output: dict[str, Any]) -> None:
         """How far behind the sampler's weights are, and what the correction for them does; a collective."""
-        means, ratio = self._means[self._mode], output.get("importance_sampling_ratio")
-        staleness = self.state.global_step - rollout.step
-        means.add(STALENESS, staleness, 1)
-        means.add(STALENESS_MAX, staleness, 1)
+        self._ledger.record_staleness(self._mode, self.state.global_step - rollout.step)
+        ratio = output.get("importance_sampling_ratio")
         if ratio is None:
             return
         args = self.args
         clips = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
         sums = correction_sums(ratio, output["completion_mask"], args.vllm_importance_sampling_mode, *clips)
-        left_out, bounded, count = self.accelerator.reduce(sums, reduction="sum").tolist()
-        means.add(LEFT_OUT, left_out, count)
-        means.add(BOUNDED, bounded, count)
+        self._ledger.record_correction(self._mode, *self.accelerator.reduce(sums, reduction="sum").tolist())
 
     def _hybrid_advantages(self, size: int, is_complete: bool) -> torch.Tensor:
         """This rank's advantages against the hybrid baseline, shape (size,), in place of TRL's also in its table."""
@@ -600,7 +576,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             self.scale_rewards,
         )
         if is_complete:
-            self._means["train"].add(BASELINE_FALLBACK, missing.sum().item(), len(missing))
+            self._ledger.record_baselines(missing)
             logged = self._logs["advantages"]
             for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
                 logged[index] = advantage
@@ -657,7 +633,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         mode, betas = "train" if self.model.training else "eval", kl.betas
         if mode == "train":
             kl.end_step(totals, self.state.global_step + 1, is_logged=self.accelerator.is_main_process)
-        add_kl(self._means[mode], totals, betas, kl.control)
+        self._ledger.record_kl(mode, totals, betas, kl.control)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -696,19 +672,17 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _log_with_figures(self, logs: dict[str, float], start_time: float | None) -> None:
         mode = "train" if self.model.training else "eval"
         if self._metrics[mode]:  # transformers also logs summaries, at which nothing was measured
-            figures = {**self._means[mode].flush(), **self._bias[mode].flush()}
+            figures = self._ledger.flush(mode)
             if mode == "train":
                 figures |= self._instruments.figures(self.accelerator)
-                self._reasons |= set(self.failures["train"])
             for name, value in figures.items():
                 self._metrics[mode][name] = [value]
         is_a_step = mode == "train" and bool(self._metrics[mode])
         super().log(logs, start_time)
-        if is_a_step and self._reasons:
-            # an entry of its own: that of a step has the same keys at every step, and which reasons come is not known
-            counts = self.failures["train"]
-            Trainer.log(self, {f"{FAILURE_REASONS}{reason}": counts[reason] for reason in sorted(self._reasons)})
-        self.failures[mode].clear()
+        failures = self._ledger.drain_failures(mode)
+        if is_a_step and failures:
+            # An entry of its own: the entry of a step has the same keys at every step, but new reasons may come.
+            Trainer.log(self, {**failures})
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         super()._maybe_log_save_evaluate(*args, **kwargs)

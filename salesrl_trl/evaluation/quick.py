@@ -42,8 +42,6 @@ from salesrl_trl.names import (
     Phase,
     quick_of,
 )
-from salesrl_trl.reward.judge.bias import JudgeBias
-from salesrl_trl.telemetry.aggregates import StepAggregates
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +194,7 @@ class QuickEvaluator:
             with self._greedily(), self._set_aside():
                 batches = [self._rows[first : first + size] for first in range(0, len(self._rows), size)]
                 tables = [self._answer_batch(rows) for rows in batches]
-                return torch.cat(tables), trainer.failures["eval"]
+                return torch.cat(tables), trainer._ledger.failures("eval")
         finally:
             trainer.model.train(was_training)
 
@@ -255,16 +253,13 @@ class QuickEvaluator:
     def _set_aside(self) -> Iterator[None]:
         """What is gathered for the next line of an evaluation, and TRL's table of completions, stay as they are."""
         trainer = self._trainer
-        kept = (trainer._metrics["eval"], trainer._means["eval"], trainer._bias["eval"], trainer._logs)
-        failures = trainer.failures["eval"]
+        kept = (trainer._metrics["eval"], trainer._logs)
         trainer._metrics["eval"], trainer._logs = defaultdict(list), copy.deepcopy(trainer._logs)
-        trainer._means["eval"], trainer._bias["eval"] = StepAggregates(trainer._means["eval"].names), JudgeBias()
-        trainer.failures["eval"] = Counter()
         try:
-            yield
+            with trainer._ledger.aside("eval"):
+                yield
         finally:
-            trainer._metrics["eval"], trainer._means["eval"], trainer._bias["eval"], trainer._logs = kept
-            trainer.failures["eval"] = failures
+            trainer._metrics["eval"], trainer._logs = kept
 
 
 def _metrics(evaluation: QuickEvaluation) -> dict[str, float | None]:

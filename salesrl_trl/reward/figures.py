@@ -10,17 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from salesrl_trl.names import (
-    BOUNDED,
     CACHES,
     JUDGE_SECONDS,
-    LEFT_OUT,
     REFERENCE_MISSING,
     REWARD_SECONDS,
-    SINGLE_SCORED,
-    SKIPPED_UPDATE,
     STAGE_SHARES,
-    STALENESS,
-    STALENESS_MAX,
     USAGE,
     Stage,
     outcome_of,
@@ -48,13 +42,16 @@ def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str
     return (*usage, *traffic, *(saved_by(cache) for cache in CACHES))
 
 
-def metric_names(branches: Sequence[str]) -> tuple[str, ...]:
-    """Every name that comes from rewards, in a fixed order: the same keys on every rank at every step."""
+def reward_names(branches: Sequence[str]) -> tuple[str, ...]:
+    """Every name of `add_rewards` but those of times."""
     per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
-    stages = [stage_of(stage, share) for stage in Stage for share in STAGE_SHARES] + [*map(slowest_of, Stage)]
-    return (*per_branch, *(outcome_of(outcome) for outcome in OUTCOMES), REFERENCE_MISSING, SKIPPED_UPDATE,
-            SINGLE_SCORED, STALENESS, STALENESS_MAX, LEFT_OUT, BOUNDED, REWARD_SECONDS, JUDGE_SECONDS,
-            *stages)  # fmt: skip
+    return (*per_branch, *map(outcome_of, OUTCOMES), REFERENCE_MISSING)
+
+
+def time_names() -> tuple[str, ...]:
+    """Every name of a time: of `add_report`, then of `add_stages`."""
+    stages = [stage_of(stage, share) for stage in Stage for share in STAGE_SHARES]
+    return (REWARD_SECONDS, JUDGE_SECONDS, *stages, *map(slowest_of, Stage))
 
 
 def encode(rewards: Sequence[Reward], branch_ids: Sequence[int]) -> torch.Tensor:
@@ -83,7 +80,7 @@ def add_rewards(aggregates: StepAggregates, table: torch.Tensor, branches: Seque
 
     Args:
         aggregates (`StepAggregates`):
-            Made with `metric_names(branches)`.
+            Made with `reward_names(branches)` and `time_names()`.
         table (`torch.Tensor`):
             Shape (world size x B, columns of `encode`).
         branches (`Sequence[str]`):
@@ -107,7 +104,7 @@ def add_stages(aggregates: StepAggregates, seconds: torch.Tensor) -> None:
 
     Args:
         aggregates (`StepAggregates`):
-            Made with `metric_names`.
+            Made with `time_names`.
         seconds (`torch.Tensor`):
             Shape (N, len(`Stage`)), NaN where a completion did not come to a stage.
     """
@@ -143,7 +140,7 @@ def add_report(aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor,
 
     Args:
         aggregates (`StepAggregates`):
-            Made with `metric_names` and `report_names`.
+            Made with `time_names` and `report_names`.
         bias (`JudgeBias`):
             Gets the sums.
         table (`torch.Tensor`):

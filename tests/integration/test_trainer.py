@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import write_identity
 from salesrl_trl.errors import ConfigError, RunStopped, TooFewRewardsError, WeightSyncError
-from salesrl_trl.reward.figures import metric_names, report_names
 from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.weights import WeightCheck
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
@@ -43,8 +43,7 @@ def test_a_step_learns_and_logs_every_metric(scripted_trainer, caplog, capfd, tm
     assert [caplog.text.count(f"[Step {step}/4]") for step in (1, 2, 3, 4)] == [1, 1, 1, 1]
     assert (tmp_path / "run/trace.json").is_file()
     assert moved(before, weights(trainer))
-    names = {*metric_names(["fairness", "hallucination"]), *report_names(["judge"], ["rag_8b", "rag_32b", "judge"])}
-    names |= {"judge/length_correlation", "judge/position_gap"}
+    names = set(Ledger(["fairness", "hallucination"], ["judge"], ["rag_8b", "rag_32b", "judge"]).flush("train"))
     for logs in step_logs(trainer):
         assert names <= set(logs)
         assert logs["outcome/ok"] == logs["outcome/invalid_action"] == 0.5

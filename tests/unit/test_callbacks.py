@@ -52,7 +52,7 @@ def test_durations_read_like_a_clock(seconds, text):
 def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
     now = iter([0.0, 0.0, 20.0, 23.0, 28.0])  # built, begun, and three lines: at 20 s, 23 s and 28 s
     monkeypatch.setattr("salesrl_trl.callbacks.time.perf_counter", lambda: next(now))
-    callback = StepLine(BRANCHES, ("openai",), Counter())
+    callback = StepLine(BRANCHES, ("openai",), dict)
     state = TrainerState(global_step=0, max_steps=12, is_world_process_zero=True)
     callback.on_train_begin(None, state, TrainerControl())
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
@@ -93,7 +93,7 @@ def test_a_figure_that_is_missing_is_no_number(value, text):
 
 
 def test_a_line_comes_with_each_step_and_not_with_summaries(caplog):
-    callback = StepLine(BRANCHES, ("openai",), Counter())
+    callback = StepLine(BRANCHES, ("openai",), dict)
     state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=True)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         callback.on_train_begin(None, state, TrainerControl())
@@ -111,7 +111,7 @@ def test_a_step_without_a_difference_says_that_it_teaches_nothing():
 def test_only_the_main_process_speaks(caplog):
     state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=False)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        StepLine(BRANCHES, ("openai",), Counter()).on_log(None, state, TrainerControl(), logs=LOGS)
+        StepLine(BRANCHES, ("openai",), dict).on_log(None, state, TrainerControl(), logs=LOGS)
     assert caplog.records == []
 
 

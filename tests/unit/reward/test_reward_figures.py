@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.figures import add_report, add_rewards, encode, encode_report, metric_names, report_names
+from salesrl_trl.reward.figures import (
+    add_report,
+    add_rewards,
+    encode,
+    encode_report,
+    report_names,
+    reward_names,
+    time_names,
+)
 from salesrl_trl.reward.judge.bias import JudgeBias
 from salesrl_trl.reward.judge.provider import ProviderUsage
 from salesrl_trl.reward.service.transport import TRAFFIC
@@ -14,6 +22,7 @@ from salesrl_trl.telemetry.aggregates import StepAggregates
 from salesrl_trl.types import Outcome, Reward
 
 BRANCHES = ("fairness", "hallucination")
+NAMES = (*reward_names(BRANCHES), *time_names())
 
 
 def ok(value, reference=None):
@@ -26,7 +35,7 @@ JUDGE = Reward(outcome=Outcome.JUDGE_INVALID, value=None, reason="judge_empty")
 
 
 def means_of(*batches):
-    means = StepAggregates(metric_names(BRANCHES))
+    means = StepAggregates(NAMES)
     for rewards, branch_ids in batches:
         add_rewards(means, encode(rewards, branch_ids), BRANCHES)
     return means
@@ -55,7 +64,7 @@ def test_a_missing_reference_is_counted_among_the_judged_only():
 
 
 def test_the_keys_are_the_same_when_a_branch_or_everything_is_missing():
-    names = set(metric_names(BRANCHES))
+    names = set(NAMES)
     assert set(means_of(([ok(1.0)], [0])).flush()) == names
     assert set(means_of(([INFRA], [1])).flush()) == names
     assert set(means_of().flush()) == names
@@ -78,7 +87,7 @@ def test_an_empty_batch_encodes_to_no_rows():
 def test_two_ranks_gathered_give_what_one_rank_would():
     rewards, branch_ids = [ok(0.2), ok(0.4), INFRA, ok(0.9)], [0, 1, 0, 0]
     one = means_of((rewards, branch_ids)).flush()
-    two = StepAggregates(metric_names(BRANCHES))
+    two = StepAggregates(NAMES)
     gathered = torch.cat([encode(rewards[:2], branch_ids[:2]), encode(rewards[2:], branch_ids[2:])])
     add_rewards(two, gathered, BRANCHES)
     assert two.flush() == pytest.approx(one, nan_ok=True)
@@ -98,7 +107,7 @@ def test_reports_of_ranks_are_summed_and_their_times_are_the_slowest():
         for seconds in (1.0, 3.0)
     ]
     names = report_names(["openai"], ["rag_8b"])
-    means, bias = StepAggregates((*metric_names(["fairness"]), *names)), JudgeBias()
+    means, bias = StepAggregates((*time_names(), *names)), JudgeBias()
     add_report(means, bias, torch.cat([encode_report(report) for report in reports]), names)
     figures = means.flush()
     assert (figures["time/reward_s"], figures["time/judge_s"]) == (3.0, 1.5)

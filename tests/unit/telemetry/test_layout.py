@@ -5,19 +5,18 @@ import re
 from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils.tensorboard.summary import custom_scalars as as_protobuf
 
-from salesrl_trl.kl.figures import kl_names
-from salesrl_trl.names import MEMORY, THROUGHPUT, Phase, quick_of
-from salesrl_trl.reward.figures import metric_names
+from salesrl_trl.names import MEMORY, QUICK_FIGURES, THROUGHPUT, Phase, quick_of
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.layout import custom_scalars
+from salesrl_trl.update.ledger import Ledger
 
 BRANCHES = ("fairness", "hallucination")
 TAGS = {
     f"train/{name}"
     for name in (
-        *metric_names(BRANCHES), *kl_names(BRANCHES), *perf.TIMES, *THROUGHPUT, *MEMORY, "time/judge_s",
+        *Ledger(BRANCHES, with_kl=True).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY,
         "failures/reason/rag_8b_timeout",
-        *(quick_of(branch, what) for branch in BRANCHES for what in ("score", "truncated", "length", "kl", "beta")),
+        *(quick_of(branch, what) for branch in BRANCHES for what in QUICK_FIGURES),
     )
 }  # fmt: skip
 

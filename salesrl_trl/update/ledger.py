@@ -1,0 +1,171 @@
+"""The figures of the next log line, by mode: those of training and those of an evaluation.
+
+Owns their names and order, the failures by reason, and how the figures of a mode are set aside and brought back. It
+takes figures that are already the same on all ranks: it owns no collective, and knows neither trainer nor model.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from salesrl_trl.kl.controller import KLControl
+from salesrl_trl.kl.figures import add_kl, kl_names
+from salesrl_trl.names import (
+    BASELINE_FALLBACK,
+    BOUNDED,
+    FAILURE_REASONS,
+    LEFT_OUT,
+    SINGLE_SCORED,
+    SKIPPED_UPDATE,
+    STALENESS,
+    STALENESS_MAX,
+)
+from salesrl_trl.reward.figures import add_report, add_rewards, report_names, reward_names, time_names
+from salesrl_trl.reward.judge.bias import JudgeBias
+from salesrl_trl.telemetry.aggregates import StepAggregates
+
+MODES = ("train", "eval")
+UPDATE_NAMES = (SKIPPED_UPDATE, SINGLE_SCORED, STALENESS, STALENESS_MAX, LEFT_OUT, BOUNDED)
+
+
+class _Page:
+    """The figures of one mode."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.figures = StepAggregates(names)
+        self.bias = JudgeBias()
+        self.failures: Counter[str] = Counter()
+
+    def flush(self) -> dict[str, float]:
+        return {**self.figures.flush(), **self.bias.flush()}
+
+
+class Ledger:
+    """Records what happens between two log lines. All ranks record the same figures.
+
+    Args:
+        branches (`Sequence[str]`):
+            Branch names by id.
+        providers (`Sequence[str]`, *optional*):
+            Judge providers.
+        services (`Sequence[str]`, *optional*):
+            Services with figures of their traffic.
+        with_kl (`bool`, *optional*, defaults to `False`):
+            Whether the loss has a KL penalty.
+        with_baseline (`bool`, *optional*, defaults to `False`):
+            Whether baselines take the reference's reward in.
+    """
+
+    def __init__(
+        self,
+        branches: Sequence[str],
+        providers: Sequence[str] = (),
+        services: Sequence[str] = (),
+        *,
+        with_kl: bool = False,
+        with_baseline: bool = False,
+    ) -> None:
+        self._branches = branches
+        self._report_names = report_names(providers, services)
+        self._names = (
+            *reward_names(branches),
+            *UPDATE_NAMES,
+            *time_names(),
+            *self._report_names,
+            *(kl_names(branches) if with_kl else ()),
+            *((BASELINE_FALLBACK,) if with_baseline else ()),
+        )
+        self._pages = {mode: _Page(self._names) for mode in MODES}
+        self._reasons: set[str] = set()  # every reason that training has had so far
+
+    def failures(self, mode: str) -> Counter[str]:
+        """Reason code to number of completions since the last line of a mode."""
+        return self._pages[mode].failures
+
+    def record_rewards(self, mode: str, table: torch.Tensor, reasons: Iterable[str]) -> None:
+        """Add the rewards of a batch.
+
+        Args:
+            mode (`str`):
+                `"train"` or `"eval"`.
+            table (`torch.Tensor`):
+                From `reward.figures.encode`, of all ranks.
+            reasons (`Iterable[str]`):
+                Reason code of each completion that failed, of all ranks.
+        """
+        add_rewards(self._pages[mode].figures, table, self._branches)
+        self._pages[mode].failures.update(reasons)
+
+    def record_report(self, mode: str, table: torch.Tensor) -> None:
+        """Add the report of a batch: `reward.figures.encode_report`, of all ranks."""
+        page = self._pages[mode]
+        add_report(page.figures, page.bias, table, self._report_names)
+
+    def record_groups(self, is_scored: torch.Tensor, size: int) -> None:
+        """Count the groups of a training batch with one scored completion only.
+
+        Args:
+            is_scored (`torch.Tensor`):
+                Of each completion of all ranks, shape (N,), bool.
+            size (`int`):
+                Completions in a group.
+        """
+        alone = is_scored.view(-1, size).sum(dim=1) == 1  # (groups,)
+        self._pages["train"].figures.add(SINGLE_SCORED, alone.sum().item(), len(alone))
+
+    def record_update(self, mode: str, *, is_skipped: bool) -> None:
+        """Count a batch, and whether its update is skipped."""
+        self._pages[mode].figures.add(SKIPPED_UPDATE, float(is_skipped), 1)
+
+    def record_staleness(self, mode: str, steps: int) -> None:
+        """Add the optimizer steps between the weights that sampled a batch and those that train on it."""
+        for name in (STALENESS, STALENESS_MAX):
+            self._pages[mode].figures.add(name, steps, 1)
+
+    def record_correction(self, mode: str, left_out: float, bounded: float, count: float) -> None:
+        """Add what the correction for the sampler's distribution left out and bounded, out of `count` items."""
+        for name, total in ((LEFT_OUT, left_out), (BOUNDED, bounded)):
+            self._pages[mode].figures.add(name, total, count)
+
+    def record_baselines(self, is_missing: torch.Tensor) -> None:
+        """Count the groups of a training batch without a reference's reward in their baseline: shape (groups,)."""
+        self._pages["train"].figures.add(BASELINE_FALLBACK, is_missing.sum().item(), len(is_missing))
+
+    def record_kl(
+        self, mode: str, totals: Sequence[Sequence[float]], betas: Sequence[float], control: KLControl
+    ) -> None:
+        """Add one optimizer step's KL, as `kl.figures.add_kl` takes it."""
+        add_kl(self._pages[mode].figures, totals, betas, control)
+
+    def flush(self, mode: str) -> dict[str, float]:
+        """The figures of a mode's line: always the same names, NaN where nothing was recorded. Starts over."""
+        return self._pages[mode].flush()
+
+    def drain_failures(self, mode: str) -> dict[str, int]:
+        """Forget a mode's failures.
+
+        Returns:
+            `dict[str, int]`: of training, by tag, how often each reason came since the last line; with a 0 for those
+            that came only before. Empty for an evaluation: its line alone shows them.
+        """
+        counts, self._pages[mode].failures = self._pages[mode].failures, Counter()
+        if mode != "train":
+            return {}
+        self._reasons |= counts.keys()
+        return {f"{FAILURE_REASONS}{reason}": counts[reason] for reason in sorted(self._reasons)}
+
+    def clear(self) -> None:
+        """Forget all figures and failures. Reasons that came before stay in `drain_failures`."""
+        for mode in MODES:
+            self._pages[mode] = _Page(self._names)
+
+    @contextlib.contextmanager
+    def aside(self, mode: str) -> Iterator[None]:
+        """Inside the block a mode begins with no figure and no failure; after it, it has those of before again."""
+        page, self._pages[mode] = self._pages[mode], _Page(self._names)
+        try:
+            yield
+        finally:
+            self._pages[mode] = page
