@@ -206,13 +206,10 @@ MEMORY = ("memory/gpu_allocated_gib", GPU_RESERVED, GPU_PEAK, HOST_MEMORY)
 QUICK_EVAL = "quick_eval/"
 """Before the tag of every figure of a quick evaluation."""
 QUICK_SECONDS = f"{QUICK_EVAL}seconds"
-QUICK_REWARD = f"{QUICK_EVAL}{REWARD}"
-QUICK_FIGURES = ("score", "truncated", "length", "kl", "beta")
-"""Figures of each branch in a quick evaluation."""
 
 
 def quick_of(branch: str, kind: str) -> str:
-    """One of `QUICK_FIGURES` of a branch."""
+    """A figure of a branch in a quick evaluation: `score`, `truncated`, `length`, `kl`, `beta`, or one of your own."""
     return f"{QUICK_EVAL}{branch}/{kind}"
 
 

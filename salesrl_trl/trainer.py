@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,10 @@ from salesrl_trl.errors import (
     ServiceError,
     ServiceUnavailable,
 )
+from salesrl_trl.evaluation.answers import Processes, Row
 from salesrl_trl.evaluation.quick import QuickEvaluator
 from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.evaluation.sample import sample
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import engine_kwargs, has_tied_head, replaced, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.branched import BranchedKL
@@ -53,6 +55,7 @@ from salesrl_trl.reward.figures import (
     encode_report,
 )
 from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Parts, Pipeline, Rollout, correction_sums, why_not_divisible, why_not_streamed
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
 from salesrl_trl.rollout.schedule import parts
@@ -215,7 +218,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             generation.sync_weights = self._phased(Phase.WEIGHT_PUSH, generation.sync_weights)
             generation.settle = self._phased(Phase.GENERATION, generation.settle)
         if quick_eval is not None and quick_eval.steps:
-            self._quick_eval = QuickEvaluator(self, quick_eval)
+            self._quick_eval = self._quick_evaluator(quick_eval)
 
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
@@ -613,7 +616,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             kept[is_reference] = output[0]
         return output
 
-    def _logps_of(self, output: dict[str, Any]) -> torch.Tensor:
+    def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
         """Log-probs of a generation batch's completions under the policy as it is, shape (B, T)."""
         ids = torch.cat((output["prompt_ids"], output["completion_ids"]), dim=1)  # (B, P + T)
         attended = torch.cat((output["prompt_mask"], output["completion_mask"]), dim=1)  # (B, P + T)
@@ -687,7 +690,61 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self._quick_eval is not None and self._run_control.error is None:
-            self._quick_eval.evaluate_if_due()
+            self._quick_eval.evaluate_if_due(self.state.global_step)
+
+    def _quick_evaluator(self, settings: QuickEvalSettings) -> QuickEvaluator:
+        args, kl, ranks = self.args, self._kl, Processes()
+        subject = GreedySubject(
+            set_aside=self._set_aside_for_greedy_answers,
+            score=self._score_greedy_answers,
+            logps_of=self._logps_of,
+            decode=lambda ids: self._tokenizer.batch_decode(ids, skip_special_tokens=True),
+            branch_of=self._reward.branch_of,
+            ends=frozenset({*self.eos_token_ids, self._tokenizer.pad_token_id}),
+            batch_size=args.per_device_eval_batch_size,
+            kl=args.kl_penalty(),
+            betas=lambda: {} if kl is None else dict(zip(args.branches, kl.betas, strict=True)),
+            save=lambda folder: self.save_model(str(folder), _internal_call=True),  # pushes to no hub
+            log=functools.partial(Trainer.log, self),
+        )
+        return QuickEvaluator(
+            subject,
+            sample(self.eval_dataset, self._reward.branch_of, settings.rows, args.branches, ranks),
+            branches=args.branches,
+            settings=settings,
+            output_dir=Path(args.output_dir),
+            least_scored=args.min_valid_reward_fraction,
+            ranks=ranks,
+            timeline=self._timeline,
+        )
+
+    def _score_greedy_answers(self, rows: Sequence[Row]) -> ScoredBatch:
+        output = self._generate_and_score_completions([dict(row) for row in rows])
+        return ScoredBatch(output=output, completion_ids=self._completion_ids, rewards=self._reward.last)
+
+    @contextlib.contextmanager
+    def _set_aside_for_greedy_answers(self) -> Iterator[None]:
+        """While active, the policy is in evaluation mode, and each prompt has one answer of the likeliest tokens.
+        The figures of other evaluations, and TRL's table of completions, stay as they are."""
+        owner, was_training = self.vllm_generation if self.use_vllm else self.generation_config, self.model.training
+        changes: list[tuple[Any, str, Any]] = [
+            (self, "num_generations_eval", 1),
+            (self, "_metrics", {**self._metrics, "eval": defaultdict(list)}),
+            (self, "_logs", copy.deepcopy(self._logs)),
+        ]
+        if self.use_vllm:
+            sampled = {"temperature", "top_p", "top_k", "min_p", "n", "best_of"}
+            kept = {name: value for name, value in owner.generation_kwargs.items() if name not in sampled}
+            changes += [(owner, "temperature", 0.0), (owner, "generation_kwargs", kept)]
+        else:
+            changes.append((owner, "do_sample", False))
+        with contextlib.ExitStack() as changed:
+            changed.callback(self.model.train, was_training)
+            self.model.eval()
+            changed.enter_context(self._ledger.aside("eval"))
+            for change in changes:
+                changed.enter_context(replaced(*change))
+            yield
 
     def _agree_to_stop(self) -> None:
         """Stop after the step that has just ended where any rank was asked to; a collective."""
@@ -778,13 +835,13 @@ class _Steps(TrainerCallback):
             engine = trainer.accelerator.deepspeed_engine_wrapped
             engine.engine.step = trainer._phased(Phase.OPTIMIZER, engine.engine.step)
         if trainer._quick_eval is not None:
-            trainer._quick_eval.run_begins()
+            trainer._quick_eval.run_begins(state.global_step)
         trainer._pipeline.restart()
         trainer._instruments.record_model(trainer.accelerator.unwrap_model(trainer.model))
         trainer._timeline.end(StartUp.PREPARE)
         trainer._instruments.run_begins(state.global_step, state.max_steps)
         if trainer._quick_eval is not None:
-            trainer._quick_eval.evaluate_if_due()  # where the run stopped before it had made one
+            trainer._quick_eval.evaluate_if_due(state.global_step)  # where the run stopped before it had made one
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._timeline.end(Phase.OPTIMIZER)

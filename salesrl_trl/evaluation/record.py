@@ -1,60 +1,64 @@
-"""Quick evaluations: a fixed held-out sample, answered greedily every few steps.
+"""The record of quick evaluations: their figures, the line of each, the file, the Pareto front, and the best so far.
 
-Owns their figures, the line that tells them, their record on disk, which of them are on the Pareto front of the
-branches, and which is the best so far. How completions are made and scored is the trainer's.
+Owns the file's format and the rule that selects the best. It makes no answers and keeps no policy.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from salesrl_trl.evaluation.answers import Answered
+from salesrl_trl.evaluation.figures import (
+    BETA,
+    OWN_FIGURES,
+    SCORE,
+    WORST_BRANCH,
+    Figure,
+    mean_reward,
+    measure,
+)
 from salesrl_trl.evaluation.pareto import pareto_front
 from salesrl_trl.names import REWARD
 
+Record = Mapping[str, Any]
+"""One evaluation as a JSON object."""
 SHOWN_ON_FRONT = 5
 """Evaluations on the front that a line names: the latest."""
-OVERALL = REWARD
-WORST_BRANCH = "worst_branch"
-"""The score of the branch that does worst: what is raised when no branch is to pay for another."""
-COLUMNS = ("branch", "score", "truncated", "length", "kl", "kl_tokens")
-"""Of the table in which completions travel between ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickEvalSettings:
-    """When and on how much: `QuickEvalSettings(steps=20, rows=16, best="worst_branch")`."""
+    """When quick evaluations are due, and on how much: `QuickEvalSettings(steps=20, best="worst_branch")`."""
 
     steps: int = 0
     """Optimizer steps from one to the next; 0 for none."""
     rows: int = 16
     """Held-out rows, spread evenly over the branches."""
     best: str | None = None
-    """What the best policy is the best by: `reward`, `worst_branch` or a branch's name; `None` keeps none."""
+    """The figure that selects the best policy: `reward`, `worst_branch`, a branch's name or a figure's name. `None`
+    keeps no policy."""
+    figures: tuple[Figure, ...] = ()
+    """Figures of your own, beside the package's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BranchFigures:
-    """One branch in one evaluation. What could not be measured is `None`."""
+    """One branch in one evaluation."""
 
     rows: int
-    """Completions."""
+    """Answers."""
     scored: int
-    """Those of them that could be scored."""
-    score: float | None
-    """Mean reward of those."""
-    truncated: float | None
-    """Share that came to `max_completion_length` without an end."""
-    length: float | None
-    """Mean tokens of a completion."""
-    kl: float | None
-    """Nats per token to the reference policy, as the loss estimates it, along the greedy answers."""
-    beta: float | None
-    """Coefficient at the time."""
+    """Answers that could be scored."""
+    values: Mapping[str, float | None]
+    """Figures by name: `score` (mean reward of those), `truncated` (share), `length` (mean tokens), `kl` (nats per
+    token), `beta`, and your own. `None` where one could not be measured."""
+
+    @property
+    def score(self) -> float | None:
+        """Mean reward of the answers that could be scored."""
+        return self.values[SCORE]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,121 +68,160 @@ class QuickEvaluation:
     step: int
     """Optimizer steps before it."""
     reward: float | None
-    """Mean reward of all completions that could be scored."""
+    """Mean reward of all answers that could be scored."""
     branches: Mapping[str, BranchFigures]
     """By name, in the order of the settings."""
     seconds: float
-    """What it took."""
+    """Its duration."""
     mode: str = "greedy"
-    """How completions were chosen."""
+    """How tokens were chosen."""
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    """Figures of your own over the answers of all branches, by name."""
 
     def score(self, by: str, least_scored: float = 0.0) -> float | None:
-        """The figure the best policy is the best by; `None` where it could not be measured, or less than a share of
-        the completions it is about could be scored: a few that were lucky are no evaluation."""
-        about = [figures for name, figures in self.branches.items() if by in (name, WORST_BRANCH, OVERALL)]
-        about = [figures for figures in about if figures.rows]
+        """The figure that selects the best policy.
+
+        Args:
+            by (`str`):
+                `reward`, `worst_branch`, a branch's name or the name of one of `figures`.
+            least_scored (`float`):
+                Share in [0, 1] of each branch's answers that have to be scored: a few lucky ones are no evaluation.
+
+        Returns:
+            `float` or `None`: `None` where it could not be measured, or where too little of a branch that it is about
+            was scored.
+        """
+        about = [figures for name, figures in self.branches.items() if figures.rows and by in self._names(name)]
         scores = [figures.score for figures in about if figures.scored >= least_scored * figures.rows]
         known = [score for score in scores if score is not None]
         if not known or len(known) < len(about):
             return None
-        return self.reward if by == OVERALL else min(known)
+        if by in self.figures:
+            return self.figures[by]
+        return self.reward if by == REWARD else min(known)
+
+    def _names(self, branch: str) -> tuple[str, ...]:
+        """What selects by this branch, alone or together with the others."""
+        return branch, WORST_BRANCH, REWARD, *self.figures
 
     def scores(self, least_scored: float) -> dict[str, float | None]:
         """By branch, to be compared with other evaluations; `None` as in `score`."""
         return {name: self.score(name, least_scored) for name in self.branches}
 
-    def line(self) -> str:
+    def line(self, figures: Sequence[Figure] = ()) -> str:
         """`[QuickEval@20] mode=greedy fairness=0.41 ... truncated F=0% ... length F=28 ... KL F=0.12 ... beta
-        F=0.05`."""
+        F=0.05`, then the figures given here."""
         letters = initials(list(self.branches))
 
-        def each(what: str, form: str) -> str:
-            return " ".join(
-                f"{letters[name]}={_shown(getattr(figures, what), form)}" for name, figures in self.branches.items()
+        def each(name: str, form: str) -> str:
+            label = name.upper() if name == "kl" else name
+            values = (
+                f"{letters[branch]}={_shown(found.values[name], form)}" for branch, found in self.branches.items()
             )
+            return f"{label} {' '.join(values)}"
 
         scores = " ".join(
-            f"{name}={_shown(figures.score, '.2f')}"
-            + (f" ({figures.scored} of {figures.rows} scored)" if figures.scored < figures.rows else "")
-            for name, figures in self.branches.items()
+            f"{name}={_shown(found.score, '.2f')}"
+            + (f" ({found.scored} of {found.rows} scored)" if found.scored < found.rows else "")
+            for name, found in self.branches.items()
         )
-        return (
-            f"[QuickEval@{self.step}] mode={self.mode} {scores} truncated {each('truncated', '.0%')} "
-            f"length {each('length', '.0f')} KL {each('kl', '.3f')} beta {each('beta', '.3g')}"
-        )
+        shown = [(own.name, own.form) for own in OWN_FIGURES if own.name != SCORE]
+        shown += [(BETA, ".3g"), *((own.name, own.form) for own in figures)]
+        return f"[QuickEval@{self.step}] mode={self.mode} {scores} " + " ".join(each(*one) for one in shown)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the record."""
-        return asdict(self)
+    def as_dict(self) -> dict[str, object]:
+        """For the record. Without figures of your own it has no entry for them."""
+        return {
+            "step": self.step,
+            "reward": self.reward,
+            "branches": {
+                name: {"rows": found.rows, "scored": found.scored, **found.values}
+                for name, found in self.branches.items()
+            },
+            "seconds": self.seconds,
+            "mode": self.mode,
+            **({"figures": dict(self.figures)} if self.figures else {}),
+        }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> "QuickEvaluation":
-        """The inverse of `as_dict`; what the record says beside it is left out."""
+    def from_dict(cls, record: Record) -> "QuickEvaluation":
+        """The inverse of `as_dict`. Other entries of the record are left out."""
+        branches = {}
+        for name, found in record["branches"].items():
+            values = {key: value for key, value in found.items() if key not in ("rows", "scored")}
+            branches[name] = BranchFigures(rows=found["rows"], scored=found["scored"], values=values)
         return cls(
             step=record["step"],
             mode=record["mode"],
             reward=record["reward"],
             seconds=record["seconds"],
-            branches={name: BranchFigures(**figures) for name, figures in record["branches"].items()},
+            branches=branches,
+            figures=record.get("figures", {}),
         )
 
 
 def evaluation_of(
-    table: torch.Tensor, branches: Sequence[str], betas: Mapping[str, float], step: int, seconds: float
+    answers: Sequence[Answered],
+    branches: Sequence[str],
+    betas: Mapping[str, float],
+    step: int,
+    seconds: float,
+    figures: Sequence[Figure] = (),
 ) -> QuickEvaluation:
-    """The evaluation from its completions.
+    """The evaluation from its answers.
 
     Args:
-        table (`torch.Tensor`):
-            Shape (N, len(`COLUMNS`)): branch id, reward (NaN where it could not be scored), 1 if truncated, tokens,
-            sum of the KL over tokens and tokens in it, NaN and 0 without a reference policy.
+        answers (`Sequence[Answered]`):
+            Of all ranks.
         branches (`Sequence[str]`):
-            Branch names by id.
+            Branch names.
         betas (`Mapping[str, float]`):
             Coefficient by branch, where there is one.
         step (`int`):
             Optimizer steps done.
         seconds (`float`):
-            What it took.
+            Duration of the evaluation.
+        figures (`Sequence[Figure]`):
+            Figures beside the package's own.
     """
-    figures = {}
-    for branch_id, branch in enumerate(branches):
-        rows = table[table[:, 0] == branch_id]  # (n, columns)
-        _, scores, truncated, lengths, kls, tokens = rows.unbind(dim=1)  # each (n,)
-        total = tokens.sum().item()
-        figures[branch] = BranchFigures(
-            rows=len(rows),
-            scored=int((~torch.isnan(scores)).sum().item()),
-            score=_mean(scores),
-            truncated=_mean(truncated),
-            length=_mean(lengths),
-            kl=_finite(kls.sum().item() / total) if total else None,
-            beta=betas.get(branch),
-        )
-    return QuickEvaluation(step=step, reward=_mean(table[:, 1]), branches=figures, seconds=seconds)
+    found = {}
+    for branch in branches:
+        own = [each for each in answers if each.branch == branch]
+        values = {figure.name: measure(figure, own) for figure in OWN_FIGURES}
+        values[BETA] = betas.get(branch)
+        values |= {figure.name: measure(figure, own) for figure in figures}
+        scored = sum(each.reward.value is not None for each in own)
+        found[branch] = BranchFigures(rows=len(own), scored=scored, values=values)
+    return QuickEvaluation(
+        step=step,
+        reward=mean_reward(answers),
+        branches=found,
+        seconds=seconds,
+        figures={figure.name: measure(figure, answers) for figure in figures},
+    )
 
 
 class QuickEvalHistory:
-    """The evaluations of a run, with the best of them.
+    """The evaluations of a run, kept in a file that a resumed run goes on with.
 
     Args:
         path (`Path`):
             The record.
         best (`str`, *optional*):
-            What the best is the best by.
+            The figure that selects the best policy.
         least_scored (`float`):
-            Share in [0, 1] of a branch's completions that have to be scored for its score to be compared.
+            Share in [0, 1] of a branch's answers that have to be scored for its score to be compared.
     """
 
     def __init__(self, path: Path, best: str | None, least_scored: float) -> None:
-        self._path = path
+        self.path = path
         self._best = best
         self._least_scored = least_scored
         self.evaluations: list[QuickEvaluation] = []
         self.best: QuickEvaluation | None = None
 
-    def resume(self, records: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Go on from a record; what was evaluated after `step` is forgotten, for it will be again."""
+    def resume(self, records: Sequence[Record], step: int) -> None:
+        """Go on from a record. Evaluations after `step` are forgotten, because they will be made again."""
         self.evaluations, self.best = [], None
         for record in records:
             if record["step"] <= step:
@@ -188,16 +231,16 @@ class QuickEvalHistory:
         """Whether there is an evaluation of this step."""
         return any(each.step == step for each in self.evaluations)
 
-    def read(self) -> list[dict[str, Any]]:
-        """The record on disk, as far as its lines are whole."""
-        if not self._path.is_file():
+    def read(self) -> list[Record]:
+        """The record on disk, up to the first line that is not whole."""
+        if not self.path.is_file():
             return []
-        records = []
-        for line in self._path.read_text(encoding="utf-8").splitlines():
+        records: list[Record] = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
                 records.append(json.loads(line))
             except json.JSONDecodeError:
-                break  # a run that was cut off while it wrote
+                break  # the run was cut off while it wrote
         return records
 
     def write(self) -> None:
@@ -206,10 +249,10 @@ class QuickEvalHistory:
             json.dumps({**each.as_dict(), "best": self._best is not None and each is self.best})
             for each in self.evaluations
         ]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self._path.with_suffix(".new")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".new")
         fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        fresh.replace(self._path)  # a run that is cut off leaves the one or the other, whole
+        fresh.replace(self.path)  # a run that is cut off leaves the old record or the new one, whole
 
     def add(self, evaluation: QuickEvaluation) -> bool:
         """Add one; returns whether it is the best so far."""
@@ -233,14 +276,14 @@ class QuickEvalHistory:
         `SHOWN_ON_FRONT` of them."""
         front = self.front()
         left_out = "..., " if len(front) > SHOWN_ON_FRONT else ""
-        told = left_out + ", ".join(
+        shown = left_out + ", ".join(
             f"step {each.step} ("
             + ", ".join(f"{name} {_shown(figures.score, '.2f')}" for name, figures in each.branches.items())
             + ")"
             for each in front[-SHOWN_ON_FRONT:]
         )
         step = self.evaluations[-1].step
-        return f"[Pareto@{step}] {len(front)} of {len(self.evaluations)} evaluations on the front: {told or 'none'}"
+        return f"[Pareto@{step}] {len(front)} of {len(self.evaluations)} evaluations on the front: {shown or 'none'}"
 
 
 def initials(names: Sequence[str]) -> dict[str, str]:
@@ -253,38 +296,6 @@ def initials(names: Sequence[str]) -> dict[str, str]:
         )
         short[name] = name[:length].capitalize()
     return short
-
-
-def spread(branch_ids: Sequence[int], rows: int, branches: int, multiple: int) -> list[int]:
-    """Which rows to evaluate: the first of each branch in turn, a multiple of the number of processes and at least one
-    for each.
-
-    Args:
-        branch_ids (`Sequence[int]`):
-            Of each held-out row.
-        rows (`int`):
-            How many are wanted.
-        branches (`int`):
-            How many branches there are.
-        multiple (`int`):
-            Processes that share the work.
-
-    Returns:
-        `list[int]`: indices; as many as there are where there are too few.
-    """
-    by_branch = [[index for index, each in enumerate(branch_ids) if each == branch] for branch in range(branches)]
-    turns = max((len(each) for each in by_branch), default=0)
-    chosen = [each[turn] for turn in range(turns) for each in by_branch if turn < len(each)]
-    return chosen[: min(max(rows, multiple), len(chosen)) // multiple * multiple]
-
-
-def _mean(values: torch.Tensor) -> float | None:
-    known = values[~torch.isnan(values)]
-    return known.mean().item() if len(known) else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _shown(value: float | None, form: str) -> str:

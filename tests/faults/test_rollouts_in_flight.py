@@ -382,7 +382,7 @@ class OfARank(ScriptedTrainer):
         self._pipeline.wait = noted
         self.quick = []  # reasons that quick evaluations told, on the main process
         if self._quick_eval is not None:
-            self._quick_eval._tell = lambda evaluation, reasons, kept: self.quick.append(dict(reasons))
+            self._quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
 
     @property
     def trained(self):

@@ -18,12 +18,9 @@ import torch
 from peft import LoraConfig
 from support.loopback import VERDICT, action, chat_completion
 from support.runs import check_times, scalars, spans
-from support.scripted import default_rows
 from support.seconds import check_seconds
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from salesrl_trl.data.sources import build_dataset
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.names import (
     MFU_MODEL,
@@ -419,16 +416,6 @@ def test_a_policy_that_moved_has_a_kl_and_the_best_one_is_kept(scripted_trainer,
     assert not list((tmp_path / "run").glob("best.*"))  # nothing half done
 
 
-def test_the_best_of_steps_that_a_run_goes_back_behind_is_put_aside(scripted_trainer, services, tmp_path):
-    arguments = {**UNSCRIPTED, "save_strategy": "steps", "save_steps": 2, "quick_eval": QUICK}
-    scripted_trainer(**arguments, max_steps=4).train()
-    note = tmp_path / "run/best/quick_eval.json"
-    note.write_text(json.dumps({**json.loads(note.read_text()), "step": 4}))  # as if step 4 had been the best
-    scripted_trainer(**arguments, max_steps=4).train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
-    assert (tmp_path / "run/best.earlier/model.safetensors").is_file()
-    assert json.loads(note.read_text())["step"] == 4  # of this run: with its own best gone, the next one is
-
-
 def test_many_rows_are_answered_in_batches_of_the_evaluations_size(scripted_trainer, services, tmp_path):
     quick = QuickEvalSettings(steps=1, rows=7)
     trainer = scripted_trainer(quick_eval=quick, **UNSCRIPTED, max_steps=1, per_device_eval_batch_size=4)
@@ -441,29 +428,14 @@ def test_many_rows_are_answered_in_batches_of_the_evaluations_size(scripted_trai
     assert sum(branch["rows"] for branch in record["branches"].values()) == 7
 
 
-def test_a_quick_evaluation_whose_services_fail_has_no_score_and_says_why(
-    scripted_trainer, services, tmp_path, caplog
+def test_a_run_that_ended_between_a_checkpoint_and_its_evaluation_makes_it_after_the_resume(
+    scripted_trainer, services, tmp_path
 ):
-    services.set("8b", {}, status=500)
-    trainer = scripted_trainer(
-        DIFFERENT, chain={"attempts": 1}, quick_eval=QuickEvalSettings(steps=1, rows=4, best="reward"), max_steps=1
-    )
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        trainer.train()
-    (line,) = [each.message for each in caplog.records if each.message.startswith("[QuickEval@1]")]
-    assert "fairness=n/a (0 of 2 scored)" in line
-    assert line.endswith("failures rag_8b_http_500=4")
-    assert not (tmp_path / "run/best").exists()
-
-
-@pytest.mark.parametrize("evaluated", [True, False], ids=["evaluated", "ended_between_checkpoint_and_evaluation"])
-def test_a_resumed_run_has_each_evaluation_once(scripted_trainer, services, tmp_path, evaluated):
     arguments = {**UNSCRIPTED, "save_strategy": "steps", "save_steps": 2, "quick_eval": QUICK}
     scripted_trainer(**arguments, max_steps=4).train()
     record = tmp_path / "run/quick_eval.jsonl"
     before = record.read_text().splitlines()
-    if not evaluated:
-        record.unlink()
+    record.unlink()
     again = scripted_trainer(**arguments, max_steps=6)
     again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
     after = record.read_text().splitlines()
@@ -471,17 +443,3 @@ def test_a_resumed_run_has_each_evaluation_once(scripted_trainer, services, tmp_
     # of the very same policy: that of the checkpoint
     seconds_aside = [{**json.loads(line), "seconds": 0, "best": 0} for line in (before[0], after[0])]
     assert seconds_aside[0] == seconds_aside[1]
-
-
-def test_a_fresh_run_forgets_an_earlier_ones_record(scripted_trainer, services, tmp_path):
-    for _ in range(2):
-        scripted_trainer(**UNSCRIPTED, quick_eval=QUICK, max_steps=2).train()
-    lines = (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [2]
-
-
-def test_a_quick_evaluation_without_held_out_rows_is_refused(scripted_trainer, services, monkeypatch):
-    datasets = iter([build_dataset(default_rows(), "compact"), None])
-    monkeypatch.setattr("support.scripted.build_dataset", lambda rows, style: next(datasets))
-    with pytest.raises(ConfigError, match="takes its rows from `eval_dataset`, which is NoneType"):
-        scripted_trainer(**UNSCRIPTED, quick_eval=QUICK)

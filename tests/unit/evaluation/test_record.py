@@ -1,58 +1,68 @@
 """Quick evaluations: figures, line, record, the best and the front."""
 
+import json
 import math
 
 import pytest
-import torch
+from support.answers import answered
 
-from salesrl_trl.evaluation.record import (
-    BranchFigures,
-    QuickEvalHistory,
-    QuickEvaluation,
-    evaluation_of,
-    initials,
-    spread,
-)
+from salesrl_trl.evaluation.figures import measure
+from salesrl_trl.evaluation.record import BranchFigures, QuickEvalHistory, QuickEvaluation, evaluation_of, initials
+from salesrl_trl.evaluation.sample import spread
 
 BRANCHES = ("fairness", "hallucination")
-NAN = math.nan
+OTHERS = {"truncated": 0.25, "length": 30.0, "kl": 0.1, "beta": 0.05}
 
 
 def evaluation(step, fairness, hallucination, reward=0.5):
     def figures(score):
-        return BranchFigures(rows=4, scored=4, score=score, truncated=0.25, length=30.0, kl=0.1, beta=0.05)
+        return BranchFigures(rows=4, scored=4, values={"score": score, **OTHERS})
 
     branches = {"fairness": figures(fairness), "hallucination": figures(hallucination)}
     return QuickEvaluation(step=step, reward=reward, branches=branches, seconds=1.0)
 
 
-def table(*rows):
-    return torch.tensor(rows, dtype=torch.float64)
-
-
 def test_figures_by_branch():
-    rows = table(
-        (0, 0.5, 0, 10, 2.0, 10),
-        (0, NAN, 1, 30, 6.0, 30),  # could not be scored, but was written
-        (1, 0.25, 1, 20, 4.0, 20),
-    )
-    found = evaluation_of(rows, BRANCHES, {"fairness": 0.1}, 20, 1.5)
+    answers = [
+        answered("fairness", 0.5, tokens=10, kl=2.0, kl_tokens=10),
+        answered("fairness", None, truncated=True, tokens=30, kl=6.0, kl_tokens=30),  # written, but not scored
+        answered("hallucination", 0.25, truncated=True, tokens=20, kl=4.0, kl_tokens=20),
+    ]
+    found = evaluation_of(answers, BRANCHES, {"fairness": 0.1}, 20, 1.5)
     # KL: 8 nats over 40 tokens; 4 over 20
-    assert found.branches["fairness"] == BranchFigures(
-        rows=2, scored=1, score=0.5, truncated=0.5, length=20.0, kl=0.2, beta=0.1
-    )
-    assert found.branches["hallucination"] == BranchFigures(
-        rows=1, scored=1, score=0.25, truncated=1.0, length=20.0, kl=0.2, beta=None
-    )
+    values = {"score": 0.5, "truncated": 0.5, "length": 20.0, "kl": 0.2, "beta": 0.1}
+    assert found.branches["fairness"] == BranchFigures(rows=2, scored=1, values=values)
+    values = {"score": 0.25, "truncated": 1.0, "length": 20.0, "kl": 0.2, "beta": None}
+    assert found.branches["hallucination"] == BranchFigures(rows=1, scored=1, values=values)
     assert found.reward == 0.375
     assert (found.step, found.seconds, found.mode) == (20, 1.5, "greedy")
 
 
 def test_an_empty_branch_and_no_reference_are_no_numbers():
-    found = evaluation_of(table((0, 0.5, 0, 10, NAN, 0)), BRANCHES, {}, 1, 0.0)
-    assert found.branches["fairness"].kl is None
-    empty = BranchFigures(rows=0, scored=0, score=None, truncated=None, length=None, kl=None, beta=None)
-    assert found.branches["hallucination"] == empty
+    found = evaluation_of([answered("fairness", 0.5)], BRANCHES, {}, 1, 0.0)
+    assert found.branches["fairness"].values["kl"] is None
+    nothing = dict.fromkeys(("score", "truncated", "length", "kl", "beta"))
+    assert found.branches["hallucination"] == BranchFigures(rows=0, scored=0, values=nothing)
+
+
+def test_a_figure_that_is_no_finite_number_is_not_measured():
+    for value in (math.nan, math.inf, None):
+        assert measure(lambda answers, value=value: value, [answered("fairness", 0.5)]) is None
+    broken = [answered("fairness", 0.5, kl=math.inf, kl_tokens=3)]
+    assert evaluation_of(broken, BRANCHES, {}, 1, 0.0).branches["fairness"].values["kl"] is None
+
+
+def test_a_record_of_an_earlier_release_is_read_and_written_alike():
+    """A line of `quick_eval.jsonl` as releases before figures of one's own wrote it."""
+    line = (
+        '{"step": 2, "reward": 0.25, "branches": {'
+        '"fairness": {"rows": 2, "scored": 1, "score": 0.25, "truncated": 0.5, "length": 12.0, "kl": 0.01, '
+        '"beta": 0.1}, '
+        '"hallucination": {"rows": 2, "scored": 0, "score": null, "truncated": 0.0, "length": 8.5, "kl": null, '
+        '"beta": null}}, "seconds": 1.5, "mode": "greedy"}'
+    )
+    record = json.loads(line)
+    assert json.dumps(QuickEvaluation.from_dict({**record, "best": True}).as_dict()) == line
 
 
 def test_the_line():
@@ -149,8 +159,8 @@ def test_rows_are_spread_over_branches_and_shared_evenly():
 
 def outage(step, scored, score):
     """16 rows a branch, of which so many of fairness could be scored."""
-    fairness = BranchFigures(rows=16, scored=scored, score=score, truncated=0.0, length=30.0, kl=0.1, beta=0.05)
-    whole = BranchFigures(rows=16, scored=16, score=0.5, truncated=0.0, length=30.0, kl=0.1, beta=0.05)
+    fairness = BranchFigures(rows=16, scored=scored, values={"score": score, **OTHERS})
+    whole = BranchFigures(rows=16, scored=16, values={"score": 0.5, **OTHERS})
     return QuickEvaluation(step=step, reward=score, branches={"fairness": fairness, "hallucination": whole}, seconds=1)
 
 

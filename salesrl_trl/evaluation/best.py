@@ -1,0 +1,90 @@
+"""The best policy so far, in a folder of its own.
+
+Owns how it gets there: it is saved beside the one before and then takes its place, so that the folder is always whole.
+Which policy is the best, the record decides.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from salesrl_trl.evaluation.answers import Ranks
+from salesrl_trl.evaluation.record import QuickEvaluation
+from salesrl_trl.names import BEST_FOLDER, BEST_NOTE_FILE
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.distcp", "*/*.pt")
+"""Files of a saved policy: it has at least one of these."""
+
+
+class BestPolicy:
+    """The folder of the best policy.
+
+    Args:
+        output_dir (`Path`):
+            Folder of the run.
+        by (`str`, *optional*):
+            Figure that selects the best policy.
+        ranks (`Ranks`):
+            The processes of the run. The main one renames, all of them save.
+    """
+
+    def __init__(self, output_dir: Path, by: str | None, ranks: Ranks) -> None:
+        self.folder = output_dir / BEST_FOLDER
+        self._by = by
+        self._ranks = ranks
+
+    @property
+    def step(self) -> int | None:
+        """The step of the policy in the folder, 0 where its note does not say it; `None` without a policy."""
+        if not self.folder.is_dir():
+            return None
+        note = self.folder / BEST_NOTE_FILE
+        return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
+
+    def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
+        """Save the policy in place of the best one before; all ranks together.
+
+        Args:
+            evaluation (`QuickEvaluation`):
+                Its evaluation, for the note.
+            save (`Callable[[Path], None]`):
+                Writes the policy into a folder; called on all ranks.
+
+        Returns:
+            `bool`: whether this rank put it there, which is the main one's work. `False` also where saving left no
+            weights.
+        """
+        fresh = self._beside("new")
+        if self._ranks.index == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+        self._ranks.wait()
+        save(fresh)
+        self._ranks.wait()
+        if self._ranks.index != 0:
+            return False
+        if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
+            logger.warning(f"the best policy was not kept: with these settings saving leaves no weights in {fresh}")
+            return False
+        note = {"step": evaluation.step, "by": self._by, **evaluation.as_dict()}
+        (fresh / BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        before = self._beside("old")
+        shutil.rmtree(before, ignore_errors=True)
+        if self.folder.exists():
+            self.folder.rename(before)
+        fresh.rename(self.folder)
+        shutil.rmtree(before, ignore_errors=True)
+        return True
+
+    def put_aside(self) -> Path:
+        """Rename the folder, so that nothing is written over the policy in it. Returns its new place."""
+        aside = self._beside("earlier")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.folder.rename(aside)
+        return aside
+
+    def _beside(self, suffix: str) -> Path:
+        return self.folder.with_name(f"{BEST_FOLDER}.{suffix}")

@@ -1,0 +1,136 @@
+"""Figures of a quick evaluation: each turns the answers of a branch into a number with a name.
+
+Owns the protocol of a figure and the package's own figures. A figure of your own needs no change of the package: name
+its class in `quick_eval_figures`. It then stands in the record, in the line and on TensorBoard, and `quick_eval_best`
+may name it.
+
+Example:
+
+```python
+class Questions:
+    \"\"\"Share of answers with a question mark.\"\"\"
+
+    name = "questions"
+    form = ".0%"
+
+    def __call__(self, answers):
+        return sum("?" in each.text for each in answers) / len(answers)
+```
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.evaluation.answers import Answered
+from salesrl_trl.names import REWARD
+
+WORST_BRANCH = "worst_branch"
+"""The lowest score of any branch: raise it so that no branch gets better at another one's cost."""
+SCORE = "score"
+"""The mean reward of a branch's answers."""
+BETA = "beta"
+"""The KL coefficient of a branch at the time of the evaluation. The trainer knows it, not the answers."""
+
+
+@runtime_checkable
+class Figure(Protocol):
+    """One figure of a branch's answers. The same answers must give the same number on every rank."""
+
+    @property
+    def name(self) -> str:
+        """In the record, in the line, and behind `quick_eval/<branch>/` on TensorBoard."""
+        ...
+
+    @property
+    def form(self) -> str:
+        """How the line shows it, a format of Python: `".2f"`, `".0%"`."""
+        ...
+
+    def __call__(self, answers: Sequence[Answered]) -> float | None:
+        """The figure of at least one answer; `None` where it could not be measured. Where it selects the best policy,
+        higher is better."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    name: str
+    form: str
+    of: Callable[[Sequence[Answered]], float | None]
+
+    def __call__(self, answers: Sequence[Answered]) -> float | None:
+        return self.of(answers)
+
+
+def mean_reward(answers: Iterable[Answered]) -> float | None:
+    """Mean reward of the answers that could be scored; `None` where none could."""
+    return _mean([each.reward.value for each in answers if each.reward.value is not None])
+
+
+def kl_per_token(answers: Iterable[Answered]) -> float | None:
+    """Nats per token to the reference policy, as the loss estimates it, along the greedy answers; `None` without a
+    reference, or where it is not finite."""
+    measured = [(each.kl, each.kl_tokens) for each in answers if each.kl is not None and each.kl_tokens]
+    return sum(kl for kl, _ in measured) / sum(tokens for _, tokens in measured) if measured else None
+
+
+OWN_FIGURES: tuple[Figure, ...] = (
+    _Own(SCORE, ".2f", mean_reward),
+    _Own("truncated", ".0%", lambda answers: _mean([each.truncated for each in answers])),
+    _Own("length", ".0f", lambda answers: _mean([each.tokens for each in answers])),
+    _Own("kl", ".3f", kl_per_token),
+)
+"""In the order of the record."""
+TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *(each.name for each in OWN_FIGURES)})
+"""Names that the record has already."""
+
+
+def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:
+    """A figure of some answers; `None` without answers, or where it is no finite number."""
+    value = figure(answers) if answers else None
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def checked_figures(given: Iterable[object], branches: Sequence[str] = ()) -> tuple[Figure, ...]:
+    """Figures from objects and from classes, which are made without arguments.
+
+    Args:
+        given (`Iterable[object]`):
+            The objects and classes, such as `load_object` finds them.
+        branches (`Sequence[str]`, *optional*):
+            Branch names, which no figure may have.
+
+    Raises:
+        `ConfigError`: one is no figure, its name is no name or is taken, or its `form` is no format.
+    """
+    figures: list[Figure] = []
+    taken = {*TAKEN, *branches}
+    for found in given:
+        made = found() if isinstance(found, type) else found
+        if not isinstance(made, Figure):
+            raise ConfigError(
+                f"`quick_eval_figures` holds {found!r}. Expected a class with `name`, `form` and "
+                "`__call__(answers)`: see `salesrl_trl.evaluation.figures`."
+            )
+        if not str(made.name).isidentifier() or made.name in taken:
+            raise ConfigError(
+                f"`quick_eval_figures`: {found!r} has the name {made.name!r}. Expected letters, digits and "
+                f"underscores, and none of: {', '.join(sorted(taken))}. Give it another `name`."
+            )
+        try:
+            format(0.5, made.form)
+        except ValueError:
+            raise ConfigError(
+                f"`quick_eval_figures`: {made.name!r} has the form {made.form!r}. Expected a format of Python for a "
+                "number, such as '.2f' or '.0%'."
+            ) from None
+        taken.add(made.name)
+        figures.append(made)
+    return tuple(figures)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

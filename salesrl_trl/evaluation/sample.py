@@ -1,0 +1,70 @@
+"""The held-out rows of quick evaluations: the same all through a run, spread evenly over branches and processes.
+
+Owns the choice of rows.
+"""
+
+from collections.abc import Callable, Sequence
+
+from datasets import Dataset
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.evaluation.answers import Ranks, Row
+
+
+def sample(
+    dataset: object, branch_of: Callable[[int], str], rows: int, branches: Sequence[str], ranks: Ranks
+) -> list[Row]:
+    """This rank's rows.
+
+    Args:
+        dataset (`object`):
+            The trainer's `eval_dataset`, which may be anything that TRL takes.
+        branch_of (`Callable[[int], str]`):
+            The branch of a row, by the index in its column `row`.
+        rows (`int`):
+            How many are wanted on all ranks. Each rank has at least one.
+        branches (`Sequence[str]`):
+            Branch names.
+        ranks (`Ranks`):
+            The processes of the run.
+
+    Raises:
+        `ConfigError`: there are no held-out rows, or fewer than processes.
+    """
+    if not isinstance(dataset, Dataset):
+        raise ConfigError(
+            f"a quick evaluation takes its rows from `eval_dataset`, which is {type(dataset).__name__}. "
+            "Expected a dataset. Give one, or set `quick_eval_steps: 0`."
+        )
+    branch_ids = [branches.index(branch_of(row)) for row in dataset["row"]]
+    chosen = spread(branch_ids, rows, len(branches), ranks.count)
+    if not chosen:
+        raise ConfigError(
+            f"a quick evaluation has {len(branch_ids)} held-out rows for {ranks.count} processes. Expected one for "
+            "each. Hold out more, or set `quick_eval_steps: 0`."
+        )
+    share = len(chosen) // ranks.count
+    return [dataset[place] for place in chosen[ranks.index * share : (ranks.index + 1) * share]]
+
+
+def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) -> list[int]:
+    """Places of the rows to evaluate: the first of each branch in turn.
+
+    Args:
+        branch_ids (`Sequence[int]`):
+            Branch of each held-out row.
+        rows (`int`):
+            How many are wanted.
+        branches (`int`):
+            How many branches there are.
+        processes (`int`):
+            Processes that share the work.
+
+    Returns:
+        `list[int]`: as many for each process, and at least one. Where there are too few rows: all of them, less the
+        rest of that division.
+    """
+    by_branch = [[place for place, each in enumerate(branch_ids) if each == branch] for branch in range(branches)]
+    turns = max((len(each) for each in by_branch), default=0)
+    chosen = [each[turn] for turn in range(turns) for each in by_branch if turn < len(each)]
+    return chosen[: min(max(rows, processes), len(chosen)) // processes * processes]

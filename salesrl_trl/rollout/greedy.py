@@ -1,0 +1,99 @@
+"""The policy in training as the subject of quick evaluations.
+
+Owns the way from TRL's output for a batch of rows to answers: rewards, lengths, and the KL along each answer. The
+trainer hands in, as callables, how a batch is generated and scored without a trace in training.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from salesrl_trl.evaluation.answers import Answered, Row
+from salesrl_trl.kl.estimators import penalty
+from salesrl_trl.kl.penalty import PenaltySettings
+from salesrl_trl.types import Reward
+
+Tensors = Mapping[str, torch.Tensor]
+"""TRL's output for a batch: `completion_mask` of shape (B, C), and log-probs of that shape where TRL computed them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredBatch:
+    """A batch of rows that was answered and scored, B of them, in their order."""
+
+    output: Tensors
+    """TRL's tensors."""
+    completion_ids: Sequence[Sequence[int]]
+    """Tokens of each answer, with the one that ends it."""
+    rewards: Sequence[Reward]
+    """Reward of each answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GreedySubject:
+    """`evaluation.answers.Subject` over the trainer's callables."""
+
+    set_aside: Callable[[], AbstractContextManager[None]]
+    """While active: the policy is in evaluation mode, each prompt has one greedy answer, and the figures of training
+    and of other evaluations stay as they are."""
+    score: Callable[[Sequence[Row]], ScoredBatch]
+    """Answers a batch of rows and has it scored."""
+    logps_of: Callable[[Tensors], torch.Tensor]
+    """Log-probs of a batch's answers under the policy, shape (B, C). Called where TRL has not computed them."""
+    decode: Callable[[Sequence[Sequence[int]]], list[str]]
+    """Texts of answers, without special tokens."""
+    branch_of: Callable[[int], str]
+    """The branch of a row, by its index."""
+    ends: frozenset[int]
+    """Tokens that end an answer."""
+    batch_size: int
+    """Rows of a batch, at most."""
+    kl: PenaltySettings
+    """How the KL of a token is estimated."""
+    betas: Callable[[], Mapping[str, float]]
+    """KL coefficients of now by branch."""
+    save: Callable[[Path], None]
+    """Writes the policy into a folder."""
+    log: Callable[[Mapping[str, float | None]], None]
+    """Logs figures, without those that TRL gathers for a step."""
+
+    def answer(self, rows: Sequence[Row]) -> list[Answered]:
+        """Answer the rows greedily, batch by batch."""
+        batches = [rows[first : first + self.batch_size] for first in range(0, len(rows), self.batch_size)]
+        with self.set_aside():
+            return [answered for batch in batches for answered in self._answer(batch)]
+
+    def _answer(self, rows: Sequence[Row]) -> list[Answered]:
+        batch = self.score(rows)
+        texts = self.decode(batch.completion_ids)
+        kls = self._kl(batch.output)
+        return [
+            Answered(
+                branch=self.branch_of(row["row"]),
+                text=text,
+                reward=reward,
+                tokens=len(ids),
+                truncated=not ids or ids[-1] not in self.ends,
+                kl=kl,
+                kl_tokens=tokens,
+            )
+            for row, text, reward, ids, (kl, tokens) in zip(
+                rows, texts, batch.rewards, batch.completion_ids, kls, strict=True
+            )
+        ]
+
+    def _kl(self, output: Tensors) -> list[tuple[float | None, int]]:
+        """Sum of the KL and its number of tokens, by answer; `None` and 0 without a reference policy."""
+        mask = output["completion_mask"].bool()  # (B, C)
+        reference, logps = output.get("ref_per_token_logps"), output.get("old_per_token_logps")
+        if reference is None:
+            return [(None, 0)] * len(mask)
+        if logps is None:
+            logps = self.logps_of(output)
+        log_ratio = torch.where(mask, (reference - logps).double(), 0.0)  # (B, C)
+        kl = penalty(log_ratio, None, self.kl.estimator, self.kl.clamp)
+        sums = torch.where(mask, kl, 0.0).sum(dim=1)  # (B,)
+        return list(zip(sums.tolist(), mask.sum(dim=1).tolist(), strict=True))
