@@ -603,7 +603,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         if isinstance(self.beta, BranchPenalty):
             logps, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            return self.beta.see(logps), *others
+            return self.beta.record_logps(logps), *others
         if torch.is_grad_enabled():
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         is_reference = self._is_reference(model)

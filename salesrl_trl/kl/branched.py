@@ -2,12 +2,12 @@
 
 Owns the order of an optimizer step's KL work:
 
-1. `penalty` makes the penalty of a micro-batch, with the coefficients of now.
+1. `penalty` makes the penalty of a micro-batch, with the current coefficients.
 2. `add` adds the micro-batch's sums, after its loss was computed.
 3. `drain_sums` gives the step's sums of this rank. The trainer adds them up over ranks.
 4. `end_step` takes those totals, moves the coefficients and logs each move.
 
-Owns no arithmetic (`penalty.py`, `controller.py`), no collective and no trainer.
+Owns no arithmetic (`penalty.py`, `controller.py`), no figures (`figures.py`), no collective and no trainer.
 """
 
 import json
@@ -61,7 +61,7 @@ class BranchedKL:
         return self.control.betas
 
     def penalty(self, inputs: Mapping[str, Any]) -> BranchPenalty:
-        """The penalty of one of TRL's micro-batches, with the coefficients of now."""
+        """The penalty of one of TRL's micro-batches, with the current coefficients."""
         return BranchPenalty(inputs, self.betas, self.settings)
 
     def add(self, penalty: BranchPenalty) -> None:
@@ -85,7 +85,7 @@ class BranchedKL:
         self._sums = None
 
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
-        """Move the coefficients by one optimizer step's measurement. They hold from the next step on.
+        """Move the coefficients by the measurement of one optimizer step. They hold from the next step on.
 
         Args:
             totals (`Sequence[Sequence[float]]`):

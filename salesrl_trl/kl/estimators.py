@@ -7,19 +7,19 @@ Pure functions of tensors. With x = log pi_ref(token) - log pi(token) of a token
     k2 = x^2 / 2         biased, low variance
     k3 = e^x - 1 - x     unbiased, never negative; TRL's
 
-Which of them has the KL's gradient on average depends on the importance ratio in front (`use_bias_correction_kl`):
+The average gradient of each depends on whether the importance ratio is a factor of it (`use_bias_correction_kl`):
 
-              with it            without it
-    k1        the KL's           zero
-    k2        that of E[k2]      the KL's
-    k3        the KL's           that of KL(pi_ref || pi)
+              with the ratio          without the ratio
+    k1        gradient of the KL      zero
+    k2        gradient of E[k2]       gradient of the KL
+    k3        gradient of the KL      gradient of KL(pi_ref || pi)
 """
 
 import torch
 
 ESTIMATORS = ("k1", "k2", "k3")
 LARGEST_CLAMP = 40.0
-"""In nats. Ratio times k3 grows as e^(2 * clamp), which float32 holds up to 44."""
+"""In nats. The ratio times k3 grows as e^(2 * clamp), which overflows float32 above 44."""
 
 
 def estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -44,21 +44,21 @@ def penalty(
     estimator: str,
     clamp: float,
 ) -> torch.Tensor:
-    """What a coefficient multiplies in the loss.
+    """The penalty of each token, which the loss multiplies by a coefficient.
 
-    Within +-clamp this is `ratio * estimate(x)`, with ratio = exp(log_importance) or 1. Beyond, the estimate goes on
-    as the straight line that touches it at +-clamp, so that nothing overflows:
+    Within +-clamp the penalty is `ratio * estimate(x)`, with ratio = exp(log_importance) or 1. Beyond, the estimate
+    continues as its tangent at +-clamp, so that nothing overflows:
 
-        x > clamp:    ratio * (estimate(clamp) + estimate'(clamp) * (x - clamp))        and so for x < -clamp
+        x > clamp:    ratio * (estimate(clamp) + estimate'(clamp) * (x - clamp))        and likewise for x < -clamp
 
-    and the gradient still pulls the policy back. Without a ratio it is that line's. With one it is the line's of slope
-    `clamp`, the ratio detached:
+    The gradient still pulls the policy back. Without a ratio it is the tangent's gradient. With a ratio, which is then
+    detached, it is the gradient of a line of slope `clamp`:
 
         gradient = -sign(x) * clamp * ratio * grad log pi
 
-    for the whole gradient of ratio * k3 is -x * ratio * grad log pi, as e^x cancels between the two factors, and so
-    goes on without a jump (k1's jumps by 1, k2's from clamp^2 / 2 - clamp). The value stays the estimate's: metrics
-    and control read it.
+    The reason: inside, the whole gradient of ratio * k3 is -x * ratio * grad log pi, since e^x cancels between the two
+    factors. So the gradient has no jump at the clamp (k1's jumps by 1, k2's by clamp^2 / 2). The value is
+    still the estimate: figures and control read it.
 
     Args:
         log_ratio (`torch.Tensor`):
@@ -68,7 +68,7 @@ def penalty(
         estimator (`str`):
             One of `ESTIMATORS`.
         clamp (`float`):
-            In nats; 0 for none, which is TRL's own formula.
+            In nats; 0 for no clamp, which is TRL's own formula.
 
     Returns:
         `torch.Tensor` of shape (B, T).

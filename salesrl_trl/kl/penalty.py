@@ -1,7 +1,7 @@
 """The branches' KL inside TRL's loss.
 
-Owns the per-token penalty, the per-branch sums behind metrics and control, and the object that brings the penalty into
-`GRPOTrainer._compute_loss`. Owns no normaliser: that is TRL's, of whatever `loss_type`.
+Owns the per-token penalty, the per-branch sums behind figures and control, and the object that brings the penalty into
+`GRPOTrainer._compute_loss`. Owns no normaliser: TRL has one for each `loss_type`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,41 +13,43 @@ import torch
 from salesrl_trl.kl.estimators import estimate, penalty
 
 LEAST_LOGP = -1000.0
-"""In nats. A log-probability below it counts as this: a token outside a masked vocabulary has none (-inf), and the
+"""In nats. A lower log-probability is raised to this value. A token outside a masked vocabulary has -inf, and the
 difference of two such tokens would be NaN."""
 SUMS = ("kl", "k1", "clamped", "tokens", "weight")
-"""What is summed for each branch."""
+"""Sums of each branch; `BranchPenalty.sums` describes them."""
 _LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PenaltySettings:
-    """How the KL of a token is estimated and weighed."""
+    """How the KL of a token is estimated and weighted."""
 
     estimator: str = "k3"
     """One of `estimators.ESTIMATORS`."""
     clamp: float = 10.0
-    """Largest log-ratio in nats before the exponential; 0 for none."""
+    """Largest log-ratio in nats before the exponential; 0 for no clamp."""
     bias_correction: bool = True
-    """Multiply by the importance ratio, as TRL's `use_bias_correction_kl`."""
+    """Multiply by the importance ratio, as TRL does with `use_bias_correction_kl`."""
     level: str = "token"
     """TRL's `importance_sampling_level`: `token` or `sequence`."""
     off_policy: bool = False
-    """Whether earlier weights may have sampled. Penalty and measured KL then carry the ratio to the sampler."""
+    """Whether earlier weights may have sampled. Penalty and measured KL are then multiplied by the ratio to them."""
 
 
 class BranchPenalty:
-    """Stands where TRL's `_compute_loss` has the number `beta`, for one micro-batch.
+    """Takes the place of the number `beta` in TRL's `_compute_loss`, for one micro-batch.
 
-    TRL uses the number in two ways only (`tests/upstream` pins them): `beta != 0.0`, and `beta * per_token_kl` where
-    the KL joins the per-token loss. Here the product is the branches' penalty instead,
+    TRL uses that number in two ways only (`tests/upstream` pins them): `beta != 0.0`, and `beta * per_token_kl` where
+    the KL joins the per-token loss. Here the product is the branches' penalty instead:
 
         sum over branches b of beta_b * penalty_b        (B, T)
 
-    so whatever TRL does to the per-token loss afterwards, the normaliser of each `loss_type` included, is TRL's own.
-    Where an earlier policy sampled (`off_policy`) the penalty is multiplied by the ratio of the policy, as it was when
-    the step began, over that sampler: TRL's `importance_sampling_ratio`, with the bounds that the policy's loss has.
-    The policy's log-probs are those of TRL's one forward, handed over by `see`.
+    All that follows in the loss, the normaliser of each `loss_type` included, stays TRL's own. The policy's log-probs
+    come from TRL's one forward pass, through `record_logps`.
+
+    With `off_policy`, an earlier policy has sampled. The penalty is then also multiplied by a ratio: the policy at the
+    start of the step over that sampler. This is TRL's `importance_sampling_ratio`, with the bounds of the policy's
+    loss.
 
     Args:
         inputs (`Mapping[str, Any]`):
@@ -63,7 +65,7 @@ class BranchPenalty:
         self._branch_ids = inputs["branch_ids"]  # (B,)
         self._branches = len(betas)
         self._mask = loss_mask(inputs)  # (B, T)
-        # Not blocking: waiting for the copy would wait for all of the last micro-batch's backward pass.
+        # Non-blocking: a blocking copy would wait for the whole backward pass of the last micro-batch.
         by_branch = torch.tensor(betas).to(self._branch_ids.device, non_blocking=True)
         self._betas = by_branch[self._branch_ids].unsqueeze(1)  # (B, 1)
         self._inputs = {
@@ -78,19 +80,19 @@ class BranchPenalty:
         """The micro-batch, with log-probs that are finite wherever a token counts and 0 elsewhere."""
         return self._inputs
 
-    def see(self, per_token_logps: torch.Tensor) -> torch.Tensor:
-        """Take the policy's log-probs, shape (B, T), on their way to the loss; returns them `bounded`."""
+    def record_logps(self, per_token_logps: torch.Tensor) -> torch.Tensor:
+        """Keep the policy's log-probs, shape (B, T). Returns them `bounded`, for the loss."""
         self._logps = bounded(per_token_logps, self._mask)
         return self._logps
 
     def __ne__(self, other: object) -> bool:
-        """`beta != 0.0`: there is a penalty."""
+        """`beta != 0.0`: always true, there is a penalty."""
         return True
 
     def __mul__(self, per_token_kl: torch.Tensor) -> torch.Tensor:
-        """`beta * per_token_kl`: the branches' own in place of TRL's, 0 where no token counts. Shape (B, T)."""
+        """`beta * per_token_kl`: the branches' penalty, 0 where no token counts. Shape (B, T)."""
         if self._logps is None:
-            raise RuntimeError("the penalty was asked for before `see` was given the policy's log-probs")
+            raise RuntimeError("the penalty was asked for before `record_logps` was given the policy's log-probs")
         settings, logps = self._settings, self._logps.to(torch.promote_types(self._logps.dtype, torch.float32))
         self._log_ratio = self._inputs["ref_per_token_logps"] - logps
         importance = log_importance(logps, self._inputs.get("old_per_token_logps"), self._mask, settings.level)
@@ -103,12 +105,12 @@ class BranchPenalty:
         return torch.where(self._mask, self._betas * self._penalty, 0.0)
 
     def _carry_sampler_ratio(self, importance: torch.Tensor) -> None:
-        """Multiply the penalty by what of the ratio to the sampler it does not have yet.
+        """Multiply the penalty by the part of the ratio to the sampler that it lacks.
 
         Args:
             importance (`torch.Tensor`):
-                Log of the policy's ratio to `old_per_token_logps`, shape (B, T) or (B, 1). Where no sampler tells its
-                log-probs, those old ones are the sampler's.
+                Log of the policy's ratio to `old_per_token_logps`, shape (B, T) or (B, 1). If the sampler gives no
+                log-probs, the old ones are its log-probs.
         """
         settings, limit = self._settings, self._settings.clamp or torch.inf
         own = torch.exp(importance.clamp(-limit, limit))  # (B, T) or (B, 1)
@@ -120,12 +122,15 @@ class BranchPenalty:
         self._weight = self._weight * (own if given is None else stale * own)
 
     def sums(self) -> torch.Tensor:
-        """What was measured, without a gradient.
+        """The measured sums of each branch, without a gradient.
 
         Returns:
-            `torch.Tensor` of shape (branches, 5), float64, by `SUMS`: the penalty without its coefficient and k1 in
-            nats, tokens whose log-ratio lies beyond the clamp, tokens; and the tokens' weights, by which the sums of
-            both KLs are divided. A weight is 1 on-policy, else the ratio to the sampler, 0 of what it leaves out.
+            `torch.Tensor` of shape (branches, 5), float64. Columns, as in `SUMS`:
+
+            - the penalty without its coefficient, and k1, both in nats;
+            - the number of tokens whose log-ratio lies beyond the clamp, and of all tokens;
+            - the weights of the tokens, by which the sums of both KLs are divided. On-policy a weight is 1, otherwise
+              the ratio to the sampler, and 0 for a token that TRL's correction removes.
         """
         log_ratio, clamp = self._log_ratio.detach(), self._settings.clamp
         clamped = log_ratio.abs() > (clamp or torch.inf)
@@ -135,19 +140,19 @@ class BranchPenalty:
         counted = torch.where(self._mask, per_token, 0)  # (len(SUMS), B, T)
         per_sample = counted.sum(dim=2, dtype=torch.float64)  # (len(SUMS), B)
         totals = per_sample.new_zeros(len(SUMS), self._branches)
-        return totals.index_add_(1, self._branch_ids, per_sample).T.contiguous()  # NCCL reduces no other
+        return totals.index_add_(1, self._branch_ids, per_sample).T.contiguous()  # NCCL reduces only contiguous ones
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Which tokens count: those of the completion that the policy wrote itself. Shape (B, T), bool."""
+    """The tokens that count: those of the completion that the policy wrote itself. Shape (B, T), bool."""
     mask: torch.Tensor = inputs["completion_mask"]
     return mask.bool() if "tool_mask" not in inputs else mask.bool() & inputs["tool_mask"].bool()
 
 
 def bounded(per_token_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probs of at least `LEAST_LOGP`, and 0 where no token counts, whatever stood there.
+    """Log-probs of at least `LEAST_LOGP`, and 0 where no token counts.
 
-    A NaN where a token does count stays one: the policy or the reference is broken, and must not look healthy.
+    The NaN of a token that counts stays NaN: the policy or the reference is broken, and must not look healthy.
     """
     return torch.where(mask, per_token_logps, 0.0).clamp(min=LEAST_LOGP)
 
@@ -155,13 +160,13 @@ def bounded(per_token_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def log_importance(
     per_token_logps: torch.Tensor, old_per_token_logps: torch.Tensor | None, mask: torch.Tensor, level: str
 ) -> torch.Tensor:
-    """Log of TRL's importance ratio; its gradient is the policy's.
+    """Log of TRL's importance ratio. The gradient flows through the policy only.
 
     Args:
         per_token_logps (`torch.Tensor`):
-            The policy's, shape (B, T).
+            Log-probs of the policy, shape (B, T).
         old_per_token_logps (`torch.Tensor`, *optional*):
-            Those of the policy that sampled, shape (B, T); the policy's own when not given.
+            Log-probs of the policy that sampled, shape (B, T). The policy's own when not given.
         mask (`torch.Tensor`):
             Shape (B, T), bool.
         level (`str`):

@@ -43,7 +43,7 @@ def micro_batch(log_ratio, branch_ids):
 def loss_of(kl, inputs):
     """As TRL's `_compute_loss` uses the penalty."""
     penalty = kl.penalty(inputs)
-    penalty.see(torch.full(inputs["completion_mask"].shape, -1.0))
+    penalty.record_logps(torch.full(inputs["completion_mask"].shape, -1.0))
     loss = (penalty * torch.zeros(inputs["completion_mask"].shape)).sum()
     kl.add(penalty)
     return loss.item()

@@ -35,7 +35,7 @@ def penalise(policy, inputs, betas=(1.0, 1.0), settings=PLAIN):
     penalty = BranchPenalty(inputs, betas, settings)
     dtype = inputs["ref_per_token_logps"].dtype
     policy = torch.as_tensor(policy, dtype=dtype).clone().requires_grad_()
-    term = penalty * torch.zeros_like(penalty.see(policy))
+    term = penalty * torch.zeros_like(penalty.record_logps(policy))
     (term * loss_mask(inputs)).sum().backward()  # as TRL does: NaN x 0 would be NaN
     return term.detach(), policy.grad, penalty
 
@@ -78,7 +78,7 @@ def test_the_penalty_is_unlike_zero_whatever_the_coefficients():
 def test_trls_own_kl_is_replaced_and_takes_no_gradient():
     penalty = BranchPenalty(batch(full(-2.0)), (1.0, 1.0), PLAIN)
     policy = full(-3.0).requires_grad_()
-    penalty.see(policy)
+    penalty.record_logps(policy)
     theirs = full(INF).requires_grad_()
     term = penalty * theirs
     term.sum().backward()
@@ -88,7 +88,7 @@ def test_trls_own_kl_is_replaced_and_takes_no_gradient():
 
 
 def test_a_penalty_that_saw_no_log_probs_says_so():
-    with pytest.raises(RuntimeError, match="`see`"):
+    with pytest.raises(RuntimeError, match="`record_logps`"):
         BranchPenalty(batch(full(-2.0)), (1.0, 1.0), PLAIN) * full(0.0)
 
 
@@ -300,7 +300,7 @@ def test_without_the_clamp_a_far_token_overflows():
 def test_without_the_clamp_a_ratio_that_overflows_leaves_its_sequences_padding_at_0():
     settings = PenaltySettings(level="sequence", clamp=0.0)
     penalty = BranchPenalty(batch(full(-1.0), old=full(-502.0)), (1.0, 1.0), settings)
-    term = penalty * penalty.see(full(-2.0))  # ratio e^500; 0 x inf is NaN
+    term = penalty * penalty.record_logps(full(-2.0))  # ratio e^500; 0 x inf is NaN
     assert term.tolist() == [[INF] * 3 + [0.0], [INF] * 2 + [0.0] * 2]
     assert penalty.sums()[:, SUMS.index("kl")].tolist() == [INF, INF]
 
@@ -354,7 +354,7 @@ def test_measuring_leaves_the_gradient_alone_and_has_none():
     def gradient(measure):
         penalty = BranchPenalty(batch(full(-2.0), old=full(-2.5)), (0.5, 2.0), PenaltySettings())
         policy = full(-3.0).requires_grad_()
-        term = (penalty * penalty.see(policy)).sum()
+        term = (penalty * penalty.record_logps(policy)).sum()
         if measure:
             assert not penalty.sums().requires_grad
         term.backward()
@@ -371,7 +371,7 @@ def test_where_no_token_counts_the_penalty_is_0_and_still_on_the_graph(correctio
     inputs = batch(full(NAN), old=full(NAN), mask=((0,) * 4,) * 2)
     penalty = BranchPenalty(inputs, (1.0, 1.0), PenaltySettings(bias_correction=correction, level=level))
     policy = full(-3.0).requires_grad_()
-    term = penalty * penalty.see(policy)
+    term = penalty * penalty.record_logps(policy)
     assert term.requires_grad
     term.sum().backward()
     assert (term == 0).all()

@@ -42,7 +42,7 @@ def measure(policy, reference, sampler, counts, settings, *, vllm):
     if vllm:
         inputs["importance_sampling_ratio"] = pick((policy - sampler).exp())
     penalty = BranchPenalty(inputs, (1.0,), settings)
-    term = penalty * penalty.see(pick(logits.log_softmax(0)))
+    term = penalty * penalty.record_logps(pick(logits.log_softmax(0)))
     term.mean().backward()
     kl, k1, _, _, weight = penalty.sums()[0].tolist()
     return logits.grad, kl / weight, k1 / weight
