@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from salesrl_trl.kl.controller import KLControl, KLTarget
+from salesrl_trl.kl.controller import KLControl, WindowSettings
+from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.figures import encode, encode_report
 from salesrl_trl.reward.judge.client import JudgeRecord
@@ -59,7 +60,7 @@ def test_what_was_recorded_of_a_step_is_in_its_line_and_not_in_the_next(ledger):
         ledger.record_staleness("train", steps)
     ledger.record_correction("train", 1.0, 2.0, 8.0)
     ledger.record_baselines(torch.tensor([True, False, False, False]))
-    control = KLControl({"a": KLTarget(beta=0.1)}, None)
+    control = KLControl({"a": KLTarget(beta=0.1)}, None, WindowSettings())
     ledger.record_kl("train", [[0.4, 0.2, 0.0, 4.0, 4.0]], [0.1], control)
     names = ("reward/a", "outcome/infra", "failures/single_scored", "failures/skipped_update", "rollout/staleness",
              "rollout/staleness_max", "rollout/left_out", "rollout/bounded", "failures/baseline_fallback", "kl/a",
