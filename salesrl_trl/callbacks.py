@@ -4,11 +4,9 @@ Owns the line per step and its wording, and TensorBoard's layout. Figures come f
 measured here but elapsed time.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -24,7 +22,6 @@ from transformers.integrations import TensorBoardCallback
 
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import (
-    HELD_OUT_FILE,
     JUDGE_SECONDS,
     REWARD_SECONDS,
     STEP_SECONDS,
@@ -182,57 +179,3 @@ class ScalarLayout(TrainerCallback):
         for callback in self._callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 callback.tb_writer.add_custom_scalars(self._layout)
-
-
-class HeldOut(TrainerCallback):
-    """The held-out evaluations of a run: a line each, all of them in `held_out.json`, and at the end the first beside
-    the last.
-
-    Args:
-        branches (`Sequence[str]`):
-            Branch names.
-        output_dir (`Path`):
-            Where `held_out.json` goes.
-    """
-
-    def __init__(self, branches: Sequence[str], output_dir: Path) -> None:
-        self._branches = branches
-        self._output_dir = output_dir
-        self._evaluations: list[dict[str, Any]] = []
-
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
-        invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
-        evaluation = {
-            "step": state.global_step,
-            "reward": logged.get("reward"),
-            **{branch: logged.get(reward_of(branch)) for branch in self._branches},
-            "valid_actions": None if invalid is None else 1 - invalid,
-        }
-        self._evaluations.append(evaluation)
-        if not state.is_world_process_zero:
-            return
-        logger.info(f"[HeldOut@{state.global_step}] {_evaluation_text(evaluation)}")
-        self._output_dir.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self._evaluations, indent=2) + "\n"
-        (self._output_dir / HELD_OUT_FILE).write_text(text, encoding="utf-8")
-        if len(self._evaluations) > 1 and state.global_step >= state.max_steps:
-            self._compare()
-
-    def _compare(self) -> None:
-        first, last = self._evaluations[0], self._evaluations[-1]
-        logger.info(f"held-out before (step {first['step']}): {_evaluation_text(first)}")
-        logger.info(f"held-out after  (step {last['step']}): {_evaluation_text(last)}")
-        if first["reward"] is not None and last["reward"] is not None:
-            logger.info(f"held-out mean reward changed by {last['reward'] - first['reward']:+.3f}")
-
-
-def _evaluation_text(evaluation: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={figure(value)}" for name, value in evaluation.items() if name != "step")

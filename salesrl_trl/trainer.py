@@ -26,7 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from salesrl_trl.callbacks import HeldOut, ScalarLayout, StepLine, take_over_the_console
+from salesrl_trl.callbacks import ScalarLayout, StepLine, take_over_the_console
 from salesrl_trl.checkpoint.identity import Identity, check_identity, identity_of, rows_of, weights_of, write_identity
 from salesrl_trl.checkpoint.under_way import load_under_way, save_under_way
 from salesrl_trl.config import SalesGRPOConfig
@@ -36,6 +36,7 @@ from salesrl_trl.errors import (
     ServiceUnavailable,
 )
 from salesrl_trl.evaluation.answers import Processes, Row
+from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.evaluation.sample import sample
