@@ -173,8 +173,11 @@ LEFT_OUT = "rollout/left_out"
 BOUNDED = "rollout/bounded"
 """Share of tokens, or completions, with an importance ratio that this correction has bounded."""
 
-LARGEST = frozenset((STALENESS_MAX, *(stage_of(stage, "max") for stage in Stage)))
-"""Over several batches these are the largest value, not the mean."""
+
+def is_largest(name: str) -> bool:
+    """Whether a figure over several batches is the largest value, not the mean. True for all stages of a reward."""
+    return name == STALENESS_MAX or (name.startswith("time/") and name.endswith("_max_s"))
+
 
 # Throughput and memory
 

@@ -6,10 +6,13 @@ import json
 import math
 import re
 import urllib.parse
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.service.http import address_fault
+
+T = TypeVar("T")
 
 
 def about(text: str) -> dict[str, str]:
@@ -73,6 +76,34 @@ def structure(setting: str, value: Any, kind: type) -> Any:
             ) from None
     check(isinstance(value, kind), f"`{setting}` is a {type(value).__name__}. Expected {expected}.")
     return value
+
+
+def build_object(path: str, setting: str, kind: Callable[..., T]) -> T:
+    """An object of the class that a dotted path names, made without arguments.
+
+    Args:
+        path (`str`):
+            Dotted path of a class.
+        setting (`str`):
+            Name of the setting that holds the path, for messages.
+        kind (`type`):
+            A class, perhaps an abstract one, that it has to derive from.
+
+    Raises:
+        `ConfigError`: there is no such class, it is of another kind, or it can't be made.
+    """
+    found = load_object(path, setting)
+    wanted = f"{kind.__module__}.{kind.__qualname__}"
+    assert isinstance(kind, type)  # mypy takes no abstract class for a `type[T]`, but for a callable that makes one
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"`{setting}` is {path!r}, which is no {wanted}. Expected a class that derives from it.")
+    try:
+        return cast(T, found())
+    except TypeError as error:
+        raise ConfigError(
+            f"`{setting}` is {path!r}, which can't be made without arguments ({error}). Expected one that can, with "
+            f"every method of {wanted}. Give its arguments defaults, or derive a class that sets them."
+        ) from error
 
 
 def load_object(path: str, setting: str) -> Any:

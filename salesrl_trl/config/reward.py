@@ -121,12 +121,18 @@ class RewardConfig:
             Verdicts for each answer.
         judge_aggregation (`str`, *optional*, defaults to `"mean"`):
             How several verdicts become one: mean, median or min.
+        judge (`str`, *optional*):
+            Dotted path of a judge of your own, a class that derives from `salesrl_trl.reward.judge.base.Judge`. It
+            stands in place of the services above, which need no address then.
+        reward_stages (`list[str]`, *optional*, defaults to none):
+            Dotted paths of stages of your own, in their order: classes that derive from
+            `salesrl_trl.reward.stage.RewardStage`.
         rubric_dir (`str`, *optional*):
             Folder with a `<branch>.txt` for each branch whose packaged rubric is not wanted, or that has none.
         branch_reward_weights (`dict`, *optional*):
             Branch to component to weight, for example `{"fairness": {"judge": 0.8, "margin": 0.2}}`. Components are
-            `judge`, `margin`, `retrieval`, `format` and `judge_<rubric>`. A branch that is not named weighs `judge`
-            alone.
+            `judge`, `margin`, `retrieval`, `format`, `judge_<rubric>`, and those of `reward_stages`. A branch that is
+            not named weighs `judge` alone.
         missing_component (`str`, *optional*, defaults to `"none"`):
             A completion that lacks a component has no reward (`none`), or the others stand in for it (`reweight`).
         action_fields (`list[str]`, *optional*, defaults to `["user_profile", "rewritten_query", "history_summary"]`):
@@ -197,6 +203,10 @@ class RewardConfig:
     judge_providers: list[Any] | str | None = field(default=None, metadata=about("several judges, in fallback order"))
     judge_repeats: int = field(default=1, metadata=about("verdicts for each answer"))
     judge_aggregation: str = field(default="mean", metadata=about("mean, median or min of several verdicts"))
+    judge: str | None = field(default=None, metadata=about("dotted path of a judge of your own"))
+    reward_stages: list[str] = field(
+        default_factory=list, metadata=about("dotted paths of stages of the reward of your own")
+    )
     rubric_dir: str | None = field(default=None, metadata=about("folder of <branch>.txt rubrics"))
     branch_reward_weights: dict[str, Any] | str | None = field(
         default=None, metadata=about("branch to component to weight; the judge alone if not given")
@@ -256,7 +266,7 @@ class RewardConfig:
     @property
     def embeds_judge(self) -> bool:
         """Whether the embedded judge scores."""
-        return self.judge_base_url is None and self.judge_providers is None
+        return self.judge is None and self.judge_base_url is None and self.judge_providers is None
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -300,6 +310,11 @@ class RewardConfig:
             self.judge_providers is None or self.judge_base_url is None,
             "both `judge_providers` and `judge_base_url` are given. Expected one of them: list that address among the "
             "providers.",
+        )
+        check(
+            self.judge is None or (self.judge_base_url, self.judge_providers, self.judge_api_key_env) == (None,) * 3,
+            "`judge` is given beside `judge_base_url`, `judge_providers` or `judge_api_key_env`. Expected one kind of "
+            "judge: a class of your own needs no address and no key.",
         )
         self.parsed_judge_providers()
         self.parsed_branch_weights()

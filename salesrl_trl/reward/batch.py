@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.judge.client import JudgeRecord
-from salesrl_trl.reward.judge.provider import ProviderUsage
+from salesrl_trl.reward.judge.base import JudgeRecord, ProviderUsage
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.stages import Stages, TimeRange, time_of

@@ -1,41 +1,37 @@
-"""The reward: parse -> RAG 8B and 32B -> judge -> score, all completions at once.
+"""The reward of a completion: parse -> RAG 8B and 32B -> stages of one's own -> judge -> further stages -> score.
 
-Owns the order of the stages and what every failure means. How the completions of a batch are started, awaited and
-given up is `batch`'s; how a single call is made is the transport's; what a verdict is worth is `scoring`'s; what is
-asked once only is the cache's.
+Owns the order of the stages and what every failure means. It does not own:
+- how the completions of a batch are started, awaited and given up (`batch`)
+- how a single call is made (`service.transport`)
+- what is asked once only (`cache`)
+- what a verdict is worth (`scoring`)
 """
 
 import asyncio
 import contextlib
 import functools
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
-from salesrl_trl.errors import JudgeInvalid, ServiceError
+from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchedReward, BatchReport
 from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
 from salesrl_trl.reward.empty_answers import is_hollow
-from salesrl_trl.reward.judge.client import JudgeClient
+from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
-from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, parse_action
-from salesrl_trl.reward.rag.checks import (
-    check_8b,
-    check_32b,
-    check_kept_8b,
-    check_kept_32b,
-    check_passages,
-    check_verdict,
-)
-from salesrl_trl.reward.rag.client import RagBackend, answer_from_json, answer_to_json
-from salesrl_trl.reward.rag.kept import check_kept
+from salesrl_trl.reward.parsing import parse_action
+from salesrl_trl.reward.rag.answers import RagAnswers
+from salesrl_trl.reward.rag.checks import check_verdict
+from salesrl_trl.reward.rag.client import RagBackend
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.service.deadline import deadline, remaining_s
 from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stages import Stages
+from salesrl_trl.reward.warm_up import add_places, ask_every_service, check_kept_references
 from salesrl_trl.types import (
     DEFAULT_FORMAT,
     Action,
@@ -50,7 +46,8 @@ from salesrl_trl.types import (
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+Step: TypeAlias = Callable[[Case, Stages], Awaitable[Case | InvalidAction | Missing]]
+"""A part of the chain behind the answers: from a case to what is known then, or to a refusal."""
 
 
 class SalesReward(BatchedReward):
@@ -61,8 +58,8 @@ class SalesReward(BatchedReward):
             All rows, addressed by the dataset's `row` column.
         rag (`RagBackend`):
             Both RAG endpoints.
-        judge (`JudgeClient`):
-            The judge.
+        judge (`Judge`):
+            The judge: `JudgeClient` for services, or one of your own.
         scoring (`Scoring`):
             The law of the reward.
         score_threshold (`float`):
@@ -72,6 +69,8 @@ class SalesReward(BatchedReward):
         deadline_s (`float`):
             Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
             `"deadline"`.
+        stages (`Sequence[RewardStage]`, *optional*, defaults to none):
+            Stages of your own, in their order, those behind the judge after those before it.
         answers (`AnswerStore`, *optional*):
             Keeps 8B answers and verdicts. In memory when not given.
         references (`AnswerStore`, *optional*):
@@ -79,7 +78,11 @@ class SalesReward(BatchedReward):
         action_format (`ActionFormat`, *optional*):
             What an action consists of.
         announces (`bool`, *optional*, defaults to `True`):
-            Whether this is the process that says what became of kept references.
+            Whether this is the process that logs what became of kept references.
+
+    Raises:
+        `ConfigError`: a judge or a stage is none, stages can't be told apart, or a weight is of a component that no
+            stage adds.
     """
 
     __name__ = "sales"  # TRL names the reward's metrics after it
@@ -88,29 +91,36 @@ class SalesReward(BatchedReward):
         self,
         rows: Sequence[SalesRow],
         rag: RagBackend,
-        judge: JudgeClient,
+        judge: Judge,
         scoring: Scoring,
         *,
         score_threshold: float,
         top_k: int,
         deadline_s: float,
+        stages: Sequence[RewardStage] = (),
         answers: AnswerStore | None = None,
         references: AnswerStore | None = None,
         action_format: ActionFormat = DEFAULT_FORMAT,
         announces: bool = True,
     ) -> None:
         super().__init__(deadline_s)
+        if not isinstance(judge, Judge):
+            raise ConfigError(f"the judge of the reward is a {type(judge).__name__}. Expected a `Judge`.")
         self._rows = rows
         self._format = action_format
         self._announces = announces
         self._rag = rag
         self._judge = judge
-        self._scoring = scoring
-        self._retrieval = (score_threshold, top_k)
         self._stores = (answers or AnswerStore(), references or AnswerStore())
-        self._answers = Memo(self._stores[0], answer_to_json, answer_from_json)
+        self._answers = RagAnswers(rag, score_threshold, top_k, action_format, *self._stores)
         self._verdicts = Memo(self._stores[0], verdict_to_json, verdict_from_json)
-        self._references = Memo(self._stores[1], answer_to_json, answer_from_json)
+        self._scoring = scoring.with_stages(stages)
+        self._stages = tuple(stages)
+        self._steps: tuple[Step, ...] = (
+            *(functools.partial(_run, stage) for stage in stages if not stage.after_judge),
+            self._judged,
+            *(functools.partial(_run, stage) for stage in stages if stage.after_judge),
+        )
         self._ahead: set[asyncio.Task[None]] = set()
 
     @property
@@ -122,6 +132,11 @@ class SalesReward(BatchedReward):
     def component_names(self) -> tuple[str, ...]:
         """Everything a reward may be made of, in a fixed order."""
         return self._scoring.component_names
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """Stages of your own, in their order."""
+        return tuple(stage.name for stage in self._stages)
 
     @property
     def service_names(self) -> tuple[str, ...]:
@@ -147,8 +162,8 @@ class SalesReward(BatchedReward):
                 task.add_done_callback(self._ahead.discard)
 
     async def _fetch_reference(self, row: SalesRow) -> None:
-        with contextlib.suppress(Exception):  # who needs it meets the same, or asks again, and tells
-            await self._references.fetch(self._reference_key(row), lambda: self._chat_32b(row), check_kept_32b)
+        with contextlib.suppress(Exception):  # who needs it meets the same, or asks again, and reports it
+            await self._answers.fetch_reference(row)
 
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
@@ -160,17 +175,18 @@ class SalesReward(BatchedReward):
         Every provider and service is in it, also those that were not asked. Where several batches are in flight, a
         call is counted in the report that comes after it, whichever batch it was for.
         """
+        answers, references = self._answers.kept, self._answers.kept_references
         report = replace(
             self._taken().report(),
-            usage=self._judge.take_usage(),
+            usage=self._judge.drain_usage(),
             traffic={
                 name: {**transport.take_traffic(), "slots": transport.slots}
                 for name, transport in self._transports().items()
             },
-            records=self._judge.take_records(),
-            cache_hits={"answers": self._answers.hits + self._verdicts.hits, "references": self._references.hits},
+            records=self._judge.drain_records(),
+            cache_hits={"answers": answers.hits + self._verdicts.hits, "references": references.hits},
         )
-        self._answers.hits = self._verdicts.hits = self._references.hits = 0
+        answers.hits = self._verdicts.hits = references.hits = 0
         return report
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
@@ -180,53 +196,24 @@ class SalesReward(BatchedReward):
         Returns:
             `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong and where.
         """
+        needs_judge = any(self._scoring.rubrics(branch) for branch in self._scoring.weights)
+        reference_service = list(self._rag.transports)[1]
         with deadline(self.deadline_s):
-            return await self._warm_up()
-
-    async def _warm_up(self) -> dict[str, float | ServiceError]:
-        row = self._rows[0]
-        action = self._plain_action(row.conversation[-1].content)
-        answers = await asyncio.gather(
-            _clocked(functools.partial(self._chat_8b, row, action)), _clocked(functools.partial(self._chat_32b, row))
-        )
-        told: dict[str, float | ServiceError] = {
-            name: result if isinstance(result, ServiceError) else result[1]
-            for name, result in zip(self._rag.transports, answers, strict=True)
-        }
-        judged = next((result[0] for result in answers if not isinstance(result, ServiceError)), _NO_ANSWER)
-        if self._needs_judge:
-            told.update(await self._judge.warm_up(row, action, judged))
-        if not isinstance(answers[0], ServiceError) and not answers[0][0].passages:
-            await self._warn_of_an_empty_index(row)
-        if not isinstance(answers[1], ServiceError):
-            await self._check_kept_references()
-        self.take_report()
-        for name, result in told.items():
-            if isinstance(result, ServiceError):
-                result.args = (f"{result} ({name}: {self.places[name]})",)
-        return told
-
-    async def _warn_of_an_empty_index(self, row: SalesRow) -> None:
-        found = await _clocked(functools.partial(self._index_has_some, row))
-        if not isinstance(found, ServiceError) and not found[0] and self._announces:
-            logger.warning(
-                f"[RAG] {self._rag.identity} finds nothing for the first row, not even without a threshold: look "
-                "whether its index is loaded, and whether it knows the rows' tenant_id. Such rows are not scored "
-                "(`no_passages`)."
+            found = await ask_every_service(
+                self._rows[0], self._answers, self._judge if needs_judge else None, self._announces
             )
-
-    async def _check_kept_references(self) -> None:
-        judged = (row for row in self._rows if self._scoring.rubrics(row.branch))
-        rows = {self._reference_key(row): row for row in judged}
-        said = await check_kept(self._stores[1], self._stores[0], self._rag.identity, rows, self._chat_32b)
-        for text, is_warning in said if self._announces else ():
-            logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
+            if not isinstance(found[reference_service], ServiceError):
+                judged = [row for row in self._rows if self._scoring.rubrics(row.branch)]
+                await check_kept_references(judged, self._answers, self._stores, self._announces)
+        self.take_report()
+        add_places(found, self.places)
+        return found
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
         """The errors of a `warm_up` after which nothing could be scored: the 8B endpoint's, or all judges'. A run can
         go on without the 32B endpoint."""
         needed = [warm_up[name] for name in list(self._rag.transports)[:1]]
-        judges = [warm_up[name] for name in self._judge.transports if name in warm_up]
+        judges = [warm_up[name] for name in self._judge.places if name in warm_up]
         if judges and all(isinstance(result, ServiceError) for result in judges):
             needed += judges
         return [result for result in needed if isinstance(result, ServiceError)]
@@ -237,16 +224,13 @@ class SalesReward(BatchedReward):
             batch.cancel()
         for task in self._ahead:
             task.cancel()
-        for memo in (self._answers, self._verdicts, self._references):
-            await memo.aclose()
-        await self._rag.aclose()
+        await self._verdicts.aclose()
+        await self._answers.aclose()
         await self._judge.aclose()
+        for stage in self._stages:
+            await stage.aclose()
         for store in self._stores:
             await asyncio.to_thread(store.close)
-
-    @property
-    def _needs_judge(self) -> bool:
-        return any(self._scoring.rubrics(branch) for branch in self._scoring.weights)
 
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **self._judge.transports}
@@ -264,16 +248,29 @@ class SalesReward(BatchedReward):
         row = self._rows[index]
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
         try:
-            candidate = await stages.timed(self._candidate(row, action), Stage.RAG_8B)
-            if not candidate.passages and not await self._index_has_some(row):
+            answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
+            if not answer.passages and not await self._answers.index_has_some(row):
                 return missing(Outcome.INFRA, "no_passages", stages.seconds)
-            if is_hollow(candidate.text):
+            if is_hollow(answer.text):
                 return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), stages.seconds)
-            return await self._judged(row, action, candidate, await reference_asked, stages)
+            return await self._stepped(row, action, answer, await reference_asked, stages)
         except ServiceError as error:
             return missing(Outcome.INFRA, error.code, stages.seconds)
         finally:
-            reference_asked.cancel()  # and what it raised, if it did, is not told of
+            reference_asked.cancel()  # and what it raised, if it did, is reported by nobody
+
+    async def _stepped(
+        self, row: SalesRow, action: Action, answer: Answer, reference: Answer | None, stages: Stages
+    ) -> Reward:
+        case = Case(row=row, action=action, answer=answer, reference=reference)
+        for step in self._steps:
+            found = await step(case, stages)
+            if isinstance(found, Missing):
+                return missing(Outcome.INFRA, found.reason, stages.seconds)
+            if isinstance(found, InvalidAction):
+                return self._scoring.score_invalid(found, stages.seconds)
+            case = found
+        return self._scoring.score(case, stages.seconds)
 
     async def _reference_or_none(self, row: SalesRow, stages: Stages) -> Answer | None:
         """The reference answer, or `None`: without it the judge scores the candidate alone. It has half of the time
@@ -283,18 +280,14 @@ class SalesReward(BatchedReward):
         with deadline(remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()):  # what another one asked for may go on for longer
-                    return await stages.timed(self._reference(row), Stage.RAG_32B)
+                    return await stages.timed(self._answers.reference(row), Stage.RAG_32B)
             except (ServiceError, TimeoutError):
                 return None
 
-    async def _judged(
-        self, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, stages: Stages
-    ) -> Reward:
+    async def _judged(self, case: Case, stages: Stages) -> Case:
         """Every judgement the branch weighs, at once."""
-        seconds = stages.seconds
-        wanted = self._scoring.rubrics(row.branch)
-        material = (row, action, candidate, reference)
-        asked = (_or_error(functools.partial(self._verdict, rubric, *material)) for rubric in wanted.values())
+        wanted = self._scoring.rubrics(case.row.branch)
+        asked = (_or_error(functools.partial(self._verdict, rubric, case)) for rubric in wanted.values())
         results = await stages.timed(asyncio.gather(*asked), Stage.JUDGE)
         verdicts = {
             name: None if isinstance(result, ServiceError) else result
@@ -302,79 +295,23 @@ class SalesReward(BatchedReward):
         }
         failed = next((result for result in results if isinstance(result, ServiceError)), None)
         if failed is None:
-            failure = (Outcome.INFRA, "no_reference")
-            return self._scoring.score(row.branch, candidate, reference, verdicts, seconds, failure)
+            return replace(case, verdicts=verdicts)
         outcome = Outcome.JUDGE_INVALID if isinstance(failed, JudgeInvalid) else Outcome.INFRA
-        return self._scoring.score(row.branch, candidate, reference, verdicts, seconds, (outcome, failed.code))
+        return replace(case, verdicts=verdicts, failure=(outcome, failed.code))
 
-    async def _candidate(self, row: SalesRow, action: Action) -> Answer:
-        """The 8B answer to an action."""
-        key = cache_key("8b", self._rag.identity, self._asked(row), action.as_dict(), action.query_field)
-        return await self._answers.get(key, lambda: self._chat_8b(row, action), check_kept_8b)
-
-    async def _index_has_some(self, row: SalesRow) -> bool:
-        """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, it
-        is no fault of an action that it found none. A yes is asked for once."""
-        query = self._plain_action(row.context)
-        key = cache_key("any passage", self._rag.identity, self._asked(row))
-
-        async def ask() -> Answer:
-            return await self._rag.chat_8b(row.context, query, 0.0, self._retrieval[1], ids=row.ids)
-
-        return bool((await self._answers.get(key, ask, check_passages)).passages)
-
-    def _plain_action(self, query: str) -> Action:
-        query = query[-MAX_FIELD_CHARS:]  # no action has a longer one, and services may refuse it
-        fields = dict.fromkeys(self._format.fields, "") | {self._format.query: query}
-        return Action(fields=fields, query_field=self._format.query)
-
-    async def _reference(self, row: SalesRow) -> Answer:
-        """The row's 32B answer, asked for once: it does not depend on the policy."""
-        return await self._references.get(self._reference_key(row), lambda: self._chat_32b(row), check_kept_32b)
-
-    def _reference_key(self, row: SalesRow) -> str:
-        return cache_key("32b", self._rag.identity, self._asked(row))
-
-    async def _verdict(
-        self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
-    ) -> Verdict:
-        texts = (candidate.text, None if reference is None else reference.text)
-        material = (row.branch, row.context, row.documents, action.as_dict(), texts)
-        key = cache_key(self._judge.identity(rubric), material)
+    async def _verdict(self, rubric: str, case: Case) -> Verdict:
+        row, reference = case.row, case.reference
+        texts = (case.answer.text, None if reference is None else reference.text)
+        material = (row.branch, row.context, row.documents, case.action.as_dict(), texts)
         return await self._verdicts.get(
-            key,
-            lambda: self._judge.judge(rubric, row, action, candidate, reference),
+            cache_key(self._judge.identity(rubric), material),
+            lambda: self._judge.judge(rubric, row, case.action, case.answer, reference),
             functools.partial(check_verdict, reference is not None),
         )
 
-    def _asked(self, row: SalesRow) -> tuple[Any, ...]:
-        """What both endpoints are asked with, for the cache's keys."""
-        return (row.context, row.ids.as_dict(), self._retrieval)
 
-    async def _chat_8b(self, row: SalesRow, action: Action) -> Answer:
-        answer = await self._rag.chat_8b(row.context, action, *self._retrieval, ids=row.ids)
-        check_8b(answer)
-        return answer
-
-    async def _chat_32b(self, row: SalesRow) -> Answer:
-        answer = await self._rag.chat(row.context, *self._retrieval, ids=row.ids)
-        check_32b(answer)
-        return answer
-
-
-_NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
-
-
-async def _clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
-    """The answer and its seconds, or what went wrong; an error in a backend's code too, since other ranks wait."""
-    started = time.perf_counter()
-    try:
-        answer = await call()
-    except ServiceError as error:
-        return error
-    except Exception as error:
-        return ServiceError(f"the backend raised {type(error).__name__}", f"raised_{type(error).__name__}")
-    return answer, time.perf_counter() - started
+async def _run(stage: RewardStage, case: Case, stages: Stages) -> Case | InvalidAction | Missing:
+    return stage.of(case, await stages.timed(stage.run(case), stage.name))
 
 
 async def _or_error(call: Callable[[], Awaitable[T]]) -> T | ServiceError:

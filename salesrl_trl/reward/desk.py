@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.batch import BatchReport, RewardBatch
+from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchReport, RewardBatch
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.timing import Span
@@ -169,6 +169,7 @@ class RewardDesk:
         if not self._thread.is_alive():
             return
         self._run(self.reward.aclose)
+        self._run(_cancel_the_others)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -185,3 +186,12 @@ class RewardDesk:
         except BaseException:
             waiting.cancel()
             raise
+
+
+async def _cancel_the_others() -> None:
+    """Cancel every other task of the running loop. One that goes on all the same is left behind."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CANCEL_GRACE_S)

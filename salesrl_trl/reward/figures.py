@@ -48,19 +48,27 @@ def reward_names(branches: Sequence[str]) -> tuple[str, ...]:
     return (*per_branch, *map(outcome_of, OUTCOMES), REFERENCE_MISSING)
 
 
-def time_names() -> tuple[str, ...]:
-    """Every name of a time: of `add_report`, then of `add_stages`."""
-    stages = [stage_of(stage, share) for stage in Stage for share in STAGE_SHARES]
-    return (REWARD_SECONDS, JUDGE_SECONDS, *stages, *map(slowest_of, Stage))
+def time_names(stages: Sequence[str] = ()) -> tuple[str, ...]:
+    """Every name of a time: of `add_report`, then of `add_stages`.
+
+    Args:
+        stages (`Sequence[str]`, *optional*, defaults to none):
+            The user's stages, beside `Stage`: the reward's `stage_names`.
+    """
+    every = (*Stage, *stages)
+    shares = [stage_of(stage, share) for stage in every for share in STAGE_SHARES]
+    return (REWARD_SECONDS, JUDGE_SECONDS, *shares, *map(slowest_of, every))
 
 
-def encode(rewards: Sequence[Reward], branch_ids: Sequence[int]) -> torch.Tensor:
+def encode(rewards: Sequence[Reward], branch_ids: Sequence[int], stages: Sequence[str] = ()) -> torch.Tensor:
     """Per-completion figures that travel between ranks.
 
     Returns:
-        `torch.Tensor` of shape (B, 5 + len(`Stage`)), float64: branch id, index into `OUTCOMES`, value, the
-        reference's judge score and its reward, seconds by stage; from the value on NaN where there is none.
+        `torch.Tensor` of shape (B, 5 + len(`Stage`) + len(stages)), float64: branch id, index into `OUTCOMES`,
+        value, the reference's judge score and its reward, seconds by stage. Columns from `value` onward are NaN when
+        missing.
     """
+    every = (*Stage, *stages)
     rows = [
         (
             branch_id,
@@ -68,23 +76,27 @@ def encode(rewards: Sequence[Reward], branch_ids: Sequence[int]) -> torch.Tensor
             math.nan if reward.value is None else reward.value,
             _number(reward.components.get("reference")),
             _number(reward.reference_value),
-            *(reward.seconds.get(stage, math.nan) for stage in Stage),
+            *(reward.seconds.get(stage, math.nan) for stage in every),
         )
         for reward, branch_id in zip(rewards, branch_ids, strict=True)
     ]
-    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 5 + len(Stage))
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 5 + len(every))
 
 
-def add_rewards(aggregates: StepAggregates, table: torch.Tensor, branches: Sequence[str]) -> None:
+def add_rewards(
+    aggregates: StepAggregates, table: torch.Tensor, branches: Sequence[str], stages: Sequence[str] = ()
+) -> None:
     """Add a gathered table from `encode` to the aggregates.
 
     Args:
         aggregates (`StepAggregates`):
-            Made with `reward_names(branches)` and `time_names()`.
+            Made with `reward_names(branches)` and `time_names(stages)`.
         table (`torch.Tensor`):
             Shape (world size x B, columns of `encode`).
         branches (`Sequence[str]`):
             Branch names by id.
+        stages (`Sequence[str]`, *optional*, defaults to none):
+            As for `time_names`.
     """
     branch_ids, outcomes, values, references = table[:, :4].unbind(dim=1)  # each (N,)
     for branch_id, branch in enumerate(branches):
@@ -96,28 +108,31 @@ def add_rewards(aggregates: StepAggregates, table: torch.Tensor, branches: Seque
         aggregates.add(outcome_of(outcome), (outcomes == index).sum().item(), len(table))
     judged = outcomes == OUTCOMES.index(Outcome.OK)
     aggregates.add(REFERENCE_MISSING, (judged & torch.isnan(references)).sum().item(), max(judged.sum().item(), 1))
-    add_stages(aggregates, table[:, -len(Stage) :])
+    add_stages(aggregates, table[:, -len(Stage) - len(stages) :], stages)
 
 
-def add_stages(aggregates: StepAggregates, seconds: torch.Tensor) -> None:
+def add_stages(aggregates: StepAggregates, seconds: torch.Tensor, stages: Sequence[str] = ()) -> None:
     """Add what the stages of a batch took: percentiles over completions, and the split of the slowest one.
 
     Args:
         aggregates (`StepAggregates`):
             Made with `time_names`.
         seconds (`torch.Tensor`):
-            Shape (N, len(`Stage`)), NaN where a completion did not come to a stage.
+            Shape (N, len(`Stage`) + len(stages)), NaN where a completion did not come to a stage.
+        stages (`Sequence[str]`, *optional*, defaults to none):
+            As for `time_names`.
     """
-    for index, stage in enumerate(Stage):
+    every = (*Stage, *stages)
+    for index, stage in enumerate(every):
         known = seconds[:, index][~torch.isnan(seconds[:, index])].tolist()
         for name, share in STAGE_SHARES.items():
             aggregates.add(stage_of(stage, name), percentile(known, share), int(bool(known)))
     if not len(seconds):
         return
     split = torch.nan_to_num(seconds)
-    parse, rag_8b, rag_32b, judge = split.unbind(dim=1)
-    slowest = split[(parse + torch.maximum(rag_8b, rag_32b) + judge).argmax()].tolist()
-    for stage, value in zip(Stage, slowest, strict=True):
+    parse, rag_8b, rag_32b, *others = split.unbind(dim=1)
+    slowest = split[(parse + torch.maximum(rag_8b, rag_32b) + sum(others)).argmax()].tolist()
+    for stage, value in zip(every, slowest, strict=True):
         aggregates.add(slowest_of(stage), value, 1)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import io
 import itertools
 import logging
+import os
 import pickle
 import socket
 import subprocess
@@ -156,6 +157,7 @@ class _Child:
                 f"the reward process did not start. {_REMEDY}", code="reward_process_failed"
             ) from None
         self._channel = Channel(*await asyncio.open_unix_connection(sock=ours))
+        self._channel.send_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
         self._channel.send_bytes(self._chain)
         self._reading = asyncio.ensure_future(self._read(self._channel, self._process))
         return self._channel
@@ -256,6 +258,11 @@ class RemoteReward(BatchedReward):
     def component_names(self) -> tuple[str, ...]:
         """Everything a reward may be made of, in a fixed order."""
         return self._local.component_names
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """As `SalesReward.stage_names`."""
+        return self._local.stage_names
 
     @property
     def service_names(self) -> tuple[str, ...]:

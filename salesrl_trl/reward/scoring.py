@@ -5,9 +5,11 @@ functions as 0: a completion without a judge's score would be the worst of its g
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import Stage
+from salesrl_trl.reward.stage import Case, RewardStage, check_stages
 from salesrl_trl.types import Answer, InvalidAction, Outcome, Reward, Verdict
 
 COMPONENTS = {
@@ -18,6 +20,8 @@ COMPONENTS = {
 }
 """What a branch may weigh, beside `judge_<rubric>`: the score by another rubric."""
 OTHER_RUBRIC = "judge_"
+REFERENCE = "reference"
+"""The reference's own score by the branch's rubric: shown beside the components, never weighed."""
 MAX_WEIGHT = 1e6
 """Judges' scores lie in [0, 1]: far more than a reward is scaled by, and far from where sums become infinite."""
 MISSING_RULES = ("none", "reweight")
@@ -44,6 +48,8 @@ class Scoring:
     """One of `MISSING_RULES`."""
     invalid_action: float = 0.0
     """Reward of a completion that is no action, or whose answer is hollow."""
+    stage_components: tuple[str, ...] = ()
+    """Components that stages of your own add, beside `COMPONENTS`."""
 
     def __post_init__(self) -> None:
         if not abs(self.invalid_action) <= MAX_WEIGHT:
@@ -57,13 +63,13 @@ class Scoring:
                     f"component, each with a weight above 0 and up to {MAX_WEIGHT:g}."
                 )
             for component in weights:
-                _check_component(branch, component)
+                _check_component(branch, component, self.stage_components)
 
     @property
     def component_names(self) -> tuple[str, ...]:
         """Every component a reward may have, in a fixed order."""
         others = [name for weights in self.weights.values() for name in weights if name.startswith(OTHER_RUBRIC)]
-        return tuple(dict.fromkeys((*COMPONENTS, "reference", *others)))
+        return tuple(dict.fromkeys((*COMPONENTS, REFERENCE, *others, *self.stage_components)))
 
     def rubrics(self, branch: str) -> dict[str, str]:
         """The judgements a branch needs: component to rubric."""
@@ -72,41 +78,43 @@ class Scoring:
         others = {name: name.removeprefix(OTHER_RUBRIC) for name in weights if name.startswith(OTHER_RUBRIC)}
         return {**own, **others}
 
-    def score(
-        self,
-        branch: str,
-        answer: Answer,
-        reference: Answer | None,
-        verdicts: Mapping[str, Verdict | None],
-        seconds: Mapping[str, float],
-        failure: tuple[Outcome, str] = (Outcome.INFRA, "component_missing"),
-    ) -> Reward:
+    def with_stages(self, stages: Sequence[RewardStage]) -> "Scoring":
+        """The same law, with the components of these stages.
+
+        Raises:
+            `ConfigError`: two stages or components have one name, or no stage adds a component that is expected.
+        """
+        check_stages(stages, taken=tuple(Stage), known=(*COMPONENTS, REFERENCE))
+        added = tuple(component for stage in stages for component in stage.components)
+        lacking = sorted(set(self.stage_components) - set(added))
+        if lacking:
+            raise ConfigError(
+                f"no stage of the reward adds {', '.join(lacking)}. Expected one for each of `stage_components`. The "
+                f"stages add: {', '.join(added) or 'nothing'}."
+            )
+        return replace(self, stage_components=added)
+
+    def score(self, case: Case, seconds: Mapping[str, float]) -> Reward:
         """The reward of an answered action.
 
         Args:
-            branch (`str`):
-                Whose weights to use.
-            answer (`Answer`):
-                The 8B endpoint's.
-            reference (`Answer`, *optional*):
-                The 32B endpoint's.
-            verdicts (`Mapping[str, Verdict | None]`):
-                By component, as `rubrics` names them; `None` for one that could not be had.
+            case (`Case`):
+                The answers, and what the judge and stages found.
             seconds (`Mapping[str, float]`):
                 Time of each stage.
-            failure (`tuple[Outcome, str]`, *optional*):
-                What to say where the value is missing: outcome and reason of what failed.
         """
-        components = _components(answer, verdicts)
-        value = self._combine(self.weights[branch], components)
+        weights = self.weights[case.row.branch]
+        unknown: dict[str, float | None] = dict.fromkeys(self.stage_components)
+        components = {**_components(case.answer, case.verdicts), **unknown, **case.components}
+        value = self._combine(weights, components)
         if value is None:
-            outcome, reason = failure
+            outcome, reason = case.failure or (Outcome.INFRA, _lacking(weights, components))
             return Reward(outcome=outcome, value=None, reason=reason, components=components, seconds=seconds)
         return Reward(
             outcome=Outcome.OK,
             value=value,
             components=components,
-            reference_value=self._reference_value(branch, reference, verdicts),
+            reference_value=self._reference_value(case, unknown),
             seconds=seconds,
         )
 
@@ -120,20 +128,20 @@ class Scoring:
             seconds=seconds or {},
         )
 
-    def _reference_value(
-        self, branch: str, reference: Answer | None, verdicts: Mapping[str, Verdict | None]
-    ) -> float | None:
+    def _reference_value(self, case: Case, unknown: Mapping[str, float | None]) -> float | None:
         """The reference answer's reward: the same components of it, which lies no margin above itself."""
-        if reference is None:
+        if case.reference is None:
             return None
-        scores = {name: None if verdict is None else verdict.reference for name, verdict in verdicts.items()}
+        scores = {name: None if verdict is None else verdict.reference for name, verdict in case.verdicts.items()}
         components = {
             **scores,
             "margin": None if scores.get("judge") is None else 0.0,
-            "retrieval": _best_passage(reference),
+            "retrieval": _best_passage(case.reference),
             "format": 1.0,
+            **unknown,
+            **case.reference_components,
         }
-        return self._combine(self.weights[branch], components)
+        return self._combine(self.weights[case.row.branch], components)
 
     def _combine(self, weights: Mapping[str, float], components: Mapping[str, float | None]) -> float | None:
         there = {name: weight for name, weight in weights.items() if components[name] is not None}
@@ -163,12 +171,18 @@ def _components(answer: Answer, verdicts: Mapping[str, Verdict | None]) -> dict[
     reference = None if own is None else own.reference
     return {
         "judge": None if own is None else own.candidate,
-        "reference": reference,
+        REFERENCE: reference,
         "margin": None if own is None or reference is None else own.candidate - reference,
         "retrieval": _best_passage(answer),
         "format": 1.0,
         **others,
     }
+
+
+def _lacking(weights: Mapping[str, float], components: Mapping[str, float | None]) -> str:
+    """Reason code of a reward that lacks a component, although every judgement could be had."""
+    name = next(name for name in weights if components[name] is None)
+    return "no_reference" if name == "margin" else f"no_{name}"
 
 
 def _best_passage(answer: Answer) -> float:
@@ -179,9 +193,10 @@ def _is_judged(component: str) -> bool:
     return component in ("judge", "margin") or component.startswith(OTHER_RUBRIC)
 
 
-def _check_component(branch: str, component: str) -> None:
-    if component not in COMPONENTS and not (component.startswith(OTHER_RUBRIC) and component != OTHER_RUBRIC):
+def _check_component(branch: str, component: str, stage_components: Sequence[str]) -> None:
+    known = (*COMPONENTS, *stage_components)
+    if component not in known and not (component.startswith(OTHER_RUBRIC) and component != OTHER_RUBRIC):
         raise ConfigError(
-            f"`branch_reward_weights` of branch {branch!r} names {component!r}. Expected one of: "
-            f"{', '.join(COMPONENTS)}, or {OTHER_RUBRIC}<rubric>."
+            f"`branch_reward_weights` of branch {branch!r} names {component!r}. Expected one of: {', '.join(known)}, "
+            f"or {OTHER_RUBRIC}<rubric>. For a component of your own add a stage to `reward_stages`."
         )

@@ -106,9 +106,13 @@ class Worker:
 
 
 async def serve(descriptor: int) -> None:
-    """Take the chain, which is the first message, and answer for it."""
+    """Take the parent's module path, then the chain, and answer for it. A stage or a judge of a user's own may lie
+    where only the parent was told to look for modules."""
     channel = Channel(*await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor)))
     messages = channel.messages()
+    async for paths in messages:
+        sys.path += [path for path in paths if path not in sys.path]
+        break
     async for chain in messages:
         await Worker(chain, channel).run(messages)
     channel.close()

@@ -181,6 +181,27 @@ def build_reward(
         transport_32b=retrieval("rag_32b", patience_32b_s),
         api_key=parts.rag_key,
     )
+    # the embedded service has a new address in every run, so its answers are not kept
+    lasting = config.rag_base_url is not None or config.vector_store_path is not None
+    return SalesReward(
+        rows,
+        rag,
+        parts.judge or _judge(config, parts, transport, judge_base_url),
+        parts.scoring,
+        stages=parts.stages,
+        score_threshold=config.rag_score_threshold,
+        top_k=config.rag_top_k,
+        deadline_s=config.reward_deadline_s,
+        action_format=config.action_format(),
+        announces=process_index == 0,
+        answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
+        references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
+    )
+
+
+def _judge(
+    config: RewardConfig, parts: RewardParts, transport: Callable[[str, int, float], Transport], base_url: str
+) -> JudgeClient:
     configured = config.parsed_judge_providers()
     providers = [
         _provider(
@@ -192,24 +213,9 @@ def build_reward(
                 each.timeout_s or config.judge_timeout_s,
             ),
         )
-        for each in configured or [_only_provider(config, judge_base_url)]
+        for each in configured or [_only_provider(config, base_url)]
     ]
-    judge = JudgeClient(providers, parts.rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
-    # the embedded service has a new address in every run, so its answers are not kept
-    lasting = config.rag_base_url is not None or config.vector_store_path is not None
-    return SalesReward(
-        rows,
-        rag,
-        judge,
-        parts.scoring,
-        score_threshold=config.rag_score_threshold,
-        top_k=config.rag_top_k,
-        deadline_s=config.reward_deadline_s,
-        action_format=config.action_format(),
-        announces=process_index == 0,
-        answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
-        references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
-    )
+    return JudgeClient(providers, parts.rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
 
 
 def _vector_store(

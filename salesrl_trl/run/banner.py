@@ -145,6 +145,8 @@ def _judge(reward: RewardConfig) -> str:
     providers = reward.parsed_judge_providers()
     if providers:
         return ", ".join(f"{each.name}: {each.model} at {each.base_url}" for each in providers)
+    if reward.judge is not None:
+        return reward.judge
     if reward.judge_base_url is not None:
         return f"{reward.judge_model} at {reward.judge_base_url}"
     return "embedded, made for the demo (your own: --judge_base_url http://HOST:PORT/v1 --judge_model NAME)"

@@ -7,7 +7,7 @@ so that batches of unequal size have the right weights. Knows no reward and no K
 import math
 from collections.abc import Sequence
 
-from salesrl_trl.names import LARGEST
+from salesrl_trl.names import is_largest
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -24,7 +24,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class StepAggregates:
-    """The mean of everything that was added since the last `flush`; for names in `LARGEST` the largest value.
+    """The mean of everything that was added since the last `flush`; where `is_largest`, the largest value.
 
     Args:
         names (`Sequence[str]`):
@@ -33,12 +33,13 @@ class StepAggregates:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
+        self._largest = frozenset(filter(is_largest, names))
         self._sums = dict.fromkeys(names, 0.0)
         self._counts = dict.fromkeys(names, 0.0)
 
     def add(self, name: str, total: float, count: float) -> None:
-        """Add a sum over `count` items; for a name in `LARGEST`, one item."""
-        if name in LARGEST:
+        """Add a sum over `count` items; where `is_largest`, one item."""
+        if name in self._largest:
             self._sums[name], self._counts[name] = max(self._sums[name], total), min(self._counts[name] + count, 1)
             return
         self._sums[name] += total

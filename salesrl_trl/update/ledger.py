@@ -52,6 +52,8 @@ class Ledger:
             Judge providers.
         services (`Sequence[str]`, *optional*):
             Services with figures of their traffic.
+        stages (`Sequence[str]`, *optional*):
+            Stages of the reward beside the package's own.
         with_kl (`bool`, *optional*, defaults to `False`):
             Whether the loss has a KL penalty.
         with_baseline (`bool`, *optional*, defaults to `False`):
@@ -63,16 +65,18 @@ class Ledger:
         branches: Sequence[str],
         providers: Sequence[str] = (),
         services: Sequence[str] = (),
+        stages: Sequence[str] = (),
         *,
         with_kl: bool = False,
         with_baseline: bool = False,
     ) -> None:
         self._branches = branches
+        self._stages = stages
         self._report_names = report_names(providers, services)
         self._names = (
             *reward_names(branches),
             *UPDATE_NAMES,
-            *time_names(),
+            *time_names(stages),
             *self._report_names,
             *(kl_names(branches) if with_kl else ()),
             *((BASELINE_FALLBACK,) if with_baseline else ()),
@@ -95,7 +99,7 @@ class Ledger:
             reasons (`Iterable[str]`):
                 Reason code of each completion that failed, of all ranks.
         """
-        add_rewards(self._pages[mode].figures, table, self._branches)
+        add_rewards(self._pages[mode].figures, table, self._branches, self._stages)
         self._pages[mode].failures.update(reasons)
 
     def record_report(self, mode: str, table: torch.Tensor) -> None:

@@ -138,12 +138,15 @@ def build_reward(
     providers=None,
     limits=None,
     judging=None,
+    judge=None,
+    stage_components=(),
     **chain,
 ):
     """A reward chain that asks the services at `url`.
 
-    `limits` go to every transport, `providers` are settings of judge providers, `judging` of the judge client. Unless
-    `limits` say so no call is hedged: a machine that stands still for a moment would make calls late.
+    `limits` go to every transport, `providers` are settings of judge providers, `judging` of the judge client, which
+    `judge` stands in for. Unless `limits` say so no call is hedged: a machine that stands still for a moment would
+    make calls late.
     """
 
     def transport(name):
@@ -166,11 +169,12 @@ def build_reward(
     return SalesReward(
         rows,
         rag,
-        JudgeClient(judges, load_rubrics(("fairness", "hallucination")), **(judging or {})),
+        judge or JudgeClient(judges, load_rubrics(("fairness", "hallucination")), **(judging or {})),
         Scoring(
             weights={**default_weights(("fairness", "hallucination")), **(weights or {})},
             missing=missing,
             invalid_action=invalid_action_reward,
+            stage_components=stage_components,
         ),
         score_threshold=0.03,
         top_k=3,

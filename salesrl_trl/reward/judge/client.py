@@ -7,16 +7,17 @@ Owns rubrics, the order and weights of providers, repeats and their aggregation.
 import asyncio
 import hashlib
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
 from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient, ProviderUsage
+from salesrl_trl.reward.clocked import seconds_or_error
+from salesrl_trl.reward.judge.base import Judge, JudgeRecord, ProviderUsage
+from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient
 from salesrl_trl.reward.judge.verdict import MESSAGE_VERSION
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
@@ -27,18 +28,6 @@ AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "min": min,
 }
 """How the verdicts of several repeats become one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeRecord:
-    """One valid verdict, for the check of what else than quality a judge likes."""
-
-    score: float
-    """Of the candidate."""
-    chars: int
-    """Length of the candidate's answer."""
-    candidate_first: bool | None
-    """Whether it stood before the reference; `None` where there was none."""
 
 
 def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str, str]:
@@ -82,7 +71,7 @@ def _read_rubric(path: Path) -> str:
     return rubric
 
 
-class JudgeClient:
+class JudgeClient(Judge):
     """Asks one of several OpenAI-compatible models for a verdict.
 
     Which provider is asked first follows the weights, and is the same for the same material. The others follow in the
@@ -131,35 +120,18 @@ class JudgeClient:
     async def judge(
         self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
     ) -> Verdict:
-        """Score the candidate and, beside it, the reference.
-
-        Args:
-            rubric (`str`):
-                Which of the rubrics to judge by.
-            row (`SalesRow`):
-                The conversation, its branch and the documents known to answer it.
-            action (`Action`):
-                What the policy wrote.
-            candidate (`Answer`):
-                The 8B endpoint's answer to the action.
-            reference (`Answer`, *optional*):
-                The 32B endpoint's answer, where there is one.
-
-        Raises:
-            `JudgeInvalid`: answers that are no verdict.
-            `ServiceError`: no answer.
-        """
+        """As `Judge.judge`, by one of the providers."""
         material = Material(rubric, self._rubrics[rubric], row, action, candidate, reference)
         results = await asyncio.gather(
             *(self._one_verdict(material, repeat) for repeat in range(self._repeats)), return_exceptions=True
         )
         return self._merge(results)
 
-    def take_usage(self) -> dict[str, ProviderUsage]:
+    def drain_usage(self) -> dict[str, ProviderUsage]:
         """What each provider did since the last time."""
-        return {name: each.take_usage() for name, each in self._providers.items()}
+        return {name: each.drain_usage() for name, each in self._providers.items()}
 
-    def take_records(self) -> list[JudgeRecord]:
+    def drain_records(self) -> list[JudgeRecord]:
         """Every valid verdict since the last time."""
         records, self._records = self._records, []
         return records
@@ -174,16 +146,13 @@ class JudgeClient:
         """Ask every provider once, by the branch's rubric; returns seconds, or what went wrong, by service name."""
         material = Material(row.branch, self._rubrics[row.branch], row, action, answer, answer)
 
-        async def one(provider: ProviderClient) -> float | ServiceError:
-            started = time.perf_counter()
-            try:
-                await provider.ask(material, candidate_first=True, patient=True)
-            except ServiceError as error:
-                return error
-            return time.perf_counter() - started
-
-        results = await asyncio.gather(*(one(provider) for provider in self._providers.values()))
-        self.take_usage()
+        results = await asyncio.gather(
+            *(
+                seconds_or_error(partial(provider.ask, material, candidate_first=True, patient=True))
+                for provider in self._providers.values()
+            )
+        )
+        self.drain_usage()
         return dict(zip(self.transports, results, strict=True))
 
     async def aclose(self) -> None:

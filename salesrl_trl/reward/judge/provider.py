@@ -23,6 +23,7 @@ from salesrl_trl.errors import (
 )
 from salesrl_trl.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
+from salesrl_trl.reward.judge.base import ProviderUsage
 from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, response_format, signed_rubric
 from salesrl_trl.reward.service.http import HttpClient, refuse_stated_error
 from salesrl_trl.reward.service.transport import Transport
@@ -81,20 +82,6 @@ class JudgeProvider:
     """Price, for the cost metrics."""
 
 
-@dataclass(kw_only=True, slots=True)
-class ProviderUsage:
-    """What one provider did since it was last asked about."""
-
-    verdicts: int = 0
-    """Valid ones."""
-    prompt_tokens: int = 0
-    """As the provider counts them; 0 where it doesn't."""
-    completion_tokens: int = 0
-    """As the provider counts them, thoughts included."""
-    usd: float = 0.0
-    """By the configured prices."""
-
-
 class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
     content: str | None = None
@@ -151,7 +138,7 @@ class ProviderClient:
         self._usage = ProviderUsage()
         self._by_text = settings.response_format == "text"
 
-    def take_usage(self) -> ProviderUsage:
+    def drain_usage(self) -> ProviderUsage:
         """What it did since the last time."""
         usage, self._usage = self._usage, ProviderUsage()
         return usage

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from salesrl_trl.config import RewardConfig
+from salesrl_trl.config.checks import build_object
 from salesrl_trl.demo.services.index import load_documents
 from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import load_rubrics, packaged_rubrics
 from salesrl_trl.reward.rag.vector_store import has_table
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.service.http import key_fault
+from salesrl_trl.reward.stage import RewardStage
 from salesrl_trl.run.checks.addresses import check_models, check_rag
 from salesrl_trl.types import DEFAULT_FORMAT
 
@@ -35,6 +38,10 @@ class RewardParts:
     embedding_key: str | None = field(repr=False)
     judge_keys: dict[str, str | None] = field(repr=False)
     """By provider name."""
+    judge: Judge | None
+    """The judge of `judge`, in place of the services."""
+    stages: tuple[RewardStage, ...]
+    """The stages of `reward_stages`."""
     reference_weighed: bool
     """Whether a reward or a baseline contains the reference's score."""
     notes: list[str] = field(default_factory=list)
@@ -55,7 +62,9 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
     Raises:
         `ConfigError`, `ServiceError`: a setting or a service is not as expected.
     """
-    scoring = _scoring(config, branches, hybrid_baseline)
+    stages = tuple(build_object(path, "reward_stages", RewardStage) for path in config.reward_stages)
+    judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
+    scoring = _scoring(config, branches, stages, hybrid_baseline)
     if config.vector_store_path is not None and not has_table(config.vector_store_path):
         raise ConfigError(
             f"`vector_store_path` is {config.vector_store_path}, where there is no store. Expected a folder that "
@@ -63,10 +72,12 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
         )
     parts = RewardParts(
         scoring=scoring,
-        rubrics=load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir),
+        rubrics={} if judge else load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir),
         rag_key=read_key(config.rag_api_key_env, "rag_api_key_env"),
         embedding_key=read_key(config.embedding_api_key_env, "embedding_api_key_env"),
         judge_keys=_judge_keys(config),
+        judge=judge,
+        stages=stages,
         reference_weighed=hybrid_baseline or any("margin" in weights for weights in scoring.weights.values()),
     )
     if config.rag_base_url is not None:
@@ -149,7 +160,9 @@ def read_key(variable: str | None, setting: str) -> str | None:
     return key
 
 
-def _scoring(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool) -> Scoring:
+def _scoring(
+    config: RewardConfig, branches: Sequence[str], stages: Sequence[RewardStage], hybrid_baseline: bool
+) -> Scoring:
     weights = config.parsed_branch_weights()
     unknown = sorted(weights.keys() - set(branches))
     if unknown:
@@ -161,7 +174,8 @@ def _scoring(config: RewardConfig, branches: Sequence[str], hybrid_baseline: boo
         weights={**default_weights(branches), **weights},
         missing=config.missing_component,
         invalid_action=config.invalid_action_reward,
-    )
+        stage_components=tuple(component for stage in stages for component in stage.components),
+    ).with_stages(stages)
     unjudged = [branch for branch in branches if not scoring.rubrics(branch)]
     if hybrid_baseline and unjudged:
         raise ConfigError(

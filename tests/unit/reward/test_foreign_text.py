@@ -141,4 +141,4 @@ def test_a_usage_that_can_not_be_loses_no_verdict(count):
     completion = PROVIDER._completion(content.encode())
     PROVIDER._count_tokens(completion["usage"])
     assert _text_of(completion) == "hi"
-    assert PROVIDER.take_usage().completion_tokens == 0
+    assert PROVIDER.drain_usage().completion_tokens == 0

@@ -3,10 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.loopback import row
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.scoring import Scoring
-from salesrl_trl.types import Answer, InvalidAction, Outcome, Passage, Verdict
+from salesrl_trl.reward.stage import Case
+from salesrl_trl.types import Action, Answer, InvalidAction, Outcome, Passage, Verdict
 
 PASSAGES = (Passage(id="a", text="", score=0.25), Passage(id="b", text="", score=0.5))
 ANSWER = Answer(text="x", passages=PASSAGES, took_ms=1)
@@ -15,8 +17,13 @@ NO_REFERENCE = Verdict(candidate=0.75, reference=None, reason="")
 OTHER = Verdict(candidate=0.25, reference=None, reason="")
 
 
+def case(answer, verdicts, reference=None, **found):
+    action = Action(fields={"rewritten_query": "price"})
+    return Case(row=row(), action=action, answer=answer, reference=reference, verdicts=verdicts, **found)
+
+
 def score(weights, verdicts, *, missing="none", answer=ANSWER):
-    return Scoring(weights={"fairness": weights}, missing=missing).score("fairness", answer, None, verdicts, {})
+    return Scoring(weights={"fairness": weights}, missing=missing).score(case(answer, verdicts), {})
 
 
 @pytest.mark.parametrize(
@@ -70,8 +77,8 @@ def test_a_missing_component_is_none_or_the_others_stand_in_for_it(weights, verd
 def test_the_reference_is_worth_what_the_same_law_gives_it(weights, verdicts, value):
     reference = Answer(text="y", passages=(Passage(id="c", text="", score=0.75),), took_ms=1)
     scoring = Scoring(weights={"fairness": weights})
-    assert scoring.score("fairness", ANSWER, reference, verdicts, {}).reference_value == pytest.approx(value)
-    assert scoring.score("fairness", ANSWER, None, verdicts, {}).reference_value is None
+    assert scoring.score(case(ANSWER, verdicts, reference), {}).reference_value == pytest.approx(value)
+    assert scoring.score(case(ANSWER, verdicts), {}).reference_value is None
 
 
 @pytest.mark.parametrize("judged", ["judge", "margin", "judge_tone"])
@@ -88,7 +95,7 @@ def test_with_nothing_left_there_is_no_value_under_any_rule():
 
 def test_what_failed_is_said():
     scoring = Scoring(weights={"fairness": {"judge": 1.0}})
-    reward = scoring.score("fairness", ANSWER, None, {"judge": None}, {}, (Outcome.JUDGE_INVALID, "judge_empty"))
+    reward = scoring.score(case(ANSWER, {"judge": None}, failure=(Outcome.JUDGE_INVALID, "judge_empty")), {})
     assert (reward.outcome, reward.reason) == (Outcome.JUDGE_INVALID, "judge_empty")
 
 

@@ -376,7 +376,7 @@ def test_a_store_that_vanishes_while_in_use_is_an_error_with_a_code(store, tmp_p
 def test_without_lancedb_the_module_imports_and_a_store_says_what_to_install(tmp_path):
     code = (
         "import sys; sys.modules['lancedb'] = None\n"
-        "from salesrl_trl.reward import vector_store\n"
+        "from salesrl_trl.reward.rag import vector_store\n"
         "try: vector_store.VectorStoreRag('.', embedding_base_url='', embedding_model='', transport_8b=None, "
         "transport_32b=None)\n"
         "except vector_store.ConfigError as error: print(error)"

@@ -22,7 +22,7 @@ from werkzeug import Response
 
 from salesrl_trl.data.sources import load_drafts, load_rows
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.judge.provider import ProviderUsage
+from salesrl_trl.reward.judge.base import ProviderUsage
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Message, Outcome, Reward, SalesRow

@@ -1,0 +1,116 @@
+"""The seam for a judge: one class with one method scores answers, whatever it asks.
+
+`JudgeClient` asks OpenAI-compatible services. Another judge is handed to `SalesReward` as an object, or named by its
+dotted path in the setting `judge`:
+
+    class Shortest(Judge):
+        async def judge(self, rubric, row, action, candidate, reference):
+            score = 1 / (1 + len(candidate.text) / 400)
+            return Verdict(candidate=score, reference=None if reference is None else 0.5, reason="by length")
+
+Owns what the chain asks of a judge.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from salesrl_trl.errors import ServiceError
+from salesrl_trl.reward.cache import cache_key
+from salesrl_trl.reward.clocked import seconds_or_error
+from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+
+
+@dataclass(kw_only=True, slots=True)
+class ProviderUsage:
+    """What one provider did since it was last asked about."""
+
+    verdicts: int = 0
+    """Valid ones."""
+    prompt_tokens: int = 0
+    """As the provider counts them; 0 where it doesn't."""
+    completion_tokens: int = 0
+    """As the provider counts them, thoughts included."""
+    usd: float = 0.0
+    """By the configured prices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeRecord:
+    """One valid verdict, for the check of what else than quality a judge likes."""
+
+    score: float
+    """Of the candidate."""
+    chars: int
+    """Length of the candidate's answer."""
+    candidate_first: bool | None
+    """Whether it stood before the reference; `None` where there was none."""
+
+
+class Judge(ABC):
+    """Scores answers. Only `judge` has to be written.
+
+    One object serves all completions, many at a time, on one event loop. Work that blocks, such as a model on this
+    machine, belongs into `asyncio.to_thread`. The object must be picklable, because the reward may run in a process of
+    its own. So load a model at the first call, not at construction.
+    """
+
+    @abstractmethod
+    async def judge(
+        self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
+    ) -> Verdict:
+        """Score the candidate and, beside it, the reference.
+
+        Args:
+            rubric (`str`):
+                What to judge by: the branch's name, or `<rubric>` of a component `judge_<rubric>`.
+            row (`SalesRow`):
+                The conversation, its branch and the documents known to answer it.
+            action (`Action`):
+                What the policy wrote.
+            candidate (`Answer`):
+                The 8B endpoint's answer to the action.
+            reference (`Answer`, *optional*):
+                The 32B endpoint's answer, where there is one. It has a score exactly where it is there.
+
+        Raises:
+            `JudgeInvalid`: answers that are no verdict.
+            `ServiceError`: no answer.
+        """
+
+    def identity(self, rubric: str) -> str:
+        """A hash of everything that decides a verdict beside the material, for cache keys. No credential. By default
+        the class and the rubric's name: one whose verdicts depend on more, such as a model's file, adds it."""
+        return cache_key("judge", *self.places.values(), rubric)
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """By service name, what is asked and where, for messages. Reason codes begin with the service's name."""
+        return {"judge": f"{type(self).__module__}.{type(self).__qualname__}"}
+
+    @property
+    def provider_names(self) -> tuple[str, ...]:
+        """Everything with usage of its own, in a fixed order."""
+        return ()
+
+    @property
+    def transports(self) -> Mapping[str, Transport]:
+        """Everything with traffic of its own, by service name."""
+        return {}
+
+    def drain_usage(self) -> dict[str, ProviderUsage]:
+        """By provider, what each did since the last time."""
+        return {}
+
+    def drain_records(self) -> Sequence[JudgeRecord]:
+        """Every valid verdict since the last time."""
+        return ()
+
+    async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> Mapping[str, float | ServiceError]:
+        """Ask for one verdict. Returns by service name the seconds it took, or what went wrong."""
+        asked = await seconds_or_error(lambda: self.judge(row.branch, row, action, answer, answer))
+        return dict.fromkeys(self.places, asked)
+
+    async def aclose(self) -> None:  # noqa: B027  for those that have something to close
+        """Close what belongs to the running event loop. The next call opens it again."""
