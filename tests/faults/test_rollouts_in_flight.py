@@ -1,38 +1,21 @@
-"""Services that fail, a run that is told to stop, and two ranks that see different things, while rollouts are ahead.
-
-Run as a program it is one of two ranks, started by a test here:
-
-    python -m torch.distributed.run --nproc_per_node 2 tests/faults/test_rollouts_in_flight.py POLICY OUT
-"""
+"""Services that fail, and a run that is told to stop, while rollouts are ahead."""
 
 import asyncio
 import gc
 import itertools
-import json
-import os
 import signal
-import statistics
-import sys
 import threading
 import time
-from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from pytest_httpserver import HTTPServer
 from support.loopback import ANSWER, Services, action, build_reward
-from support.ranks import run_ranks
-from support.scripted import ScriptedTrainer, build_trainer, default_rows
-from support.seconds import check_seconds
+from support.scripted import build_trainer, default_rows, steps_of
 from transformers import TrainerCallback
 
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
-from salesrl_trl.evaluation.record import QuickEvalSettings
-from salesrl_trl.names import STALENESS, Phase, time_of
-from salesrl_trl.reward.scoring import missing
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.names import STALENESS
 
 TEXTS = tuple(action(query=f"n{number}n") for number in range(400))
 """Actions that no cache answers."""
@@ -74,17 +57,12 @@ class AtStep(TrainerCallback):
 
 
 @pytest.fixture
-def server():
-    """One that can be stopped and started again at the same address."""
-    with HTTPServer(host="127.0.0.1", port=0, threaded=True) as server:
-        yield server
-
-
-@pytest.fixture
-def services(server):
-    services = Hanging(server)
+def services(httpserver):
+    services = Hanging(httpserver)
     yield services
     services.let_go.set()
+    if not httpserver.is_running():
+        httpserver.start()
 
 
 @pytest.fixture
@@ -106,10 +84,6 @@ def trainer_of(tiny, services, tmp_path):
     services.let_go.set()
     for trainer in built:
         trainer.finish()  # may have been before
-
-
-def steps_of(trainer):
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def pending(trainer):
@@ -141,23 +115,24 @@ def assert_nothing_is_left(trainer, caplog):
 @pytest.mark.parametrize("failure", ["http_503", "refused"])
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_service_that_dies_under_rollouts_and_comes_back_costs_the_steps_that_it_was_away(
-    trainer_of, services, server, caplog, failure, lookahead
+    trainer_of, services, httpserver, caplog, monkeypatch, failure, lookahead
 ):
-    port = server.port
+    port = httpserver.port
+    monkeypatch.setattr("salesrl_trl.reward.service.breaker.MAX_COOLDOWN_S", 0.3)
 
     def dies():
         if failure == "http_503":
             services.set("8b", {}, status=503)
         else:
-            server.stop()
+            httpserver.stop()
 
     def comes_back():
         if failure == "http_503":
             services.set("8b", ANSWER)
         else:
-            server.port = port
-            server.start()
-        time.sleep(2.5)  # the breaker probes a service that is down now and then
+            httpserver.port = port
+            httpserver.start()
+        time.sleep(0.5)  # longer than the breaker pauses before it probes the service
 
     trainer = trainer_of(rollout_lookahead=lookahead, max_skipped_generations=8)
     steps = AtStep(at_3=dies, at_6=comes_back)
@@ -311,202 +286,3 @@ def test_a_run_that_is_told_to_stop_in_its_last_step_says_so(trainer_of, service
     with pytest.raises(RunStopped):
         trainer.train()
     assert (Path(trainer.args.output_dir) / "checkpoint-3").is_dir()
-
-
-# Two ranks
-
-LATE_S = 2.0
-PARTS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "rollout_lookahead": 0, "max_steps": 3,
-         "optim": "sgd", "learning_rate": 1.0}  # fmt: skip
-LAUNCH_LIMIT_S = 240
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    one, other = run_ranks(launcher, (__file__, tiny, tmp_path), tmp_path, LAUNCH_LIMIT_S, OMP_NUM_THREADS="1")
-    for name in one:
-        assert one[name]["error"] == other[name]["error"], name
-        assert one[name]["steps"] == other[name]["steps"], name
-        assert len({tuple(keys) for rank in (one, other) for keys in rank[name]["keys"]}) == 1, name
-        assert one[name]["weights"] == other[name]["weights"], name
-    # one rank's rewards all fail: half of all are scored
-    assert one["too_few"]["error"] == "TooFewRewardsError"
-    assert one["too_few"]["skipped"] == other["too_few"]["skipped"] == [1, 1, 1]
-    assert one["enough"]["error"] is None
-    assert one["enough"]["skipped"] == other["enough"]["skipped"] == [0] * 6
-    assert one["enough"]["staleness"] == [0, 1, 2, 2, 2, 2]
-    assert one["enough"]["quick"] == [{"broken": 4}]  # of eight completions, four on each rank
-    # one rank is told to stop while both wait for rewards
-    first, second = (rank["stopped"]["moments"] for rank in (one, other))
-    assert one["stopped"]["error"] == "RunStopped"
-    assert first["said"].startswith("stopped by SIGTERM of another process after 2 steps.")
-    assert second["said"].startswith("stopped by SIGTERM after 2 steps.")
-    check_seconds(first["cut_off"] - second["asked"], most=2.0, what="until the other rank waited no more")
-    assert max(first["ended"], second["ended"]) - second["asked"] < HANGS_S / 4
-    # what a rank waits for the rewards of another is such a wait too, not work of its own: the mean is above a half
-    assert statistics.median(one["one_late"]["waited"]) > 0.6 * LATE_S
-    # rank 0 has its first group last, rank 1 its last one
-    for last, rank in ((0, one), (3, other)):
-        parts, whole = rank["parts"], rank["whole"]
-        for order in parts["order"]:
-            assert sorted(order) == [0, 1, 2, 3]
-            assert order[-1] == last  # and neither waits for what is late on the other
-        assert sorted(parts["samples"]) == sorted(whole["samples"])
-        assert max(Counter(parts["samples"]).values()) == 1
-        for mine, theirs in zip(parts["gradients"], whole["gradients"], strict=True):
-            mine, theirs = torch.tensor(mine), torch.tensor(theirs)
-            assert theirs.norm() > 1e-4
-            assert (mine - theirs).norm() <= 1e-4 * theirs.norm()  # a micro-batch too few is off by 1e-1
-        for name in ("reward", "reward_std", "loss", "grad_norm", "completions/mean_length", "num_tokens"):
-            assert parts["figures"][name] == pytest.approx(whole["figures"][name], rel=1e-5, abs=1e-6), name
-
-
-class OfARank(ScriptedTrainer):
-    """Writes other completions on each rank, and keeps what it trained on."""
-
-    def __init__(self, *args, **kwargs):
-        self.order, self.samples, self.gradients = {}, [], []
-        super().__init__(*args, **kwargs)
-        self.add_callback(_Gradients(self))
-        self.waits, wait = False, self._pipeline.wait
-
-        def noted(*args):
-            self.waits = True
-            try:
-                wait(*args)
-            finally:
-                self.waits = False
-
-        self._pipeline.wait = noted
-        self.quick = []  # reasons that quick evaluations told, on the main process
-        if self._quick_eval is not None:
-            self._quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
-
-    @property
-    def trained(self):
-        """Micro-batches of the step under way."""
-        return len(self.order.get(self.state.global_step, ()))
-
-    def _compute_loss(self, model, inputs):
-        texts = self._tokenizer.batch_decode(inputs["completion_ids"], skip_special_tokens=True)
-        numbers = [number_of(text) for text in texts]
-        self.samples.extend(numbers)
-        self.order.setdefault(self.state.global_step, []).append(numbers[0] % 8 // 2)
-        return super()._compute_loss(model, inputs)
-
-
-class _Gradients(TrainerCallback):
-    def __init__(self, trainer):
-        self.trainer = trainer
-
-    def on_pre_optimizer_step(self, args, state, control, model, **_):
-        gradients = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
-        if gradients:  # none of a batch that is skipped
-            self.trainer.gradients.append(torch.cat(gradients)[-20000:].tolist())
-
-
-def number_of(text):
-    return int(json.loads(text)["rewritten_query"].strip("n"))
-
-
-def _two_ranks(policy, out):
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    rows = default_rows()
-
-    async def fails(index, completion, stages):
-        await asyncio.sleep(0)
-        if rank == 1:
-            return missing(Outcome.INFRA, "broken", {})
-        return Reward(outcome=Outcome.OK, value=number_of(completion) * 37 % 101 / 100)
-
-    async def soon(index, completion, stages):
-        return Reward(outcome=Outcome.OK, value=number_of(completion) * 37 % 101 / 100)
-
-    async def late(index, completion, stages):
-        if number_of(completion) % 8 // 2 == (0, 3)[rank]:
-            while trainer.trained < 3:
-                await asyncio.sleep(0.01)
-        return await soon(index, completion, stages)
-
-    async def one_late(index, completion, stages):
-        if rank == 0 and number_of(completion) % 8 // 2 == 0:
-            while not trainer.waits:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(LATE_S)
-        return await soon(index, completion, stages)
-
-    async def hangs(index, completion, stages):
-        if trainer.state.global_step:
-            Path(out, f"waits{rank}").touch()
-            await asyncio.sleep(HANGS_S)
-        return await soon(index, completion, stages)
-
-    def cut_off(moments, really, reason):
-        moments["cut_off"] = time.monotonic()
-        really(reason)
-
-    def stop_one():
-        """Once both ranks wait for rewards."""
-        while not all(Path(out, f"waits{each}").exists() for each in range(2)):
-            time.sleep(0.05)
-        moments["asked"] = time.monotonic()  # one clock for all processes of a machine
-        trainer.request_stop("SIGTERM")
-
-    cases = {
-        "too_few": (fails, {"rollout_lookahead": 2, "min_valid_reward_fraction": 0.6, "max_steps": 9}),
-        "enough": (
-            fails,
-            {
-                "rollout_lookahead": 2,
-                "min_valid_reward_fraction": 0.4,
-                "max_steps": 6,
-                "quick_eval": QuickEvalSettings(steps=6, rows=8),
-            },
-        ),
-        "parts": (late, PARTS),
-        "whole": (soon, {**PARTS, "scored_groups_first": False}),
-        "one_late": (one_late, PARTS),
-        "stopped": (hangs, {"max_steps": 9}),
-    }
-    told = {}
-    for name, (score, given) in cases.items():
-        reward = build_reward("http://127.0.0.1:9", rows)
-        reward.score = score
-        given = {"beta": 0.0, "references_ahead": False, "ddp_backend": "gloo", **given}
-        texts = TEXTS[200 * rank : 200 * rank + 200]
-        trainer = build_trainer(policy, reward, texts, rows, Path(out, name), kind=OfARank, **given)
-        error, moments = None, {}
-        reward.cut_off = partial(cut_off, moments, reward.cut_off)
-        if name == "stopped" and rank == 1:
-            threading.Thread(target=stop_one, daemon=True).start()
-        try:
-            trainer.train()
-        except (TooFewRewardsError, RunStopped) as raised:
-            error, moments["said"] = type(raised).__name__, str(raised)
-        steps = steps_of(trainer)
-        names = ("reward", "reward_std", "loss", "grad_norm", "completions/mean_length", "num_tokens")
-        weights = torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
-        told[name] = {
-            "error": error,
-            "steps": trainer.state.global_step,
-            "keys": [sorted(entry) for entry in steps],
-            "skipped": [entry[SKIPPED] for entry in steps],
-            "staleness": [entry["rollout/staleness"] for entry in steps],
-            "weights": weights.double().sum().item(),
-            "waited": [entry[time_of(Phase.REWARD_WAIT)] for entry in steps],  # mean over ranks
-            "quick": trainer.quick,
-            "moments": {**moments, "ended": time.monotonic()},
-            "order": list(trainer.order.values()),
-            "samples": trainer.samples,
-            "gradients": trainer.gradients if name in ("parts", "whole") else [],
-            "figures": {each: [entry[each] for entry in steps] for each in names},
-        }
-        trainer.finish()
-    Path(out, f"rank{rank}.json").write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    _two_ranks(*sys.argv[1:])

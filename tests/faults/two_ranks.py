@@ -1,23 +1,40 @@
-"""One rank's reward raises, the other's hangs and does not take being cancelled. Launched with two processes:
+"""One of two ranks that see different things: started by `test_two_ranks.py`.
 
-    python -m torch.distributed.run --nproc_per_node 2 tests/faults/two_ranks.py POLICY OUT DEADLINE_S
+    python -m torch.distributed.run --nproc_per_node 2 tests/faults/two_ranks.py POLICY OUT
 
-Each rank writes how long each of its steps took.
+It trains once for each case and writes what it noted to `OUT/rankN.json`.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from support.loopback import action, build_reward
-from support.scripted import build_trainer, default_rows
+from support.scripted import ScriptedTrainer, build_trainer, default_rows, steps_of
 from transformers import TrainerCallback
 
-from salesrl_trl.types import Answer
+from salesrl_trl.errors import RunStopped, TooFewRewardsError
+from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.names import Phase, time_of
+from salesrl_trl.reward.scoring import missing
+from salesrl_trl.types import Answer, Outcome, Reward
+
+HANGS_S = 60.0
+LATE_S = 1.0
+DEADLINE_S = 2.0
+SKIPPED = "failures/skipped_update"
+TEXTS = tuple(action(query=f"n{number}n") for number in range(400))
+"""Actions that no cache answers."""
+PARTS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "rollout_lookahead": 0, "max_steps": 3,
+         "optim": "sgd", "learning_rate": 1.0}  # fmt: skip
 
 
 class Raises:
@@ -43,39 +60,175 @@ class Hangs(Raises):
 
     async def chat_8b(self, *_, **__):
         while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(HANGS_S)
+
+
+class OfARank(ScriptedTrainer):
+    """Writes other completions on each rank, and keeps what it trained on."""
+
+    def __init__(self, *args, **kwargs):
+        self.order, self.samples, self.gradients, self.seconds = {}, [], [], []
+        super().__init__(*args, **kwargs)
+        self.add_callback(_Noted(self))
+        self.waits, wait = False, self._pipeline.wait
+
+        def noted(*args):
+            self.waits = True
             try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                continue
+                wait(*args)
+            finally:
+                self.waits = False
+
+        self._pipeline.wait = noted
+        self.quick = []  # reasons in quick evaluations, on the main process
+        if self._quick_eval is not None:
+            self._quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
+
+    @property
+    def trained(self):
+        """Micro-batches of the step under way."""
+        return len(self.order.get(self.state.global_step, ()))
+
+    def _compute_loss(self, model, inputs):
+        texts = self._tokenizer.batch_decode(inputs["completion_ids"], skip_special_tokens=True)
+        numbers = [number_of(text) for text in texts]
+        self.samples.extend(numbers)
+        self.order.setdefault(self.state.global_step, []).append(numbers[0] % 8 // 2)
+        return super()._compute_loss(model, inputs)
 
 
-class Times(TrainerCallback):
-    def __init__(self):
-        self.seconds = []
+class _Noted(TrainerCallback):
+    """Gradients, and the seconds of each step."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
 
     def on_step_begin(self, args, state, control, **_):
-        self.begun = time.monotonic()
+        self.began = time.monotonic()
 
     def on_step_end(self, args, state, control, **_):
-        self.seconds.append(time.monotonic() - self.begun)
+        self.trainer.seconds.append(time.monotonic() - self.began)
+
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        gradients = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
+        if gradients:  # none of a batch that is skipped
+            self.trainer.gradients.append(torch.cat(gradients)[-20000:].tolist())
 
 
-def main(policy, out, deadline_s):
+def number_of(text):
+    return int(json.loads(text)["rewritten_query"].strip("n"))
+
+
+def main(policy, out):
     rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
     rows = default_rows()
-    reward = build_reward("http://127.0.0.1:9", rows, deadline_s=float(deadline_s))
-    reward._rag = (Raises, Hangs)[rank]()
-    times = Times()
-    texts = [action(query=f"q{index}") for index in range(64)]
-    trainer = build_trainer(
-        policy, reward, texts, rows, out, max_steps=2, min_valid_reward_fraction=0.0, ddp_backend="gloo"
-    )
-    trainer.add_callback(times)
-    trainer.train()
-    told = [{"outcome": each.outcome.value, "reason": each.reason} for each in reward.last]
-    report = {"seconds": times.seconds, "rewards": told, "log": trainer.state.log_history}
+
+    async def fails(index, completion, stages):
+        await asyncio.sleep(0)
+        if rank == 1:
+            return missing(Outcome.INFRA, "broken", {})
+        return Reward(outcome=Outcome.OK, value=number_of(completion) * 37 % 101 / 100)
+
+    async def soon(index, completion, stages):
+        return Reward(outcome=Outcome.OK, value=number_of(completion) * 37 % 101 / 100)
+
+    async def late(index, completion, stages):
+        if number_of(completion) % 8 // 2 == (0, 3)[rank]:
+            while trainer.trained < 3:
+                await asyncio.sleep(0.01)
+        return await soon(index, completion, stages)
+
+    async def one_late(index, completion, stages):
+        if rank == 0 and number_of(completion) % 8 // 2 == 0:
+            while not trainer.waits:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(LATE_S)
+        return await soon(index, completion, stages)
+
+    async def hangs(index, completion, stages):
+        if trainer.state.global_step:
+            Path(out, f"waits{rank}").touch()
+            await asyncio.sleep(HANGS_S)
+        return await soon(index, completion, stages)
+
+    def cut_off(moments, really, reason):
+        moments["cut_off"] = time.monotonic()
+        really(reason)
+
+    def kept(batches, begin, rows):
+        batches.append(begin(rows))
+        return batches[-1]
+
+    def stop_one():
+        """Once both ranks wait for rewards."""
+        while not all(Path(out, f"waits{each}").exists() for each in range(2)):
+            time.sleep(0.05)
+        moments["asked"] = time.monotonic()  # one clock for all processes of a machine
+        trainer.request_stop("SIGTERM")
+
+    cases = {
+        "too_few": (fails, {"rollout_lookahead": 2, "min_valid_reward_fraction": 0.6, "max_steps": 9}),
+        "enough": (
+            fails,
+            {
+                "rollout_lookahead": 2,
+                "min_valid_reward_fraction": 0.4,
+                "max_steps": 6,
+                "quick_eval": QuickEvalSettings(steps=6, rows=8),
+            },
+        ),
+        "parts": (late, PARTS),
+        "whole": (soon, {**PARTS, "scored_groups_first": False}),
+        "one_late": (one_late, PARTS),
+        "raised_and_hung": (None, {"max_steps": 2, "min_valid_reward_fraction": 0.0}),
+        "stopped": (hangs, {"max_steps": 9}),
+    }
+    report = {}
+    for name, (score, given) in cases.items():
+        deadline_s = DEADLINE_S if name == "raised_and_hung" else 60.0
+        reward = build_reward("http://127.0.0.1:9", rows, deadline_s=deadline_s)
+        if score is None:
+            reward._rag = (Raises, Hangs)[rank]()
+        else:
+            reward.score = score
+        reward.begin = partial(kept, batches := [], reward.begin)
+        given = {"beta": 0.0, "references_ahead": False, "ddp_backend": "gloo", **given}
+        texts = TEXTS[200 * rank : 200 * rank + 200]
+        trainer = build_trainer(policy, reward, texts, rows, Path(out, name), kind=OfARank, **given)
+        error, moments = None, {}
+        reward.cut_off = partial(cut_off, moments, reward.cut_off)
+        if name == "stopped" and rank == 1:
+            threading.Thread(target=stop_one, daemon=True).start()
+        try:
+            trainer.train()
+        except (TooFewRewardsError, RunStopped) as raised:
+            error, moments["said"] = type(raised).__name__, str(raised)
+        steps = steps_of(trainer)
+        names = ("reward", "reward_std", "loss", "grad_norm", "completions/mean_length", "num_tokens")
+        weights = torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
+        report[name] = {
+            "error": error,
+            "steps": trainer.state.global_step,
+            "keys": [sorted(entry) for entry in steps],
+            "seconds": trainer.seconds,
+            "reasons": sorted({each.reason for batch in batches for each in batch.rewards if each is not None}),
+            "infra": [entry["outcome/infra"] for entry in steps],
+            "rewards": [entry["reward"] for entry in steps],
+            "skipped": [entry[SKIPPED] for entry in steps],
+            "staleness": [entry["rollout/staleness"] for entry in steps],
+            "weights": weights.double().sum().item(),
+            "waited": [entry[time_of(Phase.REWARD_WAIT)] for entry in steps],  # mean over ranks
+            "quick": trainer.quick,
+            "moments": {**moments, "ended": time.monotonic()},
+            "order": list(trainer.order.values()),
+            "samples": trainer.samples,
+            "gradients": trainer.gradients if name in ("parts", "whole") else [],
+            "figures": {each: [entry[each] for entry in steps] for each in names},
+        }
+        trainer.finish()
     Path(out, f"rank{rank}.json").write_text(json.dumps(report))
-    trainer.finish()
 
 
 if __name__ == "__main__":

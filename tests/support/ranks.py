@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(launcher, arguments, out, limit_s, **env):
-    """Launch `python -m LAUNCHER ARGUMENTS` on two ranks; what each of them wrote to `OUT/rankN.json`."""
+    """Launch `python -m LAUNCHER ARGUMENTS` on two ranks. Returns what each of them wrote to `OUT/rankN.json`; their
+    messages are in `OUT/stderr.txt`."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")))
     started = subprocess.Popen(
         [sys.executable, "-m", *launcher, *map(str, arguments)],
@@ -27,5 +28,6 @@ def run_ranks(launcher, arguments, out, limit_s, **env):
     except subprocess.TimeoutExpired:
         os.killpg(started.pid, signal.SIGKILL)  # the ranks too, not the launcher alone
         raise
+    (out / "stderr.txt").write_text(stderr)
     assert started.returncode == 0, stderr[-6000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]

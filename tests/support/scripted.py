@@ -87,6 +87,11 @@ def build_upstream_trainer(policy_path, reward_funcs, texts, output_dir, rows=No
     return trainer
 
 
+def steps_of(trainer):
+    """The log lines of a trainer's optimizer steps."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
 def default_rows():
     """Four prompts of each branch."""
     return [row(f"r{i}", branch) for i, branch in enumerate(("fairness", "hallucination") * 4)]
