@@ -26,10 +26,10 @@ from trl import GRPOTrainer
 
 from benchmarks.common import build_trainer, device, now, ratio_line, ratios, run_in_rounds, save_model
 from benchmarks.service import InstantReward
-from salesrl_trl.names import MFU_MODEL, MFU_STEP, STEP_SECONDS, TRACE_FILE, Stage, time_of
+from salesrl_trl.names import MFU_MODEL, MFU_STEP, STEP_SECONDS, TRACE_FILE, Phase, Stage, time_of
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
-from salesrl_trl.timing import UNACCOUNTED, Span
+from salesrl_trl.timing import Span
 
 ORDER = (True, False, False, True)
 """Instruments on or off, by block of a round."""
@@ -123,7 +123,7 @@ def measure(shape: str, updates: int, rounds: int) -> dict[str, Any]:
         **ratios(seconds, "with", "without"),
         "own_s": meter.seconds / (steps / 2),  # they are on in half of the steps
         "mfu": {name: _median(trainer, name) for name in (MFU_MODEL, MFU_STEP)},
-        "unaccounted": _median(trainer, time_of(UNACCOUNTED)) / _median(trainer, STEP_SECONDS),
+        "unaccounted": _median(trainer, time_of(Phase.UNACCOUNTED)) / _median(trainer, STEP_SECONDS),
         "trace_bytes": trace_bytes,
     }
 

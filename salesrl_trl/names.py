@@ -6,7 +6,6 @@ library only: the report starts without torch. Computes nothing; each room compu
 
 from enum import StrEnum
 
-from salesrl_trl.timing import UNACCOUNTED
 from salesrl_trl.types import Outcome
 
 TRAIN = "train/"
@@ -44,7 +43,7 @@ class Phase(StrEnum):
     LOGGING = "logging"
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
-    UNACCOUNTED = UNACCOUNTED
+    UNACCOUNTED = "unaccounted"
     """Time that belongs to no other phase."""
 
 

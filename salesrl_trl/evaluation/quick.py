@@ -19,7 +19,7 @@ from salesrl_trl.evaluation.record import (
     evaluation_of,
 )
 from salesrl_trl.names import QUICK_EVAL, QUICK_EVAL_FILE, QUICK_SECONDS, REWARD, Phase, quick_of
-from salesrl_trl.timing import Timeline
+from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Outcome
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from salesrl_trl.timing import Clock, HostClock, Mark
+from salesrl_trl.telemetry.timeline import Clock, HostClock, Mark
 
 GIB = 2.0**30
 _PROCESS = psutil.Process()

@@ -24,8 +24,9 @@ from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import clock_of, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops, peak_bf16_flops
 from salesrl_trl.telemetry.heartbeat import Heartbeat
+from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
 from salesrl_trl.telemetry.trace import STEPS_TRACK, TraceWriter
-from salesrl_trl.timing import MAX_STEPS_KEPT, Span, StepTimes, Timeline, overlap
+from salesrl_trl.timing import Span, overlap
 
 logger = logging.getLogger(__name__)
 
@@ -199,8 +200,8 @@ class Instruments:
         """
         if not self.enabled:
             return {}
-        steps = self.timeline.take()
-        spans = self.timeline.take_spans()
+        steps = self.timeline.drain_steps()
+        spans = self.timeline.drain_spans()
         self._waits += [(span.started, span.ended) for span in spans if span.name == Phase.REWARD_WAIT]
         if self.timeline.dropped_spans:
             self._say_once("the trace has gaps: more spans between two log lines than are kept (log more often)")
@@ -222,10 +223,10 @@ class Instruments:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
-        steps = self.timeline.take()
+        steps = self.timeline.drain_steps()
         cut_off = self.timeline.close()
         spans = [
-            *self.timeline.take_spans(),
+            *self.timeline.drain_spans(),
             *self._other_spans,
             *self._step_spans([*steps, *([cut_off] if cut_off else [])]),
         ]

@@ -11,7 +11,7 @@ import torch
 from support.runs import check_times, scalars
 
 from salesrl_trl.telemetry.device import EventClock
-from salesrl_trl.timing import Timeline
+from salesrl_trl.telemetry.timeline import Timeline
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -47,7 +47,7 @@ def test_a_phase_lasts_as_long_as_the_device_works_on_it_without_a_synchronise()
         timeline.step_ends()
         torch.cuda.synchronize()  # the test's own, so that its clock and the steps' agree
         walls.append(time.perf_counter() - started)
-    steps = timeline.take()
+    steps = timeline.drain_steps()
     print(f"forward {alone:.4f} s by a synchronised clock, issued in {issued:.4f} s; steps {steps}, walls {walls}")
     assert issued < 0.5 * alone
     for step, wall in list(zip(steps, walls, strict=True))[1:]:

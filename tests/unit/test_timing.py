@@ -1,59 +1,14 @@
-"""Timings, and phases that add up. Where exact figures are wanted, the clock is a test's own."""
+"""Timings of blocks, functions and coroutines."""
 
 import asyncio
 import threading
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.seconds import check_seconds
 
-from salesrl_trl.timing import (
-    MAX_STEPS_PENDING,
-    UNACCOUNTED,
-    Mark,
-    Span,
-    Timeline,
-    TimingContext,
-    overlap,
-)
-
-
-class Script:
-    """A clock that is told the time; the device is `behind` by so much until `settle`."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.behind = 0.0
-        self.settled = 0
-
-    def mark(self):
-        mark = Mark(event=self.now + self.behind)
-        mark.host = self.now
-        return mark
-
-    def settle(self, marks):
-        self.settled += 1
-        for mark in marks:
-            mark.time = mark.event
-
-    def is_reached(self, mark):
-        return True
-
-
-@pytest.fixture
-def clock():
-    return Script()
-
-
-@pytest.fixture
-def timeline(clock):
-    return Timeline(clock, opaque=("evaluation",))
-
-
-def spend(clock, seconds):
-    clock.now += seconds
+from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.timing import TimingContext, overlap
 
 
 def test_the_time_is_there_inside_the_block_and_stays_after_it():
@@ -122,7 +77,7 @@ def test_a_decorated_function_is_timed_at_each_call_and_keeps_its_name():
 
     assert [work(1, b=2), work(3, b=4)] == [3, 7]
     assert (work.__name__, work.__doc__) == ("work", "Adds.")
-    assert [span.name for span in timeline.take_spans()] == ["work", "work"]
+    assert [span.name for span in timeline.drain_spans()] == ["work", "work"]
 
 
 def test_a_decorated_coroutine_is_timed_until_it_ends():
@@ -136,7 +91,7 @@ def test_a_decorated_coroutine_is_timed_until_it_ends():
         await asyncio.gather(fetch(0.02), fetch(0.5))
 
     asyncio.run(both())
-    short, long = sorted(span.seconds for span in timeline.take_spans())
+    short, long = sorted(span.seconds for span in timeline.drain_spans())
     assert long >= 0.5
     check_seconds(short, least=0.02, most=0.5)
 
@@ -192,279 +147,6 @@ def test_a_generator_closed_elsewhere_still_ends_its_own_timing():
     thread.join()
     assert timing.ended is not None
     assert timing.failed  # GeneratorExit
-
-
-def test_the_parts_of_a_step_sum_to_it_and_the_rest_is_told(clock, timeline):
-    timeline.starts()
-    spend(clock, 1)  # nobody's
-    with timeline.phase("generation"):
-        spend(clock, 2)
-        with timeline.phase("weight_push"):
-            spend(clock, 4)
-        spend(clock, 8)
-    spend(clock, 16)  # nobody's
-    with timeline.phase("forward"):
-        spend(clock, 32)
-    timeline.step_ends()
-    (step,) = timeline.take()
-    # generation without the push inside it: 2 + 8; nobody's: 1 + 16
-    assert step.seconds == {UNACCOUNTED: 17, "generation": 10, "weight_push": 4, "forward": 32}
-    assert step.wall == 63 == sum(step.seconds.values())
-
-
-def test_what_lies_inside_an_evaluation_is_evaluation(clock, timeline):
-    timeline.starts()
-    with timeline.phase("evaluation"):
-        spend(clock, 1)
-        with timeline.phase("generation"):
-            spend(clock, 2)
-    timeline.step_ends()
-    (step,) = timeline.take()
-    assert step.seconds == {UNACCOUNTED: 0, "evaluation": 3}
-    assert {span.name: span.seconds for span in timeline.take_spans()} == {"evaluation": 3, "generation": 2}
-
-
-def test_a_phase_may_begin_in_one_place_and_end_in_another(clock, timeline):
-    timeline.starts()
-    timeline.begin("optimizer")
-    spend(clock, 3)
-    timeline.end("optimizer")
-    timeline.end("optimizer")  # once is enough
-    spend(clock, 1)
-    timeline.step_ends()
-    assert timeline.take()[0].seconds == {UNACCOUNTED: 1, "optimizer": 3}
-
-
-def test_a_phase_over_the_end_of_a_step_belongs_to_both(clock, timeline):
-    timeline.starts()
-    with timeline.phase("evaluation"):
-        spend(clock, 1)
-        timeline.step_ends()
-        spend(clock, 2)
-    timeline.step_ends()
-    first, second = timeline.take()
-    assert first.seconds == {UNACCOUNTED: 0, "evaluation": 1}
-    assert second.seconds == {"evaluation": 2, UNACCOUNTED: 0}
-    assert [span.seconds for span in timeline.take_spans()] == [3]
-
-
-def test_time_is_the_devices_where_it_works_behind_the_host(clock, timeline):
-    """The host issues 5 s of work in 1 s, then waits 6 s for rewards, for 4 s of which the device still works."""
-    timeline.starts()
-    with timeline.phase("forward"):
-        spend(clock, 1)
-        clock.behind = 4.0  # at the host's 1 s the device is done at 5 s
-    with timeline.phase("reward_wait"):
-        spend(clock, 6)
-        clock.behind = 0.0  # at the host's 7 s it has long been idle
-    timeline.step_ends()
-    (step,) = timeline.take()
-    # forward from 0 to 5, the wait from 5 to 7: rewards that ran from 1 to 7 were hidden for 4 s of 6
-    assert step.seconds == {UNACCOUNTED: 0, "forward": 5, "reward_wait": 2}
-    wait = next(span for span in timeline.take_spans() if span.name == "reward_wait")
-    assert overlap((1, 7), (wait.started, wait.ended)) == 2
-
-
-def test_nothing_is_settled_while_a_step_goes_on(clock, timeline):
-    timeline.starts()
-    for _ in range(5):
-        with timeline.phase("forward"):
-            spend(clock, 1)
-        timeline.step_ends()
-    assert clock.settled == 0
-    assert [step.wall for step in timeline.take()] == [1] * 5
-    assert clock.settled == 5
-
-
-def test_steps_that_nobody_takes_do_not_keep_their_marks(clock, timeline):
-    timeline.starts()
-    for _ in range(5 * MAX_STEPS_PENDING):
-        with timeline.phase("forward"):
-            spend(clock, 1)
-        timeline.step_ends()
-    assert len(timeline._finished) <= MAX_STEPS_PENDING
-    assert len(timeline._closed_phases) <= MAX_STEPS_PENDING + 1
-    assert [step.wall for step in timeline.take()] == [1] * (5 * MAX_STEPS_PENDING)
-
-
-def test_a_phase_that_raises_is_a_failed_span_and_the_error_passes_through(clock, timeline):
-    timeline.starts()
-    with pytest.raises(ValueError, match="mine"), timeline.phase("generation"):
-        spend(clock, 2)
-        raise ValueError("mine")
-    cut_off = timeline.close()
-    assert cut_off.seconds == {UNACCOUNTED: 0, "generation": 2}
-    assert not cut_off.complete
-    (span,) = timeline.take_spans()
-    assert (span.name, span.failed, span.seconds) == ("generation", True, 2)
-
-
-def test_what_is_open_when_the_run_ends_is_closed_as_failed(clock, timeline):
-    timeline.starts()
-    timeline.begin("optimizer")
-    spend(clock, 2)
-    cut_off = timeline.close()
-    assert cut_off.seconds == {UNACCOUNTED: 0, "optimizer": 2}
-    assert [(span.name, span.failed) for span in timeline.take_spans()] == [("optimizer", True)]
-    assert timeline.current is None
-    assert timeline.close() is None
-
-
-def test_phases_before_the_first_step_and_after_the_last_are_spans(clock, timeline):
-    with timeline.phase("engine"):
-        spend(clock, 3)
-    timeline.starts()
-    timeline.step_ends()
-    timeline.stops()
-    with timeline.phase("evaluation"):
-        spend(clock, 4)
-    assert len(timeline.take()) == 1
-    assert {span.name: span.seconds for span in timeline.take_spans()} == {"engine": 3, "evaluation": 4}
-    assert timeline.close() is None
-
-
-def test_turned_off_nothing_is_marked_and_on_again_steps_are_whole(clock, timeline):
-    timeline.starts()
-    timeline.enabled = False
-    with timeline.phase("forward") as timing:
-        spend(clock, 5)
-    assert timing.cost_time >= 0
-    timeline.step_ends()
-    timeline.enabled = True
-    timeline.step_ends()  # the step in which it was turned on is not whole
-    with timeline.phase("forward"):
-        spend(clock, 1)
-    timeline.step_ends()
-    assert [step.seconds for step in timeline.take()] == [{UNACCOUNTED: 0, "forward": 1}]
-
-
-def test_another_threads_phase_is_a_span_of_its_own(timeline):
-    timeline.starts()
-
-    def elsewhere():
-        with timeline.phase("write"):
-            pass
-
-    with timeline.phase("forward"):
-        thread = threading.Thread(target=elsewhere, name="writer")
-        thread.start()
-        thread.join()
-        assert timeline.current[0] == "forward"
-    timeline.step_ends()
-    assert set(timeline.take()[0].seconds) == {UNACCOUNTED, "forward"}
-    assert ("write", "writer") in [(span.name, span.track) for span in timeline.take_spans()]
-
-
-def test_many_threads_add_spans_without_losing_one(timeline):
-    def add():
-        for _ in range(1000):
-            timeline.add([Span(name="judge", started=0.0, ended=1.0, track="reward 0")])
-
-    threads = [threading.Thread(target=add) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(timeline.take_spans()) == 8000
-
-
-def test_the_current_phase_is_the_innermost_that_is_not_inside_an_opaque_one(timeline):
-    assert timeline.current is None
-    with timeline.phase("generation"), timeline.phase("weight_push"):
-        assert timeline.current[0] == "weight_push"
-    with timeline.phase("evaluation"), timeline.phase("generation"):
-        name, seconds = timeline.current
-        assert name == "evaluation"
-        assert seconds >= 0
-
-
-def test_a_new_run_starts_with_nothing_of_an_earlier_one(clock, timeline):
-    timeline.starts()
-    timeline.begin("optimizer")  # left open by an error that somebody caught
-    spend(clock, 5)
-    timeline.step_ends()
-    timeline.starts()
-    spend(clock, 1)
-    timeline.step_ends()
-    assert [step.seconds for step in timeline.take()] == [{UNACCOUNTED: 1}]
-
-
-def test_a_run_on_another_thread_than_the_one_that_built_it_is_measured(clock, timeline):
-    def train():
-        timeline.starts()
-        with timeline.phase("generation"):
-            spend(clock, 2)
-        timeline.step_ends()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    assert timeline.take()[0].seconds == {UNACCOUNTED: 0, "generation": 2}
-
-
-def test_an_error_marks_what_was_open_inside_the_phase_too(clock, timeline):
-    timeline.starts()
-    with pytest.raises(ValueError, match="mine"), timeline.phase("batching"):
-        timeline.begin("advantages")
-        raise ValueError("mine")
-    timeline.close()
-    assert {span.name: span.failed for span in timeline.take_spans()} == {"advantages": True, "batching": True}
-
-
-def test_between_phases_a_step_is_at_nothing_for_as_long_as_that_lasts(timeline):
-    assert timeline.current is None
-    timeline.starts()
-    name, seconds = timeline.current
-    assert name == UNACCOUNTED
-    assert seconds >= 0
-    timeline.stops()
-    assert timeline.current is None
-
-
-def test_spans_that_nobody_takes_are_dropped_from_the_oldest_and_counted(timeline, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.timing.MAX_SPANS_PENDING", 3)
-    timeline.add([Span(name=str(index), started=0.0, ended=1.0) for index in range(5)])
-    assert [span.name for span in timeline.take_spans()] == ["2", "3", "4"]
-    assert timeline.dropped_spans == 2
-
-
-def test_a_device_that_hangs_is_left_and_the_hosts_times_count(clock, timeline, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.timing.CLOSE_PATIENCE_S", 0.05)
-    clock.is_reached = lambda mark: False
-    timeline.starts()
-    with timeline.phase("forward"):
-        spend(clock, 2)
-        clock.behind = 1e9
-    cut_off = timeline.close()
-    assert cut_off.seconds == {UNACCOUNTED: 0, "forward": 2}
-
-
-@given(
-    st.recursive(
-        st.lists(st.integers(1, 9), max_size=3),
-        lambda inner: st.lists(st.tuples(st.sampled_from(["a", "b", "evaluation"]), inner), max_size=3),
-        max_leaves=12,
-    )
-)
-def test_any_nesting_of_phases_sums_to_the_wall_time(tree):
-    clock = Script()
-    timeline = Timeline(clock, opaque=("evaluation",))
-
-    def run(node):
-        for item in node:
-            if isinstance(item, tuple):
-                name, inner = item
-                with timeline.phase(name):
-                    spend(clock, 1)
-                    run(inner)
-            else:
-                spend(clock, item)
-
-    timeline.starts()
-    run(tree)
-    timeline.step_ends()
-    (step,) = timeline.take()
-    assert sum(step.seconds.values()) == step.wall == clock.now
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from salesrl_trl.telemetry.device import LARGEST_DRIFT, EventClock, clock_of, device_name, memory_gib
-from salesrl_trl.timing import HostClock, Mark
+from salesrl_trl.telemetry.timeline import HostClock, Mark
 
 
 class Event:

@@ -1,0 +1,322 @@
+"""The phases of a step, which add up to its wall time.
+
+Owns the marks of a step and how they become times. Knows neither a model nor the meaning of a phase. Work on a GPU
+runs behind the host: there, a clock that is handed in says when the device reached a mark. Standard library only.
+
+A step is cut at marks: one wherever a phase begins or ends. The time between two marks belongs to the innermost phase
+that was open, or to `Phase.UNACCOUNTED`. So the parts of a step sum to its wall time by construction, and forgotten
+work shows up as unaccounted.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from salesrl_trl.names import Phase
+from salesrl_trl.timing import Span, Timing, TimingContext
+
+MAX_STEPS_PENDING = 8
+"""Finished steps that wait for `drain_steps`. Beyond it, those that the device is done with are settled, so that marks
+do not pile up."""
+MAX_STEPS_KEPT = 10_000
+"""Settled steps that nobody drains, for example because nothing is logged. Beyond it, the oldest are dropped."""
+MAX_SPANS_PENDING = 100_000
+"""Spans that nobody drains. Beyond it, the oldest are dropped and counted. A step has some dozens of spans, and four
+more for each completion while rewards are traced."""
+CLOSE_PATIENCE_S = 5.0
+"""At the end, the device gets this long to finish its work. A device that hangs or has failed is left, and the host's
+times count."""
+
+
+class Mark:
+    """A moment in the host's program. Settled, it also has the time at which all work issued before it was done."""
+
+    __slots__ = ("event", "host", "time")
+
+    def __init__(self, event: Any = None) -> None:  # of the kind that its clock uses
+        self.event = event
+        self.time: float | None = None
+        self.host = time.perf_counter()
+
+
+class Clock(Protocol):
+    """Says when marks were reached."""
+
+    def mark(self) -> Mark:
+        """A mark of now. Never waits."""
+
+    def settle(self, marks: Sequence[Mark]) -> None:
+        """Set the `time` of each mark, on `time.perf_counter`'s scale. Waits for the last one.
+
+        Args:
+            marks (`Sequence[Mark]`):
+                In the order in which they were made. Their times never fall.
+        """
+
+    def is_reached(self, mark: Mark) -> bool:
+        """Whether `settle` would return without waiting for it."""
+
+
+class HostClock:
+    """For a device whose work is done when the call returns: a CPU."""
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def settle(self, marks: Sequence[Mark]) -> None:
+        for mark in marks:
+            mark.time = mark.host
+
+    def is_reached(self, mark: Mark) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """A finished step: `StepTimes(started=3.0, ended=4.0, seconds={"forward": 0.6, "unaccounted": 0.4})`."""
+
+    started: float
+    """When the device was done with all work before the step: seconds on `time.perf_counter`'s scale."""
+    ended: float
+    """When the device was done with all work of the step, on the same scale."""
+    seconds: dict[str, float]
+    """By phase, with `UNACCOUNTED`. They sum to `wall`."""
+    complete: bool = True
+    """False where the end of the run cut the step off."""
+
+    @property
+    def wall(self) -> float:
+        """Seconds from start to end."""
+        return self.ended - self.started
+
+
+class _OpenPhase:
+    __slots__ = ("mark", "timing")
+
+    def __init__(self, timing: Timing, mark: Mark) -> None:
+        self.timing = timing
+        self.mark = mark
+
+
+class _Step:
+    """Marks of a step, and the phase that owns the time after each mark."""
+
+    def __init__(self, first: Mark, owner: str) -> None:
+        self.marks = [first]
+        self.owners = [owner]
+
+    def times(self, complete: bool = True) -> StepTimes:
+        """The step's times. All marks must be settled."""
+        seconds: dict[str, float] = {}
+        moments = [mark.time or 0.0 for mark in self.marks]
+        for owner, started, ended in zip(self.owners[:-1], moments[:-1], moments[1:], strict=True):
+            seconds[owner] = seconds.get(owner, 0.0) + ended - started
+        return StepTimes(started=moments[0], ended=moments[-1], seconds=seconds, complete=complete)
+
+
+class Timeline:
+    """Phases of steps on one thread, and spans of other threads.
+
+    Args:
+        clock (`Clock`, *optional*):
+            Says when marks were reached. The host's own clock when not given.
+        opaque (`Iterable[str]`, *optional*):
+            Phases that own everything inside them. An evaluation generates and scores too, but all of this time
+            counts as evaluation.
+
+    `enabled` may be switched between steps. While it is off, nothing is marked and no step is counted.
+    """
+
+    def __init__(self, clock: Clock | None = None, opaque: Iterable[str] = ()) -> None:
+        self.enabled = True
+        self._clock: Clock = clock or HostClock()
+        self._opaque = frozenset(opaque)
+        self._thread = threading.get_ident()
+        self._stack: tuple[_OpenPhase, ...] = ()
+        self._step: _Step | None = None
+        self._cut_at = 0.0
+        self._finished: list[_Step] = []
+        self._settled: deque[StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
+        self._closed_phases: list[tuple[str, Mark, Mark, bool]] = []  # name, start, end, failed; not settled
+        self._spans: deque[Span] = deque()
+        self.dropped_spans = 0
+        """Spans that were dropped because nobody drained them."""
+
+    @property
+    def current(self) -> tuple[str, float] | None:
+        """The phase of now and its seconds on the host so far. From any thread.
+
+        The phase is the innermost open one, or the opaque phase around it. Between two phases of a step it is
+        `UNACCOUNTED`, with the seconds since the last phase ended. Outside of phases and steps, `None`.
+        """
+        stack = self._stack
+        if not stack:
+            return None if self._step is None else (Phase.UNACCOUNTED, time.perf_counter() - self._cut_at)
+        shown = self._shown(stack)
+        return shown.timing.name, shown.timing.cost_time
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Timing]:
+        """Time a block as a phase. On another thread, the block is a span on that thread's track instead."""
+        if not self.enabled:
+            yield Timing(name)
+            return
+        if threading.get_ident() != self._thread:
+            with TimingContext(name, self) as timing:
+                yield timing
+            return
+        phase = self._open(name)
+        try:
+            yield phase.timing
+        except BaseException:
+            phase.timing.failed = True
+            raise
+        finally:
+            self._close(phase)
+
+    def begin(self, name: str) -> None:
+        """Open a phase that another function ends by `end`. `starts` and `close` end it too."""
+        if self.enabled and threading.get_ident() == self._thread:
+            self._open(name)
+
+    def end(self, name: str) -> None:
+        """Close the phase if it is open, with all phases inside it."""
+        phase = next((each for each in reversed(self._stack) if each.timing.name == name), None)
+        if phase is not None:
+            self._close(phase)
+
+    def starts(self) -> None:
+        """Begin the first step now, on this thread. Steps of an earlier run are dropped."""
+        self._thread = threading.get_ident()
+        self._stack = ()
+        self._finished.clear()
+        self._settled.clear()
+        self._cut_at = time.perf_counter()
+        self._step = _Step(self._clock.mark(), Phase.UNACCOUNTED) if self.enabled else None
+
+    def stops(self) -> None:
+        """Begin no more steps. Phases are still kept as spans."""
+        self._step = None
+
+    def step_ends(self) -> None:
+        """End a step and begin the next one."""
+        if not self.enabled:
+            self._step = None
+            return
+        mark = self._clock.mark()
+        if self._step is not None:
+            self._step.marks.append(mark)
+            self._step.owners.append(Phase.UNACCOUNTED)
+            self._finished.append(self._step)
+        self._step = _Step(mark, self._owner())
+        if len(self._finished) > MAX_STEPS_PENDING and self._clock.is_reached(self._finished[-2].marks[-1]):
+            self._settle(self._finished[:-1])
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Keep spans that were measured elsewhere. From any thread."""
+        self._spans.extend(spans)
+        while len(self._spans) > MAX_SPANS_PENDING:
+            self._spans.popleft()
+            self.dropped_spans += 1
+
+    def drain_steps(self) -> list[StepTimes]:
+        """The steps that ended since the last call. Waits until the device is done with them."""
+        self._settle(self._finished)
+        steps = list(self._settled)
+        self._settled.clear()
+        return steps
+
+    def drain_spans(self) -> list[Span]:
+        """The settled phases and the spans of other threads that ended since the last call."""
+        spans = []
+        while self._spans:
+            spans.append(self._spans.popleft())
+        return spans
+
+    def close(self) -> StepTimes | None:
+        """End all open phases as failed, and settle everything. Waits at most `CLOSE_PATIENCE_S` for the device.
+
+        Returns:
+            `StepTimes`, *optional*: the step that was cut off, if there was one.
+        """
+        while self._stack:
+            self._stack[-1].timing.failed = True
+            self._close(self._stack[-1])
+        last = self._step
+        end = self._clock.mark()
+        if not self._is_reached_soon(end):
+            self._clock = HostClock()
+        self._settle(self._finished)
+        if last is not None:
+            last.marks.append(end)
+            last.owners.append(Phase.UNACCOUNTED)
+            self._settle_marks(last.marks, end.host)
+        self._step = None
+        self._settle([])
+        return last.times(complete=False) if last is not None and len(last.marks) > 1 else None
+
+    def _is_reached_soon(self, mark: Mark) -> bool:
+        patience_ends = time.monotonic() + CLOSE_PATIENCE_S
+        while not self._clock.is_reached(mark):
+            if time.monotonic() > patience_ends:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _open(self, name: str) -> _OpenPhase:
+        mark = self._clock.mark()
+        phase = _OpenPhase(Timing(name, self._stack[-1].timing if self._stack else None), mark)
+        self._stack = (*self._stack, phase)
+        self._cut(mark)
+        return phase
+
+    def _close(self, phase: _OpenPhase) -> None:
+        if phase not in self._stack:
+            return
+        mark = self._clock.mark()
+        index = self._stack.index(phase)
+        for each in reversed(self._stack[index:]):
+            each.timing.ended = mark.host
+            each.timing.failed = each.timing.failed or phase.timing.failed
+            self._closed_phases.append((each.timing.name, each.mark, mark, each.timing.failed))
+        self._stack = self._stack[:index]
+        self._cut(mark)
+
+    def _cut(self, mark: Mark) -> None:
+        self._cut_at = mark.host
+        if self._step is not None:
+            self._step.marks.append(mark)
+            self._step.owners.append(self._owner())
+
+    def _owner(self) -> str:
+        return self._shown(self._stack).timing.name if self._stack else Phase.UNACCOUNTED
+
+    def _shown(self, stack: tuple[_OpenPhase, ...]) -> _OpenPhase:
+        return next((each for each in stack if each.timing.name in self._opaque), stack[-1])
+
+    def _settle(self, steps: list[_Step]) -> None:
+        for step in list(steps):
+            self._settle_marks(step.marks, step.marks[-1].host)
+            self._settled.append(step.times())
+            self._finished.remove(step)
+        if self._step is None:  # phases may lie outside of any step
+            self._settle_marks([], math.inf)
+
+    def _settle_marks(self, marks: Sequence[Mark], until: float) -> None:
+        """Settle marks, with the marks of phases that were closed before `until` on the host's clock."""
+        phases = [mark for _, start, end, _ in self._closed_phases for mark in (start, end) if end.host <= until]
+        waiting = {mark for mark in (*marks, *phases) if mark.time is None}
+        if waiting:
+            self._clock.settle(sorted(waiting, key=lambda mark: mark.host))
+        still_open = []
+        for name, start, end, failed in self._closed_phases:
+            if start.time is None or end.time is None:
+                still_open.append((name, start, end, failed))
+            else:
+                self.add([Span(name=name, started=start.time, ended=end.time, failed=failed)])
+        self._closed_phases = still_open
