@@ -3,7 +3,10 @@
 import re
 from dataclasses import dataclass, field
 
-from salesrl_trl.config.checks import about, check, check_positive
+from salesrl_trl.config.checks import about, check, check_positive, load_object
+from salesrl_trl.evaluation.figures import WORST_BRANCH, checked_figures
+from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.names import REWARD
 
 ALL_STEPS = 2**62
 """More than any run has."""
@@ -33,9 +36,12 @@ class TelemetryConfig:
         quick_eval_rows (`int`, *optional*, defaults to `16`):
             Held-out rows of such an evaluation, the same all through the run, spread evenly over the branches.
         quick_eval_best (`str`, *optional*):
-            Keep the best policy in `OUTPUT_DIR/best`, by `reward` (the mean over all rows), `worst_branch`, or the
-            score of the branch named here. An evaluation of which less than `min_valid_reward_fraction` of that
-            branch, or of any, could be scored is never the best.
+            The figure that selects the best policy, which is kept in `OUTPUT_DIR/best`: `reward` (the mean over all
+            rows), `worst_branch`, a branch (its score), or one of your figures (over all rows, higher is better). Of
+            that branch, or of each branch, at least `min_valid_reward_fraction` must have been scored.
+        quick_eval_figures (`list[str]`, *optional*):
+            Figures of your own: dotted paths of classes such as `"my_package.my_module.MyFigure"`.
+            `evaluation.figures.Figure` describes them.
     """
 
     timing: bool = field(default=True, metadata=about("measure phases, throughput and memory"))
@@ -47,7 +53,10 @@ class TelemetryConfig:
     quick_eval_steps: int = field(default=0, metadata=about("greedy evaluation at every so many-th step; 0 for never"))
     quick_eval_rows: int = field(default=16, metadata=about("held-out rows of a quick evaluation"))
     quick_eval_best: str | None = field(
-        default=None, metadata=about("keep the best policy by: reward, worst_branch or a branch")
+        default=None, metadata=about("keep the best policy by: reward, worst_branch, a branch or a figure of your own")
+    )
+    quick_eval_figures: list[str] = field(
+        default_factory=list, metadata=about("dotted paths of classes: figures of your own in quick evaluations")
     )
 
     def __post_init__(self) -> None:
@@ -58,6 +67,7 @@ class TelemetryConfig:
         peak = self.peak_tflops
         check(peak is None or peak > 0, f"`peak_tflops` is {peak}. Expected more than 0, such as 989.4.")
         self.traced_steps()
+        self.quick_eval()
 
     def traced_steps(self) -> range:
         """`trace_steps` as numbers, counted from 1."""
@@ -72,9 +82,23 @@ class TelemetryConfig:
         )
         return steps
 
+    def quick_eval(self) -> QuickEvalSettings:
+        """When quick evaluations are due, and their figures."""
+        return QuickEvalSettings(
+            steps=self.quick_eval_steps,
+            rows=self.quick_eval_rows,
+            best=self.quick_eval_best,
+            figures=checked_figures(load_object(path, "quick_eval_figures") for path in self.quick_eval_figures),
+        )
+
     def check_branches(self, branches: list[str]) -> None:
-        """Raises `ConfigError` where the best policy is to be found by a branch that there is none of."""
-        known = ("reward", "worst_branch", *branches)
+        """Check what depends on the branches.
+
+        Raises:
+            `ConfigError`: `quick_eval_best` is no figure, or one of your figures has the name of a branch.
+        """
+        own = checked_figures(self.quick_eval().figures, branches)
+        known = (REWARD, WORST_BRANCH, *branches, *(figure.name for figure in own))
         check(
             self.quick_eval_best is None or self.quick_eval_best in known,
             f"`quick_eval_best` is {self.quick_eval_best!r}. Expected one of: {', '.join(known)}.",

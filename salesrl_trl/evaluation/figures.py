@@ -18,6 +18,7 @@ class Questions:
 ```
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -109,12 +110,16 @@ def checked_figures(given: Iterable[object], branches: Sequence[str] = ()) -> tu
     figures: list[Figure] = []
     taken = {*TAKEN, *branches}
     for found in given:
-        made = found() if isinstance(found, type) else found
-        if not isinstance(made, Figure):
+        try:
+            made = found() if isinstance(found, type) else found
+            if not isinstance(made, Figure):
+                raise TypeError("it lacks one of `name`, `form` and `__call__`")
+            inspect.signature(made).bind([])
+        except TypeError as error:
             raise ConfigError(
-                f"`quick_eval_figures` holds {found!r}. Expected a class with `name`, `form` and "
-                "`__call__(answers)`: see `salesrl_trl.evaluation.figures`."
-            )
+                f"`quick_eval_figures` holds {found!r}: {error}. Expected a class that is made without arguments and "
+                "has `name`, `form` and `__call__(answers)`: see `salesrl_trl.evaluation.figures`."
+            ) from error
         if not str(made.name).isidentifier() or made.name in taken:
             raise ConfigError(
                 f"`quick_eval_figures`: {found!r} has the name {made.name!r}. Expected letters, digits and "

@@ -13,7 +13,6 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.demo.policy import cached_policy
-from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.names import StartUp
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -46,7 +45,7 @@ def build_trainer(
     config: RunConfig, prepared: Prepared, reward: SalesReward | RemoteReward, instruments: Instruments
 ) -> "SalesGRPOTrainer":
     """Load the policy and build the trainer, with vLLM's engine. The main process logs the banner first."""
-    phase, telemetry, train, held_out = instruments.timeline.phase, config.telemetry, prepared.train, prepared.held_out
+    phase, train, held_out = instruments.timeline.phase, prepared.train, prepared.held_out
     with phase(StartUp.POLICY):
         from salesrl_trl.trainer import SalesGRPOTrainer  # imports vLLM, which takes seconds
 
@@ -63,9 +62,7 @@ def build_trainer(
             reward,
             config.training,
             instruments=instruments,
-            quick_eval=QuickEvalSettings(
-                steps=telemetry.quick_eval_steps, rows=telemetry.quick_eval_rows, best=telemetry.quick_eval_best
-            ),
+            quick_eval=config.telemetry.quick_eval(),
             train_dataset=prompt_dataset(train.prompts),
             eval_dataset=prompt_dataset(held_out.prompts, first_index=len(train.prompts))
             if held_out.prompts
