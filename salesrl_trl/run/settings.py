@@ -5,8 +5,9 @@ Refuses to check values: the classes of `config` do that.
 """
 
 import difflib
+from argparse import SUPPRESS
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,9 +51,24 @@ def parse(argv: Sequence[str], default_recipe: Path) -> RunConfig:
     return config
 
 
-def recipe_keys() -> set[str]:
-    """All keys that a recipe may have."""
-    return SettingsParser(_KINDS).keys
+def parse_part(argv: Sequence[str], kinds: Sequence[type], **options: str) -> tuple[Any, ...]:
+    """Read the settings of a tool. It accepts every recipe and every setting of a run, and checks its own.
+
+    Args:
+        argv (`Sequence[str]`):
+            Command-line arguments, perhaps with `--config FILE.yaml`.
+        kinds (`Sequence[type]`):
+            Dataclasses of the tool's own settings.
+        options:
+            Further arguments of `argparse.ArgumentParser`, such as `description`.
+
+    Returns:
+        `tuple`: an object of each of the `kinds`, in their order, and a `Namespace` of all other settings.
+
+    Raises:
+        `ConfigError`: an unknown key, a missing file, a value of the tool outside its range.
+    """
+    return SettingsParser(kinds, [kind for kind in _KINDS if kind not in kinds], **options).read(argv)
 
 
 class SettingsParser(TrlParser):
@@ -65,12 +81,20 @@ class SettingsParser(TrlParser):
     Args:
         kinds (`Sequence[type]`):
             Dataclasses of settings.
+        unbuilt (`Sequence[type]`, *optional*, defaults to none):
+            Dataclasses whose settings are accepted and not checked: a tool may not be able to build them. Training
+            settings, for example, may need a GPU. `--help` leaves them out.
         options:
             Further arguments of `argparse.ArgumentParser`, such as `description`.
     """
 
-    def __init__(self, kinds: Sequence[type], **options: str) -> None:
-        super().__init__(kinds, allow_abbrev=False, **options)
+    def __init__(self, kinds: Sequence[type], unbuilt: Sequence[type] = (), **options: str) -> None:
+        super().__init__((*kinds, *unbuilt), allow_abbrev=False, **options)
+        self.dataclass_types = list(kinds)
+        shown = {"help", *(each.name for kind in kinds for each in fields(kind))}
+        for action in self._actions:
+            if action.dest not in shown:
+                action.help = SUPPRESS
         self.notes: list[str] = []
         """After `read`: the settings of `small_policy` that hold, for the banner."""
         self._given: set[str] = set()
@@ -80,9 +104,7 @@ class SettingsParser(TrlParser):
         """Names of all settings, and the two keys of a recipe that are no settings."""
         return {action.dest for action in self._actions} | {ENVIRONMENT, SMALL_POLICY}
 
-    def read(
-        self, argv: Sequence[str], default_recipe: Path | None = None, *, ignored_keys: Collection[str] = ()
-    ) -> tuple[Any, ...]:
+    def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
         """Read the settings, once: the values of a recipe become defaults of this parser.
 
         Args:
@@ -90,11 +112,9 @@ class SettingsParser(TrlParser):
                 Command-line arguments, perhaps with `--config FILE.yaml`.
             default_recipe (`Path`, *optional*):
                 Recipe for a command line without `--config`. Without both, there is no recipe.
-            ignored_keys (`Collection[str]`, *optional*, defaults to none):
-                Further keys that the recipe may have, which are ignored.
 
         Returns:
-            `tuple`: an object of each of the `kinds`, in their order.
+            `tuple`: an object of each of the `kinds`, in their order, and the `Namespace` of those `unbuilt`.
 
         Raises:
             `ConfigError`: an unknown key, a missing file, a value outside its range.
@@ -108,7 +128,7 @@ class SettingsParser(TrlParser):
         if "--config" in argv:
             if argv[-1] == "--config":
                 raise ConfigError("`--config` names no file. Expected the YAML file of a recipe. Add its path.")
-            _check_recipe(Path(argv[argv.index("--config") + 1]), self.keys | set(ignored_keys))
+            _check_recipe(Path(argv[argv.index("--config") + 1]), self.keys)
         self._given = {name.removeprefix("--").replace("-", "_") for name in _options(argv)}  # --max-steps is read too
         self.notes = []
         try:

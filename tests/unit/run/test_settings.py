@@ -6,7 +6,7 @@ import pytest
 
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.run.settings import SettingsParser, parse, recipe_keys
+from salesrl_trl.run.settings import parse, parse_part
 
 ROOT = Path(__file__).parents[3]
 
@@ -84,14 +84,22 @@ def test_one_recipe_is_named_at_most():
         parse(["--config"], ROOT / "recipes/full.yaml")
 
 
-def test_a_tool_reads_its_part_of_a_recipe_and_still_refuses_what_no_run_knows(tmp_path):
-    parser = SettingsParser((DataConfig, RewardConfig))
-    given = ["--config", str(ROOT / "recipes/full.yaml"), "--rag_top_k", "7"]
-    data, reward = parser.read(given, ignored_keys=recipe_keys())
+def test_a_tool_takes_any_setting_of_a_run_and_still_refuses_what_no_run_knows(tmp_path, capsys):
+    kinds = (DataConfig, RewardConfig)
+    training = ["--num_generations", "4", "--branch_kl", '{"fairness": {"beta": 0.1}}', "--bf16", "true"]
+    given = ["--config", str(ROOT / "recipes/full.yaml"), "--rag_top_k", "7", *training]
+    data, reward, others = parse_part(given, kinds)
     assert (data.max_eval_rows, reward.rag_top_k, reward.judge_timeout_s) == (128, 7, 60)
-    data, reward = SettingsParser((DataConfig, RewardConfig)).read([])  # without a recipe
+    assert (others.num_generations, others.bf16, others.branches) == (4, True, ["fairness", "hallucination"])
+    data, reward, _ = parse_part([], kinds)  # without a recipe
     assert (data.max_eval_rows, reward.rag_top_k) == (None, RewardConfig().rag_top_k)
+    with pytest.raises(ConfigError, match=r"--learning_rat \(did you mean --learning_rate"):
+        parse_part(["--learning_rat", "1"], kinds)
+    with pytest.raises(SystemExit):
+        parse_part(["--help"], kinds)
+    told = capsys.readouterr().out
+    assert "--rag_top_k" in told and "--branch_kl" not in told
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("learning_rat: 1.0\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="unknown keys: learning_rat"):
-        parser.read(["--config", str(recipe)], ignored_keys=recipe_keys())
+        parse_part(["--config", str(recipe)], kinds)
