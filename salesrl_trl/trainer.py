@@ -26,7 +26,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from salesrl_trl.callbacks import ScalarLayout, StepLine, take_over_the_console
 from salesrl_trl.checkpoint.identity import Identity, check_identity, identity_of, rows_of, weights_of, write_identity
 from salesrl_trl.checkpoint.under_way import load_under_way, save_under_way
 from salesrl_trl.config import SalesGRPOConfig
@@ -61,7 +60,9 @@ from salesrl_trl.rollout.pipeline import Parts, Pipeline, Rollout, correction_su
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
 from salesrl_trl.rollout.schedule import parts
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
+from salesrl_trl.telemetry.layout import ScalarLayout
 from salesrl_trl.telemetry.logs import LeaveOut, show_lines
+from salesrl_trl.telemetry.step_lines import StepLine, take_over_the_console
 from salesrl_trl.types import Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages
 from salesrl_trl.update.ledger import Ledger
@@ -161,6 +162,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._quick_eval: QuickEvaluator | None = None
         self._tuner: BaseTunerLayer | None = None
         targets = args.kl_targets()
+        banded = [branch for branch, target in targets.items() if target.has_band]
         law = args.kl_control_law(kl_law)
         self._kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
         self._epoch = 0
@@ -187,7 +189,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             self,
             StepLine(args.branches, reward.provider_names, functools.partial(self._ledger.failures, "train")),
             HeldOut(args.branches, Path(args.output_dir)),
-            ScalarLayout(args.branches, targets, self.callback_handler.callbacks),
+            ScalarLayout(args.branches, banded, self.callback_handler.callbacks),
         )
         self.add_callback(
             WeightChange(self.accelerator, args.min_changed_weights, functools.partial(Trainer.log, self))

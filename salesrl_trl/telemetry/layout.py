@@ -1,11 +1,13 @@
-"""How TensorBoard's "Custom Scalars" tab groups the figures.
+"""The groups of figures under TensorBoard's "Custom Scalars" tab.
 
-Owns the layout alone. The tags are the metrics' names as transformers writes them, behind `train/`.
+Owns the layout alone. Its tags are names of figures, with transformers' `train/` before them.
 """
 
 import re
 from collections.abc import Sequence
-from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 from salesrl_trl.names import (
     BOUNDED,
@@ -36,15 +38,18 @@ from salesrl_trl.names import (
 )
 from salesrl_trl.types import Outcome
 
+Chart = list[str | list[str]]
+"""Kind of a chart, `"Multiline"` or `"Margin"`, and its tags."""
 
-def custom_scalars(branches: Sequence[str], banded: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-    """Category to chart to its kind and tags, for `SummaryWriter.add_custom_scalars`.
+
+def custom_scalars(branches: Sequence[str], banded: Sequence[str]) -> dict[str, dict[str, Chart]]:
+    """The layout for `SummaryWriter.add_custom_scalars`: category, then title, then chart.
 
     Args:
         branches (`Sequence[str]`):
             Branch names.
         banded (`Sequence[str]`):
-            Of them, those whose KL has a band.
+            Names of the branches whose KL has a band.
     """
     quick = ("score", "truncated", "length", "kl")
     return {
@@ -77,10 +82,34 @@ def custom_scalars(branches: Sequence[str], banded: Sequence[str]) -> dict[str, 
     }  # fmt: skip
 
 
-def _lines(*names: str) -> list[Any]:
-    # the plugin reads a line's tags as regular expressions
+def _lines(*names: str) -> Chart:
+    # TensorBoard reads the tags of a "Multiline" chart as regular expressions
     return ["Multiline", [f"^{re.escape(_tag(name))}$" for name in names]]
 
 
 def _tag(name: str) -> str:
     return f"{TRAIN}{name}"
+
+
+class ScalarLayout(TrainerCallback):
+    """Writes the layout for TensorBoard, if the run reports to it.
+
+    Args:
+        branches (`Sequence[str]`):
+            Branch names.
+        banded (`Sequence[str]`):
+            Names of the branches whose KL has a band.
+        callbacks (`Sequence[TrainerCallback]`):
+            Callbacks of the trainer, perhaps with TensorBoard's.
+    """
+
+    def __init__(self, branches: Sequence[str], banded: Sequence[str], callbacks: Sequence[TrainerCallback]) -> None:
+        self._layout = custom_scalars(branches, banded)
+        self._callbacks = callbacks
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        for callback in self._callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+                callback.tb_writer.add_custom_scalars(self._layout)

@@ -27,7 +27,6 @@ ORDER = (
     "rollout",
     "config",
     "checkpoint",
-    "callbacks",
     "trainer",
     "run",
     "train",

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from salesrl_trl.callbacks import judge_line
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, usage_of
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.run.checks.reward import JUDGE
 from salesrl_trl.run.simulation.completions import VARIANTS, Completion
 from salesrl_trl.run.simulation.hints import NOTEWORTHY_SHARE, hints
+from salesrl_trl.telemetry.step_lines import judge_line
 from salesrl_trl.types import Outcome, Reward
 
 HOLLOW = "hollow_answer"

@@ -6,9 +6,9 @@ Owns tables, lines and the verdict. Refuses to compute figures.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from salesrl_trl.callbacks import figure
 from salesrl_trl.names import USAGE
 from salesrl_trl.reward.service.transport import TRAFFIC
+from salesrl_trl.telemetry.step_lines import figure
 
 
 def step_text(summary: Mapping[str, Any], steps: int) -> str:

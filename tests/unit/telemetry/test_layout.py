@@ -4,10 +4,12 @@ import re
 
 from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils.tensorboard.summary import custom_scalars as as_protobuf
+from transformers import ProgressCallback, TrainerControl, TrainerState
+from transformers.integrations import TensorBoardCallback
 
-from salesrl_trl.names import MEMORY, QUICK_FIGURES, THROUGHPUT, Phase, quick_of
+from salesrl_trl.names import MEMORY, THROUGHPUT, Phase, quick_of
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.layout import custom_scalars
+from salesrl_trl.telemetry.layout import ScalarLayout, custom_scalars
 from salesrl_trl.update.ledger import Ledger
 
 BRANCHES = ("fairness", "hallucination")
@@ -16,7 +18,7 @@ TAGS = {
     for name in (
         *Ledger(BRANCHES, with_kl=True).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY,
         "failures/reason/rag_8b_timeout",
-        *(quick_of(branch, what) for branch in BRANCHES for what in QUICK_FIGURES),
+        *(quick_of(branch, what) for branch in BRANCHES for what in ("score", "truncated", "length", "kl", "beta")),
     )
 }  # fmt: skip
 
@@ -62,3 +64,21 @@ def test_tensorboard_takes_it():
     layout = layout_pb2.Layout.FromString(summary.value[0].tensor.string_val[0])
     assert [category.title for category in layout.category] == list(custom_scalars(BRANCHES, BRANCHES))
     assert sum(len(category.chart) for category in layout.category) == len(charts())
+
+
+def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_one():
+    class Writer:
+        def __init__(self):
+            self.layouts = []
+
+        def add_custom_scalars(self, layout):
+            self.layouts.append(layout)
+
+    tensorboard = TensorBoardCallback(tb_writer=None)
+    layout = ScalarLayout(BRANCHES, ["fairness"], [ProgressCallback(), tensorboard])
+    layout.on_train_begin(None, TrainerState(), TrainerControl())  # another rank has no writer
+    tensorboard.tb_writer = Writer()
+    layout.on_train_begin(None, TrainerState(), TrainerControl())
+    (written,) = tensorboard.tb_writer.layouts
+    assert written["KL with band and beta"]["KL of fairness"][0] == "Margin"
+    assert written["KL with band and beta"]["KL of hallucination"][0] == "Multiline"

@@ -1,13 +1,12 @@
-"""What a person reads while a run goes on.
+"""Two lines per step on the console.
 
-Owns the line per step and its wording, and TensorBoard's layout. Figures come from the trainer's log; nothing is
-measured here but elapsed time.
+Owns their wording, and that they replace transformers' printers. The figures come from the trainer's log. Measures
+nothing but elapsed time.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from transformers import (
     PrinterCallback,
@@ -18,9 +17,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.integrations import TensorBoardCallback
 
-from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import (
     JUDGE_SECONDS,
     REWARD_SECONDS,
@@ -31,16 +28,20 @@ from salesrl_trl.names import (
     time_of,
     usage_of,
 )
-from salesrl_trl.telemetry.layout import custom_scalars
 from salesrl_trl.types import Outcome
 
 logger = logging.getLogger(__name__)
 
+Logs = Mapping[str, float | None]
+"""Figures of a step, as the trainer logs them. A branch without a row has `None`."""
+SHOWN_SHARE = 0.01
+"""Phases with a smaller share of the step's time are not shown."""
+
 
 def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None:
-    """Put these callbacks in the place of transformers' own lines.
+    """Replace transformers' own console output by these callbacks.
 
-    Those print all of a step's figures, two hundred here, beside a progress bar. TensorBoard has all of them.
+    transformers prints all figures of a step, here about two hundred, beside a progress bar. TensorBoard has them all.
     """
     for stock in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(stock)
@@ -49,13 +50,13 @@ def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None
 
 
 class StepLine(TrainerCallback):
-    """Two lines per logged step: reward by branch, valid actions, failures by reason, seconds; and the judges' work.
+    """Logs two lines per step: `step_line` with the run's progress, and `judge_line`.
 
     Args:
         branches (`Sequence[str]`):
             Branch names.
         providers (`Sequence[str]`):
-            Judge providers.
+            Names of the judge's providers.
         failures (`Callable[[], Mapping[str, int]]`):
             Returns the failures since the last line, by reason.
     """
@@ -70,7 +71,9 @@ class StepLine(TrainerCallback):
         self._last_step = 0
         self._after_first: tuple[float, int] | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self._started = self._last = time.perf_counter()
         self._last_step = state.global_step
         self._after_first = None
@@ -80,16 +83,16 @@ class StepLine(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **_: Any,
+        logs: Logs | None = None,
+        **_: object,
     ) -> None:
         if not state.is_world_process_zero or logs is None or "reward" not in logs:
             return
         now = time.perf_counter()
         step, elapsed = state.global_step, now - self._started
         seconds = (now - self._last) / max(step - self._last_step, 1)
-        # The first line's steps have an evaluation before them, compile, and open connections: they tell nothing of
-        # those to come, unless there are no others yet.
+        # The steps of the first line also evaluate, compile and open connections, so later steps will be quicker. They
+        # are left out of the average as soon as there are others.
         if self._after_first is None:
             average = seconds - (logs.get(time_of(Phase.EVALUATION)) or 0.0)
             self._after_first = (now, step)
@@ -105,12 +108,12 @@ class StepLine(TrainerCallback):
 def step_line(
     step: int,
     max_steps: int,
-    logs: Mapping[str, Any],
+    logs: Logs,
     branches: Sequence[str],
     failures: Mapping[str, int],
     seconds: float,
 ) -> str:
-    """The line of one step, as `StepLine` logs it."""
+    """`[Step 3/60] reward fairness=0.50 | valid actions 88% | failures not_json=8 | 1.2 s, rewards 0.26 s`."""
     rewards = " ".join(f"{branch}={figure(logs.get(reward_of(branch)))}" for branch in branches)
     invalid = logs.get(outcome_of(Outcome.INVALID_ACTION))
     valid = "n/a" if invalid is None else f"{1 - invalid:.0%}"
@@ -123,13 +126,11 @@ def step_line(
     )
 
 
-SHOWN_SHARE = 0.01
-"""Phases with less of a step are not worth a place in the line."""
+def shares(logs: Logs) -> str:
+    """`reward_wait 78%, generation 14%, backward 5%`: shares of the step's wall time, the largest first.
 
-
-def shares(logs: Mapping[str, Any]) -> str:
-    """`reward_wait 78%, generation 14%, backward 5%`: of the step's wall time, largest first; empty where it was not
-    measured."""
+    Empty if the time was not measured.
+    """
     wall = logs.get(STEP_SECONDS)
     if not wall:
         return ""
@@ -144,38 +145,16 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def judge_line(step: int, logs: Mapping[str, Any], providers: Sequence[str]) -> str:
-    """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first verdict asked for to the last that
-    came, and verdicts by provider, per generation batch."""
+def judge_line(step: int, logs: Logs, providers: Sequence[str]) -> str:
+    """`[Judge@step5] time=3.2s providers={'openai': 8}`: figures of a generation batch.
+
+    The time is from the first request for a verdict to the last verdict. Each provider has its number of verdicts.
+    """
     verdicts = {provider: logs.get(usage_of(provider, "verdicts")) or 0 for provider in providers}
     counts = {provider: int(count) if count == int(count) else round(count, 1) for provider, count in verdicts.items()}
     return f"[Judge@step{step}] time={logs.get(JUDGE_SECONDS) or 0:.1f}s providers={counts}"
 
 
-def figure(value: Any) -> str:
-    """A figure to two places, `n/a` where there is none."""
+def figure(value: object) -> str:
+    """A figure with two decimal places, or `n/a`."""
     return f"{value:.2f}" if isinstance(value, int | float) else "n/a"
-
-
-class ScalarLayout(TrainerCallback):
-    """Groups the figures under TensorBoard's "Custom Scalars" tab, where a run reports to it.
-
-    Args:
-        branches (`Sequence[str]`):
-            Branch names.
-        targets (`Mapping[str, KLTarget]`):
-            KL targets by branch, where there are any.
-        callbacks (`Sequence[TrainerCallback]`):
-            The trainer's, TensorBoard's perhaps among them.
-    """
-
-    def __init__(
-        self, branches: Sequence[str], targets: Mapping[str, KLTarget], callbacks: Sequence[TrainerCallback]
-    ) -> None:
-        self._layout = custom_scalars(branches, [name for name, target in targets.items() if target.has_band])
-        self._callbacks = callbacks
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        for callback in self._callbacks:
-            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                callback.tb_writer.add_custom_scalars(self._layout)

@@ -1,14 +1,12 @@
-"""What a person reads."""
+"""The lines of a step."""
 
 import logging
 from collections import Counter
 
 import pytest
-from transformers import ProgressCallback, TrainerControl, TrainerState
-from transformers.integrations import TensorBoardCallback
+from transformers import TrainerControl, TrainerState
 
-from salesrl_trl.callbacks import ScalarLayout, StepLine, clock, figure, judge_line, shares, step_line
-from salesrl_trl.kl.law import KLTarget
+from salesrl_trl.telemetry.step_lines import StepLine, clock, figure, judge_line, shares, step_line
 
 BRANCHES = ("fairness", "hallucination")
 LOGS = {
@@ -50,7 +48,7 @@ def test_durations_read_like_a_clock(seconds, text):
 
 def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
     now = iter([0.0, 0.0, 20.0, 23.0, 28.0])  # built, begun, and three lines: at 20 s, 23 s and 28 s
-    monkeypatch.setattr("salesrl_trl.callbacks.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("salesrl_trl.telemetry.step_lines.time.perf_counter", lambda: next(now))
     callback = StepLine(BRANCHES, ("openai",), dict)
     state = TrainerState(global_step=0, max_steps=12, is_world_process_zero=True)
     callback.on_train_begin(None, state, TrainerControl())
@@ -65,25 +63,6 @@ def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
     assert "| 3.0 s, rewards 0.26 s | avg 3.0 s, elapsed 0:23, ETA 0:30" in lines[1]
     # 3 s and 5 s, an evaluation on the way included: there will be more of them
     assert "| 5.0 s, rewards 0.26 s | avg 4.0 s, elapsed 0:28, ETA 0:36" in lines[2]
-
-
-def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_one():
-    class Writer:
-        def __init__(self):
-            self.layouts = []
-
-        def add_custom_scalars(self, layout):
-            self.layouts.append(layout)
-
-    tensorboard = TensorBoardCallback(tb_writer=None)
-    banded = {"fairness": KLTarget(beta=0.1, low=0.02, high=0.06), "hallucination": KLTarget(beta=0.1)}
-    layout = ScalarLayout(BRANCHES, banded, [ProgressCallback(), tensorboard])
-    layout.on_train_begin(None, TrainerState(), TrainerControl())  # another rank has no writer
-    tensorboard.tb_writer = Writer()
-    layout.on_train_begin(None, TrainerState(), TrainerControl())
-    (written,) = tensorboard.tb_writer.layouts
-    assert written["KL with band and beta"]["KL of fairness"][0] == "Margin"
-    assert written["KL with band and beta"]["KL of hallucination"][0] == "Multiline"
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.126, "0.13"), (1, "1.00"), (None, "n/a"), ("x", "n/a")])
