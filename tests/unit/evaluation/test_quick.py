@@ -11,7 +11,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick import QuickEvaluator
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.evaluation.sample import sample
-from salesrl_trl.timing import Timeline
+from salesrl_trl.telemetry.timeline import Timeline
 
 ROWS = [{"prompt": "", "row": place} for place in range(2)]
 
