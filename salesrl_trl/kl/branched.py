@@ -15,14 +15,13 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 
 from salesrl_trl.kl.controller import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLLaw, KLTarget
-from salesrl_trl.kl.penalty import BranchPenalty, PenaltySettings
+from salesrl_trl.kl.penalty import BranchPenalty, MicroBatch, PenaltySettings
 from salesrl_trl.names import KL_STATE_FILE
 
 logger = get_logger(__name__)  # its lines begin with the rank
@@ -60,7 +59,7 @@ class BranchedKL:
         """Coefficients by branch id."""
         return self.control.betas
 
-    def penalty(self, inputs: Mapping[str, Any]) -> BranchPenalty:
+    def penalty(self, inputs: MicroBatch) -> BranchPenalty:
         """The penalty of one of TRL's micro-batches, with the current coefficients."""
         return BranchPenalty(inputs, self.betas, self.settings)
 

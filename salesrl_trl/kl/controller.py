@@ -7,10 +7,9 @@ resume. Owns neither the measurement (`penalty.py`) nor its sum over ranks (the 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.law import KLLaw, KLTarget, LawState, moved, name_of
+from salesrl_trl.kl.law import KLLaw, KLTarget, State, moved, name_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +75,7 @@ class BranchController:
         self.target = target
         self.beta = target.beta
         self._law = law if target.has_band else None
-        self._law_state: LawState = {}
+        self._law_state: State = {}
         self._windows = windows
         self._kl_sum = 0.0
         self._tokens = 0.0
@@ -138,13 +137,13 @@ class BranchController:
 
     _STATE = ("_kl_sum", "_tokens", "_steps", "_cooldown", "_measured_steps", "_steps_in_band")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Everything that later decisions depend on, as JSON values."""
         window = {name.removeprefix("_"): getattr(self, name) for name in self._STATE}
         law = None if self._law is None else name_of(self._law)
         return {"beta": self.beta, **window, "law": law, "law_state": self._law_state}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from `state_dict`.
 
         - A coefficient outside today's bounds is moved to the nearer bound.
@@ -192,11 +191,11 @@ class KLControl:
         ]
         return [decision for decision in decisions if decision is not None]
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, State]:
         """The state of every branch, by its name."""
         return {branch.branch: branch.state_dict() for branch in self.branches}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, State]) -> None:
         """Go on from `state_dict`. A branch without a saved state starts as configured."""
         for branch in self.branches:
             if branch.branch in state:

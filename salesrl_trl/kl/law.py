@@ -26,8 +26,8 @@ slow and noisy, sets a new highest value every few windows. A KL that stands sti
 DEFAULT_RANGE = 100.0
 """Without bounds of its own, a coefficient stays within a hundredth and a hundred times its first value."""
 
-LawState = dict[str, Any]
-"""What a law remembers of one branch from window to window: JSON values by name, and `{}` before the first window."""
+State = dict[str, Any]
+"""JSON values by name, as a checkpoint holds them. A law has one of each branch, `{}` before the first window."""
 
 
 def is_number(value: object) -> bool:
@@ -118,7 +118,7 @@ class KLLaw(Protocol):
     One object serves all branches. It keeps nothing of a branch itself: checkpoints hold only what `move` returns.
     """
 
-    def move(self, target: KLTarget, beta: float, kl: float, state: LawState) -> tuple[float, LawState]:
+    def move(self, target: KLTarget, beta: float, kl: float, state: State) -> tuple[float, State]:
         """Compute the next coefficient.
 
         Args:
@@ -128,7 +128,7 @@ class KLLaw(Protocol):
                 Coefficient of the window.
             kl (`float`):
                 KL of the window in nats per token: the mean over tokens on all ranks. Always finite.
-            state (`LawState`):
+            state (`State`):
                 State that the branch's last call returned. Checkpoints hold it.
 
         Returns:
@@ -187,7 +187,7 @@ class ControlLaw:
             if not works:
                 raise ConfigError(f"`{name}` is {value}. Expected {expected}.")
 
-    def move(self, target: KLTarget, beta: float, kl: float, state: LawState) -> tuple[float, LawState]:
+    def move(self, target: KLTarget, beta: float, kl: float, state: State) -> tuple[float, State]:
         """The next coefficient, and the state: the KL of this window, and how far the first rise has come."""
         factor = self.factor(target, kl, state.get("previous"))
         rising, highest = state.get("rising", True), state.get("highest", 0.0)
@@ -238,7 +238,7 @@ def check_law(law: KLLaw) -> None:
     Raises:
         `ConfigError`: `move` is missing, or takes or returns something else.
     """
-    arguments = (KLTarget(beta=0.1, low=0.02, high=0.06), 0.1, 0.1, LawState())
+    arguments = (KLTarget(beta=0.1, low=0.02, high=0.06), 0.1, 0.1, State())
     try:
         inspect.signature(law.move).bind(*arguments)
     except (AttributeError, TypeError) as error:
@@ -249,7 +249,7 @@ def check_law(law: KLLaw) -> None:
     moved(law, *arguments)
 
 
-def moved(law: KLLaw, target: KLTarget, beta: float, kl: float, state: LawState) -> tuple[float, LawState]:
+def moved(law: KLLaw, target: KLTarget, beta: float, kl: float, state: State) -> tuple[float, State]:
     """`law.move`, with a checked result. The state comes as a checkpoint would give it back.
 
     Raises:

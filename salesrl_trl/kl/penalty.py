@@ -4,7 +4,7 @@ Owns the per-token penalty, the per-branch sums behind figures and control, and 
 `GRPOTrainer._compute_loss`. Owns no normaliser: TRL has one for each `loss_type`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ LEAST_LOGP = -1000.0
 difference of two such tokens would be NaN."""
 SUMS = ("kl", "k1", "clamped", "tokens", "weight")
 """Sums of each branch; `BranchPenalty.sums` describes them."""
+MicroBatch = dict[str, Any]
+"""TRL's micro-batch: tensors, of which some may be `None`, and numbers by name."""
 _LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 
 
@@ -52,7 +54,7 @@ class BranchPenalty:
     loss.
 
     Args:
-        inputs (`Mapping[str, Any]`):
+        inputs (`MicroBatch`):
             TRL's micro-batch, with `branch_ids` of shape (B,).
         betas (`Sequence[float]`):
             Coefficients by branch id.
@@ -60,7 +62,7 @@ class BranchPenalty:
             Estimator, clamp and correction.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], betas: Sequence[float], settings: PenaltySettings) -> None:
+    def __init__(self, inputs: MicroBatch, betas: Sequence[float], settings: PenaltySettings) -> None:
         self._settings = settings
         self._branch_ids = inputs["branch_ids"]  # (B,)
         self._branches = len(betas)
@@ -76,7 +78,7 @@ class BranchPenalty:
         self._log_ratio = self._penalty = self._weight = torch.empty(0)
 
     @property
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> MicroBatch:
         """The micro-batch, with log-probs that are finite wherever a token counts and 0 elsewhere."""
         return self._inputs
 
@@ -143,7 +145,7 @@ class BranchPenalty:
         return totals.index_add_(1, self._branch_ids, per_sample).T.contiguous()  # NCCL reduces only contiguous ones
 
 
-def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
+def loss_mask(inputs: MicroBatch) -> torch.Tensor:
     """The tokens that count: those of the completion that the policy wrote itself. Shape (B, T), bool."""
     mask: torch.Tensor = inputs["completion_mask"]
     return mask.bool() if "tool_mask" not in inputs else mask.bool() & inputs["tool_mask"].bool()

@@ -4,6 +4,7 @@ The plant answers as training does: a branch's KL moves towards drive / beta ** 
 late; the drive drifts and wanders (a reward that is learned pulls harder or less), and what a step measures is noisy.
 """
 
+import functools
 import math
 import random
 from statistics import fmean
@@ -22,6 +23,8 @@ WINDOW = 5
 WINDOWS = WindowSettings(update_steps=WINDOW)
 SETTLING = 40  # windows: 200 steps, in which a coefficient can move by a factor of 268 up and 666 down
 RUNS = 200
+FEW = 50
+"""Runs where a mean is compared, not the worst of all."""
 
 
 class Plant:
@@ -67,9 +70,10 @@ def simulate(seed, law, targets=TARGETS, drive=1.0):
     return in_band, betas
 
 
-def shares(law):
+@functools.cache
+def shares(law, seeds=RUNS):
     """Share of windows in band after settling: by run, then by branch."""
-    runs = [simulate(seed, law)[0] for seed in range(RUNS)]
+    runs = [simulate(seed, law)[0] for seed in range(seeds)]
     return [{branch: fmean(windows[SETTLING:]) for branch, windows in run.items()} for run in runs]
 
 
@@ -82,16 +86,16 @@ def test_both_branches_enter_their_bands_and_stay_there():
 
 
 def test_a_fixed_coefficient_does_not():
-    kept = shares(None)
+    kept = shares(None, FEW)
     held = fmean(all(share >= 0.9 for share in run.values()) for run in kept)
-    print(f"\nfixed: {held:.0%} of {RUNS} runs keep both branches in band")
+    print(f"\nfixed: {held:.0%} of {FEW} runs keep both branches in band")
     assert held < 0.2
 
 
 def test_the_bare_law_stays_less():
     """What recentring and the trend are for: without them KL waits at an edge, where noise puts it outside."""
-    bare = shares(ControlLaw(recentre=0.0, trend_windows=0.0))
-    full = shares(ControlLaw())
+    bare = shares(ControlLaw(recentre=0.0, trend_windows=0.0), FEW)
+    full = shares(ControlLaw())[:FEW]
     means = [fmean(share for run in kept for share in run.values()) for kept in (bare, full)]
     print(f"\nmean share in band: bare law {means[0]:.3f}, as it is {means[1]:.3f}")
     assert means[1] > means[0] + 0.01
