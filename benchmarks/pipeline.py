@@ -63,7 +63,6 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.policy import build_tokenizer
 from salesrl_trl.reward.batch import BatchedReward, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.timing import overlap
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -247,7 +246,10 @@ class Bench:
         """Close connections and instruments."""
         self._instruments.close()
         for name, trainer in self._trainers.items():
-            asyncio.run_coroutine_threadsafe(self._rewards[name].aclose(), trainer.async_loop).result()  # type: ignore[attr-defined]
+            if isinstance(trainer, SalesGRPOTrainer):
+                trainer.finish()
+            else:
+                asyncio.run_coroutine_threadsafe(self._rewards[name].aclose(), trainer.async_loop).result()  # type: ignore[attr-defined]
 
     def instruments_share(self) -> float | None:
         """The share of the floor's time that the host spent in the instruments."""
@@ -262,7 +264,7 @@ class Bench:
         set_medians(self._url, (0.0, 0.0) if arm == "floor" else latency)
         self._batches.clear()
         if arm != "stock":
-            trainer._pipeline = Pipeline(trainer, ahead, references_ahead=True)
+            trainer.pipeline.set_lookahead(ahead)
         trainer.args.max_steps = before + steps + after
         inside, started = self._meter.seconds, time.perf_counter()
         trainer.train()

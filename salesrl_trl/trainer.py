@@ -3,7 +3,6 @@
 Owns the wiring between TRL and this package and no arithmetic of its own.
 """
 
-import asyncio
 import contextlib
 import copy
 import functools
@@ -15,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl.trainer.grpo_trainer as upstream_trainer
 from accelerate.logging import get_logger
 from accelerate.utils import gather, gather_object
 from datasets import Dataset
-from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
@@ -40,31 +37,46 @@ from salesrl_trl.evaluation.quick import QuickEvaluator
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.evaluation.sample import sample
 from salesrl_trl.generation.requests import Requests
-from salesrl_trl.generation.vllm import engine_kwargs, has_tied_head, replaced, vllm_dtype, vllm_engine_options
+from salesrl_trl.generation.sampler import (
+    Background,
+    Finished,
+    Sampled,
+    Sampler,
+    Streamed,
+    TokenSource,
+    Upstream,
+    WholeBatch,
+    why_not_streamed,
+)
+from salesrl_trl.generation.vllm import engine_kwargs, has_tied_head, vllm_dtype, vllm_engine_options
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty, loss_mask
+from salesrl_trl.kl.reference import Reference, reference_wanted
 from salesrl_trl.names import (
-    LEFT_OUT,
     Phase,
     StartUp,
 )
+from salesrl_trl.replaced import replaced
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.desk import BatchResult, RewardDesk
 from salesrl_trl.reward.figures import (
     encode,
     encode_report,
 )
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
-from salesrl_trl.rollout.pipeline import Parts, Pipeline, Rollout, correction_sums, why_not_divisible, why_not_streamed
+from salesrl_trl.rollout.groups import ScoredGroups
+from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
-from salesrl_trl.rollout.schedule import parts
+from salesrl_trl.rollout.staleness import correction_sums
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
 from salesrl_trl.telemetry.layout import ScalarLayout
 from salesrl_trl.telemetry.logs import LeaveOut, show_lines
 from salesrl_trl.telemetry.step_lines import StepLine, take_over_the_console
 from salesrl_trl.types import Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages
+from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.update.stop_notice import watched
@@ -77,8 +89,8 @@ _PLAIN_LOGGER = logging.getLogger(__name__)  # for lines that look like those of
 _UNSCORABLE_WARNING = LeaveOut("All reward functions returned None")
 _UPSTREAM_LOGGER = logging.getLogger("trl.trainer.grpo_trainer")
 
-_OUT = Reward(outcome=Outcome.INFRA, value=None, reason="out")
-"""Stands for a reward that has not come in yet, where others' advantages are computed."""
+_PENDING = Reward(outcome=Outcome.INFRA, value=None, reason="pending")
+"""Stands for a reward that has not come in yet, while the advantages of other groups are computed."""
 STOPPED = "stopped"
 """Reason code of completions that were given up because the run was told to stop."""
 _NO_TOOLS = (
@@ -131,6 +143,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             Greedy evaluations every few steps on a sample of `eval_dataset`. None when not given.
         kl_law (`KLLaw`, *optional*):
             Moves the KL coefficients in place of the law that `args` sets.
+        sampler (`Callable[[Upstream], Sampler]`, *optional*):
+            Makes another generation engine than TRL's. A class, for example.
         kwargs:
             `GRPOTrainer`'s own. The datasets hold the columns `prompt` and `row`.
     """
@@ -147,11 +161,13 @@ class SalesGRPOTrainer(GRPOTrainer):
         instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None,
         kl_law: KLLaw | None = None,
+        sampler: Callable[[Upstream], Sampler] | None = None,
         **kwargs: Any,
     ) -> None:
         for name in ("tools", "environment_factory"):
             if kwargs.get(name):
                 raise ConfigError(_NO_TOOLS.format(name))
+        self._desk = RewardDesk(reward)
         self._reward = reward
         show_lines()
         self._instruments = instruments or Instruments(
@@ -160,7 +176,6 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), reward.status)
         self._timeline = self._instruments.timeline
         self._quick_eval: QuickEvaluator | None = None
-        self._tuner: BaseTunerLayer | None = None
         targets = args.kl_targets()
         banded = [branch for branch, target in targets.items() if target.has_band]
         law = args.kl_control_law(kl_law)
@@ -178,12 +193,14 @@ class SalesGRPOTrainer(GRPOTrainer):
         has_base = bool(targets) or kwargs.get("peft_config") is not None or hasattr(model, "peft_config")
         self._first_weights = weights_of(model.named_parameters()) if has_base else None
         self._rollout: Rollout | None = None  # that TRL is at work on
-        self._parts: Parts | None = None  # of a generation batch that is trained on while rewards are out
+        self._evaluated: Rollout | None = None  # the last one of an evaluation
+        self._waiting: Rollout | None = None  # is trained on while some of its rewards are pending
+        self._tokens: TokenSource | None = None  # generates in place of TRL's engines
         self._weight_check = WeightCheck(args.max_sampling_logp_difference)
         _UPSTREAM_LOGGER.addFilter(_UNSCORABLE_WARNING)  # once: a logger takes the same filter no second time
-        with vllm_engine_options(_engine_options(model, args)), _reference_wanted(args, bool(targets)):
-            super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
-        self.add_callback(_SkipAndStop(self))
+        with vllm_engine_options(_engine_options(model, args)), reference_wanted(args, bool(targets)):
+            super().__init__(model=model, reward_funcs=self._desk, args=args, **kwargs)
+        self.add_callback(SkipAndStop(self._run_control, self._drop_gradients, self._agree_to_stop))
         self.add_callback(_Steps(self))
         take_over_the_console(
             self,
@@ -194,26 +211,29 @@ class SalesGRPOTrainer(GRPOTrainer):
         self.add_callback(
             WeightChange(self.accelerator, args.min_changed_weights, functools.partial(Trainer.log, self))
         )
-        self._tuner = next((each for each in self.model.modules() if isinstance(each, BaseTunerLayer)), None)
-        if self._tuner is not None and not self.is_deepspeed_enabled:
+        self._reference = Reference(self.model, self.ref_model)
+        if self._reference.has_adapter and not self.is_deepspeed_enabled:
             raise_adapters(self.model, args.bf16 or args.fp16)
         self.accelerator.backward = self._phased(Phase.BACKWARD, self.accelerator.backward)
-        if args.rollout_lookahead and self.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
-            logger.warning(
-                f"`rollout_lookahead` is {args.rollout_lookahead} with `vllm_importance_sampling_mode: "
-                f"{args.vllm_importance_sampling_mode}`, which takes out of the loss what the policy has moved away "
-                f"from: see `{LEFT_OUT}`. `token_truncate` keeps it, with bounded weights."
-            )
-        reshaped = ", ".join(args.reshaped_sampling())
-        if self.use_vllm and reshaped and args.compares_with_sampler():
-            logger.warning(
-                f"completions are sampled with {reshaped}: vLLM's log-probs are of what that leaves, so that "
-                "importance ratios are off by what it leaves out. They weigh each token's loss; "
-                "`vllm_importance_sampling_correction: false` takes none."
-            )
-        self._streams = self._is_on("rewards start as soon as a completion is finished", why_not_streamed(self))
-        self._divisible = args.scored_groups_first and self._is_on("scored groups first", why_not_divisible(self))
-        self._pipeline = Pipeline(self, args.rollout_lookahead, args.references_ahead)
+        for warning in args.sampling_warnings():
+            logger.warning(warning)
+        hindrance = args.why_not_divisible(self._entropy_bonus_enabled, self.aux_loss_enabled)
+        self._divisible = args.scored_groups_first and _is_on("scored groups first", hindrance)
+        self._sampler = self._build_sampler(sampler or args.sampler_class())
+        # Threads share no tokenizer: completions of a server are decoded in another one than prompts are encoded in.
+        is_served = self.use_vllm and args.vllm_mode == "server"
+        decoder = copy.deepcopy(self.processing_class) if is_served else self.processing_class
+        self.pipeline = Pipeline(
+            self._sampler,
+            self._desk,
+            self._timeline,
+            decode=functools.partial(decoder.decode, skip_special_tokens=True),
+            window=self._window,
+            lookahead=args.rollout_lookahead,
+            references_ahead=args.references_ahead,
+            behaviour_logps=self._behaviour_logps,
+            record_span=self._instruments.record_generation,
+        )
         if not self.use_vllm:
             self._weight_check.skip("transformers generates with the trainer's own model")
         else:
@@ -247,8 +267,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             with watched(lambda: self._run_control.requested, self._told_of_a_stop):
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:  # what was measured of the step that failed is not lost
-            self._timeline.add(self._reward.unreported_spans())
-            self._pipeline.forget()
+            self._timeline.add(self._desk.unreported_spans())
+            self.pipeline.forget()
             self._instruments.close()
             raise
         if self._run_control.error is not None:
@@ -276,7 +296,7 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _start_over(self) -> None:
         """Leave nothing of an earlier run in this one: it may have ended anywhere, by an interruption too."""
-        self._pipeline.forget()
+        self.pipeline.forget()
         self._rollout = None
         if self._kl is not None:
             self._kl.forget_sums()
@@ -289,18 +309,23 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self.use_vllm:
             self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         self._run_control.restart()
-        self._reward.resume()
+        self._desk.resume()
 
     def _init_training_state(self, *args, **kwargs):
         epochs, micro_steps = super()._init_training_state(*args, **kwargs)  # micro-steps of the epoch to go on with
         self._step = micro_steps  # TRL counts from 0, and epochs are whole windows: generation batches begin as before
-        self._buffered_inputs = self._parts = None
+        self._buffered_inputs = self._waiting = None
         return epochs, micro_steps
+
+    @property
+    def _window(self) -> int:
+        """Micro-steps between two generation batches."""
+        return self.args.steps_per_generation * self.num_iterations
 
     @property
     def _is_inside_a_window(self) -> bool:
         """Whether the next micro-step goes on with the generation batch under way."""
-        return bool(self._step % (self.args.steps_per_generation * self.num_iterations))
+        return bool(self._step % self._window)
 
     @property
     def _arrangement(self) -> list[int]:
@@ -311,7 +336,7 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def raise_if_stopped(self) -> None:
         """Raise `RunStopped` on all ranks where any was asked to stop after its last step; a collective."""
-        self._agree_to_stop()
+        self._agree_to_stop(self.state.global_step)
         if self._run_control.error is not None:
             raise self._run_control.error
 
@@ -326,7 +351,7 @@ class SalesGRPOTrainer(GRPOTrainer):
                 What asked for it, for example `"SIGTERM"`.
         """
         self._run_control.requested = reason
-        self.async_loop.call_soon_threadsafe(self._reward.cut_off, STOPPED)
+        self._desk.cut_off(STOPPED)
 
     def _told_of_a_stop(self, reason: str) -> None:
         self.request_stop(f"{reason} of another process")
@@ -339,7 +364,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         """
         told: dict[str, float | ServiceError] = {}
         try:
-            told = asyncio.run_coroutine_threadsafe(self._reward.warm_up(), self.async_loop).result()
+            told = self._desk.warm_up()
             unusable = [str(error) for error in self._reward.unusable(told)]
         except ServiceError as error:  # of the reward process itself: the other ranks wait below
             unusable = [str(error)]
@@ -358,15 +383,9 @@ class SalesGRPOTrainer(GRPOTrainer):
     def finish(self) -> None:
         """Close the reward's connections, on the event loop they belong to, and the instruments. The trainer can't
         score after this."""
-        self._pipeline.forget()
-        asyncio.run_coroutine_threadsafe(self._reward.aclose(), self.async_loop).result()
+        self.pipeline.forget()
+        self._desk.close()
         self._instruments.close()
-
-    def _is_on(self, feature: str, hindrance: str | None) -> bool:
-        """Whether nothing hinders it; what does is told once."""
-        if hindrance is not None:
-            logger.info(f"off: {feature}, because {hindrance}")
-        return hindrance is None
 
     def _phased(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as a phase of the step."""
@@ -382,32 +401,37 @@ class SalesGRPOTrainer(GRPOTrainer):
         pull = super().get_batch_samples
         full = self.args.gradient_accumulation_steps  # an epoch's last step gets what is left
         with self._timeline.phase(Phase.DATA_LOADING):
-            return self._pipeline.next_update(self._epoch, epoch_iterator, lambda each: pull(each, full, device))
+            steps_left = self.state.max_steps - self.state.global_step
+            return self.pipeline.next_update(
+                self._epoch, epoch_iterator, lambda each: pull(each, full, device), steps_left
+            )
 
     def _prepare_inputs(self, generation_batch):
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        self._pipeline.launch_due()
+        self.pipeline.launch_due(self._step, self.state.global_step)
         inputs = super()._prepare_inputs(generation_batch)
-        return inputs if self._parts is None else self._next_micro_batch(self._parts)
+        if self._waiting is None or self._waiting.groups is None:
+            return inputs
+        return self._next_micro_batch(self._waiting, self._waiting.groups)
 
-    def _next_micro_batch(self, waiting: Parts) -> dict[str, Any]:
-        """A micro-batch whose groups are scored, waiting for one where there is none, on any rank: all go together."""
-        while not waiting.complete and self._on_any_rank(not waiting.has_next):
+    def _next_micro_batch(self, rollout: Rollout, groups: ScoredGroups) -> dict[str, Any]:
+        """A micro-batch whose groups are scored. Where any rank has none, all ranks wait together."""
+        while not groups.complete and self._on_any_rank(not groups.has_next):
             with self._timeline.phase(Phase.REWARD_WAIT):
-                if not waiting.has_next:
-                    self._pipeline.wait(waiting.rollout.rewards, waiting.out)
+                if not groups.has_next:
+                    self._desk.wait(rollout.rewards, groups.pending)
                 self.accelerator.wait_for_everyone()
-            waiting.release(self._score(waiting.rollout))
-        micro_batch = waiting.next()
-        if waiting.is_empty:
-            self._parts = None
+            groups.release(self._score(rollout))
+        micro_batch = groups.next()
+        if groups.is_empty:
+            self._waiting = None
         return micro_batch
 
     def training_step(self, *args, **kwargs):
         with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
             loss = super().training_step(*args, **kwargs)
-        self._run_control.see_micro_batch()
+        self._run_control.record_micro_batch()
         if self.accelerator.sync_gradients:  # what comes until the step's end: clipping, the optimizer, the schedule
             self._timeline.begin(Phase.OPTIMIZER)
         return loss
@@ -420,146 +444,191 @@ class SalesGRPOTrainer(GRPOTrainer):
         with self._timeline.phase(Phase.CHECKPOINT):
             return super()._save_checkpoint(*args, **kwargs)
 
-    def _generate_now(self, prompts: list[Any]) -> tuple[Any, ...]:
-        """TRL's own `_generate`."""
-        return super()._generate(prompts)
+    def _build_sampler(self, build: Callable[[Upstream], Sampler] | None) -> Sampler:
+        if build is not None:
+            return build(
+                Upstream(
+                    generate=self._sample,
+                    model=lambda: self.accelerator.unwrap_model(self.model),
+                    step=lambda: self.state.global_step,
+                    temperature=self.temperature,
+                    max_completion_length=self.max_completion_length,
+                    eos_token_ids=tuple(self.eos_token_ids),
+                )
+            )
+        hindrance = why_not_streamed(
+            use_vllm=self.use_vllm, has_rollout_func=self.rollout_func is not None, tokenizer=self._tokenizer
+        )
+        if not _is_on("rewards start as soon as a completion is finished", hindrance):
+            return WholeBatch(self._sample, self.vllm_generation if self.use_vllm else self.generation_config)
+        if self.args.vllm_mode == "server":
+            return Background(self._sample, self.vllm_generation, self._ask_server)
+        return Streamed(self._sample, self.vllm_generation)
 
-    def _ask_server(self, inputs: list[dict[str, Any]], finished: Callable[[int, Sequence[int]], None]) -> Requests:
+    def _sample(self, prompts: Sequence[Any], tokens: TokenSource | None = None) -> Sampled:
+        """TRL's own `_generate`. What it measures goes with the completions, to be logged when they are trained on."""
+        was_training, mode, seen = self.model.training, self._mode, self.state.num_input_tokens_seen
+        measured: dict[str, list[float]] = defaultdict(list)
+        logged, self._metrics[mode], self._tokens = self._metrics[mode], measured, tokens
+        try:
+            generated = super()._generate(list(prompts))
+            tokens_seen = self.state.num_input_tokens_seen - seen
+        finally:
+            self._metrics[mode], self._tokens = logged, None
+            self.state.num_input_tokens_seen = seen
+            self.model.train(was_training)  # transformers' continuous batching leaves it in training
+        measured.pop("num_tokens")
+        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
+
+    def _ask_server(self, prompts: Sequence[Any], finished: Finished) -> Requests:
         """Push the weights if they moved, as TRL's `_generate` does, and ask for completions without waiting."""
-        prompts = copy.deepcopy([example["prompt"] for example in inputs])
         with self.vllm_generation.begun(finished) as begun:
-            self._generate_single_turn(*self._tokenize_prompts(prompts), self.num_generations)
+            self._generate_single_turn(*self._tokenize_prompts(copy.deepcopy(list(prompts))), self.num_generations)
         [requests] = begun
         return requests
 
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
+        if self._tokens is not None:
+            return self._tokens(prompt_ids, num_generations)
+        return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
+
     def _generate(self, prompts):
-        rollout, metrics = self._rollout, self._metrics[self._mode]
+        rollout = self._rollout
         assert rollout is not None
-        for name, values in rollout.metrics.items():
+        assert rollout.sampled is not None
+        measured, tokens = rollout.drain_metrics()
+        metrics = self._metrics[self._mode]
+        for name, values in measured.items():
             metrics[name].extend(values)
-        rollout.metrics = {}  # once, however often TRL goes over it
-        self.state.num_input_tokens_seen += rollout.tokens
-        rollout.tokens = 0
+        self.state.num_input_tokens_seen += tokens
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        return rollout.generated
+        return rollout.sampled.generated
 
     def _tool_call_loop(self, *args, **kwargs):
         raise ConfigError(_NO_TOOLS.format("a `rollout_func` that calls `_tool_call_loop`"))
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
-        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self._pipeline.epoch)
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
+        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.pipeline.epoch)
 
     def _run_epoch(self, *args, epoch: int, train_dataloader, **kwargs):
         self._epoch = epoch
-        self._pipeline.epoch_begins(train_dataloader)
+        self.pipeline.epoch_begins(train_dataloader)
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
-    def _rewards_so_far(self, waiting: Parts, inputs: list[dict[str, Any]]) -> torch.Tensor:
-        """What is in of this generation batch, NaN for the rest, shape (world size x B, 1); a collective."""
-        rewards = [_OUT if reward is None else reward for reward in waiting.rollout.rewards.rewards]
-        table = encode(rewards, self._branch_ids(inputs))  # (B, columns)
-        settled = torch.tensor([[float(reward is not _OUT)] for reward in rewards], dtype=torch.float64)
+    def _rewards_so_far(self, rollout: Rollout, groups: ScoredGroups) -> torch.Tensor:
+        """The rewards that are in, NaN for the rest, shape (world size x B, 1); a collective."""
+        rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
+        table = encode(rewards, self._branch_ids(rollout.inputs))  # (B, columns)
+        settled = torch.tensor([[float(reward is not _PENDING)] for reward in rewards], dtype=torch.float64)
         gathered = gather(torch.cat((table, settled), dim=1).to(self.accelerator.device))  # (world size x B, ...)
-        self._scored = gathered[:, :-1].cpu()
+        rollout.scored = gathered[:, :-1].cpu()
         values = gathered[:, 2:3].to(torch.float32)
         scored_fraction = (~torch.isnan(values)).float().mean().item()
-        in_by_rank = gathered[:, -1].bool().view(-1, len(inputs)).cpu()  # (world size, B)
-        wanted = self._run_control.wanted_fraction
-        waiting.see(in_by_rank, self.accelerator.process_index, scored_fraction, wanted)
+        in_by_rank = gathered[:, -1].bool().view(-1, len(rewards)).cpu()  # (world size, B)
+        groups.record(in_by_rank, self.accelerator.process_index, scored_fraction, self._run_control.wanted_fraction)
         return values
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rollout = self._rollout
         assert rollout is not None
-        if self._parts is not None:
-            rewards_so_far = self._rewards_so_far(self._parts, inputs)
-            if not self._parts.complete:
-                self._metrics["train"], self._logs = defaultdict(list), _copied(self._logs)  # told when all are in
+        if rollout.groups is not None:
+            rewards_so_far = self._rewards_so_far(rollout, rollout.groups)
+            if not rollout.groups.complete:
+                self._metrics["train"], self._logs = defaultdict(list), _copied(self._logs)  # logged when all are in
                 self._timeline.begin(Phase.ADVANTAGES)
                 return rewards_so_far
-        self._reward.expect(rollout.rewards)
         with self._timeline.phase(Phase.REWARD_WAIT):
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            result = rollout.result = self._desk.result(rollout.rewards, completions)
+            with self._desk.answering(result):
+                rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._timeline.begin(Phase.ADVANTAGES)
-        self._completion_ids = completion_ids_list
         mode = self._mode
-        table = encode(self._reward.last, self._branch_ids(inputs)).to(self.accelerator.device)  # (B, columns)
-        self._scored = gather(table).cpu()  # (world size x B, columns)
-        faulty = [reward for reward in self._reward.last if reward.outcome is not Outcome.OK]
+        table = encode(result.rewards, self._branch_ids(inputs)).to(self.accelerator.device)  # (B, columns)
+        rollout.scored = gather(table).cpu()  # (world size x B, columns)
+        faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         failed = gather_object([(reward.reason, reward.value is None) for reward in faulty])
-        self._ledger.record_rewards(mode, self._scored, (reason for reason, _ in failed))
-        report = self._reward.take_report()
-        encoded = encode_report(report).to(self.accelerator.device)  # (1, columns)
+        self._ledger.record_rewards(mode, rollout.scored, (reason for reason, _ in failed))
+        encoded = encode_report(result.report).to(self.accelerator.device)  # (1, columns)
         self._ledger.record_report(mode, gather(encoded).cpu())
         if mode == "train":
+            report = result.report
             self._instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
             scored = ~torch.isnan(rewards_per_func).all(dim=1)  # (world size x B,), the same on every rank
             self._ledger.record_groups(scored, self.num_generations)
             missing = Counter(reason for reason, is_missing in failed if is_missing)
-            skipped = self._run_control.see_batch(scored.float().mean().item(), missing)
+            skipped = self._run_control.record_batch(scored.float().mean().item(), missing)
             if skipped is not None:
                 logger.warning(skipped)
         self._ledger.record_update(mode, is_skipped=self._run_control.is_skipping and mode == "train")
         if self.args.log_completions:
-            self._log_components()
+            self._log_components(result)
         return rewards_per_func
 
     def _branch_ids(self, inputs: list[dict[str, Any]]) -> list[int]:
         return [self.args.branches.index(self._reward.branch_of(example["row"])) for example in inputs]
 
-    def _log_components(self) -> None:
+    def _log_components(self, result: BatchResult) -> None:
         """What each reward was made of, beside TRL's table of completions."""
-        rewards = self._reward.last
+        rewards = result.rewards
         self._log_completion_extra("outcome", [reward.outcome.value for reward in rewards])
         self._log_completion_extra("reason", [reward.reason for reward in rewards])
         for name in self._reward.component_names:
             self._log_completion_extra(name, [reward.components.get(name) for reward in rewards])
 
     def _generate_and_score_completions(self, inputs):
-        self._mode = "train" if self.model.training else "eval"  # generation may turn the model to training
-        if self._mode == "eval":
-            return self._score(self._pipeline.launch(inputs))
-        rollout = self._pipeline.take(inputs)
-        self._parts = None
+        update = self.state.global_step
+        if not self.model.training:
+            self._evaluated = self.pipeline.evaluate(inputs, update)
+            return self._score(self._evaluated)
+        self._waiting = None
+        rollout = self.pipeline.take(inputs, self._step, update)
         if self._divisible and self._weight_check.is_done:
             size = self.args.per_device_train_batch_size
-            self._parts = Parts(rollout, parts(len(inputs), size, self.num_generations), size)
+            rollout.groups = ScoredGroups(len(inputs), size, self.num_generations)
         output = self._score(rollout)
-        if self._parts is not None:
-            if self._parts.complete:
-                self._parts = None  # nothing to wait for: TRL's own way
-            else:
-                self._parts.release(output)
+        if rollout.groups is None or rollout.groups.complete:
+            rollout.groups = None  # nothing to wait for: TRL's own way
+        else:
+            self._waiting = rollout
+            rollout.groups.release(output)
         return output
 
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
     def _score(self, rollout: Rollout) -> dict[str, Any]:
-        """TRL's log-probs, advantages and figures of a generation batch; without the figures, and with the advantages
-        of those groups alone that are scored, as long as it is trained on in parts and rewards are out."""
-        self._rollout, aside = rollout, (self._metrics[self._mode], self._logs)
+        """TRL's log-probs, advantages and figures of a generation batch.
+
+        While the batch is trained on part by part and rewards are pending: without the figures, and with final
+        advantages for scored groups alone.
+        """
+        mode = self._mode
+        self._rollout, aside = rollout, (self._metrics[mode], self._logs)
         try:
             output = super()._generate_and_score_completions(rollout.inputs)
         finally:
             self._rollout = None
-        is_complete = self._parts is None or self._parts.complete
+        is_complete = rollout.groups is None or rollout.groups.complete
         if not is_complete:
-            self._metrics[self._mode], self._logs = aside
+            self._metrics[mode], self._logs = aside
         if is_complete:
             self._check_weights(output)
-            self._tell_off_policy(rollout, output)
+            self._record_staleness(rollout, output)
         branch_ids = torch.tensor(self._branch_ids(rollout.inputs))  # (B,)
         output["branch_ids"] = branch_ids.to(self.accelerator.device, non_blocking=True)
         if rollout.behaviour_logps is not None:
             output["old_per_token_logps"] = rollout.behaviour_logps  # (B, C)
-        if self.args.hybrid_reference_weight and self._mode == "train":
-            output["advantages"] = self._hybrid_advantages(len(rollout.inputs), is_complete)
-        if self._run_control.is_skipping and is_complete and self._mode == "train":
+        if self.args.hybrid_reference_weight and mode == "train":
+            output["advantages"] = self._hybrid_advantages(rollout, is_complete)
+        if self._run_control.is_skipping and is_complete and mode == "train":
             # No token counts: the loss and its gradient are zero under every normaliser.
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
         self._timeline.end(Phase.ADVANTAGES)
         return output
 
-    def _tell_off_policy(self, rollout: Rollout, output: dict[str, Any]) -> None:
+    def _record_staleness(self, rollout: Rollout, output: dict[str, Any]) -> None:
         """How far behind the sampler's weights are, and what the correction for them does; a collective."""
         self._ledger.record_staleness(self._mode, self.state.global_step - rollout.step)
         ratio = output.get("importance_sampling_ratio")
@@ -570,9 +639,10 @@ class SalesGRPOTrainer(GRPOTrainer):
         sums = correction_sums(ratio, output["completion_mask"], args.vllm_importance_sampling_mode, *clips)
         self._ledger.record_correction(self._mode, *self.accelerator.reduce(sums, reduction="sum").tolist())
 
-    def _hybrid_advantages(self, size: int, is_complete: bool) -> torch.Tensor:
-        """This rank's advantages against the hybrid baseline, shape (size,), in place of TRL's also in its table."""
-        values, references = self._scored.to(torch.float32)[:, [2, 4]].unbind(dim=1)  # each (world size x B,)
+    def _hybrid_advantages(self, rollout: Rollout, is_complete: bool) -> torch.Tensor:
+        """This rank's advantages against the hybrid baseline, shape (B,), in place of TRL's also in its table."""
+        assert rollout.scored is not None
+        values, references = rollout.scored.to(torch.float32)[:, [2, 4]].unbind(dim=1)  # each (world size x B,)
         weight = self.reward_weights[0].item()
         advantages, missing = hybrid_advantages(
             values * weight,
@@ -586,6 +656,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             logged = self._logs["advantages"]
             for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
                 logged[index] = advantage
+        size = len(rollout.inputs)
         first = self.accelerator.process_index * size
         return advantages[first : first + size].to(self.accelerator.device)
 
@@ -609,15 +680,19 @@ class SalesGRPOTrainer(GRPOTrainer):
             return self.beta.record_logps(logps), *others
         if torch.is_grad_enabled():
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        is_reference = self._is_reference(model)
+        is_reference = self._reference.is_active(model)
         kept = {} if self._rollout is None else self._rollout.logps
         if is_reference in kept:  # TRL goes over the same batch again
             return kept[is_reference], None, None
         with self._timeline.phase(Phase.REFERENCE_LOGPROBS if is_reference else Phase.OLD_LOGPROBS):
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        if self._parts is not None:
+        if self._rollout is not None and self._rollout.groups is not None:
             kept[is_reference] = output[0]
         return output
+
+    def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
+        device = self.accelerator.device
+        return self._logps_of(sampled.padded(self._tokenizer.pad_token_id, self.pad_to_multiple_of, device))
 
     def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
         """Log-probs of a generation batch's completions under the policy as it is, shape (B, T)."""
@@ -626,12 +701,6 @@ class SalesGRPOTrainer(GRPOTrainer):
         size, length = self.args.per_device_train_batch_size, output["completion_ids"].size(1)
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             return self._get_per_token_logps_and_entropies(self.model, ids, attended, length, batch_size=size)[0]
-
-    def _is_reference(self, model) -> bool:
-        """Whether `model` stands for the reference policy now: TRL's own copy, or the policy without its adapter."""
-        if self._tuner is None:
-            return model is self.ref_model
-        return self._tuner.disable_adapters or "ref" in self._tuner.active_adapters
 
     def _follow_kl(self, kl: BranchedKL) -> None:
         """One optimizer step's KL over all ranks: the coefficients of the next step, and figures."""
@@ -723,36 +792,39 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _score_greedy_answers(self, rows: Sequence[Row]) -> ScoredBatch:
         output = self._generate_and_score_completions([dict(row) for row in rows])
-        return ScoredBatch(output=output, completion_ids=self._completion_ids, rewards=self._reward.last)
+        rollout = self._evaluated
+        assert rollout is not None
+        assert rollout.sampled is not None
+        assert rollout.result is not None
+        return ScoredBatch(
+            output=output, completion_ids=rollout.sampled.completion_ids, rewards=rollout.result.rewards
+        )
 
     @contextlib.contextmanager
     def _set_aside_for_greedy_answers(self) -> Iterator[None]:
         """While active, the policy is in evaluation mode, and each prompt has one answer of the likeliest tokens.
         The figures of other evaluations, and TRL's table of completions, stay as they are."""
-        owner, was_training = self.vllm_generation if self.use_vllm else self.generation_config, self.model.training
-        changes: list[tuple[Any, str, Any]] = [
-            (self, "num_generations_eval", 1),
-            (self, "_metrics", {**self._metrics, "eval": defaultdict(list)}),
-            (self, "_logs", copy.deepcopy(self._logs)),
-        ]
-        if self.use_vllm:
-            sampled = {"temperature", "top_p", "top_k", "min_p", "n", "best_of"}
-            kept = {name: value for name, value in owner.generation_kwargs.items() if name not in sampled}
-            changes += [(owner, "temperature", 0.0), (owner, "generation_kwargs", kept)]
-        else:
-            changes.append((owner, "do_sample", False))
-        with contextlib.ExitStack() as changed:
-            changed.callback(self.model.train, was_training)
-            self.model.eval()
-            changed.enter_context(self._ledger.aside("eval"))
-            for change in changes:
-                changed.enter_context(replaced(*change))
-            yield
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with (
+                self._sampler.greedily(),
+                self._ledger.aside("eval"),
+                replaced(self, "num_generations_eval", 1),
+                replaced(self, "_metrics", {**self._metrics, "eval": defaultdict(list)}),
+                replaced(self, "_logs", copy.deepcopy(self._logs)),
+            ):
+                yield
+        finally:
+            self.model.train(was_training)
 
-    def _agree_to_stop(self) -> None:
-        """Stop after the step that has just ended where any rank was asked to; a collective."""
+    def _agree_to_stop(self, step: int) -> None:
+        """Stop after this step, which has just ended, where any rank was asked to; a collective."""
         if self._on_any_rank(self._run_control.requested is not None):
-            self._run_control.stop(self.state.global_step)
+            self._run_control.stop(step)
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _on_any_rank(self, condition: bool) -> bool:
         """Whether it is true on any rank; a collective."""
@@ -782,50 +854,6 @@ class SalesGRPOTrainer(GRPOTrainer):
         check.see(self.accelerator.reduce(sums, reduction="sum"), hints)
 
 
-@contextlib.contextmanager
-def _reference_wanted(args: SalesGRPOConfig, wanted: bool) -> Iterator[None]:
-    """TRL loads a reference model, and takes its log-probs, if `args.beta` is not 0 while the trainer is built.
-
-    A single process would spread it over all GPUs in sight (`device_map="auto"`); it goes where the policy is.
-    """
-    beta = args.beta
-    args.beta = 1.0 if wanted else 0.0
-    on_one_device = functools.partial(upstream_trainer.create_model_from_path, device_map=None)
-    try:
-        with replaced(upstream_trainer, "create_model_from_path", on_one_device):
-            yield
-    finally:
-        args.beta = beta
-
-
-class _SkipAndStop(TrainerCallback):
-    """Keeps a skipped batch from moving the policy by momentum, and ends a run that can't be scored.
-
-    Under DeepSpeed the optimizer steps inside `backward`, before this: there the gradient of a skipped batch is zero,
-    but momentum still moves the weights.
-    """
-
-    def __init__(self, trainer: SalesGRPOTrainer) -> None:
-        self._trainer = trainer
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        if not self._trainer._run_control.take_moves():
-            self._trainer.optimizer.zero_grad(set_to_none=True)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer._agree_to_stop()
-        if self._trainer._run_control.error is not None:
-            control.should_save = True
-            control.should_training_stop = True
-            control.should_evaluate = False  # nothing could be scored
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._trainer._run_control.error is not None:  # inside the epoch; the step's end has seen to all
-            control.should_evaluate = control.should_save = False
-
-
 class _Steps(TrainerCallback):
     """Tells the instruments where steps begin and end."""
 
@@ -839,7 +867,7 @@ class _Steps(TrainerCallback):
             engine.engine.step = trainer._phased(Phase.OPTIMIZER, engine.engine.step)
         if trainer._quick_eval is not None:
             trainer._quick_eval.run_begins(state.global_step)
-        trainer._pipeline.restart()
+        trainer.pipeline.restart(trainer._step, trainer.state.global_step, trainer._buffered_inputs is not None)
         trainer._instruments.record_model(trainer.accelerator.unwrap_model(trainer.model))
         trainer._timeline.end(StartUp.PREPARE)
         trainer._instruments.run_begins(state.global_step, state.max_steps)
@@ -851,8 +879,15 @@ class _Steps(TrainerCallback):
         self._trainer._instruments.step_ends()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer._pipeline.forget()
+        self._trainer.pipeline.forget()
         self._trainer._timeline.stops()
+
+
+def _is_on(feature: str, hindrance: str | None) -> bool:
+    """Whether nothing hinders it. What does is logged once."""
+    if hindrance is not None:
+        logger.info(f"off: {feature}, because {hindrance}")
+    return hindrance is None
 
 
 def _copied(logs: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,12 @@ from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget, check_law
 from salesrl_trl.kl.penalty import PenaltySettings
+from salesrl_trl.names import LEFT_OUT
+from salesrl_trl.rollout.groups import parts
 
 DEFAULT_BRANCHES = ("fairness", "hallucination")
+SHARED_BY_A_MICRO_BATCH = ("bnpo",)
+"""Loss types in which a completion's weight depends on the other completions of its micro-batch."""
 RESHAPING: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1),
     "top_k": (None, 0, -1),
@@ -98,6 +103,9 @@ class SalesGRPOConfig(GRPOConfig):
             A generation batch of which fewer completions could be scored is skipped: it does not move the policy.
         max_skipped_generations (`int`, *optional*, defaults to `3`):
             After so many skipped in a row the run saves a checkpoint and stops with the reason.
+        sampler (`str`, *optional*):
+            Dotted path of a class that generates in place of TRL's engines. `salesrl_trl.generation.sampler.Sampler`
+            describes it. With `use_vllm: false`.
         rollout_lookahead (`int`, *optional*, defaults to `0`):
             Optimizer steps that rollouts may be ahead of the one in training: those of so many later steps are
             generated, and are being scored, meanwhile. 0 is on-policy, with TRL's own results. More hides slow rewards
@@ -139,6 +147,7 @@ class SalesGRPOConfig(GRPOConfig):
     min_changed_weights: float = field(default=0.5, metadata=about("share below which a first step is warned of"))
     min_valid_reward_fraction: float = field(default=0.5, metadata=about("below it a generation batch is skipped"))
     max_skipped_generations: int = field(default=3, metadata=about("so many skipped in a row end the run"))
+    sampler: str | None = field(default=None, metadata=about("dotted path of another generation engine's class"))
     rollout_lookahead: int = field(default=0, metadata=about("optimizer steps that rollouts may be ahead"))
     scored_groups_first: bool = field(default=True, metadata=about("train on what is scored while the rest is out"))
     references_ahead: bool = field(default=True, metadata=about("ask for reference answers one step ahead"))
@@ -176,6 +185,7 @@ class SalesGRPOConfig(GRPOConfig):
         self._check_sampling()
         self._check_kl()
         self.parsed_engine_kwargs()
+        self.sampler_class()
 
     def _check_lookahead(self) -> None:
         ahead = self.rollout_lookahead
@@ -225,6 +235,75 @@ class SalesGRPOConfig(GRPOConfig):
         given = {name: extra.get(name, getattr(self, name, None)) for name in RESHAPING}
         named = [f"`{name}: {value}`" for name, value in given.items() if value not in RESHAPING[name]]
         return named + ["`vllm_structured_outputs_regex`"] * bool(self.vllm_structured_outputs_regex)
+
+    def sampling_warnings(self) -> list[str]:
+        """What these settings take out of the loss, or weigh otherwise than a reader may expect."""
+        warnings = []
+        if self.rollout_lookahead and self.use_vllm and self.vllm_importance_sampling_mode.endswith("_mask"):
+            warnings.append(
+                f"`rollout_lookahead` is {self.rollout_lookahead} with `vllm_importance_sampling_mode: "
+                f"{self.vllm_importance_sampling_mode}`, which takes tokens out of the loss that the policy has moved "
+                f"away from: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
+            )
+        reshaped = ", ".join(self.reshaped_sampling())
+        if self.use_vllm and reshaped and self.compares_with_sampler():
+            warnings.append(
+                f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, "
+                "so importance ratios are off by what it leaves out. They weigh each token's loss. "
+                "`vllm_importance_sampling_correction: false` uses none."
+            )
+        return warnings
+
+    def why_not_divisible(self, entropy_bonus: bool, aux_loss: bool) -> str | None:
+        """What makes an update depend on which of its completions share a micro-batch, or on their order.
+
+        Args:
+            entropy_bonus (`bool`):
+                Whether the loss has one.
+            aux_loss (`bool`):
+                Whether the loss has the auxiliary loss of a mixture's router.
+
+        Returns:
+            `str`: the first hindrance; `None` if there is none.
+        """
+        size = self.per_device_train_batch_size
+        places = parts(size * self.steps_per_generation, size, self.num_generations)
+        hindrances = {
+            "`num_iterations` is above 1, so that a batch is trained on again": self.num_iterations > 1,
+            "an update has a part of a generation batch (`steps_per_generation`)":
+                self.gradient_accumulation_steps % self.steps_per_generation != 0,
+            "a micro-batch and a group share no border before the batch's end, so that it has one part":
+                len(places) <= 1,
+            f"`loss_type` {self.loss_type} weighs a completion by its micro-batch":
+                self.loss_type in SHARED_BY_A_MICRO_BATCH,
+            "`scale_rewards: batch` divides by the spread of all rewards": self.scale_rewards == "batch",
+            "`hybrid_reference_weight` is scaled by the spread of all rewards; not with `scale_rewards: none`":
+                bool(self.hybrid_reference_weight) and self.scale_rewards != "none",
+            f"`multi_objective_aggregation` is {self.multi_objective_aggregation}, which needs all rewards":
+                self.multi_objective_aggregation != "sum_then_normalize",
+            "`top_entropy_quantile` compares the tokens of a micro-batch": self.top_entropy_quantile != 1.0,
+            "the entropy bonus is taken over a micro-batch": entropy_bonus,
+            "the router's auxiliary loss is taken over a micro-batch": aux_loss,
+        }  # fmt: skip
+        return next((hindrance for hindrance, is_there in hindrances.items() if is_there), None)
+
+    def sampler_class(self) -> Callable[[Any], Any] | None:
+        """The generation engine that `sampler` names, if any."""
+        if self.sampler is None:
+            return None
+        sampler: Callable[[Any], Any] = load_object(self.sampler, "sampler")
+        lacking = [name for name in ("start", "greedily") if not callable(getattr(sampler, name, None))]
+        check(
+            not lacking,
+            f"`sampler` is {self.sampler!r}, which has no {' and no '.join(f'`{name}`' for name in lacking)}. "
+            "Expected a class with the methods of `salesrl_trl.generation.sampler.Sampler`.",
+        )
+        check(
+            not self.use_vllm,
+            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
+            "`use_vllm: false`.",
+        )
+        return sampler
 
     def _check_kl(self) -> None:
         check_choice(self, "kl_estimator", ESTIMATORS)

@@ -24,6 +24,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.generation.requests import MOST_REQUESTS, Requests
 from salesrl_trl.process import allow_files
+from salesrl_trl.replaced import replaced
 
 
 def engine_kwargs(
@@ -299,14 +300,3 @@ def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dty
     if fp16:
         return "float16"
     return "auto" if model_dtype is None else str(model_dtype).removeprefix("torch.")
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While active, `owner` has this value under that name."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -3,7 +3,6 @@
 Owns the staleness bound, and no model: pure. What is done with a generation batch is the pipeline's.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -163,23 +162,3 @@ class UpdatesAhead:
         if is_first:
             begins()
         return update
-
-
-def parts(size: int, micro_batch: int, group: int) -> list[range]:
-    """The smallest parts of a generation batch that hold whole groups and whole micro-batches.
-
-    Args:
-        size (`int`):
-            Completions of this rank's generation batch.
-        micro_batch (`int`):
-            Completions of a micro-batch.
-        group (`int`):
-            Completions of a prompt.
-
-    Returns:
-        `list[range]`: places of each part, in order; one part where the batch can't be divided so.
-    """
-    part = math.lcm(micro_batch, group)
-    if size % part:
-        return [range(size)]
-    return [range(first, first + part) for first in range(0, size, part)]

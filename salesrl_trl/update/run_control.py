@@ -49,7 +49,7 @@ class RunControl:
         self._moves = False
         self._skipped_in_a_row = 0
 
-    def see_batch(self, scored_fraction: float, missing: Counter[str]) -> str | None:
+    def record_batch(self, scored_fraction: float, missing: Counter[str]) -> str | None:
         """Skip a batch of which too little was scored; end the run after too many in a row.
 
         Args:
@@ -82,11 +82,11 @@ class RunControl:
             f"({reasons})"
         )
 
-    def see_micro_batch(self) -> None:
+    def record_micro_batch(self) -> None:
         """One of the batch seen last was trained on."""
         self._moves = self._moves or not self.is_skipping
 
-    def take_moves(self) -> bool:
+    def drain_moves(self) -> bool:
         """Whether any micro-batch since the last time counted: else the optimizer step is none."""
         moves, self._moves = self._moves, False
         return moves

@@ -87,13 +87,15 @@ def trainer_of(tiny, services, tmp_path):
 
 
 def pending(trainer):
-    """Tasks of rewards on the trainer's loop."""
+    """Tasks on the loop of the rewards. A loop that is closed has none."""
+    if trainer._desk._loop.is_closed():
+        return []
 
     async def told():
         await asyncio.sleep(0.1)  # what was cancelled ends
         return [str(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
-    return asyncio.run_coroutine_threadsafe(told(), trainer.async_loop).result(10)
+    return asyncio.run_coroutine_threadsafe(told(), trainer._desk._loop).result(10)
 
 
 def pending_rewards(trainer):

@@ -71,7 +71,7 @@ class OfARank(ScriptedTrainer):
         self.order, self.samples, self.gradients, self.seconds = {}, [], [], []
         super().__init__(*args, **kwargs)
         self.add_callback(_Noted(self))
-        self.waits, wait = False, self._pipeline.wait
+        self.waits, wait = False, self._desk.wait
 
         def noted(*args):
             self.waits = True
@@ -80,7 +80,7 @@ class OfARank(ScriptedTrainer):
             finally:
                 self.waits = False
 
-        self._pipeline.wait = noted
+        self._desk.wait = noted
         self.quick = []  # reasons in quick evaluations, on the main process
         if self._quick_eval is not None:
             self._quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))

@@ -493,7 +493,8 @@ class Streams:
 
     def __init__(self, services, trainer):
         self.services, self.ends = services, []
-        generate = trainer._generate_now
+        sampler = trainer._sampler
+        generate = sampler._generate
 
         def timed(prompts):
             self.services.first_asked.clear()
@@ -502,7 +503,7 @@ class Streams:
             finally:
                 self.ends.append((self.services.first_asked.get("8b"), time.monotonic()))
 
-        trainer._generate_now = timed
+        sampler._generate = timed
 
 
 @pytest.mark.slow

@@ -94,11 +94,13 @@ def test_a_key_that_a_service_echoes_gets_nowhere(scripted_trainer, services, tm
         log_completions=True,
         chain={**stores, "providers": [{"name": "judge", "api_key": PLANTED}]},
     )
+    rewards, result = [], trainer._desk.result
+    trainer._desk.result = lambda *given: rewards.append(result(*given)) or rewards[-1]
     with caplog.at_level(logging.DEBUG):
         trainer.train()
         trainer.save_model()
         trainer.finish()
-    told = caplog.text + repr(trainer._reward.last) + repr(vars(trainer.args)) + str(trainer.state.log_history)
+    told = caplog.text + repr(rewards) + repr(vars(trainer.args)) + str(trainer.state.log_history)
     assert f"{'rag_8b' if endpoint == '8b' else 'judge'}_http_401" in told
     assert PLANTED not in told
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

@@ -13,6 +13,7 @@ ORDER = (
     "errors",
     "fencing",
     "process",
+    "replaced",
     "timing",
     "names",
     "data",

@@ -223,3 +223,40 @@ def test_the_best_policy_is_found_by_something_that_there_is():
         TelemetryConfig(quick_eval_best=best).check_branches(["fairness", "tone"])
     with pytest.raises(ConfigError, match=r"'honesty'\. Expected one of: reward, worst_branch, fairness, tone"):
         TelemetryConfig(quick_eval_best="honesty").check_branches(["fairness", "tone"])
+
+
+@pytest.mark.parametrize(
+    ("given", "hindrance"),
+    [
+        ({}, None),
+        ({"steps_per_generation": 8}, "an update has a part"),
+        ({"per_device_train_batch_size": 2, "num_generations": 8}, "a micro-batch and a group share no border"),
+        ({"num_iterations": 2}, "`num_iterations`"),
+        ({"loss_type": "bnpo"}, "`loss_type` bnpo"),
+        ({"scale_rewards": "batch"}, "`scale_rewards: batch`"),
+        ({"hybrid_reference_weight": 0.5}, "`hybrid_reference_weight`"),
+        ({"hybrid_reference_weight": 0.5, "scale_rewards": "none"}, None),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "`multi_objective_aggregation`"),
+        ({"top_entropy_quantile": 0.2}, "`top_entropy_quantile`"),
+        ({"entropy_bonus": True}, "the entropy bonus"),
+        ({"aux_loss": True}, "the router's"),
+    ],
+)
+def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, hindrance):
+    # 4 micro-batches of 4 completions, groups of 4: a border after each
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, **given}
+    losses = {name: settings.pop(name, False) for name in ("entropy_bonus", "aux_loss")}
+    told = training(**settings).why_not_divisible(**losses)
+    assert told is None if hindrance is None else told.startswith(hindrance)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sampler": "salesrl_trl.errors.ConfigError"}, "has no `start` and no `greedily`"),
+        ({"sampler": "salesrl_trl.generation.sampler.WholeBatch", "use_vllm": True}, "vLLM would start beside it"),
+    ],
+)
+def test_a_generation_engine_that_can_not_work_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        training(**given)

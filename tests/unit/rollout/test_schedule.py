@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.rollout.schedule import Schedule, UpdatesAhead, parts
+from salesrl_trl.rollout.groups import parts
+from salesrl_trl.rollout.schedule import Schedule, UpdatesAhead
 
 
 def prompts(count, epoch=0):

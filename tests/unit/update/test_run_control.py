@@ -17,12 +17,12 @@ def control():
 
 def skip(control, times=1):
     for _ in range(times):
-        control.see_batch(0.4, Counter({"judge_http_500": 3, "deadline": 1}))
+        control.record_batch(0.4, Counter({"judge_http_500": 3, "deadline": 1}))
 
 
 @pytest.mark.parametrize(("scored", "skipped"), [(0.0, True), (0.49, True), (0.5, False), (1.0, False)])
 def test_a_batch_of_which_too_little_was_scored_is_skipped(control, scored, skipped):
-    told = control.see_batch(scored, Counter({"deadline": 1}))
+    told = control.record_batch(scored, Counter({"deadline": 1}))
     assert control.is_skipping is (told is not None) is skipped
     assert not skipped or told.endswith("of the completions could be scored, wanted 50% (deadline 1)")
 
@@ -49,16 +49,16 @@ def test_the_services_behind_the_failures_are_named_with_their_places():
 def test_one_that_counts_between_them_begins_the_count_anew(control):
     for _ in range(3):
         skip(control, 2)
-        control.see_batch(1.0, NONE_MISSING)
+        control.record_batch(1.0, NONE_MISSING)
     assert control.error is None
 
 
 def test_a_step_counts_where_any_of_its_batches_does(control):
     def step(*scored):
         for each in scored:
-            control.see_batch(each, NONE_MISSING)
-            control.see_micro_batch()
-        return control.take_moves()
+            control.record_batch(each, NONE_MISSING)
+            control.record_micro_batch()
+        return control.drain_moves()
 
     assert [step(0.4, 0.4), step(0.4, 0.6), step(0.4), step(0.6, 0.4), step(0.4)] == [False, True, False, True, False]
 
@@ -73,12 +73,12 @@ def test_a_run_that_is_asked_to_stop_says_by_what_and_when(control, requested, n
 
 def test_the_next_run_begins_without_what_ended_the_one_before(control):
     skip(control, 2)
-    control.see_batch(1.0, NONE_MISSING)
-    control.see_micro_batch()
+    control.record_batch(1.0, NONE_MISSING)
+    control.record_micro_batch()
     skip(control, 3)
     control.requested = "SIGTERM"
     control.restart()
-    assert (control.error, control.requested, control.take_moves()) == (None, None, False)
+    assert (control.error, control.requested, control.drain_moves()) == (None, None, False)
     skip(control, 2)
     assert control.error is None
 
@@ -87,5 +87,5 @@ def test_a_run_that_ends_for_an_empty_index_says_what_to_look_at(control):
     for missing in (Counter(no_passages=8), Counter(rag_8b_timeout=8)):
         control.restart()
         for _ in range(10):
-            control.see_batch(0.0, missing)
+            control.record_batch(0.0, missing)
         assert ("look whether its index is loaded" in str(control.error)) is ("no_passages" in missing)

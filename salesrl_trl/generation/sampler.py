@@ -1,0 +1,286 @@
+"""From prompts to completions: the protocol of a generation engine, and TRL's own engines behind it.
+
+Owns how generation is started, when a completion is reported, and greedy sampling. Refuses to know what completions
+are for: rewards, KL and the schedule belong to other rooms.
+
+| sampler | a completion is reported | the trainer waits |
+|---|---|---|
+| `WholeBatch` | never: all come with the result | in `start` |
+| `Streamed` | when it is finished | in `start` |
+| `Background` | when it is finished, from another thread | in `Handle.result` |
+
+Another engine is a class with the two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from trl.trainer.utils import pad
+
+from salesrl_trl.generation.requests import Requests
+from salesrl_trl.generation.vllm import SalesVLLMGeneration
+from salesrl_trl.names import Phase
+from salesrl_trl.replaced import replaced
+from salesrl_trl.timing import Span
+
+Finished = Callable[[int, Sequence[int]], None]
+"""Called with a completion's place in the batch and its token ids."""
+Tokens = tuple[list[list[int]], list[list[float]] | None]
+"""Token ids of B completions, and the sampler's log-probs of them, or `None` where it gives none."""
+TokenSource = Callable[[list[list[int]], int], Tokens]
+"""Generates: from token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt comes as
+often as it has completions: there is one completion to each of the B."""
+
+SAMPLING_KWARGS = frozenset({"temperature", "top_p", "top_k", "min_p", "n", "best_of"})
+"""Entries of `generation_kwargs` that greedy sampling leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """Completions of one batch, as TRL's `_generate` returns them."""
+
+    generated: tuple[Any, ...]
+    """Eight lists. Those that are not empty have length B."""
+    metrics: Mapping[str, list[float]] = field(default_factory=dict)
+    """What TRL measured while it generated. Logged with the step that trains on the batch."""
+    tokens: int = 0
+    """Tokens of prompts and completions on all ranks, as TRL counts them."""
+    span: Span | None = None
+    """When a server generated in the background."""
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of the prompts."""
+        return self.generated[0]  # type: ignore[no-any-return]
+
+    @property
+    def completion_ids(self) -> list[list[int]]:
+        """Token ids of the completions."""
+        return self.generated[1]  # type: ignore[no-any-return]
+
+    @property
+    def completions(self) -> list[Any]:
+        """Texts, or TRL's conversational form."""
+        return self.generated[3]  # type: ignore[no-any-return]
+
+    @property
+    def logprobs(self) -> list[list[float]] | None:
+        """The sampler's log-probs of the completions, where it gives them."""
+        return self.generated[4]  # type: ignore[no-any-return]
+
+    def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, torch.Tensor]:
+        """Prompts and completions as TRL pads them: `prompt_ids` and `prompt_mask` (B, P), padded on the left;
+        `completion_ids` and `completion_mask` (B, C), on the right."""
+        tensors = {}
+        for name, sequences, side in (
+            ("prompt", self.prompt_ids, "left"),
+            ("completion", self.completion_ids, "right"),
+        ):
+            ids = [torch.tensor(each) for each in sequences]
+            for kind, columns, value in (("ids", ids, pad_token_id), ("mask", [*map(torch.ones_like, ids)], 0)):
+                rows = pad(columns, padding_value=value, padding_side=side, pad_to_multiple_of=multiple)
+                tensors[f"{name}_{kind}"] = rows.to(device)
+        return tensors
+
+
+class Generate(Protocol):
+    """TRL's `_generate`: encodes prompts, generates, decodes, measures."""
+
+    def __call__(self, prompts: Sequence[Any], tokens: TokenSource | None = None) -> Sampled:
+        """Generate one completion for each prompt.
+
+        Args:
+            prompts (`Sequence`):
+                B prompts, as the dataset has them.
+            tokens (`TokenSource`, *optional*):
+                Generates in place of TRL's engines.
+        """
+
+
+class Ask(Protocol):
+    """Asks vLLM's server for completions and does not wait for them."""
+
+    def __call__(self, prompts: Sequence[Any], finished: Finished) -> Requests: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Upstream:
+    """The parts of TRL that a sampler of one's own may use."""
+
+    generate: Generate
+    """TRL's own generation around the sampler's tokens."""
+    model: Callable[[], Any]
+    """The policy as it is now, without the wrappers of distributed training."""
+    step: Callable[[], int]
+    """Optimizer steps done: the weights move with it."""
+    temperature: float
+    """Of sampling."""
+    max_completion_length: int
+    """In tokens."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a completion."""
+
+
+@runtime_checkable
+class Handle(Protocol):
+    """A generation that was started."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `result` returns at once."""
+
+    def result(self) -> Sampled:
+        """Wait for all completions. Called once."""
+
+    def give_up(self) -> None:
+        """Nobody will ask for the result."""
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """A generation engine."""
+
+    def start(self, prompts: Sequence[Any], finished: Finished, *, ahead: bool) -> Handle:
+        """Generate one completion for each prompt, or begin to.
+
+        Args:
+            prompts (`Sequence`):
+                B prompts, as the dataset has them.
+            finished (`Finished`):
+                May be called with each completion when it is finished, from any thread: its reward then starts before
+                the rest is generated.
+            ahead (`bool`):
+                Whether the trainer has other work before it asks for the result.
+        """
+
+    def greedily(self) -> AbstractContextManager[None]:
+        """While active, the most likely token is always chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A `Handle` of a generation that is over."""
+
+    sampled: Sampled
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> Sampled:
+        return self.sampled
+
+    def give_up(self) -> None:
+        """Nothing is under way."""
+
+
+class WholeBatch:
+    """TRL's own generation, a whole batch at once.
+
+    Args:
+        generate (`Generate`):
+            TRL's.
+        owner (`Any`):
+            Holds the settings of sampling: transformers' `GenerationConfig`, or TRL's `VLLMGeneration`.
+    """
+
+    def __init__(self, generate: Generate, owner: Any) -> None:
+        self._generate = generate
+        self._owner = owner
+
+    def start(self, prompts: Sequence[Any], finished: Finished, *, ahead: bool) -> Handle:
+        """Generate; no completion is reported."""
+        return Ready(self._generate(prompts))
+
+    @contextlib.contextmanager
+    def greedily(self) -> Iterator[None]:
+        """While active, the most likely token is always chosen."""
+        if not isinstance(self._owner, SalesVLLMGeneration):
+            with replaced(self._owner, "do_sample", False):
+                yield
+            return
+        kept = {name: value for name, value in self._owner.generation_kwargs.items() if name not in SAMPLING_KWARGS}
+        with replaced(self._owner, "temperature", 0.0), replaced(self._owner, "generation_kwargs", kept):
+            yield
+
+
+class Streamed(WholeBatch):
+    """vLLM, in this process or as a server: each completion is reported when it is finished.
+
+    Args:
+        generate (`Generate`):
+            TRL's.
+        owner (`SalesVLLMGeneration`):
+            The engine.
+    """
+
+    _owner: SalesVLLMGeneration
+
+    def start(self, prompts: Sequence[Any], finished: Finished, *, ahead: bool) -> Handle:
+        """Generate, and report each completion."""
+        with self._owner.streamed(finished, len(prompts)):
+            return Ready(self._generate(prompts))
+
+
+class Background(Streamed):
+    """vLLM's server, which generates while the trainer trains.
+
+    Args:
+        generate (`Generate`):
+            TRL's.
+        owner (`SalesVLLMGeneration`):
+            The server's client.
+        ask (`Ask`):
+            Asks the server for a batch.
+    """
+
+    def __init__(self, generate: Generate, owner: SalesVLLMGeneration, ask: Ask) -> None:
+        super().__init__(generate, owner)
+        self._ask = ask
+
+    def start(self, prompts: Sequence[Any], finished: Finished, *, ahead: bool) -> Handle:
+        """Ask the server. Where the trainer has nothing else to do, wait for it."""
+        if not ahead:
+            return super().start(prompts, finished, ahead=ahead)
+        return _Asked(self._ask(prompts, finished), prompts, self._collect)
+
+    def _collect(self, requests: Requests, prompts: Sequence[Any]) -> Sampled:
+        with self._owner.answered(requests):
+            return self._generate(prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A `Handle` of requests to a server."""
+
+    requests: Requests
+    prompts: Sequence[Any]
+    collect: Callable[[Requests, Sequence[Any]], Sampled]
+
+    @property
+    def is_ready(self) -> bool:
+        return False
+
+    def result(self) -> Sampled:
+        sampled, requests = self.collect(self.requests, self.prompts), self.requests
+        track = f"vLLM server {requests.lane + 1}"
+        span = Span(name=Phase.GENERATION, started=requests.started, ended=requests.ended, track=track)
+        return replace(sampled, span=span)
+
+    def give_up(self) -> None:
+        self.requests.give_up()
+
+
+def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: object) -> str | None:
+    """What keeps single completions from being known, with the texts that TRL will have; `None` if nothing does."""
+    if not use_vllm:
+        return "transformers generates, a whole batch at once: they start when it is done"
+    if has_rollout_func:
+        return "`rollout_func` generates a whole batch: they start when it is done"
+    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+        return "the tokenizer's response template parses completions: they start when all of a batch are generated"
+    return None

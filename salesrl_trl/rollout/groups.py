@@ -1,0 +1,113 @@
+"""A generation batch that is trained on part by part: those groups first whose rewards are in.
+
+Owns which parts are ready, and the line of micro-batches. Refuses to wait and to compute advantages: the trainer
+waits, TRL computes.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def parts(size: int, micro_batch: int, group: int) -> list[range]:
+    """The smallest parts of a generation batch that hold whole groups and whole micro-batches.
+
+    Args:
+        size (`int`):
+            Completions of this rank's generation batch.
+        micro_batch (`int`):
+            Completions of a micro-batch.
+        group (`int`):
+            Completions of a prompt.
+
+    Returns:
+        `list[range]`: places of each part, in order; one part where the batch can't be divided so.
+    """
+    part = math.lcm(micro_batch, group)
+    if size % part:
+        return [range(size)]
+    return [range(first, first + part) for first in range(0, size, part)]
+
+
+class ScoredGroups:
+    """The parts of a generation batch, and the micro-batches of those whose advantages are final.
+
+    Args:
+        size (`int`):
+            Completions of this rank's generation batch.
+        micro_batch (`int`):
+            Completions of a micro-batch.
+        group (`int`):
+            Completions of a prompt.
+    """
+
+    def __init__(self, size: int, micro_batch: int, group: int) -> None:
+        self.remaining = parts(size, micro_batch, group)
+        """Parts of which no micro-batch is in line yet."""
+        self.complete = False
+        """Whether every reward was in, on every rank, at the last `record`."""
+        self.pending: list[range] = []
+        """Parts of which this rank waits for one. They were not settled at the last `record`. Empty where another rank
+        has more to wait for, as long as too little is scored for any part to be trained on."""
+        self._micro_batch = micro_batch
+        self._ready: list[range] = []
+        self._queue: deque[dict[str, Any]] = deque()
+
+    def record(self, settled: torch.Tensor, rank: int, scored_fraction: float, wanted_fraction: float) -> None:
+        """Record which rewards are in by now. Each rank has an order of its own: no group lies on two ranks.
+
+        Args:
+            settled (`torch.Tensor`):
+                Shape (world size, B), bool.
+            rank (`int`):
+                This one.
+            scored_fraction (`float`):
+                Share of all completions that have a reward so far.
+            wanted_fraction (`float`):
+                Share below which a batch is skipped. As long as it could be, no part is ready.
+        """
+        self.complete = bool(settled.all())
+        pending_by_rank = [
+            [part for part in self.remaining if not each[part.start : part.stop].all()] for each in settled
+        ]
+        own = pending_by_rank[rank]
+        enough = scored_fraction >= wanted_fraction
+        self._ready = [part for part in self.remaining if enough and part not in own]
+        # Too little is scored: no rank releases a part yet, and the next reward most likely comes where most rewards
+        # are missing. A rank that waited for its own last group would hold up the others, which have enough by then.
+        self.pending = own if enough or len(own) == max(map(len, pending_by_rank)) else []
+
+    def release(self, output: Mapping[str, Any]) -> None:
+        """Put the micro-batches of the ready parts in line.
+
+        Args:
+            output (`Mapping`):
+                The whole generation batch as TRL made it: tensors of shape (B, ...), and scalars. The advantages of
+                the ready parts are final.
+        """
+        for part in list(self.remaining) if self.complete else self._ready:
+            self.remaining.remove(part)
+            for first in range(part.start, part.stop, self._micro_batch):
+                rows = slice(first, first + self._micro_batch)
+                self._queue.append({
+                    name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
+                    for name, value in output.items()
+                })  # fmt: skip
+        self._ready = []
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a micro-batch is in line."""
+        return bool(self._queue)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every micro-batch was taken."""
+        return not self.remaining and not self._queue
+
+    def next(self) -> dict[str, Any]:
+        """The next micro-batch in line."""
+        return self._queue.popleft()

@@ -1,0 +1,34 @@
+"""How far sampled completions lie behind the policy, and what TRL's correction for it does.
+
+Owns the figures. Refuses to correct anything: the importance ratio and its bounds are TRL's.
+"""
+
+import torch
+
+
+def correction_sums(
+    ratio: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
+) -> torch.Tensor:
+    """What TRL's correction for the sampler's distribution has left out or bounded.
+
+    Args:
+        ratio (`torch.Tensor`):
+            Importance ratios as the loss has them: (B, T), or (B, 1) for those of whole completions.
+        mask (`torch.Tensor`):
+            Completion mask, shape (B, T).
+        mode (`str`):
+            `vllm_importance_sampling_mode`.
+        low (`float`, *optional*), high (`float`, *optional*):
+            `vllm_importance_sampling_clip_min` and `_max`.
+
+    Returns:
+        `torch.Tensor` of shape (3,), float64: tokens or completions left out, those bounded, and how many there are.
+    """
+    counts = mask.any(dim=1, keepdim=True) if ratio.size(1) == 1 else mask.bool()
+    left_out = (ratio == 0) if mode.endswith("_mask") else torch.zeros_like(counts)
+    bounded = torch.zeros_like(counts)
+    if mode.endswith("_truncate"):
+        for bound, beyond in ((low, torch.le), (high, torch.ge)):
+            if bound is not None:
+                bounded = bounded | beyond(ratio, bound)
+    return torch.stack([(each & counts).sum() for each in (left_out, bounded, counts)]).to(torch.float64)

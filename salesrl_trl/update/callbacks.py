@@ -1,0 +1,52 @@
+"""What a skipped batch and a stop do to TRL's loop.
+
+Owns the callback. `run_control` decides.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from salesrl_trl.update.run_control import RunControl
+
+
+class SkipAndStop(TrainerCallback):
+    """Keeps a skipped batch from moving the policy by momentum, and ends a run that can't be scored.
+
+    Under DeepSpeed the optimizer steps inside `backward`, before this callback. There the gradient of a skipped batch
+    is zero, but momentum still moves the weights.
+
+    Args:
+        run_control (`RunControl`):
+            Decides.
+        drop_gradients (`Callable[[], None]`):
+            Sets all gradients to `None`.
+        agree_to_stop (`Callable[[int], None]`):
+            Called with the number of the step that has just ended; a collective. Stops `run_control` where any rank
+            was asked to stop.
+    """
+
+    def __init__(
+        self, run_control: RunControl, drop_gradients: Callable[[], None], agree_to_stop: Callable[[int], None]
+    ) -> None:
+        self._run_control = run_control
+        self._drop_gradients = drop_gradients
+        self._agree_to_stop = agree_to_stop
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if not self._run_control.drain_moves():
+            self._drop_gradients()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._agree_to_stop(state.global_step)
+        if self._run_control.error is not None:
+            control.should_save = True
+            control.should_training_stop = True
+            control.should_evaluate = False  # nothing could be scored
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._run_control.error is not None:  # the epoch was left in its middle, and the step's end has saved
+            control.should_evaluate = control.should_save = False

@@ -1,0 +1,67 @@
+"""How generation is started, when completions are reported, and what is off says why."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from salesrl_trl.generation.sampler import Handle, Sampled, Sampler, Upstream, WholeBatch, why_not_streamed
+
+
+def sampled(prompts, completions=((7, 8), (9,))):
+    ids = [list(each) for each in completions]
+    return Sampled(generated=([[1], [1, 2]], ids, None, list(prompts), None, {}, None, []))
+
+
+def test_a_whole_batch_is_ready_when_it_was_started():
+    sampler = WholeBatch(lambda prompts, tokens=None: sampled(prompts), SimpleNamespace(do_sample=True))
+    handle = sampler.start(["a", "b"], finished=pytest.fail, ahead=True)
+    assert isinstance(sampler, Sampler)
+    assert isinstance(handle, Handle)
+    assert handle.is_ready
+    assert handle.result().completions == ["a", "b"]
+
+
+def test_greedy_sampling_ends_with_its_block_also_by_an_error():
+    settings = SimpleNamespace(do_sample=True)
+    sampler = WholeBatch(lambda prompts, tokens=None: sampled(prompts), settings)
+    with pytest.raises(ZeroDivisionError), sampler.greedily():
+        assert not settings.do_sample
+        1 / 0  # noqa: B018
+    assert settings.do_sample
+
+
+def test_completions_are_padded_as_trl_pads_them():
+    tensors = sampled(["a", "b"]).padded(pad_token_id=0, multiple=None, device=torch.device("cpu"))
+    assert tensors["prompt_ids"].tolist() == [[0, 1], [1, 2]]
+    assert tensors["prompt_mask"].tolist() == [[0, 1], [1, 1]]
+    assert tensors["completion_ids"].tolist() == [[7, 8], [9, 0]]
+    assert tensors["completion_mask"].tolist() == [[1, 1], [1, 0]]
+
+
+def test_what_a_sampler_gets_of_trl_can_not_be_changed_by_it():
+    upstream = Upstream(
+        generate=lambda prompts, tokens=None: sampled(prompts),
+        model=lambda: None,
+        step=lambda: 0,
+        temperature=1.0,
+        max_completion_length=4,
+        eos_token_ids=(0,),
+    )
+    with pytest.raises(AttributeError):
+        upstream.temperature = 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "hindrance"),
+    [
+        ({}, None),
+        ({"use_vllm": False}, "transformers generates"),
+        ({"has_rollout_func": True}, "`rollout_func` generates"),
+        ({"tokenizer": SimpleNamespace(response_template={"role": "assistant"})}, "the tokenizer's response template"),
+        ({"tokenizer": SimpleNamespace(response_schema={"type": "object"})}, "the tokenizer's response template"),
+    ],
+)
+def test_what_keeps_rewards_waiting_for_a_whole_batch_is_told(given, hindrance):
+    told = why_not_streamed(**{"use_vllm": True, "has_rollout_func": False, "tokenizer": SimpleNamespace(), **given})
+    assert told is None if hindrance is None else told.startswith(hindrance)

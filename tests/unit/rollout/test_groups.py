@@ -1,0 +1,184 @@
+"""Which micro-batches are ready while rewards are pending."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from salesrl_trl.rollout.groups import ScoredGroups, parts
+
+WANTED = 0.5
+
+
+parts_of = ScoredGroups
+
+
+def batch_of(size, name="first"):
+    """What TRL makes of a generation batch, told apart by `name`."""
+    return {
+        "completion_ids": torch.arange(size * 3).view(size, 3),
+        "advantages": torch.arange(size) + (0 if name == "first" else 100),
+        "num_items_in_batch": torch.tensor(7),
+        "name": name,
+    }
+
+
+def settled(*ranks):
+    """Shape (world size, B): `settled("110", "111")`."""
+    return torch.tensor([[mark == "1" for mark in rank] for rank in ranks])
+
+
+def taken(waiting):
+    """Rows of the micro-batches that are ready, in order."""
+    found = []
+    while waiting.has_next:
+        found.append(waiting.next()["advantages"].tolist())
+    return found
+
+
+def test_a_part_is_ready_when_all_of_it_is_settled():
+    waiting = parts_of(8, micro_batch=2, group=4)
+    waiting.record(settled("11101111"), 0, 0.9, WANTED)
+    waiting.release(batch_of(8))
+    assert taken(waiting) == [[4, 5], [6, 7]]
+    assert waiting.remaining == [range(4)]
+    assert not waiting.complete
+    assert not waiting.is_empty
+
+
+def test_what_is_not_released_is_not_there():
+    waiting = parts_of(4, micro_batch=2, group=2)
+    assert not waiting.has_next
+    waiting.record(settled("1100"), 0, 0.9, WANTED)
+    assert not waiting.has_next
+    assert not waiting.is_empty
+
+
+def test_a_released_part_does_not_come_again_with_later_advantages():
+    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting.record(settled("1100"), 0, 0.9, WANTED)
+    waiting.release(batch_of(4))
+    waiting.record(settled("1111"), 0, 1.0, WANTED)
+    waiting.release(batch_of(4, "second"))
+    assert taken(waiting) == [[0, 1], [102, 103]]
+    assert waiting.is_empty
+
+
+def test_a_part_is_released_by_the_look_that_found_it_ready_alone():
+    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting.record(settled("1100"), 0, 0.9, WANTED)
+    waiting.release(batch_of(4))
+    waiting.release(batch_of(4, "second"))
+    assert taken(waiting) == [[0, 1]]
+
+
+def test_nothing_is_ready_before_so_much_is_scored_that_the_batch_can_not_be_skipped():
+    waiting = parts_of(4, micro_batch=1, group=1)
+    waiting.record(settled("1100"), 0, 0.25, WANTED)  # one of them could not be scored
+    waiting.release(batch_of(4))
+    assert taken(waiting) == []
+    assert waiting.remaining == parts(4, 1, 1)
+    waiting.record(settled("1110"), 0, 0.5, WANTED)
+    waiting.release(batch_of(4))
+    assert taken(waiting) == [[0], [1], [2]]
+
+
+def test_when_all_is_settled_all_is_released_however_little_was_scored():
+    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting.record(settled("1111"), 0, 0.25, WANTED)
+    assert waiting.complete
+    waiting.release(batch_of(4))
+    assert taken(waiting) == [[0, 1], [2, 3]]
+    assert waiting.is_empty
+
+
+def test_with_several_ranks_what_is_settled_on_a_rank_is_ready_there():
+    one, other = parts_of(6, micro_batch=2, group=2), parts_of(6, micro_batch=2, group=2)
+    for rows, first, second in (
+        (("111100", "110011"), [[0, 1], [2, 3]], [[0, 1], [4, 5]]),
+        (("111111", "110011"), [[4, 5]], []),  # complete on one rank, and not on the other
+        (("111111", "111111"), [], [[2, 3]]),
+    ):
+        for rank, (waiting, wanted) in enumerate(((one, first), (other, second))):
+            waiting.record(settled(*rows), rank, 0.9, WANTED)
+            waiting.release(batch_of(6))
+            assert taken(waiting) == wanted
+            assert waiting.complete == ("0" not in "".join(rows))
+    assert one.is_empty
+    assert other.is_empty
+
+
+def waited_for(rows, scored_fraction):
+    """Of each rank: the parts of which it waits for one."""
+    found = []
+    for rank in range(len(rows)):
+        waiting = parts_of(len(rows[0]), micro_batch=2, group=2)
+        waiting.record(settled(*rows), rank, scored_fraction, WANTED)
+        found.append([part.start // 2 for part in waiting.pending])
+    return found
+
+
+def test_a_rank_waits_for_groups_of_its_own():
+    assert waited_for(("0011", "1100"), 0.5) == [[0], [1]]
+    assert waited_for(("00111111", "11000000"), 0.6) == [[0], [1, 2, 3]]
+
+
+def test_while_too_little_is_scored_nobody_waits_for_the_last_group_of_the_rank_that_is_ahead():
+    assert waited_for(("00111111", "00000000"), 0.375) == [[], [0, 1, 2, 3]]
+    assert waited_for(("11111111", "00000000", "00000011"), 0.4) == [[], [0, 1, 2, 3], []]
+
+
+def test_while_too_little_is_scored_some_rank_waits():
+    assert waited_for(("0011", "0011"), 0.4) == [[0], [0]]
+    assert waited_for(("1100",), 0.25) == [[1]]  # one of two could not be scored
+
+
+def test_a_micro_batch_has_the_rows_of_every_tensor_and_scalars_as_they_are():
+    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting.record(settled("0011"), 0, 0.9, WANTED)
+    output = batch_of(4)
+    waiting.release(output)
+    micro_batch = waiting.next()
+    assert micro_batch["completion_ids"].tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert micro_batch["advantages"].tolist() == [2, 3]
+    assert micro_batch["num_items_in_batch"] is output["num_items_in_batch"]
+    assert micro_batch["name"] == "first"
+
+
+def test_it_is_empty_when_the_last_micro_batch_is_taken():
+    waiting = parts_of(4, micro_batch=2, group=4)
+    waiting.record(settled("1111"), 0, 1.0, WANTED)
+    waiting.release(batch_of(4))
+    assert waiting.remaining == []
+    assert not waiting.is_empty
+    waiting.next()
+    assert not waiting.is_empty
+    waiting.next()
+    assert waiting.is_empty
+    assert not waiting.has_next
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_whatever_the_order_of_rewards_every_row_comes_once_with_its_whole_group(
+    micro_batch, group, count, ranks, random
+):
+    size = math.lcm(micro_batch, group) * count
+    waiting = parts_of(size, micro_batch, group)
+    marks = torch.zeros(ranks, size, dtype=torch.bool)
+    order = [(rank, place) for rank in range(ranks) for place in range(size)]
+    random.shuffle(order)
+    rows = []
+    for done, (rank, place) in enumerate(order, start=1):
+        marks[rank, place] = True
+        if random.random() < 0.5 or done == len(order):
+            waiting.record(marks, 0, marks.float().mean().item(), WANTED)
+            waiting.release(batch_of(size))
+            for each in taken(waiting):
+                assert len(each) == micro_batch
+                groups = {row // group for row in each}
+                assert all(marks[0, each_group * group : (each_group + 1) * group].all() for each_group in groups)
+                assert done >= WANTED * len(order)
+                rows += each
+    assert sorted(rows) == list(range(size))
+    assert waiting.is_empty
