@@ -183,7 +183,12 @@ class Pipeline:
         rollout: Rollout | None = self._schedule.take(micro_step, inputs)
         if rollout is None:
             rollout = self.launch(inputs, update)
-        if rollout.sampled is None and self._collect(rollout).logprobs is None:
+        if rollout.sampled is not None:
+            return rollout
+        with self._timeline.phase(Phase.GENERATION):
+            sampled = rollout.handle.result()
+        self._record(rollout, sampled)
+        if sampled.logprobs is None:
             raise ConfigError(
                 "completions were generated ahead of training, and the sampler gives no log-probs of them. Expected "
                 "log-probs, or a sampler that generates in `start`. Mend the sampler, or set `rollout_lookahead: 0`."
@@ -214,18 +219,18 @@ class Pipeline:
         rewards = self._desk.begin(_rows(inputs))
         with self._timeline.phase(Phase.GENERATION):
             handle = self._sampler.start(_prompts(inputs), self._reporter(rewards), ahead=ahead)
+            sampled = handle.result() if handle.is_ready or not ahead else None
         rollout = Rollout(inputs=inputs, rewards=rewards, step=update, handle=handle)
-        if handle.is_ready:
-            self._collect(rollout)
+        if sampled is not None:
+            self._record(rollout, sampled)
         return rollout
 
-    def _collect(self, rollout: Rollout) -> Sampled:
-        with self._timeline.phase(Phase.GENERATION):
-            sampled = rollout.sampled = rollout.handle.result()
+    def _record(self, rollout: Rollout, sampled: Sampled) -> None:
+        """The completions are there. Rewards that have not started yet start now."""
+        rollout.sampled = sampled
         if sampled.span is not None:
             self._record_span(sampled.span)
         self._desk.start_all(rollout.rewards, sampled.completions)
-        return sampled
 
     def _reporter(self, rewards: RewardBatch) -> Finished:
         def finished(place: int, token_ids: Sequence[int]) -> None:

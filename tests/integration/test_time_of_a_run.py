@@ -1,7 +1,6 @@
 """Time, trace and quick evaluations of real runs in this process: that they add up, disturb nothing, and survive what
 ends a run."""
 
-import asyncio
 import concurrent.futures
 import json
 import logging
@@ -231,7 +230,7 @@ def check_what_is_left(output_dir, failed_phase, steps):
 def test_a_reward_that_raises_leaves_trace_and_events(scripted_trainer, services, instruments, tmp_path):
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=4)
 
-    async def broken(**_):
+    def broken(**_):
         raise RuntimeError("broken")
 
     # the chain itself turns every error into a missing reward: this is one in what TRL calls
@@ -244,8 +243,8 @@ def test_a_reward_that_raises_leaves_trace_and_events(scripted_trainer, services
 def test_a_step_that_is_cancelled_leaves_trace_and_events(scripted_trainer, services, instruments, tmp_path):
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=4)
 
-    async def cancelled(**_):
-        raise asyncio.CancelledError
+    def cancelled(**_):
+        raise concurrent.futures.CancelledError
 
     trainer.add_callback(AtStep(1, lambda: trainer.reward_funcs.__setitem__(0, cancelled)))
     with pytest.raises(concurrent.futures.CancelledError):
