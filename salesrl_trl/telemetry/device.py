@@ -1,6 +1,6 @@
-"""What only the device knows: when it reached a mark, and how full its memory is.
+"""Readings of the device: when it reached a mark, and how full its memory is.
 
-Owns the events behind a timeline's marks on a GPU, and the reading of memory. What the figures are called is `perf`'s.
+Owns the events behind a timeline's marks on a GPU, and the reading of memory. `names` owns the tags.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,16 @@ from salesrl_trl.telemetry.timeline import Clock, HostClock, Mark
 GIB = 2.0**30
 _PROCESS = psutil.Process()
 LARGEST_DRIFT = 1e-4
-"""By how much of an interval a GPU's clock may run ahead of the host's before it is held back. Crystals are within
-half of it."""
+"""Share of an interval by which a GPU's clock may run ahead of the host's. Beyond it, it is held back. Crystals drift
+by less than half of this."""
 
 
 class EventClock:
-    """Marks are CUDA events: recording one takes some microseconds and never waits for the device.
+    """A clock whose marks are CUDA events. Recording one takes some microseconds and never waits for the device.
 
-    When a mark was reached is known from the time between events. How that scale lies on the host's follows from one
-    fact: the device reaches no mark before the host has issued it. At the moment of a step at which the device is
-    idle, which GRPO always has while it waits for rewards, it is reached at once, so that the largest such difference
-    is exact.
+    Events give the time between marks. One fact ties this scale to the host's: the device reaches no mark before the
+    host has issued it. An idle device reaches a mark at once. In GRPO the device is idle in each step, while it waits
+    for rewards. So the largest difference between host and device time is exact.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class EventClock:
         try:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
-        except RuntimeError:  # a device that has failed: the error that says so is not to be hidden by this one
+        except RuntimeError:  # The device has failed. Its own error comes later and must not be hidden by this one.
             return Mark()
         return Mark(event)
 
@@ -54,7 +53,7 @@ class EventClock:
         for mark, seconds in zip(marks, since, strict=True):
             latest = mark.time = max(latest, start + seconds)
         for mark in marks[:-1]:
-            mark.event = None  # the device has a pool of them
+            mark.event = None  # back into the device's pool
         if self._anchor is not None:
             self._anchor.event = None
         self._anchor = marks[-1]
@@ -67,28 +66,31 @@ class EventClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Events on a CUDA or ROCm device, the host's own clock elsewhere."""
+    """Events for a CUDA or ROCm device, the host's own clock for all others."""
     return EventClock() if device.type == "cuda" else HostClock()
 
 
 def device_name(device: torch.device) -> str:
-    """As the driver says it: `"NVIDIA H200"`; the device's type where there is no driver to ask: `"cpu"`."""
+    """The driver's name, `"NVIDIA H200"`; without a driver the device's type, `"cpu"`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def memory_gib(device: torch.device) -> tuple[float, float, float, float]:
-    """Allocated, reserved and most allocated memory of the device since `forget_peak`, NaN without a GPU; and the host
-    memory of this process. In GiB. What a colocated vLLM has allocated through PyTorch is in it."""
+    """Memory in GiB, by the names in `names.MEMORY`.
+
+    Three figures of the device, NaN without a GPU: allocated, reserved, and most allocated since `forget_peak`. They
+    include a colocated vLLM's allocations through PyTorch. The fourth is the host memory of this process.
+    """
     host = _PROCESS.memory_info().rss / GIB
     if device.type != "cuda":
         return (float("nan"), float("nan"), float("nan"), host)
-    # one call, without the flattening that each of torch.cuda.memory_allocated() and its like does
+    # one call: torch.cuda.memory_allocated() and its like each flatten all statistics
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
     return (allocated["current"] / GIB, reserved["current"] / GIB, allocated["peak"] / GIB, host)
 
 
 def forget_peak(device: torch.device) -> None:
-    """The most allocated memory is counted anew from now on, for all who ask PyTorch."""
+    """Count the most allocated memory from now on, for all callers of PyTorch."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

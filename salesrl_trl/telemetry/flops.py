@@ -1,20 +1,21 @@
-"""What a training pass of a causal language model costs in FLOPs, and what share of the chip's peak that is.
+"""The FLOPs of a training pass of a causal language model.
 
-Owns the formula, the sums over a batch that it needs, and the peaks of known chips. It measures no time, reads no
-device and logs nothing: whoever has the clock calls `mfu`.
+Owns the formula and the sums over a batch that it needs. Measures no time, reads no device and logs nothing.
 
-Model FLOPs as in PaLM (Chowdhery et al. 2022, appendix B): the matrix products that forward and backward pass cannot
-do without, a multiply and an add being two. What is done a second time (gradient checkpointing, flash attention's
-backward pass) is not counted, so it lowers the share; nor are softmax, norms, activations, dropout, the optimizer,
-generation and the reference's pass. An exact figure for dense models and plain LoRA; for all else `UnknownFlops` says
-why there is none, for a wrong figure would look like a right one.
+These are model FLOPs as in PaLM (Chowdhery et al. 2022, appendix B): the matrix products that forward and backward
+pass need. A multiply and an add are two FLOPs. Not counted are:
+
+- work that is done a second time (gradient checkpointing, flash attention's backward pass), so that it lowers the
+  utilisation;
+- softmax, norms, activations and dropout;
+- the optimizer, generation and the reference's pass.
+
+The figure is exact for dense models and plain LoRA. For all others `UnknownFlops` says why there is no figure: a wrong
+one would look like a right one.
 """
 
-import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,15 +23,15 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 LINEARS = (nn.Linear, Conv1D)
-"""Those of bitsandbytes are `nn.Linear` too; GPT-2 has `Conv1D`."""
+"""bitsandbytes' linears are `nn.Linear` too; GPT-2 has `Conv1D`."""
 QKV = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "qkv"})
-"""What the projections to queries, keys and values are called: they alone read a decoder layer's input."""
+"""Names of the projections to queries, keys and values. They alone read a decoder layer's input."""
 DOWN = frozenset({"down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2"})
-"""What the last linear of a layer's MLP is called: it reads what the others give."""
+"""Names of the last linear of a layer's MLP. It reads the output of the others."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts")
-"""Fields of a config that, above 1, say mixture of experts: what a token costs is then not in the shapes."""
+"""Fields of a config that are above 1 for a mixture of experts. Its shapes do not give the cost of a token."""
 OTHER_ATTENTION = ("kv_lora_rank", "v_head_dim", "global_head_dim", "num_kv_shared_layers", "attention_chunk_size")
-"""Fields of a config that, if set, say heads of several widths or keys that are not a layer's own."""
+"""Fields of a config that are set for heads of several widths, or for keys that layers share."""
 PRODUCTS = 2
 """FLOPs of a matrix product per token and weight: one multiply, one add."""
 ATTENTION_PRODUCTS = 4
@@ -38,31 +39,31 @@ ATTENTION_PRODUCTS = 4
 BACKWARD = 2
 """Products of attention's backward pass per product of its forward pass: a gradient for each of the two factors."""
 ALL_BEFORE, INPUT_NORM, PROJECTIONS, REST_OF_ATTENTION, MLP, MLP_OUTPUT, NOTHING = -2, -1, 0, 1, 2, 3, 4
-"""Parts of a decoder layer in the order of the forward pass, to say with which of them training begins."""
+"""Parts of a decoder layer in the order of the forward pass. Training begins with one of them."""
 
 
 class UnknownFlops(ValueError):
-    """The formula does not hold for this model; the message says why, in words fit for a log line."""
+    """The formula does not hold for this model. The message says why, for a log line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFlops:
-    """Cost of the policy's forward and backward pass, as the coefficients of a batch's sums.
+    """FLOPs of the policy's forward and backward pass, as the coefficients of a batch's sums.
 
         FLOPs = per_token * tokens + per_head_token * completion tokens + sum over windows of per_pair * pairs
 
-    Example: one layer, 4 heads of 16, trained in full: `windows=(None,)`, `per_pair=(12 * 64,)`, of which 4 * 64 are
-    forward.
+    Example: one layer with 4 heads of 16, trained in full, has `windows=(None,)` and `per_pair=(12 * 64,)`. Of these,
+    4 * 64 belong to the forward pass.
 
     Args:
         per_token (`int`):
             FLOPs per token of all linears but the output head.
         per_head_token (`int`):
-            FLOPs per completion token of the output head, which sees no others.
+            FLOPs per completion token of the output head, which sees no other tokens.
         windows (`tuple[int | None, ...]`):
-            The widths of attention that the layers have, in tokens; `None` for the whole sequence.
+            Widths of the layers' attention, in tokens; `None` for the whole sequence.
         per_pair (`tuple[int, ...]`):
-            By window, FLOPs per pair of a query and a key that it sees, of all layers that have that window.
+            By window, FLOPs per pair of a query and a key that it sees, over all layers with this window.
     """
 
     per_token: int
@@ -71,11 +72,12 @@ class ModelFlops:
     per_pair: tuple[int, ...]
 
     def sums(self, lengths: torch.Tensor, completion_lengths: torch.Tensor) -> torch.Tensor:
-        """What `total` needs of a batch. Sums of several batches or ranks may be added. Waits for no device.
+        """The sums over a batch that `total` needs. Sums of several batches or ranks may be added. Waits for no
+        device.
 
         Args:
             lengths (`torch.Tensor`):
-                Shape (B,), integers: tokens of each sequence, prompt and completion, padding not among them.
+                Shape (B,), integers: tokens of each sequence, prompt and completion, without padding.
             completion_lengths (`torch.Tensor`):
                 Shape (B,), integers: tokens of each completion.
 
@@ -92,7 +94,7 @@ class ModelFlops:
 
         Args:
             sums (`Sequence[float]`):
-                As `sums` gives them. Its own length is the only one that fits (`ValueError`).
+                From `sums`. Another length raises a `ValueError`.
         """
         coefficients = (self.per_token, self.per_head_token, *self.per_pair)
         return float(sum(each * count for each, count in zip(coefficients, sums, strict=True)))
@@ -101,7 +103,7 @@ class ModelFlops:
 def attention_pairs(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
     """Pairs of a query and a key that it sees, of causal attention. Waits for no device.
 
-    A query at position i of s sees i keys, its own among them, or the last w: with m = min(s, w),
+    Of s positions, the query at position i sees i keys, with its own, but only the last w of them. With m = min(s, w):
 
         pairs = 1 + 2 + ... + m + (s - m) * w = m * (m + 1) / 2 + (s - m) * w
 
@@ -121,20 +123,24 @@ def attention_pairs(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def model_flops(model: nn.Module) -> ModelFlops:
-    """The coefficients of a model, from the shapes of its linears and what of it is trained.
+    """The coefficients of a model, from the shapes of its linears and from which weights are trained.
 
-    A linear of n inputs and m outputs costs 2nm per token forward, 2nm more for its weight's gradient if that is
-    trained and 2nm more for its input's gradient if something before it is trained. Nothing is before the first
-    layer's projections if the embedding is frozen, unless `enable_input_require_grads` asks for a gradient all the
-    same, as TRL does for PEFT with gradient checkpointing. Attention costs 4 per pair, head and channel forward and
-    twice that backward.
+    A linear with n inputs and m outputs costs, per token:
 
-    In the first layer that has something to train, two things count that need not be done: attention's gradient to
-    keys if only queries are trained (and the like), and the input's gradient of an MLP that stands beside attention
-    instead of behind it. In all other cases the figure is PyTorch's own count.
+    - 2nm forward;
+    - 2nm for the gradient of its weight, if the weight is trained;
+    - 2nm for the gradient of its input, if something before it is trained.
 
-    Takes `in_features` and `out_features`, not the weights, which are empty under ZeRO-3 and packed when quantised.
-    Adapters count as they are at the time of the call: the active ones run, and one that is being merged, disabled or
+    With a frozen embedding, nothing before the first layer's projections is trained. But `enable_input_require_grads`
+    asks for that gradient all the same, as TRL does for PEFT with gradient checkpointing. Attention costs 4 per pair,
+    head and channel forward, and twice that backward.
+
+    In the first layer with a trained weight, two gradients count that are not needed: attention's gradient to the keys
+    if only queries are trained (and the like), and the input's gradient of an MLP that stands beside attention. In all
+    other cases the figure is PyTorch's own count.
+
+    Reads `in_features` and `out_features`, not the weights: weights are empty under ZeRO-3 and packed when quantised.
+    Adapters count as they are at the time of the call. Active adapters run. An adapter that is merged, disabled or
     kept aside (a second one named "ref") does not.
 
     Args:
@@ -145,9 +151,9 @@ def model_flops(model: nn.Module) -> ModelFlops:
         `ModelFlops`.
 
     Raises:
-        `UnknownFlops`: for mixture of experts, layers that are not full or sliding-window attention, latent
-        attention, encoder-decoders, images or sound, adapters other than plain LoRA on linears, and whatever holds a
-        matrix that no linear or embedding holds.
+        `UnknownFlops`: for a mixture of experts, layers other than full or sliding-window attention, latent attention,
+            encoder-decoders, images or sound, adapters other than plain LoRA on linears, and a matrix that belongs to
+            no linear or embedding.
     """
     config = _config(model)
     idle = _idle(model)
@@ -182,7 +188,7 @@ def _config(model: nn.Module) -> PreTrainedConfig:
     if config.is_encoder_decoder:
         raise UnknownFlops("it is an encoder-decoder")
     if config.get_text_config() is not config:
-        raise UnknownFlops("it takes more than text: the config has a text config of its own inside")
+        raise UnknownFlops("it takes more than text: its config has a text config inside")
     for field in EXPERT_COUNTS:
         if getattr(config, field, None) not in (None, 0, 1):
             raise UnknownFlops(f"it is a mixture of experts ({field} = {getattr(config, field)})")
@@ -199,9 +205,9 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 def _windows(config: PreTrainedConfig) -> list[int | None]:
-    """By layer, how many tokens back it sees; `None` for all.
+    """By layer, the number of tokens that a token sees; `None` for all.
 
-    Configs without `layer_types` (Mistral, Phi-3) mean every layer by `sliding_window`.
+    In configs without `layer_types` (Mistral, Phi-3), `sliding_window` applies to every layer.
     """
     width = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     alike = "full_attention" if width is None else "sliding_attention"
@@ -230,7 +236,7 @@ def _head(model: nn.Module) -> nn.Module:
 
 
 def _idle(model: nn.Module) -> set[nn.Module]:
-    """Modules that are there but do not run: adapters that are not active, and originals that a copy stands in for."""
+    """Modules that do not run: adapters that are not active, and originals that have been replaced by a copy."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -240,7 +246,7 @@ def _idle(model: nn.Module) -> set[nn.Module]:
     tops: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
-            # Disabled or not: a copy that is disabled is frozen, and costs what the original does.
+            # A disabled copy is frozen and costs as much as the original.
             runs = next(iter(module.active_adapters), "")
             tops += [copy for adapter, copy in module.modules_to_save.items() if adapter != runs]
             tops += [module.original_module] if runs in module.modules_to_save else []
@@ -262,14 +268,14 @@ def _refuse_other_matrices(model: nn.Module, idle: set[nn.Module]) -> None:
         if module in idle or isinstance(module, (*LINEARS, nn.Embedding)):
             continue
         for parameter in module.parameters(recurse=False):
-            if len(getattr(parameter, "ds_shape", parameter.shape)) > 1:  # ds_shape: what ZeRO-3 took away
+            if len(getattr(parameter, "ds_shape", parameter.shape)) > 1:  # ds_shape: before ZeRO-3 took it away
                 raise UnknownFlops(f"{name} ({type(module).__name__}) holds a matrix and is no linear or embedding")
 
 
 def _embedding_needs_gradient(model: nn.Module, idle: set[nn.Module]) -> bool:
     """Whether the first layer's input needs a gradient.
 
-    The hooks of `PreTrainedModel.enable_input_require_grads` are held by the model that it was called on, inside PEFT.
+    `PreTrainedModel.enable_input_require_grads` keeps its hooks on the model that it was called on, inside PEFT.
     """
     return any(
         bool(vars(module).get("_require_grads_hooks")) or (isinstance(module, nn.Embedding) and _trained(module))
@@ -279,7 +285,7 @@ def _embedding_needs_gradient(model: nn.Module, idle: set[nn.Module]) -> bool:
 
 
 def _layer(layer: nn.Module, idle: set[nn.Module], reached: bool) -> tuple[int, int]:
-    """FLOPs per token of a decoder layer's linears, and with which of its parts training begins.
+    """FLOPs per token of a decoder layer's linears, and the part of it with which training begins.
 
     Args:
         layer (`nn.Module`):
@@ -297,18 +303,18 @@ def _layer(layer: nn.Module, idle: set[nn.Module], reached: bool) -> tuple[int, 
     earliest = ALL_BEFORE if reached else min(trained, default=NOTHING)
     cost = 0
     for part, name, module in parts:
-        # LoRA's second factor reads what the first, trained, one gives.
+        # LoRA's second factor reads the output of the first, which is trained.
         second = "lora_B" in name.split(".") and _trained(module)
         cost += _cost(module, needs_input=earliest < part or second)
     return cost, earliest
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
-    """Part, name and module of all that is in a decoder layer."""
+    """Part, name and module of everything in a decoder layer."""
     linears = [name.split(".") for name, module in layer.named_modules() if isinstance(module, LINEARS)]
     attention = {path[0] for path in linears if QKV & set(path)}
     if not attention:
-        raise UnknownFlops("its layers have no linears to queries, keys and values by any name that is known here")
+        raise UnknownFlops("its layers have no linears to queries, keys and values with a name in `QKV`")
     for name, module in layer.named_modules():
         path, linear = name.split("."), isinstance(module, LINEARS)
         if QKV & set(path):
@@ -322,7 +328,7 @@ def _parts(layer: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
 
 
 def _cost(module: nn.Module, needs_input: bool) -> int:
-    """FLOPs per token of a linear, forward and backward; 0 of all else. Its children are not looked at."""
+    """FLOPs per token of a linear, forward and backward; 0 for other modules. Does not look at children."""
     if isinstance(module, nn.Linear):
         size = module.in_features * module.out_features
     elif isinstance(module, Conv1D):
@@ -334,99 +340,3 @@ def _cost(module: nn.Module, needs_input: bool) -> int:
 
 def _trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-
-
-class Peak(NamedTuple):
-    """A chip's peak in dense bf16 matrix products with sums in fp32."""
-
-    name: str
-    """Pattern of the whole of `torch.cuda.get_device_name()`, less a leading "NVIDIA "."""
-    flops: float
-    """FLOP/s. Where the source only says the figure with 2:4 sparsity, half of it."""
-    source: str
-
-
-HGX_BLACKWELL = "NVIDIA HGX data sheet, FP16/BF16 of 8 GPUs with sparsity"
-PEAK_BF16_FLOPS = (
-    Peak(r"GB300", 2500e12, "NVIDIA GB300 NVL72 data sheet: 360 PFLOPS of 72 GPUs with sparsity"),
-    Peak(r"B300( SXM6 AC)?", 2250e12, f"{HGX_BLACKWELL}: B300 36 PFLOPS"),
-    Peak(r"GB200", 2500e12, "NVIDIA GB200 NVL72 data sheet: 360 PFLOPS of 72 GPUs with sparsity"),
-    Peak(r"B200", 2250e12, f"{HGX_BLACKWELL}: B200 36 PFLOPS"),
-    Peak(r"B100", 1750e12, f"{HGX_BLACKWELL}: B100 28 PFLOPS"),
-    Peak(
-        r"GH200 (120GB|480GB|144G HBM3e)",
-        989.4e12,
-        "NVIDIA GH200 data sheet: 1,979 with sparsity, the chip of the H100 SXM",
-    ),
-    Peak(r"H200", 989.4e12, "NVIDIA H200 data sheet: SXM 1,979 with sparsity, the chip of the H100 SXM"),
-    Peak(r"H200 NVL", 835.5e12, "NVIDIA H200 data sheet: NVL 1,671 with sparsity"),
-    Peak(r"H100 \d+GB HBM3", 989.4e12, "NVIDIA H100 white paper, table of SXM5 and PCIe: 989.4 dense"),
-    Peak(r"H100 PCIe", 756e12, "NVIDIA H100 white paper, table of SXM5 and PCIe: 756 dense"),
-    Peak(r"H100 NVL", 835.5e12, "NVIDIA H100 data sheet: NVL 1,671 with sparsity"),
-    Peak(
-        r"H800", 989.4e12, "the chip of the H100 SXM, with less NVLink and fp64: 1,979 with sparsity in vendors' lists"
-    ),
-    Peak(
-        r"H800 PCIe",
-        756e12,
-        "the chip of the H100 PCIe, with less NVLink and fp64: 1,513 with sparsity in vendors' lists",
-    ),
-    Peak(r"H20(-3e)?", 148e12, "vendors' lists, for want of a data sheet on NVIDIA's site: 148 dense"),
-    # Not the A100-SXM-64GB, which is another chip.
-    Peak(r"A100[- ](SXM4-[48]0GB|PCI[Ee]-[48]0GB|80GB PCIe)", 312e12, "NVIDIA A100 white paper: 312 dense"),
-    Peak(r"A800[- ](SXM4-[48]0GB|80GB PCIe)", 312e12, "the chip of the A100, with less NVLink"),
-    Peak(r"A30", 165e12, "NVIDIA A30 data sheet: 165 dense"),
-    Peak(r"A40", 149.7e12, "NVIDIA A40 data sheet: 149.7 dense"),
-    Peak(r"A10", 125e12, "NVIDIA A10 data sheet: 125 dense"),
-    Peak(r"A10G", 70e12, "NVIDIA A10G data sheet (the chip of AWS G5): 70 dense"),
-    Peak(r"L4", 121e12, "NVIDIA L4 data sheet: 242 with sparsity"),
-    Peak(r"L40", 181e12, "NVIDIA L40 data sheet: 181.05 dense"),
-    Peak(r"L40S", 362e12, "NVIDIA L40S data sheet: 362.05 dense"),
-    Peak(r"RTX A6000", 154.8e12, "NVIDIA RTX A6000 in the GA102 white paper: 154.8 dense"),
-    Peak(
-        r"RTX 6000 Ada Generation",
-        364.25e12,
-        "NVIDIA RTX 6000 Ada data sheet: fp8 1,457 with sparsity, a quarter of it",
-    ),
-    Peak(r"GeForce RTX 3090", 71e12, "NVIDIA GA102 white paper: bf16 with fp32 sums 71 dense"),
-    Peak(r"GeForce RTX 4090", 165.2e12, "NVIDIA Ada white paper: bf16 with fp32 sums 165.2 dense"),
-    Peak(r"AMD Instinct MI300X( OAM| VF)?", 1307.4e12, "AMD Instinct MI300X data sheet: 1,307.4 dense"),
-    Peak(r"AMD Instinct MI325X( OAM| VF)?", 1307.4e12, "AMD Instinct MI325X data sheet: 1,307.4 dense"),
-    Peak(r"AMD Instinct MI250X", 191.5e12, "AMD Instinct MI250X data sheet: 383 of two dies; a die is a device"),
-)
-"""Peaks of chips that can be defended. A name fits whole or not at all: a slice of a GPU (MIG, vGPU), a laptop's or an
-export version of the same number has another peak."""
-
-
-def peak_bf16_flops(device_name: str) -> float | None:
-    """Peak of a chip in FLOP/s with dense bf16, `None` where the table does not know it.
-
-    Args:
-        device_name (`str`):
-            As `torch.cuda.get_device_name()` says it, such as "NVIDIA H100 80GB HBM3".
-    """
-    name = device_name.removeprefix("NVIDIA ")
-    return next((peak.flops for peak in PEAK_BF16_FLOPS if re.fullmatch(peak.name, name)), None)
-
-
-def mfu(flops: float, seconds: float, peak: float | None) -> float:
-    """Model FLOPs utilisation: `flops / (seconds * peak)`, a share of 1.
-
-    A share above 1 cannot be, so the peak, the time or the FLOPs are wrong, and NaN comes back. With a known peak, a
-    positive time and FLOPs that are a number nothing else gives NaN, so a caller that has them can say so.
-
-    Args:
-        flops (`float`):
-            Of `ModelFlops.total`, of one device or of all.
-        seconds (`float`):
-            That they took.
-        peak (`float`, *optional*):
-            Of `peak_bf16_flops`, of one device or of all, in FLOP/s; `None` if unknown.
-
-    Returns:
-        `float`: the share, NaN where it is unknown.
-    """
-    if peak is None or not peak > 0 or not seconds > 0:
-        return math.nan
-    share = flops / (seconds * peak)
-    return share if share <= 1 else math.nan

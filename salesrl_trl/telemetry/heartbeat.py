@@ -1,6 +1,6 @@
-"""A line while a phase lasts long: which one, since when, and what to look at.
+"""A line while a phase lasts long: its name, its seconds, and what to look at.
 
-Owns the thread and the advice. It reads, and never touches, what the training thread does.
+Owns the thread and the advice. Only reads the training thread's state.
 """
 
 import logging
@@ -18,37 +18,37 @@ ADVICE: dict[str, str] = {
     StartUp.ENGINE: "vLLM starts: the first time it compiles and captures CUDA graphs (vllm_enforce_eager skips that)",
     StartUp.WARM_UP: "the services are asked once: are they up, and is the first call to them slow?",
     Phase.DATA_LOADING: "the data loader: dataloader_num_workers, and the disk that the dataset lies on",
-    Phase.WEIGHT_PUSH: "the weights' way into vLLM; under ZeRO-3 they are gathered first. A late rank holds it up",
+    Phase.WEIGHT_PUSH: "weights are copied into vLLM; under ZeRO-3 they are gathered first. A late rank holds it up",
     Phase.GENERATION: "vLLM generates: max_completion_length, vllm_gpu_memory_utilization, vllm_enforce_eager. The "
     "first time it may compile. nvidia-smi shows whether the GPU works",
-    Phase.OLD_LOGPROBS: "per_device_train_batch_size bounds how much of a batch is done at once",
-    Phase.REFERENCE_LOGPROBS: "per_device_train_batch_size bounds how much of a batch is done at once",
+    Phase.OLD_LOGPROBS: "per_device_train_batch_size bounds the share of a batch that is computed at once",
+    Phase.REFERENCE_LOGPROBS: "per_device_train_batch_size bounds the share of a batch that is computed at once",
     Phase.REWARD_WAIT: "the services: their logs, rag_max_concurrency, judge_max_concurrency, reward_deadline_s",
-    Phase.ADVANTAGES: "ranks wait for each other here: look at what the others do",
+    Phase.ADVANTAGES: "ranks wait for each other here: look at the other ranks",
     Phase.FORWARD: "if the GPU idles, a rank waits for another one",
     Phase.BACKWARD: "if the GPU idles, a rank waits for another one; a first DeepSpeed run compiles an operator here",
     Phase.OPTIMIZER: "with an offloaded optimizer this is the host's memory",
     Phase.BATCHING: "a collective in which ranks wait for each other, or very long completions",
-    Phase.LOGGING: "the disk under output_dir, and what else report_to names",
+    Phase.LOGGING: "the disk under output_dir, and the other targets of report_to",
     Phase.UNACCOUNTED: "callbacks, and collectives in which ranks wait for each other",
     Phase.CHECKPOINT: "the disk under output_dir",
     Phase.EVALUATION: "the held-out rows: max_eval_rows, per_device_eval_batch_size, num_generations_eval",
 }
-"""By phase. Those before training are named by `train.run`."""
+"""By phase."""
 
 
 class Heartbeat:
-    """Looks at the current phase now and then, and tells of one that lasts: after `after_s`, then at every doubling.
+    """Logs a line about a phase that lasts: after `after_s`, then each time its seconds have doubled.
 
     Args:
         current (`Callable[[], tuple[str, float] | None]`):
-            The phase under way and its seconds; called from the heartbeat's thread.
+            Returns the phase of now and its seconds. Called from the heartbeat's thread.
         after_s (`float`):
-            Seconds after which a phase is told of.
+            Log a line when a phase lasts longer than this, in seconds.
         where (`Callable[[], str]`):
-            What stands before the phase: `"step 3/100"`.
+            Returns the text before the phase: `"step 3/100"`.
         details (`dict[str, Callable[[], str]]`):
-            What more is known during a phase, for example which calls are out.
+            By phase, returns more about it, for example the calls under way.
     """
 
     def __init__(
@@ -66,34 +66,34 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more. Returns when the thread has ended."""
+        """End the thread, and wait for its end."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _watch(self) -> None:
-        told: tuple[str, float] = ("", 0.0)  # the phase that was told of, and the seconds at which to tell again
+        logged, next_s = "", 0.0  # the phase of the last line, and the seconds for the next line
         last_seconds = 0.0
         while not self._stopped.wait(min(self._after_s / 4, 1.0)):
             now = self._current()
             if now is None:
                 continue
             name, seconds = now
-            if name != told[0] or seconds < last_seconds:
-                told = (name, self._after_s)
+            if name != logged or seconds < last_seconds:
+                logged, next_s = name, self._after_s
             last_seconds = seconds
-            if seconds >= told[1]:
-                self._say(name, seconds)
-                told = (name, self._after_s * 2 ** (math.floor(math.log2(seconds / self._after_s)) + 1))
+            if seconds >= next_s:
+                self._log(name, seconds)
+                next_s = self._after_s * 2 ** (math.floor(math.log2(seconds / self._after_s)) + 1)
 
-    def _say(self, phase: str, seconds: float) -> None:
+    def _log(self, phase: str, seconds: float) -> None:
         try:
             logger.info(self.line(phase, seconds))
-        except Exception as error:  # what is told beside the phase is not worth the thread
+        except Exception as error:  # a fault in the details must not end the thread
             logger.warning(f"[Heartbeat] {phase} for {seconds:.0f} s ({type(error).__name__} while asking for more)")
 
     def line(self, phase: str, seconds: float) -> str:

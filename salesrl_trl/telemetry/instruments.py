@@ -1,7 +1,7 @@
-"""Everything that is measured while a run goes on, and where it goes.
+"""All measurements of a run in one object, for the trainer.
 
-Owns the timeline, what was trained on, the trace and the heartbeat, and brings the ranks' sums together. The names and
-the arithmetic of the figures are `perf`'s; the trainer says what happens when.
+Owns the timeline, the lengths that were trained on, the trace and the heartbeat, and gathers the ranks' sums. `perf`
+owns the arithmetic of the figures. The trainer reports each event.
 """
 
 import itertools
@@ -22,8 +22,9 @@ from torch import nn
 from salesrl_trl.names import MFU_MODEL, TRACE_FILE, Phase, perf_of
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import clock_of, device_name, forget_peak, memory_gib
-from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops, peak_bf16_flops
+from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops
 from salesrl_trl.telemetry.heartbeat import Heartbeat
+from salesrl_trl.telemetry.peaks import peak_bf16_flops
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
 from salesrl_trl.telemetry.trace import STEPS_TRACK, TraceWriter
 from salesrl_trl.timing import Span, overlap
@@ -31,82 +32,82 @@ from salesrl_trl.timing import Span, overlap
 logger = logging.getLogger(__name__)
 
 DEFAULT_TRACED_STEPS = range(1, 51)
-"""Of a trainer that is given no instruments, as in the recipes."""
+"""For a trainer without instruments of its own. The recipes have the same default."""
 BATCHES_KEPT = 256
 """Micro-batches whose lengths are kept before they are summed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstrumentSettings:
-    """What is measured, how often and how much of it is kept."""
+    """Settings: which measurements, how often, and how much is kept."""
 
     enabled: bool = True
-    """Measure at all."""
+    """Whether anything is measured."""
     perf_steps: int = 1
-    """Throughput, utilisation and memory are logged at every so many-th step, over the steps since the last time."""
+    """Steps between two lines with throughput, utilisation and memory. A line covers the steps since the last one."""
     trace_steps: range = range(0)
-    """Steps that go into the trace; what lies before a run's first step goes with it. One that fails always does,
-    unless there is to be no trace at all."""
+    """Steps in the trace. The start-up goes with the first step. A step that fails is always in the trace. An empty
+    range means no trace."""
     trace_bytes: int = 64_000_000
-    """Largest trace."""
+    """Largest size of the trace."""
     heartbeat_s: float = 10.0
-    """Seconds after which a phase that lasts is told of; 0 for never."""
+    """Print a heartbeat when a phase lasts longer than this, in seconds; 0 for never."""
     peak_flops: float | None = None
-    """Of the device, in FLOP/s, where the table does not know it or is not to be believed."""
+    """Peak of the device, in FLOP/s, in place of the figure in the table of peaks."""
 
 
 class _Scored(NamedTuple):
-    """A batch of rewards: from its first call to its last answer, and when the trainer waited for it then."""
+    """A batch of rewards: seconds from its first call to its last answer, and the trainer's waits in between."""
 
     seconds: float
     waits: list[tuple[float, float]]
 
 
 class Instruments:
-    """A run's timeline and what is made of it.
+    """A run's timeline and the figures from it.
 
     Built before the model, so that the start-up is measured too. Every rank has one; `figures` is a collective.
 
     Args:
         settings (`InstrumentSettings`):
-            What to do.
+            Which measurements.
         device (`torch.device`):
-            This rank's.
+            The device of this rank.
         output_dir (`Path`):
-            Where the trace goes.
+            Folder of the trace.
     """
 
     def __init__(self, settings: InstrumentSettings, device: torch.device, output_dir: Path) -> None:
         self.timeline = Timeline(clock_of(device), perf.OPAQUE_PHASES)
         self.timeline.enabled = settings.enabled
         self.step = 0
-        """Optimizer steps done, as far as the trace and the heartbeat know."""
+        """Optimizer steps done, for the trace and the heartbeat."""
         self._settings = settings
         self._device = device
         self._output_dir = output_dir
         self._peak = settings.peak_flops or peak_bf16_flops(device_name(device))
         self._flops: ModelFlops | None = None
-        self._lengths: list[tuple[torch.Tensor, torch.Tensor]] = []  # of prompts and completions that were trained on
-        self._trained: torch.Tensor | None = None  # sums over those before, since the last figures; on the device
+        self._lengths: list[tuple[torch.Tensor, torch.Tensor]] = []  # tokens of prompts and completions
+        self._trained: torch.Tensor | None = None  # sums since the last figures, on the device
         self._batches: deque[_Scored] = deque(maxlen=MAX_STEPS_KEPT)  # since the last figures
-        self._other_spans: list[Span] = []  # of batches that were trained on in traced steps
+        self._other_spans: list[Span] = []  # of batches of the traced steps
         self._waits: list[tuple[float, float]] = []
-        self._due: list[perf.Sums] | None = None  # by rank, since throughput was logged
+        self._due: list[perf.Sums] | None = None  # by rank, since the last throughput
         self._trace: TraceWriter | None = None
-        self._is_traced = False  # by this rank, at steps that are to be traced
+        self._is_traced = False  # whether this rank writes the trace
         self._clock_offset = time.time() - time.perf_counter()  # to the time of day, which machines share
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._heartbeat: Heartbeat | None = None
         self._running = False
         self._first_step = 0
         self.details: dict[str, Callable[[], str]] = {}
-        """What more a heartbeat says of a phase; called from its thread."""
+        """By phase, returns more text for a heartbeat. Called from the heartbeat's thread."""
         self.last_step = 0
-        """The step that training ends with, for heartbeats."""
+        """The last step of training, for heartbeats."""
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is measured at the moment. May be turned between steps."""
+        """Whether anything is measured now. May be switched between steps."""
         return self.timeline.enabled
 
     @enabled.setter
@@ -114,7 +115,7 @@ class Instruments:
         self.timeline.enabled = value
 
     def start(self, is_main: bool) -> None:
-        """Begin, unless it has begun: the heartbeat and the trace, which are the main rank's."""
+        """Start the heartbeat and the trace, on the main rank. A second call does nothing."""
         if self._running or not is_main or not self._settings.enabled:
             return
         self._running = True
@@ -126,7 +127,7 @@ class Instruments:
         self._is_traced = bool(self._settings.trace_steps)
 
     def run_begins(self, step: int, last_step: int) -> None:
-        """Training begins, after `step` optimizer steps of an earlier one. What is left of that is dropped."""
+        """Begin training after `step` optimizer steps. Measurements of an earlier training are dropped."""
         self.step = self._first_step = step
         self.last_step = last_step
         self._batches.clear()
@@ -135,20 +136,20 @@ class Instruments:
         self.timeline.starts()
 
     def record_model(self, model: nn.Module) -> None:
-        """Learn what a token costs. A model whose cost can't be known is told of, and has no utilisation."""
+        """Compute the FLOPs of a token. Where they are unknown, a warning says why, and there is no utilisation."""
         try:
             self._flops = model_flops(model)
         except UnknownFlops as error:
-            self._say_once(f"no MFU: {error}")
-        except Exception as error:  # a model of another make is no reason to end its training
-            self._say_once(f"no MFU: this model can't be counted ({type(error).__name__}: {error})")
+            self._warn_once(f"no MFU: {error}")
+        except Exception as error:  # an unknown kind of model must not end the training
+            self._warn_once(f"no MFU: this model can't be counted ({type(error).__name__}: {error})")
         if self._peak is None and self._device.type != "cpu":
-            self._say_once(
-                f"no MFU: the bf16 peak of {device_name(self._device)!r} is not in the table. Give `peak_tflops`."
+            self._warn_once(
+                f"no MFU: the bf16 peak of {device_name(self._device)!r} is not in the table. Set `peak_tflops`."
             )
 
     def record_batch(self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> None:
-        """A micro-batch goes through forward and backward. Does not wait for the device.
+        """Record a micro-batch that goes through forward and backward. Does not wait for the device.
 
         Args:
             prompt_mask (`torch.Tensor`):
@@ -163,14 +164,14 @@ class Instruments:
             self._count_lengths()
 
     def record_generation(self, span: Span) -> None:
-        """The batch that is trained on now was generated in the background then."""
+        """Record when the batch of this step was generated in the background."""
         if self.enabled and self.step + 1 in self._settings.trace_steps:
             self._other_spans.append(span)
 
     def record_rewards(
         self, started: float, seconds: float, waits: Sequence[tuple[float, float]], spans: Sequence[Span]
     ) -> None:
-        """A batch of training was scored.
+        """Record a scored batch of training.
 
         Args:
             started (`float`):
@@ -186,17 +187,18 @@ class Instruments:
             cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
             self._batches.append(_Scored(seconds, [each for each in cut if each[0] < each[1]]))
             if self.step + 1 in self._settings.trace_steps:
-                self._other_spans += spans  # they may lie in earlier steps
+                self._other_spans += spans  # they may belong to earlier steps
 
     def step_ends(self) -> None:
-        """An optimizer step is done."""
+        """End an optimizer step."""
         self.timeline.step_ends()
         self.step += 1
 
     def figures(self, accelerator: Accelerator) -> dict[str, float]:
-        """The figures of the steps since the last time, over all ranks; a collective. Empty while nothing is measured.
+        """The figures of the steps since the last call, over all ranks; a collective.
 
-        Every rank returns the same.
+        Returns:
+            `dict[str, float]`: the same on every rank. Empty while nothing is measured.
         """
         if not self.enabled:
             return {}
@@ -204,7 +206,7 @@ class Instruments:
         spans = self.timeline.drain_spans()
         self._waits += [(span.started, span.ended) for span in spans if span.name == Phase.REWARD_WAIT]
         if self.timeline.dropped_spans:
-            self._say_once("the trace has gaps: more spans between two log lines than are kept (log more often)")
+            self._warn_once("the trace has gaps: too many spans between two log lines. Log more often.")
         row = torch.tensor([self._sums(steps).row()], dtype=torch.float64).to(self._device)  # (1, columns)
         ranks = [perf.Sums.from_row(each) for each in gather(row).tolist()]
         self._write_trace(accelerator, steps, spans)
@@ -218,7 +220,7 @@ class Instruments:
         return figures
 
     def close(self) -> None:
-        """End what is open and write what is left of the main rank's spans; no collective. May be called twice."""
+        """End all open phases and write the main rank's last spans; no collective. May be called twice."""
         self._running = False
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -231,13 +233,13 @@ class Instruments:
             *self._step_spans([*steps, *([cut_off] if cut_off else [])]),
         ]
         if self._is_traced and (self._trace is not None or cut_off is not None):
-            self._write([(0, self._clock_offset, spans)])  # the main rank's, which alone traces
+            self._write([(0, self._clock_offset, spans)])  # only the main rank traces
         if self._trace is not None:
             self._trace.close()
         self._trace, self._is_traced = None, False
 
     def _count_lengths(self) -> None:
-        """Add what was trained on to the sums: seldom, for it is a dozen of small kernels. Waits for no device."""
+        """Add the lengths to the sums. Called seldom, for it takes a dozen small kernels. Waits for no device."""
         if not self._lengths:
             return
         prompts, completions = (torch.cat(each) for each in zip(*self._lengths, strict=True))  # each (N,)
@@ -258,8 +260,8 @@ class Instruments:
     def _sums(self, steps: Sequence[StepTimes]) -> perf.Sums:
         seconds: dict[str, float] = {p: sum(step.seconds.get(p, 0.0) for step in steps) for p in Phase}
         batches, waits = list(self._batches), self._waits
-        # The trainer's thread begins to wait where the host has issued all other work; the phase of the wait begins
-        # where the device is done with it.
+        # The trainer's thread begins to wait when the host has issued all other work. The phase of the wait begins
+        # when the device is done with this work.
         exposed = sum(overlap(mine, wait) for batch in batches for mine in batch.waits for wait in waits)
         self._batches.clear()
         self._waits = []
@@ -296,13 +298,13 @@ class Instruments:
         ]
 
     def _write_trace(self, accelerator: Accelerator, steps: Sequence[StepTimes], spans: Sequence[Span]) -> None:
-        """Bring the spans of traced steps from all ranks to the main one; a collective where there are such steps,
-        which is the same for all ranks."""
+        """Gather the spans of traced steps on the main rank. A collective if there are traced steps, on all ranks
+        alike."""
         first = self.step - len(steps) + 1
         traced = [step for number, step in enumerate(steps, start=first) if number in self._settings.trace_steps]
         if not traced:
             return
-        before = first == self._first_step + 1 and first in self._settings.trace_steps  # the start-up goes with it
+        before = first == self._first_step + 1 and first in self._settings.trace_steps  # with the start-up
         chosen = [
             span
             for span in (*spans, *self._step_spans(steps))
@@ -316,7 +318,8 @@ class Instruments:
             self._write(everywhere)
 
     def _write(self, everywhere: Sequence[tuple[int, float, Sequence[Span]]]) -> None:
-        """Spans by rank and its clock's offset. A disk that is full ends the trace, not the run."""
+        """Write spans, each list with its rank and the offset of its clock. A full disk ends the trace, not the
+        run."""
         starts = [span.started + offset for _, offset, spans in everywhere for span in spans]
         if not starts:
             return
@@ -334,28 +337,28 @@ class Instruments:
             self._trace, self._is_traced = None, False
             return
         if self._trace.full:
-            self._say_once(
+            self._warn_once(
                 f"{path} is full at {self._settings.trace_bytes / 1e6:.0f} MB: later spans are left out "
                 "(`trace_steps` chooses others)"
             )
 
     def _check_utilisation(self, figures: dict[str, float]) -> None:
-        """More than the chip can do is a wrong peak: it is told instead of shown."""
+        """Warn of a utilisation above 1: the peak is wrong, and no utilisation is shown."""
         known = self._flops is not None and self._peak is not None
         if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
-            self._say_once(
-                f"more floating-point operations than {device_name(self._device)!r} can do: its peak is wrong, or the "
-                "passes run behind the clock. No MFU is shown; give `peak_tflops`."
+            self._warn_once(
+                f"more FLOPs than {device_name(self._device)!r} can do: its peak is wrong, or the passes run behind "
+                "the clock. No MFU is shown. Set `peak_tflops`."
             )
 
-    def _say_once(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+    def _warn_once(self, line: str) -> None:
+        if line not in self._warned:
+            self._warned.add(line)
             logger.warning(line)
 
 
 def put_aside(path: Path) -> None:
-    """Give a file that is there a name with a number: what an earlier start has left is not written over."""
+    """Rename an existing file to one with a number, so that the file of an earlier start is kept."""
     if path.exists():
         number = next(n for n in itertools.count(1) if not path.with_stem(f"{path.stem}-{n}").exists())
         path.rename(path.with_stem(f"{path.stem}-{number}"))

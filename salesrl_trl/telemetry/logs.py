@@ -1,6 +1,6 @@
-"""What loggers say: third parties' less what is not to be said, this package's where nobody has set logging up.
+"""Log lines: the format of this package's lines, and a filter for lines of other packages.
 
-Owns the filter and the format of a line; who uses the filter names the phrase. Standard library only.
+Owns no phrase: the user of the filter names it. Standard library only.
 """
 
 import logging
@@ -10,7 +10,7 @@ TIME_FORMAT = "%H:%M:%S"
 
 
 def show_lines() -> None:
-    """Show this package's lines on stderr, unless the program has set up logging of its own."""
+    """Show this package's lines on stderr, unless the program has set up logging itself."""
     package = logging.getLogger("salesrl_trl")
     if package.hasHandlers():
         return
@@ -21,7 +21,7 @@ def show_lines() -> None:
 
 
 class LeaveOut(logging.Filter):
-    """Drops the records that hold a phrase."""
+    """Drops every record that contains a phrase."""
 
     def __init__(self, phrase: str) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from salesrl_trl.names import (
     perf_of,
     time_of,
 )
-from salesrl_trl.telemetry.flops import mfu
+from salesrl_trl.telemetry.peaks import mfu
 
 OPAQUE_PHASES = (Phase.EVALUATION, Phase.CHECKPOINT)
 """An evaluation generates, scores and logs too; all of this counts as evaluation."""
@@ -37,26 +37,26 @@ TIMES = (*(time_of(phase) for phase in Phase), STEP_SECONDS, REWARD_EXPOSED, REW
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """What one rank did over some steps, as it travels between ranks."""
+    """Sums of one rank over some steps, as they travel between ranks."""
 
     phases: Mapping[str, float]
     """Seconds, by the names in `Phase`."""
     steps: int
-    """How many steps."""
+    """Number of steps."""
     makespan: float
-    """Seconds of rewards, from a batch's first call to its last answer, summed over batches."""
+    """Seconds from a batch's first call to its last answer, summed over batches."""
     exposed: float
-    """Seconds of it in which the trainer waited for them."""
+    """Those seconds of the makespan in which the trainer waited."""
     batches: int
     """Batches that were scored."""
     flops: float
-    """Of the policy's forward and backward passes; NaN where it can't be known."""
+    """FLOPs of the policy's forward and backward passes; NaN where unknown."""
     tokens: float
-    """Prompt and completion tokens trained on, padding left out."""
+    """Prompt and completion tokens that were trained on, without padding."""
     samples: float
-    """Completions trained on."""
+    """Completions that were trained on."""
     memory: tuple[float, float, float, float]
-    """By the names in `MEMORY`."""
+    """GiB, by the names in `MEMORY`."""
 
     @property
     def wall(self) -> float:
@@ -88,14 +88,14 @@ class Sums:
 
 
 def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
-    """Seconds a step by phase, and of the rewards a batch; every name in `TIMES`, NaN where nothing was measured.
+    """Seconds per step and phase, and seconds of the rewards per batch: every name in `TIMES`, NaN if not measured.
 
-    Phases are the mean over ranks, which sum to the step. The rewards' figures are those of the rank whose rewards
-    took longest, so that exposed and hidden sum to its makespan, which is `REWARD_SECONDS`.
+    Phases are means over ranks, so that they sum to the step. The rewards' figures belong to the rank whose rewards
+    took longest, so that exposed and hidden sum to its makespan, `REWARD_SECONDS`.
 
     Args:
         ranks (`Sequence[Sums]`):
-            One of each rank, over the same steps.
+            Of each rank, over the same steps.
     """
     steps = ranks[0].steps
     if not steps:
@@ -112,22 +112,22 @@ def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
 
 
 def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, float]:
-    """Throughput of all ranks together, utilisation, and the memory of the fullest rank; every name in `THROUGHPUT`
-    and `MEMORY`, NaN where there is none.
+    """Throughput of all ranks together, utilisation, and the memory of the fullest rank: every name in `THROUGHPUT`
+    and `MEMORY`, NaN where unknown.
 
-    Both utilisations have the same numerator, the floating-point operations that the policy's forward and backward
-    passes need, without recomputation, padding, generation and the other log-probs. `MFU_MODEL` divides by what those
-    passes could have done in their own time, `MFU_STEP` in the time of the whole step.
+    Both utilisations have the same numerator: the FLOPs that the policy's forward and backward passes need, without
+    recomputation, padding, generation and the other log-probs. `MFU_MODEL` divides by the peak over the time of these
+    passes, `MFU_STEP` by the peak over the time of the whole step.
 
     Args:
         ranks (`Sequence[Sums]`):
-            One of each rank, over the same steps.
+            Of each rank, over the same steps.
         peak_flops (`float`, *optional*):
-            Of one device in bf16, in FLOP/s.
+            Peak of one device in bf16, in FLOP/s.
     """
     steps, wall = ranks[0].steps, sum(rank.wall for rank in ranks) / len(ranks)
     figures = dict.fromkeys((*THROUGHPUT, *MEMORY), math.nan)
-    # NaN where there is no GPU: max() of NaNs would be whichever comes first
+    # Without a GPU there are NaNs, and max() of NaNs would be the first of them.
     for index, name in enumerate(MEMORY):
         known = [rank.memory[index] for rank in ranks if not math.isnan(rank.memory[index])]
         figures[name] = max(known, default=math.nan)
@@ -142,13 +142,14 @@ def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, f
     figures[SAMPLES_PER_SECOND] = sum(rank.samples for rank in ranks) / wall
     flops = sum(rank.flops for rank in ranks) / len(ranks)
     figures[MFU_MODEL] = mfu(flops, seconds[Phase.FORWARD] + seconds[Phase.BACKWARD], peak_flops)
-    if not math.isnan(figures[MFU_MODEL]):  # a peak that can't be is one for neither
+    if not math.isnan(figures[MFU_MODEL]):  # An impossible peak gives neither figure.
         figures[MFU_STEP] = mfu(flops, wall, peak_flops)
     return figures
 
 
 def added(ranks: Sequence[Sums], more: Sequence[Sums]) -> list[Sums]:
-    """Sums over two stretches of steps, rank by rank; memory is the later one's, its peak the larger."""
+    """Sums over two stretches of steps, rank by rank. Memory is that of the later one, with the larger peak of
+    both."""
     return [
         Sums(
             phases={phase: one.phases[phase] + two.phases[phase] for phase in Phase},

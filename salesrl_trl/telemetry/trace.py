@@ -1,7 +1,7 @@
-"""The run as a Chrome trace, to be opened in https://ui.perfetto.dev or chrome://tracing.
+"""The run as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
-Owns the file's format, its size, and which track a span is drawn on. The file is a valid JSON array after every write,
-so that a run that was cut off leaves a trace that can be read.
+Owns the file's format and size, and the track of each span. The file is a valid JSON array after every write, so that
+the trace of a run that was cut off can be read.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -12,28 +12,29 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from salesrl_trl.timing import PHASES_TRACK, Span
 
 REWARDS_PROCESS = 100_000
-"""Added to a rank for the process under which its rewards' tracks stand."""
+"""Number of the process with the tracks of a rank's rewards: this plus the rank."""
+STEPS_TRACK = "steps"
+"""Track with one span for each step."""
 _TAIL = b"\n]\n"
 
 
 class TraceWriter:
     """Writes spans of all ranks into one file.
 
-    Each rank is a process of the trace with one track of phases and one of steps; each place in a batch of rewards has
-    tracks of its own under a second process.
+    Each rank is a process of the trace, with a track of phases and a track of steps. A second process has tracks for
+    each place in a batch of rewards.
 
     Args:
         path (`Path`):
-            The file. One that is there is replaced.
+            The file. An existing file is replaced.
         max_bytes (`int`):
-            Largest size. Spans beyond it are left out, and the trace says so.
+            Largest size. Spans beyond it are left out, with a note in the trace.
         origin (`float`):
-            Where the trace's time begins, on the scale that all ranks share, in seconds.
+            Time at which the trace begins, in seconds, on the scale that all ranks share.
     """
 
     def __init__(self, path: Path, max_bytes: int, origin: float) -> None:
@@ -63,14 +64,14 @@ class TraceWriter:
 
         Args:
             rank (`int`):
-                Whose they are.
+                The rank of these spans.
             spans (`Iterable[Span]`):
                 In any order.
             clock_offset (`float`, *optional*, defaults to `0.0`):
-                What to add to the rank's `time.perf_counter` for a scale that all ranks share, in seconds.
+                Seconds to add to the rank's `time.perf_counter`, for the scale that all ranks share.
 
         Raises:
-            `OSError`: it could not be written. The file holds what it held before.
+            `OSError`: the file can't be written. Its content is as before.
         """
         events: list[str] = []
         for span in spans:
@@ -78,7 +79,7 @@ class TraceWriter:
             name = self._names.get(span.name) or self._names.setdefault(span.name, _json(span.name))
             started, seconds = span.started + clock_offset - self._origin, span.seconds
             failed = ',"cname":"terrible","args":{"failed":true}' if span.failed else ""
-            # written by hand: there are hundreds in a step, and json.dumps takes five times as long
+            # without json.dumps, which takes five times as long: a step has hundreds of spans
             events.append(
                 f'{{"name":{name},"ph":"X","pid":{process},"tid":{track},"ts":{started * 1e6:.1f},'
                 f'"dur":{seconds * 1e6:.1f}{failed}}}'
@@ -86,7 +87,7 @@ class TraceWriter:
         self._append(events)
 
     def close(self) -> None:
-        """No more is written. The file is whole already."""
+        """Close the file. It is complete after every write."""
         self._file.close()
 
     def _place(self, rank: int, track: str, events: list[str]) -> tuple[int, int]:
@@ -120,7 +121,7 @@ class TraceWriter:
         self._empty = False
 
     def _replace_tail(self, position: int, content: bytes) -> None:
-        """Write from `position` on, or leave the file as it was: what is full is the disk, not what it holds."""
+        """Write from `position` on. Where the disk is full, leave the file as it was."""
         self._file.seek(position)
         try:
             written = self._file.write(content)
@@ -133,16 +134,12 @@ class TraceWriter:
             raise
 
 
-STEPS_TRACK = "steps"
-"""One span for each step."""
-
-
 _FULL = '{"name":"the trace is full","ph":"i","s":"g","pid":0,"tid":0,"ts":0}'
 
 
-def _about(what: str, process: int, track: int, **arguments: Any) -> str:
-    return _json({"name": what, "ph": "M", "pid": process, "tid": track, "args": arguments})
+def _about(event: str, process: int, track: int, **arguments: str | int) -> str:
+    return _json({"name": event, "ph": "M", "pid": process, "tid": track, "args": arguments})
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

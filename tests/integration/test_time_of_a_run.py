@@ -139,7 +139,7 @@ def test_more_than_the_chip_can_do_is_told_instead_of_shown(scripted_trainer, se
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
         trainer.train()
     assert [logs[MFU_MODEL] for logs in step_logs(trainer)] == [None, None]
-    assert sum("more floating-point operations than 'cpu' can do" in each.message for each in caplog.records) == 1
+    assert sum("more FLOPs than 'cpu' can do" in each.message for each in caplog.records) == 1
 
 
 def test_throughput_is_logged_as_often_as_is_set_and_over_all_steps_since(scripted_trainer, services, instruments):

@@ -24,15 +24,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from salesrl_trl.telemetry.flops import (
-    PEAK_BF16_FLOPS,
-    ModelFlops,
-    UnknownFlops,
-    attention_pairs,
-    mfu,
-    model_flops,
-    peak_bf16_flops,
-)
+from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, attention_pairs, model_flops
+from salesrl_trl.telemetry.peaks import PEAK_BF16_FLOPS, mfu, peak_bf16_flops
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 3, 64, 96, 4, 2, 160
 SIZES = {
@@ -362,8 +355,8 @@ UNKNOWN = {
     "no head": (lambda: llama().model, "no output head"),
     "matrix in no linear": (with_other_matrix, "Bilinear"),
     "matrix in no linear under zero-3": (with_other_matrix_under_zero_3, "Bilinear"),
-    "unknown projections": (with_other_names, "by any name that is known"),
-    "packed weights": (lambda: packed(llama(), {*ATTENTION}), "by any name that is known"),
+    "unknown projections": (with_other_names, "with a name in `QKV`"),
+    "packed weights": (lambda: packed(llama(), {*ATTENTION}), "with a name in `QKV`"),
     "lora on packed weights": (lambda: packed(lora(llama()), {"base_layer"}), "sits on a Packed"),
     "dora": (lambda: lora(llama(), use_dora=True), "DoRA"),
     "lora on the embedding": (lambda: lora(llama(), (*ALL_LINEAR, "embed_tokens")), "holds a matrix"),
