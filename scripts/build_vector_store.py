@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from salesrl_trl.demo.services.index import load_documents
+from salesrl_trl.data.knowledge import load_documents
 from salesrl_trl.errors import ConfigError, DataError, ServiceError
 from salesrl_trl.reward.rag.embedding import SERVICE, Embedder
 from salesrl_trl.reward.rag.vector_store import StoredDocument, has_table, write_table

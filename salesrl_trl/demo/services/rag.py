@@ -17,7 +17,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from salesrl_trl.demo.services.echo import EchoRequestId
-from salesrl_trl.demo.services.index import KnowledgeIndex, is_chinese, sentences, words
+from salesrl_trl.demo.services.index import KnowledgeIndex
+from salesrl_trl.demo.services.language import is_chinese, sentences, words
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.fencing import fence
 from salesrl_trl.types import Passage

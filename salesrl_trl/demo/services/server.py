@@ -25,10 +25,12 @@ import uvicorn
 from fastapi import FastAPI
 
 import salesrl_trl.data.demo
-from salesrl_trl.demo.services.index import KnowledgeIndex, load_documents
-from salesrl_trl.demo.services.judge import create_judge_app, load_terms
+from salesrl_trl.data.knowledge import load_documents
+from salesrl_trl.demo.services.index import KnowledgeIndex
+from salesrl_trl.demo.services.judge import create_judge_app
 from salesrl_trl.demo.services.launcher import ServiceAddresses
 from salesrl_trl.demo.services.rag import ChatWriter, ExtractiveWriter, Writer, create_rag_app
+from salesrl_trl.demo.services.rubric import load_terms
 from salesrl_trl.errors import ConfigError, SalesRLError
 
 DEFAULT_RAG_PORT = 8801

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.checks import build_object
-from salesrl_trl.demo.services.index import load_documents
+from salesrl_trl.data.knowledge import load_documents
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import load_rubrics, packaged_rubrics

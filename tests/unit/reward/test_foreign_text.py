@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.seconds import check_seconds
 
-from salesrl_trl.demo.services.index import words
-from salesrl_trl.demo.services.judge import content_words
+from salesrl_trl.demo.services.language import words
+from salesrl_trl.demo.services.rubric import content_words
 from salesrl_trl.errors import BadServiceResponse, JudgeInvalid
 from salesrl_trl.fencing import neutralise
 from salesrl_trl.reward.empty_answers import is_hollow

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import salesrl_trl.data.demo
-from salesrl_trl.demo.services.judge import (
+from salesrl_trl.demo.services.rubric import (
     ProtectedTerms,
     content_words,
     coverage,
@@ -236,7 +236,7 @@ def test_scores_lie_between_0_and_1_and_repeat(one: str, other: str, branch: str
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        pytest.param("{", "cannot read the protected terms", id="no-json"),
+        pytest.param("{", "the protected terms .* can't be read", id="no-json"),
         pytest.param("[]", "got another form", id="no-object"),
         pytest.param('{"zh": [], "en": []}', "got another form", id="no-patterns"),
         pytest.param(json.dumps(TERMS_JSON | {"en": "woman"}), "missing or holds no texts", id="no-list"),

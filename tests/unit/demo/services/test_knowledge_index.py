@@ -12,18 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import salesrl_trl.data.demo
-from salesrl_trl.demo.services import index as index_module
+from salesrl_trl.data.knowledge import Document, load_documents
+from salesrl_trl.demo.services import language
 from salesrl_trl.demo.services.index import (
     BM25_B,
     BM25_K1,
     GROUPS,
-    Document,
     KnowledgeIndex,
-    is_chinese,
-    load_documents,
-    sentences,
-    words,
 )
+from salesrl_trl.demo.services.language import is_chinese, sentences, words
 from salesrl_trl.errors import DataError
 
 FRUIT = KnowledgeIndex([Document(id="a", text="apple"), Document(id="p", text="pear")])
@@ -70,7 +67,7 @@ def test_overlapping_words_hold_the_parts_of_a_long_one() -> None:
 
 
 def test_chinese_is_cut_into_bigrams_without_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "HAS_RJIEBA", False)
+    monkeypatch.setattr(language, "HAS_RJIEBA", False)
     # Pairs of neighbours: 数据, 据分, 分析; Latin words are cut as ever.
     assert words("Python数据分析") == ["python", "数据", "据分", "分析"]
     documents = [Document(id="1", text="数据分析课程的价格"), Document(id="2", text="上课时间在晚上")]

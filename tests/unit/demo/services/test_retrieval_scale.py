@@ -15,7 +15,9 @@ from typing import NamedTuple
 import bm25s
 import pytest
 
-from salesrl_trl.demo.services.index import Document, KnowledgeIndex, bigrams
+from salesrl_trl.data.knowledge import Document
+from salesrl_trl.demo.services.index import KnowledgeIndex
+from salesrl_trl.demo.services.language import bigrams
 from salesrl_trl.types import Passage
 
 SEED = 20_000
