@@ -1,89 +1,111 @@
-"""Builds the demo conversations, their annotator drafts and their careful actions with one seeded generator."""
+"""Builds the demo's conversations, their careful actions and the annotators' drafts, from one random generator.
+
+The texts come from `phrases.yaml`, `attributes.yaml` and `topics.yaml`. Each draw changes all that follow it: with the
+same texts and the same order of draws, the data is the same.
+"""
 
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from demo_content import phrases
-from demo_content.courses import COURSES, Course
-from demo_content.knowledge import LANGS, document_id
-from demo_content.topics import TOPIC_WORDS, TOPICS, canonical_query
+from demo_content import COMMA, LANGS, read
+from demo_content.knowledge import COURSES, TOPICS, Course, canonical_query, document_id
 
 BRANCHES = ("fairness", "hallucination")
 MAX_CONVERSATION = {"zh": 70, "en": 45}
 MAX_ACTION = {"zh": 40, "en": 25}
 DRAFTS_PER_ROW = 4
 CAREFUL_SHARE = {"user_profile": 0.45, "rewritten_query": 0.40, "history_summary": 0.45}
-HELD_OUT_CORE_EVERY = 5
-COMMA = {"zh": "，", "en": ", "}
+HELD_OUT_QUESTION_EVERY = 5
 NOUN_JOBS_ZH = {"上班族", "程序员", "自由职业"}
+ADULT = (18, 75)
+"""Ages of an attribute that fits every age."""
+PHRASES = read("phrases.yaml")
+_ATTRIBUTES = read("attributes.yaml")
 
 Action = dict[str, str]
 Message = dict[str, str]
 
 
+@dataclass(frozen=True)
+class Attribute:
+    """A protected attribute, and what else can be true of the same person."""
+
+    category: str
+    surface: str
+    clause: str
+    audience: str
+    gender: str = ""
+    ages: tuple[int, int] = ADULT
+    no_job: bool = False
+
+
+ATTRIBUTES = {lang: [Attribute(**each) for each in _ATTRIBUTES["attributes"][lang]] for lang in LANGS}
+
+
 def normalise(text: str) -> str:
-    """Lower-case a text and drop punctuation and space, to compare customer messages."""
+    """A text in lower case, without punctuation and space, to compare messages."""
     return re.sub(r"[\W_]+", "", text.lower())
 
 
 def length(text: str, lang: str) -> int:
-    """Count English words, or Chinese characters with each run of Latin letters or digits as one."""
-    if lang == "en":
-        return len(text.split())
-    return len(re.findall(r"[\u4e00-\u9fff]|[A-Za-z0-9]+", text))
+    """The number of English words, or of Chinese characters with each run of Latin letters or digits as one."""
+    return len(text.split()) if lang == "en" else len(re.findall(r"[\u4e00-\u9fff]|[A-Za-z0-9]+", text))
 
 
 def figures(text: str) -> set[str]:
-    """Return the figures of a text; digits inside a word such as N2 are part of a name."""
+    """The figures of a text. Digits inside a word, such as N2, belong to a name."""
     return set(re.findall(r"(?<![A-Za-z0-9])\d+", text))
 
 
 @dataclass
 class Case:
-    """What one conversation is about: chosen before any sentence is written."""
+    """The matter of one conversation. It is chosen before any sentence is written."""
 
     lang: str
     branch: str
     topic: str
     course: Course
-    attributes: list[phrases.Attribute] = field(default_factory=list)
+    attributes: list[Attribute] = field(default_factory=list)
     job: str = ""
     free: str = ""
     goal: str = ""
 
     @property
+    def name(self) -> str:
+        """The course's name."""
+        return self.course["name"][self.lang]  # type: ignore[no-any-return]
+
+    @property
     def needs(self) -> list[str]:
-        """Return the need details, none of them protected, as they occur in the conversation."""
+        """The needs as the conversation says them. None is protected."""
         return [part for part in (self.job, self.free, self.goal) if part]
 
+    @property
+    def attribute_text(self) -> str:
+        """The clauses of the attributes, joined."""
+        clauses = [each.clause for each in self.attributes]
+        if self.lang == "en":
+            return " and ".join(clauses)
+        return "我" + "，".join(clause.removeprefix("我") for clause in clauses)
 
-class Novelty:
-    """Remembers customer messages and questions, so that none occurs twice in the data set."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def accept(self, texts: list[str]) -> bool:
-        """Record the texts when all are new; otherwise record nothing and return False."""
-        keys = {normalise(text) for text in texts}
-        if keys & self._seen:
-            return False
-        self._seen |= keys
-        return True
+    def draw(self, phrases: str, rng: random.Random) -> str:
+        """One of the phrases of this name."""
+        return rng.choice(PHRASES[phrases][self.lang])
 
 
-def _age_attribute(lang: str, ages: tuple[int, int], rng: random.Random) -> phrases.Attribute:
-    age = rng.choice([value for value in phrases.AGES if ages[0] <= value <= ages[1]])
-    surface, clause = rng.choice(phrases.AGE_CLAUSES[lang])
-    audience = next(name for limit, name in phrases.AGE_AUDIENCES[lang] if age <= limit)
-    return phrases.Attribute("age", surface.format(n=age), clause.format(n=age), audience, "", (age, age))
+# The case
 
 
-def _fits(first: phrases.Attribute, second: phrases.Attribute) -> bool:
+def _age(lang: str, ages: tuple[int, int], rng: random.Random) -> Attribute:
+    age = rng.choice([each for each in _ATTRIBUTES["ages"] if ages[0] <= each <= ages[1]])
+    said = {name: text.format(n=age) for name, text in rng.choice(_ATTRIBUTES["age_clauses"][lang]).items()}
+    audience = next(each["audience"] for each in _ATTRIBUTES["age_audiences"][lang] if age <= each["up_to"])
+    return Attribute("age", audience=audience, ages=(age, age), **said)
+
+
+def _fits(first: Attribute, second: Attribute) -> bool:
     if first.category == second.category or {first.gender, second.gender} == {"f", "m"}:
         return False
     if "gender" in (first.category, second.category) and first.gender and second.gender:
@@ -91,20 +113,18 @@ def _fits(first: phrases.Attribute, second: phrases.Attribute) -> bool:
     return max(first.ages[0], second.ages[0]) <= min(first.ages[1], second.ages[1])
 
 
-def _pick_attributes(lang: str, course: Course, rng: random.Random) -> list[phrases.Attribute]:
-    """Draw one or two attributes that can belong to one person."""
-    pool = [item for item in phrases.ATTRIBUTES[lang] if not (course.physical and item.category == "disability")]
-    category = rng.choice(sorted({item.category for item in pool} - {"age"}))
-    first = rng.choice([item for item in pool if item.category == category])
+def _pick_attributes(lang: str, course: Course, rng: random.Random) -> list[Attribute]:
+    """One or two attributes that one person can have."""
+    pool = [each for each in ATTRIBUTES[lang] if not (course.get("physical") and each.category == "disability")]
+    category = rng.choice(sorted({each.category for each in pool} - {"age"}))
+    first = rng.choice([each for each in pool if each.category == category])
     kind = rng.random()
     if kind < 0.2:
-        return [_age_attribute(lang, (18, 75), rng)]
+        return [_age(lang, ADULT, rng)]
     if kind < 0.5:
         return [first]
-    if kind < 0.75:
-        chosen = [_age_attribute(lang, first.ages, rng), first]
-    else:
-        chosen = [first, rng.choice([item for item in pool if _fits(first, item)])]
+    other = _age(lang, first.ages, rng) if kind < 0.75 else rng.choice([each for each in pool if _fits(first, each)])
+    chosen = [other, first] if kind < 0.75 else [first, other]
     rng.shuffle(chosen)
     return chosen
 
@@ -114,214 +134,184 @@ def _pick_case(lang: str, branch: str, topic: str, course: Course, rng: random.R
     if branch == "fairness":
         case.attributes = _pick_attributes(lang, course, rng)
     figured = rng.random() < (0.65 if branch == "hallucination" else 0.2)
-    times = phrases.FIGURED_TIMES if figured else phrases.FREE_TIMES
     with_free = figured or rng.random() < 0.6
-    case.free = rng.choice(times[lang]) if with_free else ""
+    case.free = case.draw("figured_times" if figured else "free_times", rng) if with_free else ""
     with_goal = not with_free or (branch == "hallucination" and rng.random() < 0.5)
-    case.goal = rng.choice(phrases.GOALS[lang]) if with_goal else ""
-    if not any(item.no_job for item in case.attributes) and rng.random() < 0.92:
-        case.job = rng.choice(phrases.JOBS[lang])
+    case.goal = case.draw("goals", rng) if with_goal else ""
+    if not any(each.no_job for each in case.attributes) and rng.random() < 0.92:
+        case.job = case.draw("jobs", rng)
     return case
 
 
-def _join_clauses_zh(clauses: list[str]) -> str:
-    bare = [clause.removeprefix("我") for clause in clauses]
-    return "我" + "，".join(bare)
-
-
-def _attribute_text(case: Case) -> str:
-    clauses = [item.clause for item in case.attributes]
-    return _join_clauses_zh(clauses) if case.lang == "zh" else " and ".join(clauses)
+# The conversation
 
 
 def _first_zh(case: Case, with_attributes: bool, with_free: bool, rng: random.Random) -> str:
-    parts = [_attribute_text(case)] if with_attributes else []
+    parts = [case.attribute_text] if with_attributes else []
     if case.job:
         prefix = "" if parts else ("我是" if case.job in NOUN_JOBS_ZH else "我")
         parts.append(prefix + case.job)
-    if with_free and case.free:
-        parts.append(case.free)
-    if case.goal:
-        parts.append(case.goal)
-    sentence = rng.choice(phrases.COURSE_SENTENCES["zh"]).format(c=case.course.name["zh"])
-    return rng.choice(phrases.GREETINGS["zh"]) + "".join(f"{part}，" for part in parts) + sentence
-
-
-def _article(noun: str) -> str:
-    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+    parts += [part for part in (case.free if with_free else "", case.goal) if part]
+    sentence = case.draw("course_sentences", rng).format(c=case.name)
+    return case.draw("greetings", rng) + "".join(f"{part}，" for part in parts) + sentence
 
 
 def _first_en(case: Case, with_attributes: bool, with_free: bool, rng: random.Random) -> str:
-    sentences = [f"I'm {_attribute_text(case)}."] if with_attributes else []
-    background = ([_article(case.job)] if case.job else []) + ([case.free] if with_free and case.free else [])
-    if background:
-        sentences.append(f"I'm {', '.join(background)}.")
+    job = f"an {case.job}" if case.job[:1] in tuple("aeiou") else f"a {case.job}"
+    background = [part for part in (job if case.job else "", case.free if with_free else "") if part]
+    sentences = [f"I'm {case.attribute_text}."] if with_attributes else []
+    sentences += [f"I'm {', '.join(background)}."] if background else []
     goal = f" {case.goal}" if case.goal else ""
-    sentence = rng.choice(phrases.COURSE_SENTENCES["en"])
-    sentences.append(sentence.format(c=case.course.name["en"], g=goal))
-    return " ".join([rng.choice(phrases.GREETINGS["en"]), *sentences]).strip()
+    sentences.append(case.draw("course_sentences", rng).format(c=case.name, g=goal))
+    return " ".join([case.draw("greetings", rng), *sentences]).strip()
 
 
-def _first(case: Case, with_attributes: bool, with_free: bool, rng: random.Random) -> str:
-    build = _first_zh if case.lang == "zh" else _first_en
-    return build(case, with_attributes, with_free, rng)
-
-
-def _question(case: Case, cores: list[str], with_attributes: bool, rng: random.Random) -> tuple[str, str]:
-    """Return the bare question and the last message, which may also mention the attributes."""
-    lang = case.lang
-    opener, core, tail = rng.choice(phrases.OPENERS[lang]), rng.choice(cores), rng.choice(phrases.TAILS[lang])
-    mark = "？" if lang == "zh" else "?"
+def _question(case: Case, questions: list[str], with_attributes: bool, rng: random.Random) -> tuple[str, str]:
+    """The bare question, and the last message, which may name the attributes too."""
+    opener, core, tail = case.draw("openers", rng), rng.choice(questions), case.draw("tails", rng)
+    mark, space = ("？", "") if case.lang == "zh" else ("?", " ")
     question = opener + core + mark + ("" if with_attributes else tail)
     question = question[:1].upper() + question[1:]
     if not with_attributes:
         return question, question
-    mention = rng.choice(phrases.ATTRIBUTE_SENTENCES[lang]["last"]).format(a=_attribute_text(case))
-    return question, question + ("" if lang == "zh" else " ") + mention
+    return question, question + space + case.draw("attribute_sentences", rng).format(a=case.attribute_text)
 
 
-def _middle(case: Case, rng: random.Random) -> str:
-    opener = rng.choice(phrases.MIDDLE_OPENERS[case.lang])
-    sentence = rng.choice(phrases.MIDDLE_SENTENCES[case.lang]).format(x=case.free)
-    return f"{opener}{sentence}" if case.lang == "zh" else f"{opener} {sentence}".strip()
-
-
-def _conversation(case: Case, cores: list[str], rng: random.Random) -> tuple[list[Message], str]:
-    """Write one conversation of 1, 3 or 5 messages; also return its bare question."""
-    lang, kind = case.lang, rng.random()
+def _conversation(case: Case, questions: list[str], rng: random.Random) -> tuple[list[Message], str]:
+    """A conversation of 1, 3 or 5 messages, and its bare question."""
+    kind, space = rng.random(), "" if case.lang == "zh" else " "
     five = kind < 0.12 and bool(case.free)
     one = not five and kind < 0.22
     late = bool(case.attributes) and not one and rng.random() < 0.2
-    first = _first(case, bool(case.attributes) and not late, not five, rng)
-    question, last = _question(case, cores, late, rng)
-    texts = [first]
-    if one:
-        texts = [first + ("" if lang == "zh" else " ") + last]
-    else:
-        texts.append(rng.choice(phrases.SELLER_FIRST[lang]))
-        if five:
-            texts += [_middle(case, rng), rng.choice(phrases.SELLER_SECOND[lang])]
+    begin = _first_zh if case.lang == "zh" else _first_en
+    first = begin(case, bool(case.attributes) and not late, not five, rng)
+    question, last = _question(case, questions, late, rng)
+    texts = [first + space + last] if one else [first, case.draw("seller_first", rng)]
+    if five:
+        opener, sentence = case.draw("middle_openers", rng), case.draw("middle_sentences", rng)
+        texts += [f"{opener}{space}{sentence.format(x=case.free)}".strip(), case.draw("seller_second", rng)]
+    if not one:
         texts.append(last)
     roles = ("customer", "seller")
     return [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)], question
 
 
-def conversation_length(conversation: list[Message], lang: str) -> int:
-    """Return the length of all messages together."""
-    return sum(length(message["content"], lang) for message in conversation)
-
-
-def _write_conversation(
-    case_of: Callable[[], Case], cores: list[str], novelty: Novelty, rng: random.Random
+def _write(
+    plan: tuple[str, str, str, Course], questions: list[str], used: set[str], rng: random.Random
 ) -> tuple[Case, list[Message]]:
-    """Draw cases until a conversation is short enough and says nothing said before."""
+    """A short conversation in which the customer says nothing that was said before. Adds its messages to `used`."""
     for _ in range(500):
-        case = case_of()
-        conversation, question = _conversation(case, cores, rng)
-        if conversation_length(conversation, case.lang) > MAX_CONVERSATION[case.lang]:
+        case = _pick_case(*plan, rng)
+        conversation, question = _conversation(case, questions, rng)
+        if sum(length(each["content"], case.lang) for each in conversation) > MAX_CONVERSATION[case.lang]:
             continue
-        customer = [message["content"] for message in conversation if message["role"] == "customer"]
-        if novelty.accept([*customer, question]):
+        said = {normalise(each["content"]) for each in conversation if each["role"] == "customer"}
+        said.add(normalise(question))
+        if not said & used:
+            used |= said
             return case, conversation
-    raise RuntimeError("no new conversation found; the phrase tables are too small")
+    raise RuntimeError("no new conversation in 500 draws: there are too few phrases. Add some.")
 
 
-def _unclaimed(options: list[str], conversation: list[Message], rng: random.Random) -> str:
-    """Draw an invented phrase whose figures the conversation does not contain."""
-    known = figures(" ".join(message["content"] for message in conversation))
-    return rng.choice([option for option in options if not figures(option) & known])
+# The actions
 
 
 def _careful_summary(case: Case, rng: random.Random) -> str:
-    return rng.choice(phrases.SUMMARY_CAREFUL[case.lang]).format(c=case.course.name[case.lang])
+    return case.draw("summary_careful", rng).format(c=case.name)
 
 
-def careful_action(case: Case, rng: random.Random) -> Action:
-    """Return the action of an annotator who was careful in all three fields."""
+def _careful_action(case: Case, rng: random.Random) -> Action:
+    """The action of an annotator who was careful in all three fields."""
     return {
         "user_profile": COMMA[case.lang].join(case.needs),
-        "rewritten_query": canonical_query(case.course.name[case.lang], case.topic, case.lang),
+        "rewritten_query": canonical_query(case.lang, case.course, case.topic),
         "history_summary": _careful_summary(case, rng),
     }
 
 
+def _invented(phrases: str, case: Case, conversation: list[Message], rng: random.Random) -> str:
+    """A phrase whose figures the conversation does not have."""
+    known = figures(" ".join(each["content"] for each in conversation))
+    return rng.choice([each for each in PHRASES[phrases][case.lang] if not figures(each) & known])
+
+
 def _careless_profile(case: Case, conversation: list[Message], rng: random.Random) -> str:
     if case.branch == "fairness":
-        surfaces = [item.surface for item in case.attributes]
+        surfaces = [each.surface for each in case.attributes]
         parts = surfaces + case.needs if rng.random() < 0.6 else case.needs + surfaces
         return COMMA[case.lang].join(parts)
-    invented = _unclaimed(phrases.PROFILE_INVENTED[case.lang], conversation, rng)
-    return COMMA[case.lang].join([*case.needs[:2], invented])
+    return COMMA[case.lang].join([*case.needs[:2], _invented("profile_invented", case, conversation, rng)])
 
 
 def _careless_query(case: Case, rng: random.Random) -> str:
-    lang, kind, name = case.lang, rng.random(), case.course.name[case.lang]
+    kind = rng.random()
     if kind < 0.5:
-        return TOPIC_WORDS[case.topic][lang]
+        return TOPICS[case.topic]["word"][case.lang]  # type: ignore[no-any-return]
     if kind < 0.75:
-        return name
+        return case.name
     if case.attributes and rng.random() < 0.75:
-        item = rng.choice(case.attributes)
-        return rng.choice(phrases.QUERY_AUDIENCE[lang]).format(c=name, aud=item.audience, surface=item.surface)
-    return rng.choice(phrases.QUERY_GENERIC[lang]).format(c=name)
-
-
-def _careless_summary(case: Case, conversation: list[Message], rng: random.Random) -> str:
-    invented = _unclaimed(phrases.SUMMARY_INVENTED[case.lang], conversation, rng)
-    return COMMA[case.lang].join([_careful_summary(case, rng), invented])
+        each = rng.choice(case.attributes)
+        return case.draw("query_audience", rng).format(c=case.name, aud=each.audience, surface=each.surface)
+    return case.draw("query_generic", rng).format(c=case.name)
 
 
 def _draft(case: Case, conversation: list[Message], rng: random.Random) -> Action:
-    draft = careful_action(case, rng)
+    draft = _careful_action(case, rng)
     if rng.random() >= CAREFUL_SHARE["user_profile"]:
         draft["user_profile"] = _careless_profile(case, conversation, rng)
     if rng.random() >= CAREFUL_SHARE["rewritten_query"]:
         draft["rewritten_query"] = _careless_query(case, rng)
     if rng.random() >= CAREFUL_SHARE["history_summary"]:
-        draft["history_summary"] = _careless_summary(case, conversation, rng)
+        invented = _invented("summary_invented", case, conversation, rng)
+        draft["history_summary"] = COMMA[case.lang].join([_careful_summary(case, rng), invented])
     return draft
-
-
-def action_length(action: Action, lang: str) -> int:
-    """Return the length of the three fields together."""
-    return sum(length(value, lang) for value in action.values())
 
 
 def _drafts(case: Case, conversation: list[Message], rng: random.Random) -> list[Action]:
     drafts: list[Action] = []
     while len(drafts) < DRAFTS_PER_ROW:
         draft = _draft(case, conversation, rng)
-        if action_length(draft, case.lang) <= MAX_ACTION[case.lang]:
+        if sum(length(text, case.lang) for text in draft.values()) <= MAX_ACTION[case.lang]:
             drafts.append(draft)
     return drafts
 
 
+# The rows
+
+
 def _plan(rows: int, rng: random.Random) -> list[tuple[str, str, str, Course]]:
-    """Spread rows evenly over languages, branches, topics and courses."""
-    plan = []
+    """Language, branch, topic and course of each row, spread evenly."""
+    plan, topics = [], list(TOPICS)
     cells = [(lang, branch) for lang in LANGS for branch in BRANCHES]
     for lang, branch in cells:
-        offset = rng.randrange(len(TOPICS) * len(COURSES))
+        offset = rng.randrange(len(topics) * len(COURSES))
         for index in range(offset, offset + rows // len(cells)):
-            plan.append((lang, branch, TOPICS[index % len(TOPICS)], COURSES[index % len(COURSES)]))
+            plan.append((lang, branch, topics[index % len(topics)], COURSES[index % len(COURSES)]))
     rng.shuffle(plan)
     return plan
 
 
-def _cores(lang: str, topic: str, split: str, index: int) -> list[str]:
-    cores = phrases.QUESTIONS[topic][lang]
-    if split == "heldout" and index % HELD_OUT_CORE_EVERY == 0:
-        return cores[-phrases.HELD_OUT_CORES :]
-    return cores[: -phrases.HELD_OUT_CORES]
+def build_split(split: str, rows: int, used: set[str], serial: int, rng: random.Random) -> list[dict[str, Any]]:
+    """The rows of a split.
 
-
-def build_split(split: str, rows: int, novelty: Novelty, serial: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Build the rows of one split; serial is the number of rows built before it."""
+    Args:
+        split (`str`):
+            `"train"` or `"heldout"`.
+        rows (`int`):
+            Number of rows.
+        used (`set[str]`):
+            Messages and questions of customers, normalised, that may not come again. Grows by those of the split.
+        serial (`int`):
+            Number of rows built before.
+        rng (`random.Random`):
+            Draws everything.
+    """
     built = []
-    for index, (lang, branch, topic, course) in enumerate(_plan(rows, rng)):
-        cores = _cores(lang, topic, split, index)
-        case_of = partial(_pick_case, lang, branch, topic, course, rng)
-        case, conversation = _write_conversation(case_of, cores, novelty, rng)
+    for index, plan in enumerate(_plan(rows, rng)):
+        lang, branch, topic, course = plan
+        held_out = split == "heldout" and index % HELD_OUT_QUESTION_EVERY == 0
+        questions = TOPICS[topic]["held_out_questions" if held_out else "questions"][lang]
+        case, conversation = _write(plan, questions, used, rng)
         row: dict[str, Any] = {
             "id": f"{split}-{index + 1:04d}",
             "lang": lang,
@@ -331,13 +321,13 @@ def build_split(split: str, rows: int, novelty: Novelty, serial: int, rng: rando
             "account_id": f"a{rng.randint(1, 12):02d}",
             "message_id": f"m{10 * (serial + index) + 10001 + rng.randrange(10)}",
             "conversation": conversation,
-            "document_ids": [document_id(lang, course.slug, topic)],
-            "protected_attributes": [item.surface for item in case.attributes],
+            "document_ids": [document_id(lang, course, topic)],
+            "protected_attributes": [each.surface for each in case.attributes],
             "topic": topic,
-            "course": course.slug,
+            "course": course["slug"],
         }
         if split == "train":
             row["draft_actions"] = _drafts(case, conversation, rng)
-        row["careful_action"] = careful_action(case, rng)
+        row["careful_action"] = _careful_action(case, rng)
         built.append(row)
     return built
