@@ -205,7 +205,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         take_over_the_console(
             self,
             StepLine(args.branches, reward.provider_names, functools.partial(self._ledger.failures, "train")),
-            HeldOut(args.branches, Path(args.output_dir)),
+            HeldOut(args.branches, Path(args.output_dir), self._ledger.drain_eval_rewards, self.num_generations_eval),
             ScalarLayout(args.branches, banded, self.callback_handler.callbacks),
         )
         self.add_callback(

@@ -1,11 +1,14 @@
 """The full evaluations of the held-out rows: a line each, their file, and the first beside the last.
 
-Owns the wording and the file. The figures are those that the trainer has logged.
+Owns the wording, the file, and the standard error of a change. The figures are those that the trainer has logged.
 """
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -27,12 +30,24 @@ class HeldOut(TrainerCallback):
             Branch names.
         output_dir (`Path`):
             Folder of `held_out.json`.
+        drain_rewards (`Callable[[], Sequence[float]]`):
+            The rewards of an evaluation's completions in their order, NaN where there is none.
+        num_generations (`int`):
+            Completions of a row. They are neighbours.
     """
 
-    def __init__(self, branches: Sequence[str], output_dir: Path) -> None:
+    def __init__(
+        self,
+        branches: Sequence[str],
+        output_dir: Path,
+        drain_rewards: Callable[[], Sequence[float]],
+        num_generations: int,
+    ) -> None:
         self._branches = branches
         self._output_dir = output_dir
-        self._evaluations: list[tuple[int, Figures]] = []
+        self._drain_rewards = drain_rewards
+        self._num_generations = num_generations
+        self._evaluations: list[_Evaluation] = []
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
@@ -42,23 +57,71 @@ class HeldOut(TrainerCallback):
             **{branch: logged.get(reward_of(branch)) for branch in self._branches},
             "valid_actions": None if invalid is None else 1 - invalid,
         }
-        self._evaluations.append((state.global_step, figures))
+        rows = row_means(self._drain_rewards(), self._num_generations)
+        if args.dataloader_persistent_workers:
+            rows = []  # with these, TRL shuffles each evaluation in another way
+        self._evaluations.append(_Evaluation(state.global_step, figures, rows))
         if not state.is_world_process_zero:
             return
         logger.info(f"[HeldOut@{state.global_step}] {_text(figures)}")
         self._output_dir.mkdir(parents=True, exist_ok=True)
-        text = json.dumps([{"step": step, **each} for step, each in self._evaluations], indent=2) + "\n"
+        text = json.dumps([{"step": each.step, **each.figures} for each in self._evaluations], indent=2) + "\n"
         (self._output_dir / HELD_OUT_FILE).write_text(text, encoding="utf-8")
         if len(self._evaluations) > 1 and state.global_step >= state.max_steps:
             self._compare()
 
     def _compare(self) -> None:
-        (first_step, first), (last_step, last) = self._evaluations[0], self._evaluations[-1]
-        logger.info(f"held-out before (step {first_step}): {_text(first)}")
-        logger.info(f"held-out after  (step {last_step}): {_text(last)}")
-        before, after = first[REWARD], last[REWARD]
-        if before is not None and after is not None:
-            logger.info(f"held-out mean reward changed by {after - before:+.3f}")
+        first, last = self._evaluations[0], self._evaluations[-1]
+        logger.info(f"held-out before (step {first.step}): {_text(first.figures)}")
+        logger.info(f"held-out after  (step {last.step}): {_text(last.figures)}")
+        before, after = first.figures[REWARD], last.figures[REWARD]
+        if before is None or after is None:
+            return
+        error = standard_error_of_change(first.rows, last.rows)
+        plus_minus = "" if error is None else f" ± {error:.3f} (standard error, row by row)"
+        logger.info(f"held-out mean reward changed by {after - before:+.3f}{plus_minus}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    step: int
+    figures: Figures
+    rows: Sequence[float]
+    """Mean reward of each row, NaN without one. Empty where the order of rows is not known."""
+
+
+def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
+    """Mean reward of each row; NaN where none of its completions could be scored.
+
+    Args:
+        rewards (`Sequence[float]`):
+            By completion, NaN where there is none. Those of a row are neighbours.
+        num_generations (`int`):
+            Completions of a row.
+    """
+    rows = [rewards[first : first + num_generations] for first in range(0, len(rewards), num_generations)]
+    scored = [[reward for reward in row if not math.isnan(reward)] for row in rows]
+    return [statistics.fmean(row) if row else math.nan for row in scored]
+
+
+def standard_error_of_change(before: Sequence[float], after: Sequence[float]) -> float | None:
+    """Standard error of the mean change over rows that were scored both times.
+
+    The same rows are compared with each other, so that it does not matter how much easier one row is than another.
+
+    Args:
+        before (`Sequence[float]`):
+            Mean reward by row, NaN without one.
+        after (`Sequence[float]`):
+            The same rows later.
+
+    Returns:
+        `float` or `None`: `None` with fewer than two rows, or where the rows are not the same.
+    """
+    if len(before) != len(after):
+        return None
+    changes = [b - a for a, b in zip(before, after, strict=True) if not math.isnan(b - a)]
+    return statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None
 
 
 def _text(figures: Figures) -> str:

@@ -83,6 +83,11 @@ def encode(rewards: Sequence[Reward], branch_ids: Sequence[int], stages: Sequenc
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, 5 + len(every))
 
 
+def values_of(table: torch.Tensor) -> list[float]:
+    """The reward of each completion in a table of `encode`; NaN where there is none."""
+    return [float(value) for value in table[:, 2]]
+
+
 def add_rewards(
     aggregates: StepAggregates, table: torch.Tensor, branches: Sequence[str], stages: Sequence[str] = ()
 ) -> None:

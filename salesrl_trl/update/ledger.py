@@ -22,7 +22,7 @@ from salesrl_trl.names import (
     STALENESS,
     STALENESS_MAX,
 )
-from salesrl_trl.reward.figures import add_report, add_rewards, report_names, reward_names, time_names
+from salesrl_trl.reward.figures import add_report, add_rewards, report_names, reward_names, time_names, values_of
 from salesrl_trl.reward.judge.bias import JudgeBias
 from salesrl_trl.telemetry.aggregates import StepAggregates
 
@@ -37,6 +37,7 @@ class _Page:
         self.figures = StepAggregates(names)
         self.bias = JudgeBias()
         self.failures: Counter[str] = Counter()
+        self.rewards: list[float] = []  # by completion; of evaluations only
 
     def flush(self) -> dict[str, float]:
         return {**self.figures.flush(), **self.bias.flush()}
@@ -101,6 +102,14 @@ class Ledger:
         """
         add_rewards(self._pages[mode].figures, table, self._branches, self._stages)
         self._pages[mode].failures.update(reasons)
+        if mode == "eval":
+            self._pages[mode].rewards += values_of(table)
+
+    def drain_eval_rewards(self) -> list[float]:
+        """The rewards of the evaluation's completions since the last call, in their order; NaN where there is none."""
+        page = self._pages["eval"]
+        rewards, page.rewards = page.rewards, []
+        return rewards
 
     def record_report(self, mode: str, table: torch.Tensor) -> None:
         """Add the report of a batch: `reward.figures.encode_report`, of all ranks."""

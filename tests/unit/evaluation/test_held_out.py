@@ -2,33 +2,69 @@
 
 import json
 import logging
+import math
+from types import SimpleNamespace
 
+import pytest
 from transformers import TrainerControl, TrainerState
 
-from salesrl_trl.evaluation.held_out import HeldOut
+from salesrl_trl.evaluation.held_out import HeldOut, standard_error_of_change
 
 
-def evaluated(callback, step, reward):
-    state = TrainerState(global_step=step, is_world_process_zero=True)
-    state.max_steps = 20
-    state.log_history = [{"eval_reward": reward, "eval_reward/fairness": reward, "eval_outcome/invalid_action": 0.25}]
-    callback.on_evaluate(None, state, TrainerControl())
+@pytest.fixture
+def evaluate(tmp_path):
+    """Evaluations of two rows with two completions each: a step, the mean reward, the rewards of the completions."""
+    drained = []
+    callback = HeldOut(("fairness",), tmp_path, drained.pop, num_generations=2)
+
+    def evaluated(step, reward, rewards=(math.nan,) * 4, persistent=False):
+        state = TrainerState(global_step=step, is_world_process_zero=True)
+        state.max_steps = 20
+        figures = {"eval_reward": reward, "eval_reward/fairness": reward, "eval_outcome/invalid_action": 0.25}
+        state.log_history = [figures]
+        drained.append(rewards)
+        args = SimpleNamespace(dataloader_persistent_workers=persistent)
+        callback.on_evaluate(args, state, TrainerControl())
+
+    return evaluated
 
 
-def test_the_first_evaluation_is_set_beside_the_last(caplog, tmp_path):
-    callback = HeldOut(("fairness",), tmp_path)
+def test_the_first_evaluation_is_set_beside_the_last(evaluate, caplog, tmp_path):
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        for step, reward in ((0, 0.25), (10, 0.5), (20, 0.75)):
-            evaluated(callback, step, reward)
+        evaluate(0, 0.25, (0.0, 0.0, 0.5, 0.5))
+        evaluate(10, 0.5)
+        evaluate(20, 0.75, (0.4, 0.6, 1.0, math.nan))
     assert caplog.text.count("held-out before (step 0)") == 1  # once the last step is done
-    assert "held-out mean reward changed by +0.500" in caplog.text  # 0.75 - 0.25
+    # 0.75 - 0.25; both rows gained 0.5, so that there is no doubt of it
+    assert "held-out mean reward changed by +0.500 ± 0.000 (standard error, row by row)" in caplog.text
     written = json.loads((tmp_path / "held_out.json").read_text())
     assert written[2] == {"step": 20, "reward": 0.75, "fairness": 0.75, "valid_actions": 0.75}
 
 
-def test_an_evaluation_without_a_score_claims_no_change(caplog, tmp_path):
-    callback = HeldOut(("fairness",), tmp_path)
+def test_an_evaluation_without_a_score_claims_no_change(evaluate, caplog):
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluated(callback, 0, 0.25)
-        evaluated(callback, 20, None)
+        evaluate(0, 0.25)
+        evaluate(20, None)
     assert "changed" not in caplog.text
+
+
+def test_without_two_rows_that_were_scored_both_times_a_change_has_no_standard_error(evaluate, caplog):
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        evaluate(0, 0.25, (0.25, 0.25, math.nan, math.nan))
+        evaluate(20, 0.5, (0.5, 0.5, 0.5, 0.5))
+    assert caplog.messages[-1] == "held-out mean reward changed by +0.250"
+    assert standard_error_of_change([0.1, 0.2], [0.1]) is None  # other rows
+
+
+def test_rows_in_another_order_are_not_compared(evaluate, caplog):
+    """Workers that stay keep TRL's sampler, which shuffles anew for each evaluation."""
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        evaluate(0, 0.25, (0.0, 0.0, 0.5, 0.5), persistent=True)
+        evaluate(20, 0.75, (1.0, 1.0, 0.5, 0.5), persistent=True)
+    assert caplog.messages[-1] == "held-out mean reward changed by +0.500"
+
+
+def test_the_standard_error_is_that_of_the_rows_changes():
+    # changes 0.1, 0.3 and 0.5: standard deviation 0.2, over the root of 3
+    error = standard_error_of_change([0.0, 0.5, 0.2, math.nan], [0.1, 0.8, 0.7, 1.0])
+    assert error == pytest.approx(0.2 / math.sqrt(3))

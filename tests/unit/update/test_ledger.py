@@ -108,6 +108,18 @@ def test_what_is_recorded_aside_leaves_no_trace(ledger, fails):
     assert ledger.flush("train")["outcome/ok"] == 0.5
 
 
+def test_the_rewards_of_an_evaluation_are_kept_by_completion_without_those_aside(ledger):
+    record(ledger, "eval", GOOD, BAD)
+    with ledger.aside("eval"):
+        record(ledger, "eval", GOOD)
+    record(ledger, "train", GOOD)
+    ledger.flush("eval")  # the line is logged before the rewards are asked for
+    record(ledger, "eval", GOOD)
+    first, second, third = ledger.drain_eval_rewards()
+    assert (first, math.isnan(second), third) == (0.75, True, 0.75)
+    assert ledger.drain_eval_rewards() == []
+
+
 def test_after_a_clear_nothing_of_an_earlier_run_is_left(ledger):
     record(ledger, "train", BAD)
     ledger.clear()
