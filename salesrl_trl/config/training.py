@@ -1,6 +1,5 @@
 """The training itself: branches, their KL, rollouts, vLLM. Owns what is added to TRL's `GRPOConfig`."""
 
-import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,11 +8,11 @@ from typing import Any
 from trl import GRPOConfig
 
 from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, load_object, structure
+from salesrl_trl.config.kl import law_of, targets_of
 from salesrl_trl.config.machine import settle
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
-from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget, check_law
+from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.groups import parts
@@ -36,9 +35,6 @@ RESHAPING: dict[str, tuple[Any, ...]] = {
 }
 """Sampling parameters beside the temperature that change what is drawn, and the values with which they don't."""
 
-LAW_SETTINGS = ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows")
-"""Settings of the packaged KL law."""
-
 
 @dataclass
 class SalesGRPOConfig(GRPOConfig):
@@ -49,39 +45,41 @@ class SalesGRPOConfig(GRPOConfig):
             Branch names a row may carry. Each needs a rubric.
         branch_kl (`dict`, *optional*):
             Branch to KL coefficient and target band in nats per token, for example
-            `{"fairness": {"beta": 0.1, "low": 0.02, "high": 0.06}}`, perhaps with `beta_min` and `beta_max` (when not
-            given, a hundredth and a hundred times `beta`). Without `low` and `high` a coefficient stays as it is. A
-            branch that is not named has the fixed coefficient `beta`. Where all coefficients are 0 there is no KL, and
-            no reference model is loaded.
+            `{"fairness": {"beta": 0.1, "low": 0.02, "high": 0.06}}`, optionally with `beta_min` and `beta_max` (when
+            not given, a hundredth and a hundred times `beta`). Without `low` and `high` a coefficient never moves. A
+            branch that is not named has the fixed coefficient `beta`. If all coefficients are 0, there is no KL and no
+            reference model is loaded.
         kl_control (`bool`, *optional*, defaults to `True`):
-            Move the coefficients. Without it they stay, and the bands are only watched.
+            Move the coefficients. If `False`, they stay, and the bands are only watched.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
-            `k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html; TRL has k3. With `use_bias_correction_kl`
-            k1 and k3 have the KL's gradient on average, k2 has another one; without it k2 has, and k1 has none.
+            `k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html. TRL uses k3. With
+            `use_bias_correction_kl`, k1 and k3 have the KL's gradient on average, and k2 has another one. Without it,
+            k2 has the KL's gradient, and k1 has none.
         kl_log_ratio_clamp (`float`, *optional*, defaults to `10.0`):
-            Log-ratio in nats beyond which the penalty goes on as a straight line, up to 40; 0 for TRL's own formula,
+            Log-ratio in nats beyond which the penalty continues as a straight line, up to 40. 0 is TRL's own formula,
             which overflows at 88.
         kl_update_steps (`int`, *optional*, defaults to `5`):
             Optimizer steps over which a branch's KL is measured before its coefficient moves.
         kl_cooldown_steps (`int`, *optional*, defaults to `0`):
-            Optimizer steps after a change that are not measured.
+            Optimizer steps after a move that are not measured.
         kl_raise_factor (`float`, *optional*, defaults to `1.15`):
-            Factor of a coefficient whose branch is above its band.
+            Factor for a coefficient whose branch is above its band.
         kl_lower_factor (`float`, *optional*, defaults to `0.85`):
-            Factor of a coefficient whose branch is below its band.
+            Factor for a coefficient whose branch is below its band.
         kl_recentre (`float`, *optional*, defaults to `0.5`):
-            Share of such a step taken at the edges inside the band, and less towards its centre; 0 for none.
+            Share of such a step that is taken inside the band, at its edges. Towards the centre it gets less. 0 for no
+            step inside the band.
         kl_trend_windows (`float`, *optional*, defaults to `2.0`):
-            A coefficient stays where the KL, going on as in the last window, is back in the band after so many; 0 to
-            act at once.
+            A coefficient stays if the KL, with the trend of the last window, is back in the band within this many
+            windows. 0 moves it at once.
         kl_law (`str`, *optional*):
             Dotted path of a class that moves the coefficients in place of the packaged law, for example
             `"my_package.laws.MyLaw"`; `kl.law.KLLaw` describes it. Such a law has none of the four settings above.
         kl_law_settings (`dict`, *optional*):
             Keyword arguments of that class.
         hybrid_reference_weight (`float`, *optional*, defaults to `0.0`):
-            w in [0, 1]: a group's baseline is (1 - w) times its mean reward and w times the reward of the frozen 32B
-            endpoint's answer. 0 is GRPO. A group without a reference has w = 0 and is counted.
+            w in [0, 1]: a group's baseline is (1 - w) times its mean reward plus w times the reward of the frozen 32B
+            endpoint's answer. 0 is GRPO. A group without such a reward has w = 0 and is counted.
         vllm_enforce_eager (`bool`, *optional*):
             Start vLLM without compilation and CUDA graphs: starts fast, generates two to three times slower on a GPU.
             When not given, so on a CPU, where compilation takes 20 s or more, and not on a GPU.
@@ -131,12 +129,12 @@ class SalesGRPOConfig(GRPOConfig):
     kl_estimator: str = field(default="k3", metadata=about("k1, k2 or k3"))
     kl_log_ratio_clamp: float = field(default=10.0, metadata=about("nats; 0 for no clamp"))
     kl_update_steps: int = field(default=5, metadata=about("optimizer steps in a window of the KL"))
-    kl_cooldown_steps: int = field(default=0, metadata=about("unmeasured optimizer steps after a change"))
-    kl_raise_factor: float = field(default=1.15, metadata=about("factor of a coefficient above its band"))
-    kl_lower_factor: float = field(default=0.85, metadata=about("factor of a coefficient below its band"))
+    kl_cooldown_steps: int = field(default=0, metadata=about("unmeasured optimizer steps after a move"))
+    kl_raise_factor: float = field(default=1.15, metadata=about("factor for a coefficient above its band"))
+    kl_lower_factor: float = field(default=0.85, metadata=about("factor for a coefficient below its band"))
     kl_recentre: float = field(default=0.5, metadata=about("share of a step taken inside the band"))
-    kl_trend_windows: float = field(default=2.0, metadata=about("windows by which the KL's course is extended"))
-    kl_law: str | None = field(default=None, metadata=about("dotted path of a class of your own in place of the law"))
+    kl_trend_windows: float = field(default=2.0, metadata=about("windows by which the KL's trend is extended"))
+    kl_law: str | None = field(default=None, metadata=about("dotted path of a KL law of your own"))
     kl_law_settings: dict[str, Any] | str | None = field(default=None, metadata=about("keyword arguments of `kl_law`"))
     hybrid_reference_weight: float = field(default=0.0, metadata=about("the 32B reference's share of the baseline"))
     vllm_enforce_eager: bool | None = field(default=None, metadata=about("no compilation, no CUDA graphs"))
@@ -330,76 +328,19 @@ class SalesGRPOConfig(GRPOConfig):
         self.kl_targets()
 
     def kl_targets(self) -> dict[str, KLTarget]:
-        """Coefficient and band of every branch, in the order of `branches`; empty where there is no KL at all."""
-        given = {} if self.branch_kl is None else structure("branch_kl", self.branch_kl, dict)
-        unknown = sorted(set(given) - set(self.branches))
-        check(
-            not unknown,
-            f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(self.branches)}. Name your "
-            "branches in it, or give `--branch_kl {} --beta 0.05` for one coefficient.",
-        )
-        check(
-            not self.beta or set(given) != set(self.branches),
-            f"`beta` is {self.beta} and `branch_kl` names every branch, so that `beta` says nothing. Expected one of "
-            "them: leave out `beta`, or give `--branch_kl {}` for one coefficient.",
-        )
-        known = {each.name for each in dataclasses.fields(KLTarget)}
-        targets = {}
-        for branch in self.branches:
-            entry = given.get(branch, {"beta": self.beta})
-            check(
-                isinstance(entry, dict) and "beta" in entry and set(entry) <= known,
-                f"`branch_kl` of {branch!r} is {entry!r}. Expected `beta`, and perhaps {', '.join(sorted(known))}.",
-            )
-            try:
-                targets[branch] = KLTarget(**entry)
-            except ConfigError as error:
-                raise ConfigError(f"`branch_kl` of {branch!r}: {error}") from error
-        return targets if any(target.beta for target in targets.values()) else {}
+        """Coefficient and band of every branch, in the order of `branches`; empty if there is no KL at all."""
+        return targets_of(self.branches, self.branch_kl, self.beta)
 
     def kl_control_law(self, given: KLLaw | None = None) -> KLLaw | None:
-        """What moves the coefficients; `None` where they stay. `given` takes the place of the law of the settings.
-
-        Raises:
-            `ConfigError`: for a law that can't work, and for settings that the law does not have.
-        """
-        law = self._packaged_law() if given is None and self.kl_law is None else self._own_law(given)
-        return law if self.kl_control else None
-
-    def _packaged_law(self) -> KLLaw:
-        check(self.kl_law_settings is None, "`kl_law_settings` is given without `kl_law`. Expected both, or neither.")
-        return ControlLaw(
+        """The law that moves the coefficients; `None` if they stay. `given` takes the place of the settings' law."""
+        packaged = ControlLaw(
             raise_factor=self.kl_raise_factor,
             lower_factor=self.kl_lower_factor,
             recentre=self.kl_recentre,
             trend_windows=self.kl_trend_windows,
         )
-
-    def _own_law(self, given: KLLaw | None) -> KLLaw:
-        defaults = {each.name: each.default for each in dataclasses.fields(self)}
-        changed = [name for name in LAW_SETTINGS if getattr(self, name) != defaults[name]]
-        check(
-            not changed,
-            f"`{'`, `'.join(changed)}` set the packaged KL law, and another one is given. Leave them out, and give "
-            "`kl_law_settings` to a class that `kl_law` names.",
-        )
-        check(given is None or self.kl_law is None, "a KL law is given as an object and by `kl_law`. Expected one.")
-        law = given
-        if law is None:
-            assert self.kl_law is not None
-            made_by = load_object(self.kl_law, "kl_law")
-            arguments = structure(
-                "kl_law_settings", {} if self.kl_law_settings is None else self.kl_law_settings, dict
-            )
-            try:
-                law = made_by(**arguments)
-            except TypeError as error:
-                raise ConfigError(
-                    f"`kl_law: {self.kl_law}` can't be made with `kl_law_settings: {arguments}`: {error}. Expected a "
-                    "class, and its keyword arguments."
-                ) from error
-        check_law(law)
-        return law
+        law = law_of(packaged, self.kl_law, self.kl_law_settings, given)
+        return law if self.kl_control else None
 
     def kl_windows(self) -> WindowSettings:
         """Over which optimizer steps a branch's KL is measured before its coefficient moves."""

@@ -54,7 +54,7 @@ def test_the_defaults_work():
         ({"branch_kl": {"fairness": {"beta": 0.1, "beta_min": 1, "beta_max": 0.5}}}, "`beta_min` is 1"),
         (
             {"beta": 0.1, "branch_kl": {"fairness": {"beta": 0.1}, "hallucination": {"beta": 0.1}}},
-            "`beta` says nothing",
+            "`beta` has no effect",
         ),
         ({"min_changed_weights": 1.5}, "`min_changed_weights` is 1.5. Expected 0 to 1"),
         ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, and log-probs are taken at .* 1.0"),

@@ -1,0 +1,92 @@
+"""From the KL settings of a recipe to what the KL works with. Owns their messages, and no KL itself."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from salesrl_trl.config.checks import check, load_object, structure
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget, check_law
+
+
+def targets_of(branches: Sequence[str], branch_kl: dict[str, Any] | str | None, beta: float) -> dict[str, KLTarget]:
+    """Coefficient and band of every branch, in the order of `branches`; empty if all coefficients are 0.
+
+    Raises:
+        `ConfigError`: for targets that can't work.
+    """
+    given = {} if branch_kl is None else structure("branch_kl", branch_kl, dict)
+    unknown = sorted(set(given) - set(branches))
+    check(
+        not unknown,
+        f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(branches)}. Name your branches in it, "
+        "or give `--branch_kl {} --beta 0.05` for one coefficient.",
+    )
+    check(
+        not beta or set(given) != set(branches),
+        f"`beta` is {beta} and `branch_kl` names every branch, so that `beta` has no effect. Expected one of them: "
+        "leave out `beta`, or give `--branch_kl {}` for one coefficient.",
+    )
+    known = {each.name for each in dataclasses.fields(KLTarget)}
+    targets = {}
+    for branch in branches:
+        entry = given.get(branch, {"beta": beta})
+        check(
+            isinstance(entry, dict) and "beta" in entry and set(entry) <= known,
+            f"`branch_kl` of {branch!r} is {entry!r}. Expected `beta`, and perhaps {', '.join(sorted(known))}.",
+        )
+        try:
+            targets[branch] = KLTarget(**entry)
+        except ConfigError as error:
+            raise ConfigError(f"`branch_kl` of {branch!r}: {error}") from error
+    return targets if any(target.beta for target in targets.values()) else {}
+
+
+def law_of(
+    packaged: ControlLaw, path: str | None, settings: dict[str, Any] | str | None, given: KLLaw | None
+) -> KLLaw:
+    """The law that moves the coefficients.
+
+    Args:
+        packaged (`ControlLaw`):
+            The packaged law, with its settings.
+        path (`str`, *optional*):
+            Dotted path of the class of another law.
+        settings (`dict` or `str`, *optional*):
+            Keyword arguments of that class, or their JSON.
+        given (`KLLaw`, *optional*):
+            Another law as an object.
+
+    Raises:
+        `ConfigError`: for a law that can't work, and for settings that the law does not have.
+    """
+    check(path is not None or settings is None, "`kl_law_settings` is given without `kl_law`. Expected both.")
+    check(given is None or path is None, "a KL law is given as an object and by `kl_law`. Expected one.")
+    if path is not None:
+        given = _made(path, {} if settings is None else structure("kl_law_settings", settings, dict))
+    if given is None:
+        return packaged
+    changed = [f"`kl_{each.name}`" for each in dataclasses.fields(packaged) if _is_changed(packaged, each)]
+    check(
+        not changed,
+        f"{', '.join(changed)} set the packaged KL law, and another law is given. Leave them out, and give "
+        "`kl_law_settings` to the class that `kl_law` names.",
+    )
+    check_law(given)
+    return given
+
+
+def _is_changed(law: ControlLaw, field: dataclasses.Field[Any]) -> bool:
+    return bool(getattr(law, field.name) != field.default)
+
+
+def _made(path: str, arguments: dict[str, Any]) -> KLLaw:
+    made_by = load_object(path, "kl_law")
+    try:
+        law: KLLaw = made_by(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"`kl_law: {path}` can't be made with `kl_law_settings: {arguments}`: {error}. Expected a class, and its "
+            "keyword arguments."
+        ) from error
+    return law
