@@ -180,7 +180,7 @@ class SalesReward(BatchedReward):
             self._taken().report(),
             usage=self._judge.drain_usage(),
             traffic={
-                name: {**transport.take_traffic(), "slots": transport.slots}
+                name: {**transport.drain_traffic(), "slots": transport.slots}
                 for name, transport in self._transports().items()
             },
             records=self._judge.drain_records(),

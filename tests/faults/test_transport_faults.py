@@ -103,7 +103,7 @@ def test_of_100_callers_that_wait_for_a_breaker_one_probes(fault_in_memory, tran
         waiting = [asyncio.create_task(call()) for _ in range(100)]
         most_before_the_probe_is_back = 0
         while not any(task.done() for task in waiting):
-            most_before_the_probe_is_back += limits.take_traffic()["sent"]
+            most_before_the_probe_is_back += limits.drain_traffic()["sent"]
             await asyncio.sleep(0.001)
         results = await asyncio.gather(*waiting)
         await http.aclose()
@@ -173,7 +173,7 @@ def test_calls_and_hedges_together_stay_within_the_limit(transport):
         await asyncio.gather(*slow, *more)
 
     virtual_time.run(run())
-    assert limits.take_traffic()["hedges"] >= 1
+    assert limits.drain_traffic()["hedges"] >= 1
     assert max(most) == 8
 
 
@@ -183,7 +183,7 @@ def test_a_request_that_is_turned_away_beside_another_slows_the_calls_down(trans
 
     async def run():
         await asyncio.gather(*(limits.call(lambda: asyncio.sleep(0.01)) for _ in range(40)))
-        limits.take_traffic()
+        limits.drain_traffic()
         asked, hedged = [], asyncio.Event()
 
         async def attempt():
@@ -200,7 +200,7 @@ def test_a_request_that_is_turned_away_beside_another_slows_the_calls_down(trans
 
     slots = limits.slots
     assert virtual_time.run(run()) == "an answer"
-    traffic = limits.take_traffic()
+    traffic = limits.drain_traffic()
     assert traffic["sent"] == 1 + traffic["hedges"]
     assert (traffic["overloads"], traffic["failures"], traffic["retries"]) == (1, 0, 0)
     assert limits.slots == 0.8 * slots

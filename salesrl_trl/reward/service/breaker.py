@@ -1,35 +1,35 @@
-"""A breaker: after some failures in a row an endpoint is left alone, and single probes find out whether it is back.
+"""A breaker: after some failures in a row no call is sent to an endpoint; single probes find out whether it is back.
 
-Owns the states and their law. Pure: the caller says what time it is and what happened, and does the waiting.
+Owns the states and their law. Pure: the caller hands in the time, records what happened, and does the waiting.
 """
 
 from enum import Enum, auto
 
 FAILURES_TO_OPEN = 5
-"""In a row, without an answer between them: one or two are everyday, and a service that answers every second call is
-better retried than left alone."""
+"""Failures in a row, without an answer between them, that open the breaker. One or two are usual. A service that
+answers every second call is better retried than left alone."""
 COOLDOWN_S = 0.25
-"""First pause. Short, because a connection reset by a load balancer that moved is over at once."""
+"""First pause. It is short: a connection that a load balancer resets is back at once."""
 MAX_COOLDOWN_S = 15.0
-"""Longest pause between two probes: what a service that comes back is kept waiting at most."""
+"""Longest pause between two probes. A service that is back gets its calls after this at the latest."""
 SAME_OUTAGE_S = 60.0
-"""Failures further apart, with nothing between them, are not of one outage: nobody called in that time."""
+"""Two failures further apart, with nothing between them, are two outages: nobody called in that time."""
 DENIED_COOLDOWN_S = 1.0
-"""First pause after refused keys or a used-up quota, which nobody mends in a quarter of a second."""
+"""First pause after refused keys or a used-up quota. Nobody mends those in a quarter of a second."""
 MAX_DENIED_COOLDOWN_S = 60.0
-"""Longest pause between two probes then, unless a run sets another."""
+"""Longest pause between two probes after refused keys or a used-up quota, unless a run sets another."""
 
 
 class Permit(Enum):
-    """What a caller may do now."""
+    """The action that a caller is allowed now."""
 
     SEND = auto()
     """The endpoint is well."""
     PROBE = auto()
-    """The caller is the one that finds out. It has to report back by `answered`, `failed` or `abandoned`, the latter
-    two with the breaker's `probe` of this moment."""
+    """Send one request that finds out whether the endpoint is back. Then call `record_answer`, `record_failure` or
+    `record_abandoned`; the latter two take the breaker's `probe` of this moment."""
     WAIT = auto()
-    """Another one is finding out, or the pause is not over."""
+    """Wait: a probe is out, or the pause is not over."""
 
 
 class Breaker:
@@ -39,12 +39,12 @@ class Breaker:
         open   --- pause over, next caller ---> probing (that one caller)
         probing --- answered ---> closed;  failed ---> open for twice the pause
 
-    An answer to a call that was sent before closes it too: it is proof of life.
+    An answer to a call that was sent before the breaker opened closes it too: the endpoint is alive.
 
-    A denial (a refused key, a used-up quota) counts as a failure: one among answers is a slip. Of random ones at a
-    share p of all calls, a row that opens it has the probability p ** FAILURES_TO_OPEN: 1e-10 at 1 %. Where more than
-    half of the row were denials, it is denials that opened it: pauses are longer, and where the endpoint never
-    answered at all, there is no use in waiting.
+    A denial (a refused key, a used-up quota) counts as a failure, because a single one among answers is a slip. If
+    denials come at random in a share p of all calls, a row that opens the breaker has the probability
+    p ** FAILURES_TO_OPEN: 1e-10 at 1 %. If more than half of the row are denials, the breaker opens for denials. Then
+    pauses are longer. And if the endpoint never answered at all, waiting can't help.
 
     Args:
         max_denied_cooldown_s (`float`, *optional*, defaults to `MAX_DENIED_COOLDOWN_S`):
@@ -65,12 +65,12 @@ class Breaker:
 
     @property
     def probe(self) -> int:
-        """Number of the latest probe, at least 1 once there was one."""
+        """Number of the latest probe: 0 before the first one."""
         return self._probe
 
     @property
     def is_open(self) -> bool:
-        """Whether callers are held back."""
+        """Whether callers have to wait."""
         return self._open_until is not None
 
     @property
@@ -80,16 +80,16 @@ class Breaker:
 
     @property
     def denial(self) -> str | None:
-        """Code of the refusals that opened it, where it was refusals."""
+        """The code of the denials that opened the breaker; `None` if other failures opened it."""
         return self._denial
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether it denies access and never did anything else: a wrong key, which no waiting mends."""
+        """Whether the endpoint denies access and never answered: a wrong key, which no waiting mends."""
         return self._denial is not None and not self._has_answered
 
     def permit(self, now: float) -> Permit:
-        """What a caller may do at the moment `now`, in seconds of any steady clock."""
+        """The permit of a caller at the moment `now`, in seconds of any steady clock."""
         if self._open_until is None:
             return Permit.SEND
         if self._probing or now < self._open_until:
@@ -106,26 +106,26 @@ class Breaker:
         """Seconds until a probe may go; 0 while one is out."""
         return 0.0 if self._open_until is None or self._probing else max(self._open_until - now, 0.0)
 
-    def answered(self) -> None:
-        """A call was answered, be it by an error that is about the call alone."""
+    def record_answer(self) -> None:
+        """A call was answered. An error that is about that call alone is an answer, too."""
         self._has_answered = True
         self._failures = self._denials = 0
         self._open_until = None
         self._probing = False
         self._denial = None
 
-    def failed(self, now: float, *, probe: int = 0, denial: str | None = None, pause_s: float = 0.0) -> None:
-        """A call failed in a way that says something about the endpoint.
+    def record_failure(self, now: float, *, probe: int = 0, denial: str | None = None, pause_s: float = 0.0) -> None:
+        """A call failed for a reason that may concern every call to the endpoint.
 
         Args:
             now (`float`):
                 The moment, in seconds of any steady clock.
             probe (`int`, *optional*, defaults to `0`):
-                Its number where it was a probe. One that has been overtaken counts like any other call.
+                The call's number if it was a probe. A probe that has been replaced counts as any other call.
             denial (`str`, *optional*):
-                The error's code, where access was denied.
+                The error's code if access was denied.
             pause_s (`float`, *optional*, defaults to `0.0`):
-                How long the endpoint asked to be left alone.
+                Seconds for which the endpoint asked for no calls.
         """
         if not self._failures or (not self.is_open and now - self._latest > SAME_OUTAGE_S):
             self._down_since = now
@@ -145,8 +145,8 @@ class Breaker:
         self._open_until = now + max(self._cooldown_s, min(pause_s, most_s))
         self._probing = False
 
-    def abandoned(self, probe: int) -> None:
-        """The probe of that number was cancelled before it learnt anything: the next caller is the probe."""
+    def record_abandoned(self, probe: int) -> None:
+        """The probe of that number was cancelled before it ended. The next caller is the probe."""
         if self._is_out(probe):
             self._probing = False
 

@@ -1,7 +1,7 @@
-"""Calls in flight on one event loop: their slots, and the extra requests for those that are late.
+"""Calls in flight on one event loop: their slots, and the extra requests for late calls (hedges).
 
-Owns the tasks and the look-out that starts hedges. When a call is late and how many slots there are is decided by the
-pure laws it is given.
+Owns the tasks, and the look-out task that starts hedges. The laws that are handed in decide when a call is late and
+how many slots there are.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ T = TypeVar("T")
 LOOK_EVERY_S = 0.02
 """Time between two looks for late calls."""
 MAX_HEDGES = 2
-"""Extra requests for one call. Where 2 % straggle, 1 call of 2,500 meets two, and its batch waits for it."""
+"""Most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers, and its batch waits."""
 
 
 class Flights:
@@ -32,15 +32,15 @@ class Flights:
 
     Args:
         limit (`AdaptiveLimit`):
-            How many slots there are; `resize` follows it. Told of requests that are turned away while another one for
-            the same call goes on; of all others its owner tells it.
+            The number of slots; `resize` follows it. Recorded in it here: overloads of requests beside which another
+            one for the same call goes on. The transport records all others.
         hedging (`HedgePolicy`):
-            When a call is late.
+            Says when a call is late.
         breaker (`Breaker`):
-            No hedges while it is open.
+            While it is open there are no hedges.
         traffic (`Counter[str]`):
-            Counts `sent` hedges, `hedges`, `hedges_won`, and of the requests that fail while another one for the same
-            call goes on `overloads`, `timeouts` and `failures`.
+            Counted here: `sent` hedges, `hedges`, `hedges_won`; and `overloads`, `timeouts` and `failures` of requests
+            beside which another one for the same call goes on.
     """
 
     def __init__(self, limit: AdaptiveLimit, hedging: HedgePolicy, breaker: Breaker, traffic: Counter[str]) -> None:
@@ -75,23 +75,23 @@ class Flights:
             self._slots.release_on_behalf_of(borrower)
 
     def resize(self) -> None:
-        """Give the queue what the limit leaves beside the hedges. A hedge that waits has the next free slot."""
+        """Give the queue the slots that the hedges leave. A hedge that waits gets the next free slot."""
         slots = max(self._limit.slots - self._hedges - self._hedge_waits, 0)
         if slots != self._slots.total_tokens:
             self._slots.total_tokens = slots
 
     async def send(self, attempt: Callable[[], Awaitable[T]], number: int) -> T:
-        """Run `attempt`, and again beside it when it is late; the first success counts.
+        """Run `attempt`. When it is late, run it once more beside the first. The first success counts.
 
-        One look-out serves all calls, so that a call costs no timer of its own.
+        One look-out serves all calls, so a call costs no timer of its own.
 
         Args:
             attempt (`Callable[[], Awaitable]`):
                 Sends one request.
             number (`int`):
-                What `limit` counted it as.
+                The request's number in `limit`.
         """
-        self._hedging.sent()
+        self._hedging.record_sent()
         flight = _Flight(attempt, number, self._failed_beside)
         self._flying[flight] = None
         if self._hedging.enabled and (self._lookout is None or self._lookout.done()):
@@ -104,12 +104,12 @@ class Flights:
             if flight.hedges:
                 self._hedges -= flight.hedges
                 self.resize()
-        self._hedging.answered(now() - flight.started)
+        self._hedging.record_answer(now() - flight.started)
         self._traffic["hedges_won"] += flight.won_by_hedge
         return result
 
     async def _look_out(self) -> None:
-        """Start the hedges that are due, as long as there is a call in flight."""
+        """Start the hedges that are due, while a call is in flight."""
         while self._flying:
             await asyncio.sleep(LOOK_EVERY_S)
             self._hedge_waits = self._start_hedges()
@@ -118,7 +118,7 @@ class Flights:
         self.resize()
 
     def _start_hedges(self) -> bool:
-        """Ask late calls a second time, the oldest first; returns whether one waits for a slot."""
+        """Send late calls again, the oldest first. Returns whether a hedge waits for a slot."""
         if self._hedging.late_after_s is None:
             return False
         late_since = now() - self._hedging.late_after_s
@@ -129,24 +129,24 @@ class Flights:
                 continue
             if self._slots.borrowed_tokens + self._hedges >= self._limit.slots:
                 return self._limit.slots > 1
-            flight.send(self._limit.sent())
+            flight.send(self._limit.record_sent())
             self._hedges += 1
-            self._hedging.hedged()
+            self._hedging.record_hedge()
             self._traffic.update(sent=1, hedges=1)
         return False
 
     def _failed_beside(self, error: BaseException, number: int) -> None:
-        """A request failed, but another one for the same call goes on, and may succeed: nobody else hears of it."""
+        """Record a request that failed while another one for the same call goes on and may succeed."""
         if isinstance(error, ServiceOverloaded):
             self._traffic["overloads"] += 1
-            self._limit.overloaded(number)
+            self._limit.record_overload(number)
             self.resize()
         else:
             self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
 
 
 class _Flight(Generic[T]):
-    """One attempt in flight, and the extra requests for it where there are any."""
+    """One attempt in flight, with its extra requests if there are any."""
 
     def __init__(
         self, attempt: Callable[[], Awaitable[T]], number: int, failed_beside: Callable[[BaseException, int], None]
@@ -157,7 +157,7 @@ class _Flight(Generic[T]):
         self._attempt = attempt
         self._failed_beside = failed_beside
         self._tasks: list[asyncio.Task[T]] = []
-        self._out = 0  # requests whose end was not seen yet
+        self._out = 0  # requests that have not ended
         self.send(number)
 
     @property
@@ -166,7 +166,7 @@ class _Flight(Generic[T]):
         return len(self._tasks) - 1
 
     def send(self, number: int) -> None:
-        """Ask, or ask once more, by this number."""
+        """Send the request, or send it once more, under this number."""
         self.last_sent = now()
         task = asyncio.ensure_future(_awaited(self._attempt))
         self._tasks.append(task)
@@ -174,14 +174,14 @@ class _Flight(Generic[T]):
         task.add_done_callback(partial(self._land, number))
 
     def give_up(self) -> None:
-        """Cancel what is still running."""
+        """Cancel the requests that still run."""
         for task in self._tasks:
             task.cancel()
         if self.landed.done() and not self.landed.cancelled():
-            self.landed.exception()  # seen, also where the caller was cancelled at the same moment
+            self.landed.exception()  # marked as retrieved: the caller may have been cancelled at the same moment
 
     def _land(self, number: int, task: asyncio.Task[T]) -> None:
-        """The first success decides; a failure only when nothing is left."""
+        """The first success is the result. A failure is the result only when no other request goes on."""
         self._out -= 1
         if task.cancelled():
             return
@@ -191,7 +191,7 @@ class _Flight(Generic[T]):
         if error is None:
             self.won_by_hedge = task is not self._tasks[0]
             self.landed.set_result(task.result())
-        elif not self._out:  # one that is done, too, may have an answer that comes next
+        elif not self._out:  # another request may have ended with an answer that is looked at next
             self.landed.set_exception(error)
         else:
             self._failed_beside(error, number)

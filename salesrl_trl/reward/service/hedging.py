@@ -1,4 +1,4 @@
-"""When a call that takes unusually long is asked a second time.
+"""Hedging: a call that takes unusually long is sent a second time.
 
 Owns the measured percentile and the budget of extra calls. Pure: no clock, no event loop.
 """
@@ -6,13 +6,13 @@ Owns the measured percentile and the budget of extra calls. Pure: no clock, no e
 from collections import deque
 
 PERCENTILE = 0.95
-"""A call is late when 95 % of the recent ones were faster."""
+"""A call is late when 95 % of the recent calls were faster."""
 MARGIN = 1.3
-"""Times the percentile: of calls that are merely slow, few are asked twice, so the budget is left for stragglers."""
+"""Factor on the percentile. With it few calls that are merely slow are sent twice; the budget is for stragglers."""
 WINDOW = 256
-"""Latest calls the percentile is taken over."""
+"""The percentile is taken over this many latest calls."""
 MIN_SAMPLES = 20
-"""A percentile of fewer says nothing."""
+"""With fewer calls there is no percentile."""
 REFRESH_EVERY = 16
 """Calls between two computations of the percentile."""
 
@@ -43,7 +43,7 @@ class HedgePolicy:
 
     @property
     def enabled(self) -> bool:
-        """Whether there may be extra calls at all."""
+        """Whether extra calls are allowed at all."""
         return self._fraction > 0
 
     @property
@@ -51,16 +51,16 @@ class HedgePolicy:
         """Whether one more extra call stays within the budget."""
         return self._hedges + 1 <= self._fraction * self._sent
 
-    def sent(self) -> None:
+    def record_sent(self) -> None:
         """A first call was sent."""
         self._sent += 1
 
-    def hedged(self) -> None:
+    def record_hedge(self) -> None:
         """An extra call was sent."""
         self._hedges += 1
 
-    def answered(self, seconds: float) -> None:
-        """A call was answered after so many seconds, queueing not counted."""
+    def record_answer(self, seconds: float) -> None:
+        """A call was answered after `seconds`, without the time in the queue."""
         self._latencies.append(seconds)
         self._since_refresh += 1
         if len(self._latencies) >= MIN_SAMPLES and (

@@ -1,8 +1,8 @@
-"""One POST to one service: what comes back, and what every way of failing is called.
+"""One HTTP request to one service: its answer, or the error that names how it failed.
 
-Owns the HTTP client, the ids of requests, the size limit of bodies, the refusal of redirects and the way from statuses
-and transport errors to this package's exceptions. Which connection carries a request is a matter for `wire`.
-Knows nothing of retries, limits or time: those are the transport's.
+Owns the HTTP client, the ids of requests, the size limit of bodies, the refusal of redirects, and the mapping from
+statuses and connection errors to this package's exceptions. `wire` owns which connection carries a request.
+`transport` owns retries, limits and time; nothing is known of them here.
 
 The client is aiohttp's: a call costs 0.13 ms of CPU, against 0.32 ms for `httpx2` over aiohttp's connections, 1.1 ms
 (2.4 ms with 150 in flight) over httpx2's own pool, and 1.4 ms or more through the `openai` client's chat method.
@@ -36,27 +36,25 @@ from salesrl_trl.reward.service.wire import WiredResponse, open_session
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Largest answer that is read: fifty long passages are a tenth of it."""
 MAX_ERROR_BODY_BYTES = 64 * 1024
-"""Of an error's body, which is looked at for one thing only: whether a quota is used up."""
+"""Most bytes that are read of an error's body. Only one thing is looked for in it: whether a quota is used up."""
 OVERLOAD_STATUS = frozenset({429, 529})
-"""Too many requests; 529 is what some providers answer when they are overloaded."""
+"""Too many requests. Some providers answer 529 when they are overloaded."""
 RETRYABLE_STATUS = frozenset({408, 409, 425})
-"""The other 4xx that a later attempt can mend; so can every 5xx."""
+"""The other 4xx for which a later attempt may succeed. For every 5xx it may, too."""
 DENIED_STATUS = frozenset({401, 402})
-"""What holds for every call. A 403 may be about one tenant's or contact's rights."""
+"""These hold for every call. A 403 is not among them: it may be about the rights of one tenant or contact."""
 QUOTA_MARKS = frozenset({"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance"})
-"""Values of `error.code` or `error.type` in a 429's body by which OpenAI-compatible providers say that a retry is
+"""Values of `error.code` or `error.type` in a 429's body. With them OpenAI-compatible providers say that a retry is
 useless."""
-
-
 REQUEST_ID_HEADER = "X-Request-Id"
-"""Carries the request's id, and the reply's where the service returns it."""
+"""Carries the id of the request, and in the reply the same id if the service returns it."""
 _REQUEST_ID = re.compile(r"salesrl-[0-9a-f]{16}")
 
 T = TypeVar("T")
 FAILED_WORDS = frozenset(
     {"error", "failed", "failure", "fail", "busy", "overloaded", "unavailable", "timeout", "throttled", "rate_limited"}
 )
-"""Values of a `status` in an answer, in lower case, by which a service says that it is none."""
+"""Values of `status` in an answer, in lower case, with which a service says that it failed."""
 
 
 class HttpClient:
@@ -68,15 +66,15 @@ class HttpClient:
         service (`str`):
             Name in errors and reason codes, for example `"rag_8b"`.
         base_url (`str`):
-            What every path is appended to.
+            Every path is appended to it.
         api_key (`str`, *optional*):
             Sent as a bearer token.
         max_body_bytes (`int`, *optional*, defaults to 4 MiB):
-            Larger answers are cut off and are a `BadServiceResponse`.
+            A larger answer is not read to its end and is a `BadServiceResponse`.
 
     Raises:
-        `ConfigError`: the key can't travel in a header, or the address holds what messages would show. This one does
-            not.
+        `ConfigError`: the key can't travel in a header, or the address holds credentials or a query. The message shows
+            neither.
     """
 
     def __init__(
@@ -112,18 +110,18 @@ class HttpClient:
             path (`str`):
                 Appended to the base URL.
             body (`Mapping[str, Any]`):
-                What is sent.
+                The request's content.
             read (`Callable[[bytes], T]`, *optional*):
-                Makes what is returned of the answer's body. Where it raises `ForeignReply`, the connection is closed.
+                Reads the answer's body. If it raises `ForeignReply`, the connection is closed.
             request_id (`str`, *optional*):
-                By `make_request_id`, where `body` holds it too. Made here when not given.
+                An id of `make_request_id`, if `body` holds it too. Without one, an id is made here.
 
         Returns:
-            `T`: what `read` makes of the answer; its bytes without one.
+            `T`: the result of `read`; without `read`, the body's bytes.
 
         Raises:
-            `ServiceError`: anything but a 200 within the size limit, or a reply to another request. Its message never
-            holds what the service said.
+            `ServiceError`: anything but a 200 within the size limit, or a reply to another request. The message never
+            quotes the service.
         """
         content = json.dumps(body, ensure_ascii=False).encode()
         answer, response = await self._send("POST", path, content, request_id or make_request_id())
@@ -134,7 +132,7 @@ class HttpClient:
             raise
 
     async def get(self, path: str) -> bytes:
-        """Ask for what lies at `path`. Returns and raises as `post`."""
+        """Send a GET request. Returns the body's bytes, and raises as `post`."""
         return (await self._send("GET", path, None, make_request_id()))[0]
 
     async def _send(
@@ -158,7 +156,7 @@ class HttpClient:
                 error.status = response.status
                 raise error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            # `from None`, here and below: what the client says may hold a header or a part of the body
+            # `from None`, here and below: the client's message may hold a header or a part of the body
             raise ServiceUnavailable(
                 f"{self.service} could not be reached, or hung up ({type(error).__name__}): is it running at the "
                 "configured address?",
@@ -192,7 +190,7 @@ class HttpClient:
         )
 
     def _status_error(self, response: aiohttp.ClientResponse, marks: frozenset[str]) -> ServiceError:
-        """The error for a status. Bodies stay out of it: providers echo keys and customers' text in them."""
+        """The error for a status. It quotes no body: providers echo keys and customers' text in bodies."""
         status, code = response.status, f"{self.service}_http_{response.status}"
         if marks & QUOTA_MARKS:
             return AccessDenied(f"{self.service} says that its quota is used up ({status})", f"{self.service}_quota")
@@ -227,15 +225,15 @@ def check_echo(service: str, request_id: str, *echoes: Any) -> None:
 
     Args:
         service (`str`):
-            Whose reply it is.
+            The service that replied.
         request_id (`str`):
-            What was sent.
+            The id that was sent.
         *echoes:
-            What came where a service repeats it. Anything but an id of `make_request_id` is no echo: gateways put ids
-            of their own there.
+            The values in the places where a service repeats the id. A value that is no id of `make_request_id` is
+            ignored: gateways put their own ids there.
 
     Raises:
-        `ForeignReply`: one of them is the id of another request.
+        `ForeignReply`: one of the values is the id of another request.
     """
     for echo in echoes:
         if isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo):
@@ -247,14 +245,18 @@ def check_echo(service: str, request_id: str, *echoes: Any) -> None:
 
 
 def refuse_stated_error(service: str, answer: Any) -> None:
-    """Refuse a 200 that says of itself that it is an error, whatever stands beside that.
+    """Refuse a 200 whose body says that it is an error, whatever else it holds.
 
-    Looked at are `error` and `errors` (anything but nothing), `success` and `ok` (false), `status` (a word of
-    `FAILED_WORDS`, or a status of HTTP from 400 on) and `code` (such a status). A service that says it in the text of
-    an answer alone can't be told from one that answers.
+    A body says so by one of these fields:
+    - `error` or `errors` that is not empty;
+    - `success` or `ok` that is false;
+    - `status` that is one of `FAILED_WORDS` or an HTTP status from 400 on;
+    - `code` that is such a status.
+
+    A service that says so only in the text of its answer is not recognised.
 
     Raises:
-        `ErrorInAnswer`: it names the field, and nothing that the service said.
+        `ErrorInAnswer`: the message names the field and does not quote the service.
     """
     if not isinstance(answer, Mapping):
         return
@@ -276,7 +278,7 @@ def _is_failed_status(value: Any) -> bool:
 
 
 def address_fault(url: str) -> str | None:
-    """What an address is not to hold, in words that do not show it; `None` where it holds nothing of that kind."""
+    """Names what an address must not hold, without showing it; `None` if there is nothing of that kind."""
     if re.search(r"(?<!/)@|[?#]", url) is None:
         return None
     return (
@@ -286,7 +288,7 @@ def address_fault(url: str) -> str | None:
 
 
 def key_fault(key: str) -> str | None:
-    """What keeps a key from travelling in a header, in words that do not show it; `None` where nothing does."""
+    """Names why a key can't travel in a header, without showing the key; `None` if it can."""
     for place, character in enumerate(key, start=1):
         if not "!" <= character <= "~":
             what = "white space or a control character" if character.isascii() else "a character beyond ASCII"
@@ -295,10 +297,10 @@ def key_fault(key: str) -> str | None:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """How long the service wants to be left alone, in seconds.
+    """Seconds for which the service asks for no calls; `None` if it does not say.
 
     Reads `Retry-After-Ms` (milliseconds) and `Retry-After` as a whole or fractional number of seconds, with a unit
-    (`"1500ms"`, `"2s"`) or as an HTTP date, which counts from the answer's own `Date`.
+    (`"1500ms"`, `"2s"`), or as an HTTP date. A date counts from the answer's own `Date`.
     """
     milliseconds = _number(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
@@ -334,7 +336,7 @@ def _moment(text: str) -> float | None:
 
 
 async def _read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
-    """The body, or `None` where it is longer."""
+    """The body, or `None` if it is longer."""
     body = bytearray()
     async for part in response.content.iter_any():
         body += part
@@ -344,7 +346,7 @@ async def _read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes |
 
 
 async def _error_marks(response: aiohttp.ClientResponse) -> frozenset[str]:
-    """`code` and `type` of an error in the OpenAI form; nothing else of the body is kept."""
+    """`code` and `type` of an error in the OpenAI form. Nothing else of the body is kept."""
     if response.status not in (403, 429):
         return frozenset()
     body = await _read_at_most(response, MAX_ERROR_BODY_BYTES)

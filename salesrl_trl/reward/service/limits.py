@@ -1,23 +1,21 @@
-"""How many calls a service is given at once: slow start, then additive increase and multiplicative decrease.
+"""The limit of calls in flight to a service: slow start, then additive increase and multiplicative decrease.
 
-Owns the law and its state. Pure: no clock, no event loop, no service; the transport reports what happened.
+Owns the law and its state. Pure: no clock, no event loop, no service. The transport records what happened.
 """
 
 GROWTH_PER_SUCCESS = 0.5
-"""Of the slow start: each answer adds half a slot, so a round of full slots grows the limit by half. Doubling would
-overshoot a service's limit by up to its own size, and every call above it is an error answer."""
+"""Slots that each answer adds during the slow start: a round of full slots raises the limit by half. Doubling could
+overshoot a service's own limit by its whole size, and the service answers each call above it with an error."""
 DECREASE = 0.8
-"""Factor after an overload. A service that takes 16 calls is probed again at 17 after three rounds or so, and keeps
-nine tenths of its slots busy meanwhile."""
-
-
+"""Factor after an overload. A service that takes 16 calls is tried with 17 again after about three rounds. Meanwhile
+nine tenths of its slots are busy."""
 ROUNDS_TO_GROW = 3
-"""Rounds of calls that must wait before another slot is tried once the service has said no: the call that is turned
-away for it comes last otherwise, and everything waits for it."""
+"""Rounds of calls that must be waiting before one more slot is tried, once the service has turned a call away. With
+fewer, the call that is turned away would come last, and the whole batch would wait for it."""
 
 
 class AdaptiveLimit:
-    """Calls in flight that a service is given.
+    """The limit of calls in flight to one service.
 
     While calls wait for a slot, an answer raises the limit L:
 
@@ -47,18 +45,18 @@ class AdaptiveLimit:
         """The limit in whole calls, at least 1."""
         return int(self._limit)
 
-    def sent(self) -> int:
-        """Count a call about to be sent; returns its number, to be handed back to `overloaded`."""
+    def record_sent(self) -> int:
+        """A call is about to be sent. Returns its number, which `record_overload` takes."""
         self._sent += 1
         return self._sent
 
-    def answered(self, *, waiting: int) -> None:
-        """A call was answered while so many waited for a slot; without any there is nothing to grow for."""
+    def record_answer(self, *, waiting: int) -> None:
+        """A call was answered while `waiting` calls waited for a slot. Without any, the limit need not grow."""
         if waiting > 0 and (self._slow_start or waiting >= ROUNDS_TO_GROW * self._limit):
             self._limit = min(self._limit + (GROWTH_PER_SUCCESS if self._slow_start else 1 / self._limit), self._cap)
 
-    def overloaded(self, number: int) -> None:
-        """The service turned the call `number` away. One sent before the last decrease tells nothing more."""
+    def record_overload(self, number: int) -> None:
+        """The service turned the call `number` away. One that was sent before the last decrease says nothing new."""
         if number <= self._sent_at_decrease:
             return
         self._sent_at_decrease = self._sent

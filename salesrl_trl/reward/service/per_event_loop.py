@@ -1,4 +1,4 @@
-"""What belongs to one event loop: connections, events and running tasks break when a second loop uses them."""
+"""One object for each event loop. Connections, events and running tasks break when a second loop uses them."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ class PerLoop(Generic[T]):
 
     Args:
         make (`Callable[[], T]`):
-            Makes it; called on the loop.
+            Makes the object. It is called on the loop.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -24,12 +24,12 @@ class PerLoop(Generic[T]):
         return PerLoop, (self._make,)  # another process has other loops
 
     def get(self) -> T:
-        """The running loop's own."""
+        """The running loop's object."""
         loop = asyncio.get_running_loop()
         if loop not in self._made:
             self._made[loop] = self._make()
         return self._made[loop]
 
     def pop(self) -> T | None:
-        """Take the running loop's own away, if it has one."""
+        """Remove and return the running loop's object; `None` if it has none."""
         return self._made.pop(asyncio.get_running_loop(), None)

@@ -1,11 +1,11 @@
-"""One call to one service: how often, how long, how many at once, and when to leave it alone.
+"""One call to one service: how often it is tried, how long it may take, how many run at once.
 
-The only owner of retries, attempt time-outs, hedges, concurrency and breakers for RAG services and judges. How a
-request is sent is `http`'s; the moment when all has to be over is `deadline`'s, and every wait here ends with it.
+Owns retries, time-outs of attempts, limits, hedges and breakers for RAG services and judges; no other module has them.
+Refuses to own how a request is sent (`http`) and when a reward phase ends (`deadline`); every wait here ends by then.
 
-A call takes a slot and keeps it to its end, waits between attempts included: a service that says "come back in a
-second" gets that much less to do meanwhile. The laws of limit, breaker and hedge are pure and live in modules of their
-own; this one applies them to real time.
+A call takes one slot and keeps it until it ends, also while it waits between attempts. So a service that says "come
+back in a second" has less to do in that second. The laws of limit, breaker and hedge are pure and have modules of
+their own. This module applies them on the event loop's clock.
 """
 
 import asyncio
@@ -39,20 +39,23 @@ RETRY_WAIT_INITIAL_S = 0.2
 RETRY_WAIT_MAX_S = 5.0
 """Longest wait between attempts, unless the service asks for more by Retry-After."""
 RETRY_JITTER_S = 0.2
-"""Spreads the next attempts of calls that failed together."""
+"""Most random seconds added to a wait, so that calls that failed together do not return together."""
 OVERLOAD_WAIT_S = 1.0
 """Wait after a 429 that does not say how long."""
 MAX_OVERLOADS = 64
-"""Times that one call is turned away before it gives up. Being turned away costs no attempt, for the service is well;
-the deadline usually ends it before."""
+"""A call gives up when it is turned away this often. Being turned away costs no attempt, because the service is well.
+Usually the deadline ends the call before."""
 TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
-"""What is counted: calls asked for; requests sent, hedges included; of them second and later attempts, turned away,
-timed out, failed otherwise; calls not sent because the breaker was open; extra requests for late calls, and those that
-were faster."""
+"""Names of the counts:
+- `calls` asked for;
+- requests `sent`, hedges included; of them `retries`, `overloads` (turned away), `timeouts`, other `failures`;
+- calls `held_back`, which were not sent because the breaker was open;
+- `hedges`, extra requests for late calls, and `hedges_won`, those that were faster.
+"""
 
 
 class Transport:
-    """Runs attempts against one service until one succeeds or there is no use in going on.
+    """Runs attempts against one service until one succeeds, or until another one can't help.
 
     Args:
         service (`str`):
@@ -62,12 +65,12 @@ class Transport:
         attempt_timeout_s (`float`):
             Seconds one attempt may take, body included. Waiting for a free slot does not count.
         max_attempts (`int`):
-            Attempts that may fail, the first included. Being told to come back later is no failure.
+            Attempts that may fail, the first included. To be told to come back later is no failure.
         initial_concurrency (`int`, *optional*, defaults to `8`):
             Calls in flight at first; the limit grows while the service keeps up.
         outage_patience_s (`float`, *optional*, defaults to `0.0`):
-            Seconds that calls wait for a service that is down to come back, counted from when it went down. After that
-            they fail at once, single probes aside.
+            Seconds that calls wait for a service that is down, counted from when it went down. After that they fail at
+            once; only single probes are sent.
         denied_cooldown_s (`float`, *optional*, defaults to `60.0`):
             Longest pause between two probes of a service that refuses the key or whose quota is used up.
         hedge_fraction (`float`, *optional*, defaults to `0.05`):
@@ -101,14 +104,14 @@ class Transport:
 
     @property
     def slots(self) -> int:
-        """Calls in flight that the service is given at the moment."""
+        """The limit of calls in flight at the moment."""
         return self._limit.slots
 
-    def take_traffic(self) -> dict[str, int]:
-        """What happened since the last time, by the names in `TRAFFIC`."""
-        taken = {name: self._traffic[name] for name in TRAFFIC}
+    def drain_traffic(self) -> dict[str, int]:
+        """The counts since the last time, by the names in `TRAFFIC`."""
+        counts = {name: self._traffic[name] for name in TRAFFIC}
         self._traffic.clear()
-        return taken
+        return counts
 
     async def call(self, attempt: Callable[[], Awaitable[T]], *, patient: bool = True) -> T:
         """Run `attempt` until it succeeds.
@@ -117,19 +120,20 @@ class Transport:
             attempt (`Callable[[], Awaitable[T]]`):
                 Sends one request and reads the whole answer. Raises `ServiceError`. May run twice at the same time.
             patient (`bool`, *optional*, defaults to `True`):
-                Whether to wait out an outage, and to come back as often as it says. Not, where another service can be
-                asked instead: then the call has half of the time that is left, and ends when it is turned away.
+                Whether to wait for the end of an outage, and to come back as often as the service says. Set it to
+                `False` where another service can be asked instead: then the call has half of the time that is left,
+                and ends when it is turned away.
 
         Raises:
-            `ServiceError`: of the last attempt; its `code` starts with the service's name.
+            `ServiceError`: the last attempt's error. Its `code` starts with the service's name.
         """
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
-        self._refuse_if_hopeless(patience_s)  # before queueing: a service that is down is told of at once
+        self._refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
         with deadline(remaining_s() if patient else remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
-                    waiting.reschedule(None)  # from here on, attempts and waits look at the deadline themselves
+                    waiting.reschedule(None)  # from here on, attempts and waits observe the deadline themselves
                     return await self._with_retries(attempt, patient, patience_s)
             except TimeoutError:
                 raise self._deadline_exceeded() from None
@@ -155,7 +159,7 @@ class Transport:
 
     async def _once(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
         probe = await self._permitted(patience_s)
-        number = self._limit.sent()
+        number = self._limit.record_sent()
         with self._observed(number, probe):
             left_s = remaining_s()
             try:
@@ -178,22 +182,22 @@ class Transport:
 
     @contextmanager
     def _observed(self, number: int, probe: int) -> Iterator[None]:
-        """Tell limit and breaker how the attempt ended."""
+        """Record in limit, breaker and traffic how the attempt ended."""
         try:
             yield
         except ServiceOverloaded as error:
             self._traffic["overloads"] += 1
             if error.is_outage:
-                self._breaker.failed(now(), probe=probe, pause_s=error.retry_after_s or 0.0)
+                self._breaker.record_failure(now(), probe=probe, pause_s=error.retry_after_s or 0.0)
                 self._wake()
             else:
                 self._alive()
-            self._limit.overloaded(number)
+            self._limit.record_overload(number)
             self._flights.get().resize()
             raise
         except AccessDenied as error:
             self._traffic["failures"] += 1
-            self._breaker.failed(now(), probe=probe, denial=error.code)
+            self._breaker.record_failure(now(), probe=probe, denial=error.code)
             self._wake()
             raise
         except DeadlineExceeded:
@@ -201,10 +205,10 @@ class Transport:
             raise
         except (ServiceUnavailable, ServiceTimeout) as error:
             self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
-            self._breaker.failed(now(), probe=probe)
+            self._breaker.record_failure(now(), probe=probe)
             self._wake()
             raise
-        except ServiceError:  # about this call alone: the service is alive
+        except ServiceError:  # the error is about this call alone: the service is alive
             self._traffic["failures"] += 1
             self._alive()
             raise
@@ -212,13 +216,13 @@ class Transport:
             self._abandon(probe)
             raise
         self._alive()
-        self._limit.answered(waiting=self._flights.get().waiting)
+        self._limit.record_answer(waiting=self._flights.get().waiting)
         self._flights.get().resize()
 
-    # The breaker: who may send, and who waits for whom
+    # The breaker: which calls may be sent, and which wait
 
     def _refuse_if_hopeless(self, patience_s: float) -> None:
-        """Raise where waiting is of no use, or not wanted."""
+        """Raise if waiting can't help or is not wanted."""
         if not self._breaker.is_open:
             return
         paused = self._breaker.pause_left_s(now()) > 0
@@ -233,7 +237,7 @@ class Transport:
         return _HeldBack(f"{self.service} was not asked, because its latest calls failed", code)
 
     async def _permitted(self, patience_s: float) -> int:
-        """Wait until a request may be sent; returns the probe's number where it is one, else 0."""
+        """Wait until a request may be sent. Returns the number of the probe if the request is one, else 0."""
         while True:
             if remaining_s() <= 0:
                 raise self._deadline_exceeded()
@@ -248,13 +252,13 @@ class Transport:
 
     def _abandon(self, probe: int) -> None:
         if probe:
-            self._breaker.abandoned(probe)
+            self._breaker.record_abandoned(probe)
             self._wake()
 
     def _alive(self) -> None:
-        """The service answered, whatever it was: an open breaker closes, and those who wait for it go on."""
+        """The service answered, well or not: an open breaker closes, and the calls that wait for it go on."""
         was_open = self._breaker.is_open
-        self._breaker.answered()
+        self._breaker.record_answer()
         if was_open:
             self._wake()
 
@@ -290,10 +294,10 @@ class _Retries:
         if isinstance(error, ServiceOverloaded):
             self._overloads += 1
             wait_s = OVERLOAD_WAIT_S if error.retry_after_s is None else error.retry_after_s
-            if wait_s < RETRY_WAIT_INITIAL_S:  # "now", which a service that turns calls away can't mean
+            if wait_s < RETRY_WAIT_INITIAL_S:  # a service that turns calls away can't mean "now"
                 wait_s = self._usual_s(self._overloads)
             goes_on = self._overloads < self._max_overloads
-            if error.is_outage and self._patience_s:  # down, by its own words: for no longer than any other outage
+            if error.is_outage and self._patience_s:  # the service says it is down: patience as for other outages
                 moment = now()
                 self._down_since = min(self._down_since, moment - self._breaker.down_for_s(moment))
                 left_s = self._patience_s - (moment - self._down_since)
@@ -306,7 +310,7 @@ class _Retries:
             return False
         self._failures += 1
         goes_on = self._failures < self._max_attempts and not _out_of_patience(self._breaker, self._patience_s)
-        if isinstance(error, AccessDenied):  # another one may have access, and who never had any will have none
+        if isinstance(error, AccessDenied):  # give up if another service can be asked, or if access was never given
             goes_on = goes_on and self._patient and not self._breaker.is_hopeless
         return self._unless_too_late(error, self._usual_s(self._failures), goes_on)
 
@@ -320,18 +324,18 @@ class _Retries:
 
 
 class _Changes:
-    """Wakes those who wait for the breaker."""
+    """Wakes the calls that wait for the breaker."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
 
     def announce(self) -> None:
-        """Something changed: wake everybody."""
+        """Something changed: wake all calls that wait."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait(self, seconds: float) -> None:
-        """Wait for the next change, at most so long."""
+        """Wait for the next change, at most this long."""
         try:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()

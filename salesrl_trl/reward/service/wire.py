@@ -1,12 +1,14 @@
 """Connections whose replies belong to the requests that they carried.
 
-aiohttp takes a kept-alive connection that holds unread bytes, so a stray reply answers the next request, and from then
-on that connection is one reply behind. Here a connection is used again only when it brought exactly one reply to its
-last request and nothing since. It is closed at the first byte beyond that: together with the reply, later while it is
-idle, or unread in the socket at the moment when it is taken again.
+aiohttp reuses a kept-alive connection that holds unread bytes. So a stray reply would answer the next request, and
+from then on that connection would be one reply behind. Here a connection is used again only if it brought exactly one
+reply to its last request and nothing since. It is closed at the first byte beyond that reply, wherever the byte shows:
+- together with the reply;
+- later, while the connection is idle;
+- unread in the socket, at the moment when the connection is taken again.
 
-A reply that was sent to nobody and arrives after the next request has left can't be told by its bytes. For that every
-request carries an id, and each judge's request a nonce; `http` and `verdict` check them.
+A stray reply that arrives after the next request was sent can't be recognised by its bytes. Therefore every request
+carries an id, and each judge's request a nonce; `http` and `verdict` check them.
 """
 
 import select
@@ -36,7 +38,7 @@ def open_session() -> aiohttp.ClientSession:
 
 
 class WiredResponse(aiohttp.ClientResponse):
-    """A response that can close its connection after it has given it back."""
+    """A response that can close its connection after the connection was given back."""
 
     _wire: ResponseHandler | None = None
 
@@ -46,17 +48,17 @@ class WiredResponse(aiohttp.ClientResponse):
         return await super().start(connection)
 
     def hang_up(self) -> None:
-        """Close the connection: what it brought was another request's, and the next reply would be too."""
+        """Close the connection: it brought the reply to another request, and its next reply would be wrong too."""
         if self._wire is not None:
             self._wire.abort()
 
 
 class _Wire(ResponseHandler):
-    """One connection. Adds to aiohttp's: it closes at the first byte beyond the reply to its latest request."""
+    """One connection. Unlike aiohttp's, it closes at the first byte beyond the reply to its latest request."""
 
     was_used = False
     """Whether it has carried a request."""
-    _reply: StreamReader | None = None  # to the latest request, once its head is there
+    _reply: StreamReader | None = None  # the reply to the latest request, once its head has come
     _holds_more = False
 
     def set_response_params(self, **settings: Any) -> None:
@@ -67,9 +69,9 @@ class _Wire(ResponseHandler):
     def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
         """A reply's head was read."""
         if self._reply is not None:
-            self._holds_more = True  # a second reply, which is left out
+            self._holds_more = True  # this is a second reply: it is ignored
             return
-        if data[0].code >= 200:  # the others come before the reply
+        if data[0].code >= 200:  # a 1xx comes before the reply
             self._reply = data[1]
         super().feed_data(data, size)
 
@@ -80,41 +82,41 @@ class _Wire(ResponseHandler):
             return
         super().data_received(data)
         if not self._is_waiting and (self._holds_more or self._began_another()):
-            self.abort()  # what was read of the reply stays readable
+            self.abort()  # the reply itself stays readable
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing has come that a request sent now could take for its reply."""
+        """Whether no byte has come that a request sent now could take for its reply."""
         if self.transport is None or self.should_close:
             return False
         if not self.was_used and self.transport.get_extra_info("sslcontext"):
-            return True  # TLS sends tickets of its own at first
+            return True  # TLS itself sends tickets at first
         unread = select.poll()
         unread.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
         return not unread.poll(0)
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether a request is out whose reply has not come to its end."""
+        """Whether a request is out whose reply has not ended."""
         return self.was_used and (self._reply is None or not self._reply.is_eof())
 
     def _began_another(self) -> bool:
-        """Whether the parser holds the beginning of another reply. Each request gets a parser of its own."""
+        """Whether the parser holds the beginning of another reply. Each request has its own parser."""
         try:
             return self._parser is not None and self._parser.feed_eof() is not None
-        except Exception:  # whatever the parser makes of such a beginning: there is one
+        except Exception:  # any error of the parser means that there is such a beginning
             return True
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Gives out fresh connections only."""
+    """Hands out fresh connections only."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._factory = cast("partial[ResponseHandler]", partial(_Wire, loop=self._loop))
 
     async def connect(self, *args: Any, **settings: Any) -> Connection:
-        """A connection on which nothing is unread. One for which that is not so is closed, and another one taken."""
+        """A connection without unread bytes. One with unread bytes is closed, and another one is taken."""
         while True:
             connection = await super().connect(*args, **settings)
             wire = cast(_Wire, connection.protocol)

@@ -18,16 +18,16 @@ from salesrl_trl.reward.service.breaker import (
 def opened(at=0.0):
     breaker = Breaker()
     for _ in range(FAILURES_TO_OPEN):
-        breaker.failed(at, probe=0)
+        breaker.record_failure(at, probe=0)
     return breaker
 
 
 def test_failures_in_a_row_open_it():
     breaker = Breaker()
     for _ in range(FAILURES_TO_OPEN - 1):
-        breaker.failed(0.0, probe=0)
+        breaker.record_failure(0.0, probe=0)
     assert breaker.permit(0.0) is Permit.SEND
-    breaker.failed(0.0, probe=0)
+    breaker.record_failure(0.0, probe=0)
     assert breaker.is_open
     assert breaker.permit(0.0) is Permit.WAIT
 
@@ -36,8 +36,8 @@ def test_an_answer_between_failures_starts_the_count_again():
     breaker = Breaker()
     for _ in range(3):
         for _ in range(FAILURES_TO_OPEN - 1):
-            breaker.failed(0.0, probe=0)
-        breaker.answered()
+            breaker.record_failure(0.0, probe=0)
+        breaker.record_answer()
     assert not breaker.is_open
 
 
@@ -51,7 +51,7 @@ def test_after_the_pause_one_caller_probes_and_the_others_wait():
 def test_a_probe_that_is_answered_closes_it():
     breaker = opened()
     breaker.permit(COOLDOWN_S)
-    breaker.answered()
+    breaker.record_answer()
     assert breaker.permit(COOLDOWN_S) is Permit.SEND
 
 
@@ -61,7 +61,7 @@ def test_every_failed_probe_doubles_the_pause_up_to_a_limit():
         pauses.append(breaker.pause_left_s(now))
         now += pauses[-1]
         assert breaker.permit(now) is Permit.PROBE
-        breaker.failed(now, probe=breaker.probe)
+        breaker.record_failure(now, probe=breaker.probe)
     assert pauses[:4] == pytest.approx([COOLDOWN_S, 2 * COOLDOWN_S, 4 * COOLDOWN_S, 8 * COOLDOWN_S])
     assert pauses[-1] == MAX_COOLDOWN_S
 
@@ -70,18 +70,18 @@ def test_how_long_it_has_been_open_counts_from_the_first_opening():
     breaker = opened(at=10.0)
     assert breaker.down_for_s(10.5) == 0.5
     assert breaker.permit(11.0) is Permit.PROBE
-    breaker.failed(12.0, probe=breaker.probe)
+    breaker.record_failure(12.0, probe=breaker.probe)
     assert breaker.down_for_s(13.0) == 3.0
-    breaker.answered()
+    breaker.record_answer()
     assert breaker.down_for_s(14.0) == 0.0
 
 
 def test_a_failure_of_long_ago_is_no_part_of_an_outage():
     breaker = Breaker()
-    breaker.failed(0.0)
-    breaker.failed(SAME_OUTAGE_S)
+    breaker.record_failure(0.0)
+    breaker.record_failure(SAME_OUTAGE_S)
     assert breaker.down_for_s(SAME_OUTAGE_S) == SAME_OUTAGE_S
-    breaker.failed(2 * SAME_OUTAGE_S + 1)  # nobody called in between
+    breaker.record_failure(2 * SAME_OUTAGE_S + 1)  # nobody called in between
     assert breaker.down_for_s(2 * SAME_OUTAGE_S + 1) == 0.0
 
 
@@ -89,32 +89,32 @@ def test_a_pause_is_as_long_as_the_endpoint_asks_for_up_to_a_limit():
     for asked, given in ((0.0, COOLDOWN_S), (7.0, 7.0), (3600.0, MAX_COOLDOWN_S)):
         breaker = Breaker()
         for _ in range(FAILURES_TO_OPEN):
-            breaker.failed(0.0, pause_s=asked)
+            breaker.record_failure(0.0, pause_s=asked)
         assert breaker.pause_left_s(0.0) == given
 
 
 def test_failures_of_calls_sent_before_do_not_prolong_the_pause():
     breaker = opened(at=0.0)
-    breaker.failed(0.2, probe=0)
+    breaker.record_failure(0.2, probe=0)
     assert breaker.pause_left_s(0.2) == pytest.approx(COOLDOWN_S - 0.2)
 
 
 def test_an_abandoned_probe_leaves_the_next_caller_to_probe():
     breaker = opened()
     assert breaker.permit(COOLDOWN_S) is Permit.PROBE
-    breaker.abandoned(breaker.probe)
+    breaker.record_abandoned(breaker.probe)
     assert breaker.permit(COOLDOWN_S) is Permit.PROBE
 
 
 def test_a_late_answer_to_an_earlier_call_is_proof_of_life():
     breaker = opened()
-    breaker.answered()
+    breaker.record_answer()
     assert not breaker.is_open
 
 
 def denied(breaker, now=0.0, times=FAILURES_TO_OPEN, code="judge_quota"):
     for _ in range(times):
-        breaker.failed(now, denial=code)
+        breaker.record_failure(now, denial=code)
     return breaker
 
 
@@ -124,7 +124,7 @@ def test_denials_at_random_do_not_open_it():
         if lots.random() < 0.01:
             denied(breaker, float(now), 1)
         else:
-            breaker.answered()
+            breaker.record_answer()
         opened += breaker.is_open
     assert opened == 0  # five in a row are expected once in 1e10 calls
 
@@ -133,7 +133,7 @@ def test_denials_in_a_row_open_it_and_where_it_never_answered_there_is_no_use_in
     for answered in (False, True):
         breaker = Breaker()
         if answered:
-            breaker.answered()
+            breaker.record_answer()
         assert not denied(breaker, times=FAILURES_TO_OPEN - 1).is_open
         assert denied(breaker, times=1).is_open
         assert (breaker.denial, breaker.is_hopeless) == ("judge_quota", not answered)
@@ -142,7 +142,7 @@ def test_denials_in_a_row_open_it_and_where_it_never_answered_there_is_no_use_in
 def test_a_row_of_which_half_were_no_denials_is_an_outage_like_any_other():
     breaker = denied(Breaker(), times=2)
     for _ in range(3):
-        breaker.failed(0.0)
+        breaker.record_failure(0.0)
     assert (breaker.is_open, breaker.denial) == (True, None)
     assert breaker.pause_left_s(0.0) == COOLDOWN_S
 
@@ -153,10 +153,10 @@ def test_after_denials_the_pauses_double_up_to_the_setting():
         pauses.append(breaker.pause_left_s(now))
         now += pauses[-1]
         assert breaker.permit(now) is Permit.PROBE
-        breaker.failed(now, probe=breaker.probe, denial="judge_quota")
+        breaker.record_failure(now, probe=breaker.probe, denial="judge_quota")
     assert pauses == [DENIED_COOLDOWN_S, 2.0, 4.0, 6.0, 6.0]
     assert breaker.permit(now + 6.0) is Permit.PROBE
-    breaker.answered()
+    breaker.record_answer()
     assert (breaker.is_open, breaker.denial) == (False, None)
 
 
@@ -164,19 +164,19 @@ def test_a_probe_that_was_overtaken_counts_like_any_other_call():
     breaker = opened()
     assert breaker.permit(COOLDOWN_S) is Permit.PROBE
     stale = breaker.probe
-    breaker.answered()  # by a call that was sent before
-    breaker.failed(1.0, probe=stale)
+    breaker.record_answer()  # by a call that was sent before
+    breaker.record_failure(1.0, probe=stale)
     assert not breaker.is_open  # one failure is not five
     for _ in range(FAILURES_TO_OPEN):
-        breaker.failed(1.0)
+        breaker.record_failure(1.0)
     assert breaker.permit(2.0) is Permit.PROBE
-    breaker.failed(2.0, probe=stale)
-    breaker.abandoned(stale)
+    breaker.record_failure(2.0, probe=stale)
+    breaker.record_abandoned(stale)
     assert breaker.permit(99.0) is Permit.WAIT  # the second probe is still out
 
 
 def test_a_denial_ends_with_a_probe_that_finds_something_else():
     breaker = denied(Breaker())
     assert breaker.permit(DENIED_COOLDOWN_S) is Permit.PROBE
-    breaker.failed(DENIED_COOLDOWN_S, probe=breaker.probe)
+    breaker.record_failure(DENIED_COOLDOWN_S, probe=breaker.probe)
     assert (breaker.is_open, breaker.denial) == (True, None)
