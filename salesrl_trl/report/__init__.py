@@ -1,5 +1,10 @@
-"""A run's folder as one page to read: `python -m salesrl_trl.report OUTPUT_DIR`.
+"""A run's folder as one page: `python -m salesrl_trl.report OUTPUT_DIR`.
 
-`records` reads what the run left behind, `figures` derives the numbers and the advice, `plots` draws, `page` writes
-HTML and text. Nothing here trains, asks a service, or changes a run's folder beyond the two files it writes.
+- `records` reads the folder;
+- `figures` computes the numbers, `words` rounds them, `summary` and `advice` put them into words;
+- `plots` draws on `paper`;
+- `page` writes HTML and text.
+
+Imports neither torch nor TRL. Refuses to train, to call a service, and to change more of the folder than its two
+files.
 """

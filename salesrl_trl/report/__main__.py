@@ -1,7 +1,7 @@
 """`python -m salesrl_trl.report OUTPUT_DIR [--html FILE] [--text FILE] [--logging_dir DIR]`.
 
 Reads a run's folder, finished or not, writes one HTML page and one text, and prints the text. Owns the command line
-and where the files go. Exit code 2, with one message, for a folder or a machine that it cannot work with.
+and the places of the files. Exit code 2, with one message, for a wrong folder or a missing package.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Args:
         argv (`Sequence[str]`, *optional*):
-            Arguments; the process's own when not given.
+            Arguments; those of the process when not given.
 
     Returns:
         `int`: exit code, 0 or 2.
@@ -35,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         require_matplotlib()
         run = read_run(args.output_dir, args.logging_dir)
-        told = text_page(run)
-        _write(text, told)
+        page = text_page(run)
+        _write(text, page)
         _write(html, html_page(run, draw(run)))
     except (ConfigError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return BAD_INPUT
-    print(f"{told}\nPage: {html}\nText: {text}")
+    print(f"{page}\nPage: {html}\nText: {text}")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""The report as it is read: one HTML file that needs nothing beside it, and a text for a terminal.
+"""The report for readers: one HTML file that needs no other file, and a text for a terminal.
 
-Owns the order, the words around the figures, the escaping, and nothing that is counted or drawn. Every name that comes
-from a file is escaped: a reason code is text from outside.
+Owns the order, the words around the figures, and the escaping. Counts and draws nothing. Every name from a file is
+escaped: a reason code is text from outside.
 """
 
 import base64
@@ -11,16 +11,18 @@ from textwrap import shorten
 
 from salesrl_trl.names import REWARD, TRACE_FILE
 from salesrl_trl.report import figures
-from salesrl_trl.report.figures import figure, number, percent, seconds, shown
+from salesrl_trl.report.advice import advice
 from salesrl_trl.report.plots import Pictures
 from salesrl_trl.report.records import QuickEval, Run
+from salesrl_trl.report.summary import summary
+from salesrl_trl.report.words import count, figure, number, percent, plural, seconds, shown
 
 MOST_BRANCHES = 3
-"""Branches in the text, which is to keep to 40 lines; the page has all."""
+"""Most branches in the text, for at most 40 lines. The page has all."""
 MOST_PHASES = 4
-"""Phases in the text, by their share, for the same reason."""
+"""Most phases in the text, for the same reason. The largest are shown."""
 MOST_ROWS = 30
-"""Quick evaluations in a table; of more, those of the front, the best and the last are shown."""
+"""Most quick evaluations in a table. With more, those on the front, the best and the last are shown."""
 NOTHING_STANDS_OUT = "Nothing stands out: every figure that is looked at is within its usual range."
 NO_FIGURES = "No training figure was logged, so there is nothing to look at."
 VIEWER = "https://ui.perfetto.dev"
@@ -67,10 +69,10 @@ def html_page(run: Run, pictures: Pictures) -> str:
         run ([`Run`]):
             The records.
         pictures ([`Pictures`]):
-            Of the same run.
+            Pictures of the same run.
 
     Returns:
-        `str`: HTML without a script and without a reference to anything outside itself.
+        `str`: HTML without a script and without a reference to another file.
     """
     title = f"Training report: {shown(run.folder.resolve().name)}"
     sections = (
@@ -99,7 +101,7 @@ def text_page(run: Run) -> str:
     lines = [f"Training report: {_printable(run.folder)}"]
     lines += _aligned(_few_branches(run))
     lines += ["", *_text_phases(run), *_text_stages(run), *_text_rest(run)]
-    sentences = figures.advice(run) or (NOTHING_STANDS_OUT if run.steps else NO_FIGURES,)
+    sentences = advice(run) or (NOTHING_STANDS_OUT if run.steps else NO_FIGURES,)
     lines += ["", "What to look at", *(f"  - {sentence}" for sentence in sentences)]
     return "\n".join(lines) + "\n"
 
@@ -115,7 +117,7 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 def _few_branches(run: Run) -> list[tuple[str, str]]:
     """The main figures, with no more than a few branches."""
-    rows = list(figures.summary(run))
+    rows = list(summary(run))
     hidden = run.branches[MOST_BRANCHES:]
     dropped = {f"{what}, {shown(branch)}" for branch in hidden for what in ("Reward", "KL in band")}
     more = [("More branches", f"{len(hidden)}, on the page")] if hidden else []
@@ -158,8 +160,8 @@ def _listed(words: Sequence[str], most: int = 12) -> str:
 
 
 def _notes(run: Run) -> list[str]:
-    """What a reader should know of the records themselves."""
-    infinite = f"{figures.plural(run.infinite, 'figure')} {'was' if run.infinite == 1 else 'were'} infinite, left out"
+    """Notes about the records themselves."""
+    infinite = f"{plural(run.infinite, 'figure')} {'was' if run.infinite == 1 else 'were'} infinite, left out"
     return [*([infinite] if run.infinite else []), *run.unread]
 
 
@@ -167,7 +169,7 @@ def _section(title: str, body: str) -> str:
     return f"<section>\n<h2>{escape(title)}</h2>\n{body}</section>\n"
 
 
-def _said(sentence: str) -> str:
+def _paragraph(sentence: str) -> str:
     return f"<p>{escape(sentence)}</p>\n"
 
 
@@ -181,7 +183,7 @@ def _image(picture: bytes, words: str) -> str:
 
 
 def _table(head: Cells, rows: Iterable[Cells]) -> str:
-    """The first column names the row, the others are numbers."""
+    """A table. The first column names the row, the others are numbers."""
     cells = "".join(f'<th scope="col"{_right(at)}>{escape(cell)}</th>' for at, cell in enumerate(head))
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>'
@@ -198,33 +200,32 @@ def _right(column: int) -> str:
 
 def _main_figures(run: Run) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>\n'
-        for name, value in figures.summary(run)
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>\n' for name, value in summary(run)
     )
     notes = "".join(_remark(f"{note[0].upper()}{note[1:]}.") for note in _notes(run))
     return f'<table class="wide">\n<tbody>\n{rows}</tbody>\n</table>\n{notes}'
 
 
 def _advice(run: Run) -> str:
-    sentences = figures.advice(run)
+    sentences = advice(run)
     if not sentences:
-        return _said(NOTHING_STANDS_OUT if run.steps else NO_FIGURES)
+        return _paragraph(NOTHING_STANDS_OUT if run.steps else NO_FIGURES)
     items = "".join(f"<li>{escape(sentence)}</li>\n" for sentence in sentences)
     return f"<ol>\n{items}</ol>\n"
 
 
 def _reward(run: Run, pictures: Pictures) -> str:
     if pictures.reward is None:
-        return _said("No reward was logged.")
-    told = "; ".join(f"{name.removeprefix('Reward, ')} {value}" for name, value in figures.summary(run)
+        return _paragraph("No reward was logged.")
+    told = "; ".join(f"{name.removeprefix('Reward, ')} {value}" for name, value in summary(run)
                      if name.startswith("Reward"))  # fmt: skip
     return _image(pictures.reward, f"Mean reward over the steps. {told}")
 
 
 def _kl(run: Run, pictures: Pictures) -> str:
     if not pictures.kl:
-        return _said("No KL was logged: the run had no KL coefficient, or stopped before its first step.")
-    values = dict(figures.summary(run))
+        return _paragraph("No KL was logged: the run had no KL coefficient, or stopped before its first step.")
+    values = dict(summary(run))
     parts = []
     for branch, picture in pictures.kl.items():
         told = values[f"KL in band, {shown(branch)}"]
@@ -237,7 +238,7 @@ def _step_time(run: Run, pictures: Pictures) -> str:
     parts = []
     found = figures.phases(run)
     if pictures.step_time is None or not found:
-        parts.append(_said("Step times were not logged."))
+        parts.append(_paragraph("Step times were not logged."))
     else:
         most = max(found, key=lambda each: each.share)
         words = f"Step time by phase over the steps. The largest phase is {most.name}, {percent(most.share)}"
@@ -246,7 +247,7 @@ def _step_time(run: Run, pictures: Pictures) -> str:
         parts.append(_table(("Phase", "Mean per step", "Share"), rows))
     parts.append("<h3>Rewards: what training waits for</h3>\n")
     if pictures.reward_time is None:
-        parts.append(_said("How long the rewards took was not logged."))
+        parts.append(_paragraph("How long the rewards took was not logged."))
     else:
         words = "Makespan of the rewards over the steps, the part that training waits for and the part that is hidden"
         parts.append(_image(pictures.reward_time, words))
@@ -258,27 +259,28 @@ def _failures(run: Run, pictures: Pictures) -> str:
     if pictures.failures is None or not found:
         share = figures.failed_share(run)
         if share is None:
-            return _said("Failures were not logged.")
+            return _paragraph("Failures were not logged.")
         none = "Every completion was scored: there were no failures."
-        return _said(none if share <= 0 else f"{percent(share)} of the completions failed; no reason was counted.")
+        return _paragraph(
+            none if share <= 0 else f"{percent(share)} of the completions failed; no reason was counted."
+        )
     total = sum(found.values())
     rows = [
-        (shown(reason), figures.whose(reason), figures.count(times), percent(times / total))
-        for reason, times in found.items()
+        (shown(reason), figures.whose(reason), count(times), percent(times / total)) for reason, times in found.items()
     ]
     more = _remark(f"and {len(rows) - MOST_ROWS} more reasons") if len(rows) > MOST_ROWS else ""
-    words = f"Failures by reason over the steps, {figures.count(total)} in all, mostly {rows[0][0]}"
+    words = f"Failures by reason over the steps, {count(total)} in all, mostly {rows[0][0]}"
     return _image(pictures.failures, words) + _table(("Reason", "Of", "Times", "Share"), rows[:MOST_ROWS]) + more
 
 
 def _quick_evals(run: Run, pictures: Pictures) -> str:
     evals = figures.shown_evals(run)
     if not evals:
-        return _said("No quick evaluation was made.")
+        return _paragraph("No quick evaluation was made.")
     best = figures.front(evals)
     steps = [str(evals[index].step) for index in best]
     parts = [_remark(
-        f"{figures.plural(len(evals), 'evaluation')}, {shown(evals[-1].mode)}. On the front, which no other beats in "
+        f"{plural(len(evals), 'evaluation')}, {shown(evals[-1].mode)}. On the front, which no other beats in "
         f"every branch: step {_listed(steps)}."
     )]  # fmt: skip
     if pictures.quick_evals is not None:
@@ -287,7 +289,7 @@ def _quick_evals(run: Run, pictures: Pictures) -> str:
     parts.append(_eval_table(evals, best))
     others = len(run.quick_evals) - len(evals)
     if others:
-        parts.append(_remark(f"{figures.plural(others, 'evaluation')} made in another way: not compared with these."))
+        parts.append(_remark(f"{plural(others, 'evaluation')} made in another way: not compared with these."))
     return "".join(parts)
 
 
@@ -314,7 +316,7 @@ def _eval_table(evals: Sequence[QuickEval], best: Sequence[int]) -> str:
 def _stages(run: Run) -> str:
     found = figures.stages(run)
     if not found:
-        return _said("How long the stages took was not logged.")
+        return _paragraph("How long the stages took was not logged.")
     rows = [
         (each.name, seconds(each.p50), seconds(each.p95), seconds(each.most), seconds(each.slowest)) for each in found
     ]
@@ -326,7 +328,7 @@ def _stages(run: Run) -> str:
 
 def _held_out(run: Run) -> str:
     if not run.held_out:
-        return _said("No held-out evaluation was written.")
+        return _paragraph("No held-out evaluation was written.")
     names = sorted({name for each in run.held_out for name in each.figures}, key=lambda name: (name != REWARD, name))
     rows = [(str(each.step), *(figure(each.figures.get(name)) for name in names)) for each in run.held_out]
     return _table(("Step", *(shown(name).replace("_", " ") for name in names)), rows[:1] + rows[1:][-MOST_ROWS:])
@@ -334,9 +336,9 @@ def _held_out(run: Run) -> str:
 
 def _folder(run: Run) -> str:
     kept = shorten(", ".join(map(shown, run.kept)), 400, placeholder=" …")
-    parts = [_said(f"Checkpoints: {kept}." if kept else "No checkpoint is in the folder.")]
+    parts = [_paragraph(f"Checkpoints: {kept}." if kept else "No checkpoint is in the folder.")]
     if run.has_trace:
         parts.append(f"<p>A timeline of the steps: open <code>{TRACE_FILE}</code> at <code>{VIEWER}</code>.</p>\n")
     else:
-        parts.append(_said(f"No timeline ({TRACE_FILE}) was written."))
+        parts.append(_paragraph(f"No timeline ({TRACE_FILE}) was written."))
     return "".join(parts)

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read into frozen carriers.
+"""The files of a run's folder, read into frozen dataclasses.
 
 Owns the merge of several event files, and how a record that was cut off is read. Derives nothing: shares, means and
 advice belong to `figures`.
@@ -32,7 +32,7 @@ RUNS = "runs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickBranch:
-    """One branch in a quick evaluation; `None` for a figure that could not be had."""
+    """One branch in a quick evaluation; `None` for a figure that was not measured."""
 
     score: float | None
     """Mean score of the branch's rows."""
@@ -45,7 +45,7 @@ class QuickBranch:
     beta: float | None = None
     """The branch's KL coefficient at that step."""
     rows: float | None = None
-    """Rows that were evaluated."""
+    """Number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,21 +53,21 @@ class QuickEval:
     """One line of `quick_eval.jsonl`."""
 
     step: int
-    """Optimizer step after which it was made."""
+    """Optimizer steps before the evaluation."""
     mode: str
-    """How was sampled: `"greedy"`."""
+    """The way of sampling: `"greedy"`."""
     reward: float | None
     """Mean reward over all branches."""
     seconds: float | None
-    """What it cost."""
+    """Its seconds."""
     best: bool
-    """Whether it was the best one so far."""
+    """Whether it is marked as the best."""
     branches: Mapping[str, QuickBranch]
     """By branch name."""
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """Score by branch: a point for `pareto_front`."""
+        """Score by branch, for `pareto_front`."""
         return {branch: each.score for branch, each in self.branches.items()}
 
 
@@ -76,42 +76,42 @@ class HeldOut:
     """One entry of `held_out.json`."""
 
     step: int
-    """Optimizer step after which it was made; 0 is before training."""
+    """Optimizer steps before the evaluation; 0 is before training."""
     figures: Mapping[str, float | None]
     """`{"reward": 0.29, "fairness": 0.36, "valid_actions": 0.95}`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Everything the report knows of a run."""
+    """The records of a run, for the report."""
 
     folder: Path
     """The run's `output_dir`."""
     series: Mapping[str, Mapping[int, float]]
     """By tag without `train/`, then by step, ascending: `{"reward": {1: 0.3, 2: 0.32}}`. Finite figures only."""
     steps: tuple[int, ...]
-    """Steps at which training figures were logged, ascending. May be empty: stopped before the first."""
+    """Steps with training figures, ascending. Empty for a run that stopped before its first step."""
     branches: tuple[str, ...]
-    """By name."""
+    """Their names."""
     seconds: tuple[float, float] | None
-    """Wall times of the first and the last event, in seconds since 1970; `None` where nothing was written."""
+    """Wall times of the first and the last event, in seconds since 1970; `None` without an event."""
     starts: int
-    """Event files with training figures: more than one for a run that was resumed."""
+    """Event files with training figures. A run that was resumed has more than one."""
     infinite: int
-    """Figures that were infinite. They are in no series, and neither is NaN, which stands for "nothing measured"."""
+    """Number of infinite figures. They are in no series. NaN is in none either: it means "not measured"."""
     quick_evals: tuple[QuickEval, ...]
     """By step."""
     held_out: tuple[HeldOut, ...]
     """By step."""
     unread: tuple[str, ...]
-    """In words, what was there and could not be read."""
+    """Sentences about files that could not be read."""
     kept: tuple[str, ...]
-    """Names of checkpoint folders, `best` first."""
+    """Names of the checkpoint folders, `best` first."""
     has_trace: bool
-    """Whether `trace.json` is there."""
+    """Whether the folder has a `trace.json`."""
 
     def of(self, tag: str) -> Mapping[int, float]:
-        """A tag's figures by step; empty where it was never logged."""
+        """Figures of a tag by step; empty if it was never logged."""
         return self.series.get(tag, {})
 
 
@@ -120,22 +120,22 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
 
     Args:
         folder (`Path`):
-            The run's `output_dir`. Of an unfinished, killed or resumed run as well.
+            The run's `output_dir`. The run may be unfinished, killed or resumed.
         logging_dir (`Path`, *optional*):
-            Where the TensorBoard files are, if not below `folder`.
+            Folder of the TensorBoard files, if not below `folder`.
 
     Returns:
-        [`Run`]: what is there.
+        [`Run`]: the records.
 
     Raises:
-        `ConfigError`: if there is no such folder, no event file in it, or the folder holds several runs.
+        `ConfigError`: the folder does not exist, has no event file, or holds several runs.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder. Expected the `output_dir` of a run.")
     events = _Events()
     for path in _event_files(folder, logging_dir):
         events.read(path)
-    events.forget_what_was_gone_back_behind()
+    events.forget_repeated_steps()
     series = {tag: dict(sorted(values.items())) for tag, values in sorted(events.values.items())}
     quick_evals, unread = _quick_evals(folder / QUICK_EVAL_FILE)
     held_out, not_held = _held_out(folder / HELD_OUT_FILE)
@@ -156,18 +156,18 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
 
 
 def _steps(series: Mapping[str, Mapping[int, float]]) -> tuple[int, ...]:
-    """Steps of training: a quick evaluation may come before the first and has no step of its own."""
+    """Steps of training. Quick evaluations do not count: one may come before the first step."""
     trained = (values for tag, values in series.items() if not tag.startswith(QUICK_EVAL))
     return tuple(sorted({step for values in trained for step in values if step > 0}))
 
 
-def _branches(series: Mapping[str, Any]) -> tuple[str, ...]:
+def _branches(series: Mapping[str, object]) -> tuple[str, ...]:
     starts = (reward_of(""), beta_of(""))
     return tuple(sorted({tag.removeprefix(start) for tag in series for start in starts if tag.startswith(start)}))
 
 
 def _event_files(folder: Path, logging_dir: Path | None) -> list[Path]:
-    """Every event file of one run. A folder above several runs is refused: their steps would be merged into one."""
+    """Every event file of one run. A folder above several runs is refused, because their steps would be merged."""
     top = logging_dir or folder
     if not top.is_dir():
         raise ConfigError(f"{top} is no folder. Expected the one with the run's TensorBoard files.")
@@ -191,20 +191,20 @@ def _owner(path: Path) -> Path:
 
 
 class _Events:
-    """Scalars of several event files, merged by tag and step: of two with one step, the one written later counts."""
+    """Scalars of several event files, merged by tag and step. Of two scalars of one step, the later one counts."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[int, float]] = {}
         self.first_s = math.inf
         self.last_s = -math.inf
         self.starts: list[tuple[float, int]] = []
-        """When each start wrote its first figures of training, and of which step they were."""
+        """For each start, the time and the step of its first training figures."""
         self.infinite = 0
         self._written: dict[tuple[str, int], float] = {}
 
     def read(self, path: Path) -> None:
         """Add a file, up to a record that was cut off."""
-        # The accumulator above this loader drops what a resume repeats; here the later one is to win instead.
+        # TensorBoard's accumulator drops the steps that a resume repeats. Here, the later ones replace them.
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
         trained: tuple[float, int] | None = None
@@ -212,15 +212,18 @@ class _Events:
             self.first_s, self.last_s = min(self.first_s, event.wall_time), max(self.last_s, event.wall_time)
             for value in event.summary.value:
                 if value.tag.startswith(TRAIN) and (number := _scalar(value)) is not None:
-                    if trained is None and value.tag != TRAIN + "epoch":  # which a last evaluation's own file has too
+                    # the file of a last evaluation has the tag `epoch` too
+                    if trained is None and value.tag != TRAIN + "epoch":
                         trained = (event.wall_time, event.step)
                     self._add(value.tag.removeprefix(TRAIN), event.step, event.wall_time, number)
         if trained is not None:
             self.starts.append(trained)
 
-    def forget_what_was_gone_back_behind(self) -> None:
-        """A start at a step that an earlier one had passed does all from there on anew: a resume from an earlier
-        checkpoint, or another run in the same folder."""
+    def forget_repeated_steps(self) -> None:
+        """Forget the earlier figures of steps that a later start repeated.
+
+        A start repeats steps after a resume from an earlier checkpoint, and as another run in the same folder.
+        """
         for started_s, first in self.starts:
             for tag, values in self.values.items():
                 for step in [each for each in values if each >= first and self._written[tag, each] < started_s]:
@@ -239,7 +242,7 @@ class _Events:
 
 
 def _scalar(value: Any) -> float | None:
-    """The number of a summary's value; `None` for texts, histograms and the like."""
+    """The number of a summary's value; `None` for texts, histograms and others."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return float(value.simple_value)
@@ -251,7 +254,8 @@ def _scalar(value: Any) -> float | None:
 
 
 def _quick_evals(path: Path) -> tuple[tuple[QuickEval, ...], tuple[str, ...]]:
-    """The evaluations, the later of two with one step and mode, and in words what could not be read."""
+    """The evaluations, and sentences about lines that could not be read. Of two with one step and mode, the later
+    one."""
     if not path.is_file():
         return (), ()
     found: dict[tuple[int, str], QuickEval] = {}
@@ -271,21 +275,21 @@ def _quick_evals(path: Path) -> tuple[tuple[QuickEval, ...], tuple[str, ...]]:
     return tuple(found[key] for key in sorted(found)), unread
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
-    """A JSON value for each line that holds something; `None` for one that was cut off."""
+def _json_lines(path: Path) -> Iterator[object]:
+    """A JSON value for each line that is not empty; `None` for a line that was cut off."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.strip():
             yield _parsed(line)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _quick_eval(record: Any) -> QuickEval | None:
+def _quick_eval(record: object) -> QuickEval | None:
     if not isinstance(record, dict) or (step := _number(record.get("step"))) is None:
         return None
     branches = record.get("branches")
@@ -317,7 +321,7 @@ def _held_out(path: Path) -> tuple[tuple[HeldOut, ...], tuple[str, ...]]:
     return tuple(found[step] for step in sorted(found)), ()
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """A finite number, or `None`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None

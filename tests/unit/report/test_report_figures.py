@@ -3,7 +3,9 @@
 import pytest
 
 from salesrl_trl.report import figures
+from salesrl_trl.report.advice import advice
 from salesrl_trl.report.records import read_run
+from salesrl_trl.report.words import percent, seconds
 
 
 def run_of(run_folder, steps):
@@ -92,12 +94,12 @@ def test_however_long_a_run_is_it_has_no_more_bins(many):
      (3599.6, "1 h 0 min"), (7800.0, "2 h 10 min")],
 )  # fmt: skip
 def test_seconds_in_words(value, words):
-    assert figures.seconds(value) == words
+    assert seconds(value) == words
 
 
 @pytest.mark.parametrize(("value", "words"), [(None, "n/a"), (0.0, "0 %"), (0.004, "0.4 %"), (0.62, "62 %")])
 def test_percent_in_words(value, words):
-    assert figures.percent(value) == words
+    assert percent(value) == words
 
 
 CALM = {
@@ -130,9 +132,9 @@ CALM = {
 )  # fmt: skip
 def test_advice_begins_beyond_its_threshold(run_folder, changed, words):
     run_folder.events({1: CALM})
-    assert figures.advice(read_run(run_folder.path)) == ()
+    assert advice(read_run(run_folder.path)) == ()
     run_folder.events({1: {**CALM, **changed}}, started_s=1_800_000_000.0)
-    (sentence,) = figures.advice(read_run(run_folder.path))
+    (sentence,) = advice(read_run(run_folder.path))
     assert sentence.startswith(words)
 
 
@@ -142,14 +144,14 @@ def test_advice_is_five_sentences_at_most_and_the_costly_ones_stay(run_folder):
             "kl/a": 1.0, "kl/a_in_band": 0.0, "beta/a": 0.1, "outcome/ok": 0.5, "outcome/infra": 0.5,
             "failures/reason/x": 1.0, "failures/skipped_update": 1.0}
     })  # fmt: skip
-    told = figures.advice(run)
+    told = advice(run)
     assert len(told) == 5
     assert told[0].startswith("1 update was skipped")
     assert not any("belongs to no phase" in sentence for sentence in told)
 
 
 def test_a_run_without_figures_gets_no_advice(run_folder):
-    assert figures.advice(run_of(run_folder, {})) == ()
+    assert advice(run_of(run_folder, {})) == ()
 
 
 def test_a_rate_over_the_run_counts_each_step_by_its_length(run_folder):

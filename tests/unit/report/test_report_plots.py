@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.report import plots
+from salesrl_trl.report import paper
 from salesrl_trl.report.plots import draw
 from salesrl_trl.report.records import read_run
 
@@ -118,6 +118,6 @@ def test_a_bar_that_towers_over_nearly_all_others_is_cut_off_and_its_height_told
     axes = Figure().subplots()
     axes.bar(range(len(heights)), heights)
     before = axes.get_ylim()[1]
-    plots._cut_off(axes, list(range(len(heights))), heights)
+    paper._cut_off(axes, list(range(len(heights))), heights)
     assert axes.get_ylim()[1] == pytest.approx(before if top is None else top)
     assert [each.get_text().strip() for each in axes.texts] == ([] if top is None else ["15.9 ↑"])
