@@ -4,10 +4,10 @@
     .venv/bin/python scripts/build_vector_store.py --documents knowledge.jsonl --out my_store \\
         --embedding-base-url http://127.0.0.1:8000/v1 --embedding-model my-model [--embedding-key-env MY_KEY]
 
-Documents are JSON lines with `id`, `text` and perhaps `title` and `tenant_id`; a document without a tenant is open to
-all of them. Needs the extra `vector-store`. Nothing is written before everything is embedded.
+Documents are JSON lines with `id`, `text`, and optionally `title` and `tenant_id`. All tenants may read a document
+without a tenant. Needs the extra `vector-store`. Writes nothing before all documents are embedded.
 
-Exit code: 0 written; 1 the embedding service did not do its part; 2 wrong usage or documents; 130 interrupted.
+Exit code: 0 written; 1 the embedding service failed; 2 wrong usage or documents; 130 interrupted.
 """
 
 import argparse
@@ -35,9 +35,9 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 MAX_CONCURRENCY = 4
-"""Requests at the same time: a server with one GPU is busy with that."""
+"""Requests at the same time. They keep a server with one GPU busy."""
 REQUEST_TIMEOUT_S = 120.0
-"""For one batch: a server that loads its model at the first request takes a minute."""
+"""Seconds for one batch. A server that loads its model at the first request takes a minute."""
 MAX_ATTEMPTS = 4
 
 
@@ -60,7 +60,7 @@ def failed(error: Exception, code: int) -> int:
 
 
 async def build(options: argparse.Namespace) -> None:
-    """Read, embed, write, and say how many and how long."""
+    """Read, embed, write. Print how many documents, and the seconds."""
     documents = read_documents(options.documents)
     key = read_key(options.embedding_key_env)
     check_out(options.out, options.overwrite)
@@ -79,7 +79,7 @@ async def build(options: argparse.Namespace) -> None:
 
 
 async def embed_all(texts: Sequence[str], embedder: Embedder, batch_size: int) -> NDArray[np.float32]:
-    """Vectors of shape (texts, dimension). The first batch that fails ends all."""
+    """Vectors of shape (texts, dimension). The first batch that fails ends the others."""
     transport = Transport(
         SERVICE,
         max_concurrency=MAX_CONCURRENCY,
@@ -98,7 +98,7 @@ async def embed_all(texts: Sequence[str], embedder: Embedder, batch_size: int) -
 
 
 def read_documents(path: Path) -> list[StoredDocument]:
-    """The knowledge base as the embedded service reads it, with the tenants. Raises `DataError`."""
+    """The documents in the form of the embedded service, with their tenants. Raises `DataError`."""
     documents = load_documents(path)
     lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     return [
@@ -108,7 +108,7 @@ def read_documents(path: Path) -> list[StoredDocument]:
 
 
 def tenant_of(line: str) -> str:
-    """Whose document it is. The line is known to be a JSON object with an id."""
+    """The tenant of a document, from its line, which is a JSON object with an id."""
     entry = json.loads(line)
     tenant = entry.get("tenant_id") or ""
     if not isinstance(tenant, str):
@@ -117,7 +117,7 @@ def tenant_of(line: str) -> str:
 
 
 def checked(document: StoredDocument) -> StoredDocument:
-    """Raise `DataError` for half a surrogate pair, which JSON can spell and UTF-8 can't."""
+    """Raise `DataError` for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
     try:
         "".join(dataclasses.astuple(document)).encode()
     except UnicodeEncodeError as error:
@@ -136,7 +136,7 @@ def read_key(variable: str | None) -> str | None:
 
 
 def check_out(out: Path, overwrite: bool) -> None:
-    """Raise `ConfigError` unless a store may be written there."""
+    """Raise `ConfigError` unless a store may be written to the folder."""
     if has_table(out) and not overwrite:
         raise ConfigError(f"{out} holds a vector store already; give --overwrite, or another --out")
     try:
@@ -147,13 +147,13 @@ def check_out(out: Path, overwrite: bool) -> None:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--documents", type=Path, required=True, help="file of JSON lines")
     parser.add_argument("--out", type=Path, required=True, help="folder of the store")
     parser.add_argument("--embedding-base-url", type=_url, required=True, help="OpenAI-style address, /v1 included")
-    parser.add_argument("--embedding-model", required=True, help="the model's name there")
+    parser.add_argument("--embedding-model", required=True, help="name of the model at that address")
     parser.add_argument("--embedding-key-env", help="environment variable that holds the key")
     parser.add_argument("--batch-size", type=_count, default=64, help="documents in one request (64)")
-    parser.add_argument("--overwrite", action="store_true", help="put it in place of the store that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace the store in the folder")
     return parser.parse_args(arguments)
 
 

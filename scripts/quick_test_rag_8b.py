@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""One question to the RAG service's 8B endpoint: the status, the seconds, the passages and the answer.
+"""Asks the RAG service's 8B endpoint one question. Prints the status, the seconds, the passages and the answer.
 
     python3 scripts/quick_test_rag_8b.py --base-url http://127.0.0.1:8801 --query "Python data analysis price"
 
-For a look by hand; `test_rag_endpoints.py` says why a connection fails and checks the contract. Stands alone: the
-standard library of any Python from 3.9 on. No proxy, no redirect, no retry. Exit code: 0 answered, 1 not, 2 usage.
+`test_rag_endpoints.py` checks more: it says why a connection fails, and holds the answer against the contract. This
+tool needs the standard library of any Python from 3.9 on and nothing else. It uses no proxy, follows no redirect and
+retries nothing. Exit code: 0 answered; 1 not answered; 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main() -> int:
     sys.stdout.reconfigure(errors="backslashreplace")
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     started = time.perf_counter()
-    # A thread, so that the timeout holds for the whole request, however slowly its bytes drip.
+    # In a thread: the timeout holds for the whole request, also when its bytes come one by one.
     threading.Thread(target=lambda: results.put(ask(options)), daemon=True).start()
     try:
         status, content = results.get(timeout=options.timeout)
@@ -47,7 +48,7 @@ def main() -> int:
 
 
 def ask(options: argparse.Namespace) -> tuple[int | str, bytes]:
-    """The status and the body; in place of the status what went wrong."""
+    """The status and the body. The name of an error instead of the status, if there was one."""
     place: SplitResult = options.base_url
     body = dict.fromkeys(("tenant_id", "contact_id", "account_id", "message_id"), "")
     body.update(context=options.context or f"customer: {options.query}", user_profile=options.profile)
@@ -55,8 +56,6 @@ def ask(options: argparse.Namespace) -> tuple[int | str, bytes]:
     limits = {"score_threshold": options.score_threshold, "top_k": options.top_k}
     headers = {"Content-Type": "application/json"}
     headers.update({"Authorization": f"Bearer {options.key}"} if options.key else {})
-    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
-        os.environ.pop(name, None)  # training trusts the system's store alone
     kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
     connection = kind(place.hostname, place.port, timeout=options.timeout)
     try:
@@ -70,7 +69,7 @@ def ask(options: argparse.Namespace) -> tuple[int | str, bytes]:
 
 
 def shown(body: Any, key: str | None) -> list[str]:
-    """The passages and the answer, without the key and without what a terminal would obey."""
+    """The passages and the answer, without the key and without control characters."""
     lines = [f"{len(body['passages'])} passages, took_ms {float(body['took_ms']):.1f}"]
     lines += [f"  {float(each['score']):.3f}  {each['id']}" for each in body["passages"]]
     lines += body["answer"].splitlines()
@@ -82,12 +81,12 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", type=address, required=True, help="the service's address before /v1/rag")
     parser.add_argument("--key-env", help="environment variable that holds the key")
-    parser.add_argument("--query", default="How much does the beginner course cost?")
-    parser.add_argument("--profile", default="office worker, free in the evenings")
-    parser.add_argument("--summary", default="asked about courses")
+    parser.add_argument("--query", default="How much does the beginner course cost?", help="the customer's question")
+    parser.add_argument("--profile", default="office worker, free in the evenings", help="the customer's profile")
+    parser.add_argument("--summary", default="asked about courses", help="what was said before")
     parser.add_argument("--context", help="the conversation; default: the query, asked by the customer")
-    parser.add_argument("--top-k", type=int, default=3)
-    parser.add_argument("--score-threshold", type=float, default=0.03)
+    parser.add_argument("--top-k", type=int, default=3, help="most passages in the answer")
+    parser.add_argument("--score-threshold", type=float, default=0.03, help="lowest score of a passage")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds for the whole request")
     options = parser.parse_args()
     options.key = os.environ.get(options.key_env, "") if options.key_env is not None else None
@@ -99,7 +98,7 @@ def parsed() -> argparse.Namespace:
 
 
 def address(text: str) -> SplitResult:
-    """The parts of a base URL. A refused one is not shown, since it may hold a password."""
+    """The parts of a base URL. The message of a refused one does not show it: it may hold a password."""
     if not text.startswith(("http://", "https://")) or "@" in text or "?" in text:
         raise argparse.ArgumentTypeError("expected an address such as https://rag.example.com, without user and query")
     return urlsplit(text.rstrip("/"))

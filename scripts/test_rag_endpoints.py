@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Is a RAG service ready for training? Where a connection fails, what an answer lacks, how fast answers come.
+"""Checks whether a RAG service is ready for training: the connection, the form of its answers, their speed.
 
     python3 scripts/test_rag_endpoints.py --base-url https://rag.example.com --key-env RAG_KEY
 
-Owns the stages of a connection (DNS, TCP, TLS, HTTP), the check of both endpoints' answers against their contract
-(docs/SERVICES.md), a latency run, and the settings that follow from them. It connects as training does: without a
-proxy, with the system's certificates, following no redirect; but it retries nothing, since it is to see every failure.
-No key is printed and, without --show-answers, nothing of an answer.
+It tries the stages of a connection (DNS, TCP, TLS, HTTP), holds an answer of each endpoint against the contract in
+docs/SERVICES.md, measures latencies, and suggests settings.
 
-Stands alone: the standard library of any Python from 3.9 on, so that a copy runs where nothing is installed.
+- It connects as training does: without a proxy, with the system's certificates, without following a redirect.
+- It retries nothing: every failure shall be seen.
+- It prints no key. It prints no text of an answer without --show-answers.
+- It needs the standard library of any Python from 3.9 on and nothing else: a copy runs where nothing is installed.
 
-Exit code: 0 all good; 1 the service is not ready, and why is printed; 2 wrong usage; 130 interrupted.
+Exit code: 0 ready; 1 not ready, with the reasons printed; 2 wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -46,28 +47,28 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""The longest answer that is read: far above any answer with its passages."""
+"""Longest answer that is read. An answer with its passages is far shorter."""
 READ_BYTES = 64 * 1024
 MAX_STAGE_S = 10.0
-"""Patience with one stage of the connection: long enough for a cold load balancer, short enough to sit through."""
+"""Longest time for one stage of the connection. A cold load balancer needs less, and a person can wait for it."""
 MAX_ADDRESSES = 16
-"""Addresses of one host that are tried: more than any load balancer gives out."""
+"""Most addresses of one host that are tried. Load balancers give out fewer."""
 MAX_CONCURRENCY = 256
-"""Connections at once: `select` and a usual limit of 1,024 open files leave room for no more than a few times that."""
+"""Most connections at once: `select`, and the usual limit of 1,024 open files, allow a few times as many."""
 MAX_FAULTS_SHOWN = 20
-"""Faults of one answer that a person reads; --json holds all of them."""
+"""Most faults of one answer in the text. --json holds all."""
 MAX_FOREIGN_CHARS = 200
-"""How much of a header or a certificate's name is shown, in characters."""
+"""Characters of a header, or of a certificate's name, that are shown."""
 EXPIRY_WARNING_DAYS = 14
-"""A certificate that ends sooner may end within a run."""
+"""A certificate that expires sooner may expire during a run."""
 
 TIMEOUT_MARGIN = 3
-"""`rag_timeout_s` over the slower p99: training asks both endpoints at once, and for hours."""
+"""`rag_timeout_s` is so many times the slower p99: training asks both endpoints at once, and for hours."""
 MIN_TIMEOUT_S = 5
-"""The least timeout that is suggested: a garbage collection or a restart behind a balancer takes seconds anywhere."""
+"""Shortest timeout that is suggested: a garbage collection, or a restart behind a balancer, takes seconds."""
 
 TIMEOUTS = (TimeoutError, socket.timeout)
-"""One class from Python 3.10 on, two before."""
+"""Two classes before Python 3.10, one since."""
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 ENDPOINTS = ("8b", "32b")
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -76,9 +77,9 @@ NO_ID = "not returned (optional): answers that the service mixes up can't be tol
 FAILED_WORDS = frozenset(
     {"error", "failed", "failure", "fail", "busy", "overloaded", "unavailable", "timeout", "throttled", "rate_limited"}
 )
-"""A `status` by which training takes an answer for a failure."""
+"""Training treats an answer with such a `status` as a failure."""
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
-"""The 4xx that a repetition can mend, as in training; so can every 5xx."""
+"""Statuses 4xx that training repeats. It repeats every 5xx too."""
 
 QUESTIONS = (
     ("How much does the beginner course cost?", "office worker, free in the evenings", "asked about courses"),
@@ -88,15 +89,15 @@ QUESTIONS = (
     ("Can I get a refund if I stop halfway?", "careful with money", "was told the price"),
     ("中途不想学了可以退款吗？", "比较在意费用", "已经告知价格"),
 )
-"""(question, profile, summary), English and Chinese in turn. No service need know anything about them."""
+"""(question, profile, summary), English and Chinese in turn. A service need not know their subject."""
 
 
-# What is asked of whom.
+# The requests.
 
 
 @dataclass
 class Target:
-    """The service, and the way to it as far as it is known."""
+    """The service, and what is known of the way to it."""
 
     url: str
     """The base URL without a slash at its end."""
@@ -108,12 +109,12 @@ class Target:
     key: str | None = None
     key_env: str | None = None
     addresses: list[tuple[int, Any]] = field(default_factory=list)
-    """(family, socket address) of each, from the DNS stage; after the TCP stage only those that can be reached."""
+    """(family, socket address) of each, from the DNS stage. The TCP stage removes those that cannot be reached."""
     speaks_http: bool = False
-    """Whether the HTTP stage got an answer, of whatever status."""
+    """Whether the HTTP stage got an answer, of any status."""
 
     def clean(self, text: str, limit: int = MAX_FOREIGN_CHARS) -> str:
-        """Foreign text as it may be printed: without the key, and without what a terminal would obey."""
+        """Foreign text that may be printed: without the key, and without control characters."""
         if self.key:
             text = text.replace(self.key, f"<{self.key_env}>")
         text = "".join(each if each.isprintable() else " " for each in text)
@@ -121,7 +122,7 @@ class Target:
 
 
 def make_request_id() -> str:
-    """An id as training gives each request."""
+    """An id in the form that training gives each request."""
     return f"salesrl-{secrets.token_hex(8)}"
 
 
@@ -141,7 +142,7 @@ def request_of(endpoint: str, number: int, options: argparse.Namespace, request_
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request and what became of it."""
+    """One request and its result."""
 
     outcome: str
     """`answered`, `timeout`, `refused`, `connection lost`, `TLS failure`, `not HTTP` or `too large`."""
@@ -152,7 +153,7 @@ class Exchange:
     retry_after: str | None = None
     retry_after_ms: str | None = None
     request_id: str | None = None
-    """As the header of the answer has it."""
+    """From the header of the answer."""
 
 
 class TooLarge(Exception):
@@ -160,11 +161,11 @@ class TooLarge(Exception):
 
 
 class TimedReader(io.RawIOBase):
-    """Reads from a socket, each time with what is left until the deadline: a drip does not start the time anew."""
+    """Reads from a socket under one deadline for all reads: slow single bytes do not restart the time."""
 
     def __init__(self, sock: socket.socket, seconds_left: Callable[[], float]) -> None:
         self._sock, self._seconds_left = sock, seconds_left
-        self._raw = sock.makefile("rb", buffering=0)  # keeps the socket open while an answer is read from it
+        self._raw = sock.makefile("rb", buffering=0)  # keeps the socket open during an answer
 
     def readable(self) -> bool:
         return True
@@ -179,7 +180,7 @@ class TimedReader(io.RawIOBase):
 
 
 class TimedSocket:
-    """What `http.client` uses of a socket, under the deadline of its connection."""
+    """The part of a socket that `http.client` uses, under the deadline of its connection."""
 
     def __init__(self, sock: socket.socket, seconds_left: Callable[[], float]) -> None:
         self._sock, self._seconds_left = sock, seconds_left
@@ -199,10 +200,7 @@ class TimedSocket:
 
 
 class Connection(http.client.HTTPConnection):
-    """A keep-alive connection for one thread.
-
-    Changes `connect`, which goes to an address that is known to work, and brings the deadline.
-    """
+    """A keep-alive connection for one thread. It goes to an address that is known to work, and has a deadline."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target.host, target.port)
@@ -218,7 +216,7 @@ class Connection(http.client.HTTPConnection):
     def ask(
         self, method: str, path: str, body: bytes | None, timeout_s: float, request_id: str | None = None
     ) -> Exchange:
-        """Send one request and read its whole answer, in `timeout_s` seconds altogether."""
+        """Send one request and read its whole answer, both within `timeout_s` seconds."""
         started = time.perf_counter()
         self._deadline = time.monotonic() + timeout_s
         try:
@@ -241,7 +239,7 @@ class Connection(http.client.HTTPConnection):
 
     def _answer(self, method: str, path: str, body: bytes | None, request_id: str | None) -> http.client.HTTPResponse:
         if self.sock is not None and select.select([self.sock], [], [], 0)[0]:
-            self.close()  # bytes between two answers are the other side's goodbye
+            self.close()  # bytes between two answers: the other side has closed
         headers = {"Accept": "application/json", "User-Agent": "test_rag_endpoints"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -260,7 +258,7 @@ class Connection(http.client.HTTPConnection):
 
 
 def open_socket(target: Target, timeout_s: float, context: ssl.SSLContext | None = None) -> socket.socket:
-    """A connection to the first address that works, with TLS where the URL asks for it."""
+    """A connection to the first address that works, with TLS if the URL says https."""
     deadline = time.monotonic() + timeout_s
     family, address = target.addresses[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -279,7 +277,7 @@ def open_socket(target: Target, timeout_s: float, context: ssl.SSLContext | None
 
 @functools.cache  # reading the store takes longer than a handshake
 def system_context() -> ssl.SSLContext:
-    """TLS as training's client checks it: against the system's store, or what SSL_CERT_FILE or SSL_CERT_DIR name."""
+    """TLS, checked as in training: against the system's store, or the one named by SSL_CERT_FILE or SSL_CERT_DIR."""
     return ssl.create_default_context()
 
 
@@ -289,13 +287,13 @@ def read_bounded(response: http.client.HTTPResponse) -> bytes:
         content += part
         if len(content) > MAX_BODY_BYTES:
             raise TooLarge
-    if response.length:  # `read` with a size ends in silence where the other side broke off
+    if response.length:  # `read` with a size does not raise when the other side breaks off
         raise http.client.IncompleteRead(b"")
     return bytes(content)
 
 
 def outcome_of(error: Exception) -> str:
-    """The outcome for what a request raised; the order matters, since some of these are subclasses of others."""
+    """The outcome of an exception. The order matters: some of these classes are subclasses of others."""
     outcomes = (
         (TIMEOUTS, "timeout"),
         (ConnectionRefusedError, "refused"),
@@ -319,11 +317,11 @@ class Stage:
     seconds: float = 0.0
     got: str = ""
     advice: str = ""
-    """What usually causes it and what to try; empty when all is well."""
+    """Usual causes and what to try; empty without a fault."""
 
 
 class StageFailed(Exception):
-    """A stage did not come about: what was got, and what usually causes that and what to try."""
+    """A stage failed. Holds what was got, and the usual causes and what to try."""
 
     def __init__(self, got: str, advice: str) -> None:
         super().__init__(got)
@@ -331,7 +329,7 @@ class StageFailed(Exception):
 
 
 def diagnose(target: Target, timeout_s: float) -> Iterator[Stage]:
-    """The stages one by one, each as soon as it is over. After a failed one nothing more is tried."""
+    """Yield each stage when it is over. After a failed stage no other is tried."""
     steps = {"DNS": look_up, "TCP": connect_to_each, "TLS": shake_hands, "HTTP": ask_for_health}
     failed = ""
     for name, step in steps.items():
@@ -357,7 +355,7 @@ def look_up(target: Target, timeout_s: float) -> str:
         except (OSError, UnicodeError) as error:
             found.put(error)
 
-    threading.Thread(target=resolve, daemon=True).start()  # a thread, since it knows no timeout of its own
+    threading.Thread(target=resolve, daemon=True).start()  # it has no timeout of its own
     advice = (
         "Usual causes: a typing error in the name, or a name that only another network or a VPN knows. "
         f"Try `getent hosts {target.host}` here and where the name is known to work."
@@ -379,11 +377,11 @@ TCP_ADVICE = {
     "timed out": "Timed out: a firewall drops it, or a VPN is off. Try `nc -vz HOST PORT` from another machine.",
     "no way": "No way there: another network, or IPv6 without a route. Look at the VPN and at `ip route`.",
 }
-"""How an address failed to what usually causes it and what to try."""
+"""By the failure of an address, the usual causes and what to try."""
 
 
 def connect_to_each(target: Target, timeout_s: float) -> str:
-    """TCP: a connection to every address; one that works is enough."""
+    """TCP: a connection to every address. One that works is enough."""
     with ThreadPoolExecutor(len(target.addresses)) as pool:
         tried = list(pool.map(lambda address: connect_once(address, timeout_s), target.addresses))
     got = "; ".join(text for _, text in tried)
@@ -398,7 +396,7 @@ def connect_to_each(target: Target, timeout_s: float) -> str:
 
 
 def connect_once(address: tuple[int, Any], timeout_s: float) -> tuple[bool, str]:
-    """Whether one address can be reached, and how that went."""
+    """Whether one address can be reached, and a text about it."""
     family, place = address
     name = f"{place[0]} port {place[1]}"
     started = time.perf_counter()
@@ -425,7 +423,7 @@ CERTIFICATE_FAULTS = {
     62: ("it is for another host name", "use a name that it is for, or have one made for this name"),
     64: ("it is for another address", "use the host's name in place of its address"),
 }
-"""OpenSSL's verify code to (what is wrong, what to do)."""
+"""By OpenSSL's verify code: the fault, and what to do."""
 STORE_ADVICE = (
     "(Debian: /usr/local/share/ca-certificates and update-ca-certificates), or name its file in SSL_CERT_FILE, for "
     "training too"
@@ -437,11 +435,11 @@ TLS_FAULTS = {
     "TLSV1_ALERT_PROTOCOL_VERSION": "the service shares no TLS version with this machine; have it offer TLS 1.2",
     "TLSV1_UNRECOGNIZED_NAME": "the service knows no such host name; use the name that it is configured for",
 }
-"""OpenSSL's reason to its usual cause and what to try."""
+"""By OpenSSL's reason: the usual cause, and what to try."""
 
 
 def shake_hands(target: Target, timeout_s: float) -> str:
-    """TLS: the handshake, and whose certificate it showed."""
+    """TLS: the handshake, and the certificate that it showed."""
     if target.scheme == "http":
         return "not used, since the URL starts with http://"
     try:
@@ -467,20 +465,20 @@ def shake_hands(target: Target, timeout_s: float) -> str:
 
 
 def unchecked_certificate(target: Target, timeout_s: float) -> dict[str, Any]:
-    """The certificate that was refused, from a connection on which nothing is sent; empty where it cannot be read."""
+    """The refused certificate, from a connection on which nothing is sent. Empty if it cannot be read."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with open_socket(target, timeout_s, context) as sock, tempfile.NamedTemporaryFile("w") as file:
             file.write(ssl.DER_cert_to_PEM_cert(sock.getpeercert(binary_form=True)))
             file.flush()
-            return ssl._ssl._test_decode_cert(file.name)  # the one decoder the standard library has, and private
+            return ssl._ssl._test_decode_cert(file.name)  # the only decoder in the standard library is private
     except (OSError, ValueError, AttributeError):
         return {}
 
 
 def described_certificate(target: Target, certificate: dict[str, Any]) -> str:
-    """Whose a certificate is and when it ends: `"certificate of commonName=..., for ..., expires 2027-01-01 ..."`."""
+    """Owner and end of a certificate: `"certificate of commonName=..., for ..., expires 2027-01-01 ..."`."""
     if not certificate:
         return "certificate that could not be read"
     names = [name for _, name in certificate.get("subjectAltName", ())]
@@ -500,7 +498,7 @@ def distinguished(name: Sequence[Any]) -> str:
 
 
 def ask_for_health(target: Target, timeout_s: float) -> str:
-    """HTTP: any answer to GET /healthz that training accepts before a run."""
+    """HTTP: an answer to GET /healthz that training accepts before a run."""
     connection = Connection(target)
     exchange = connection.ask("GET", "/healthz", None, timeout_s)
     connection.close()
@@ -526,7 +524,7 @@ def http_advice(target: Target) -> str:
 
 @dataclass
 class Contract:
-    """What one answer of an endpoint was, held against the contract."""
+    """One answer of an endpoint, compared with the contract."""
 
     state: str = "not tried"
     """`ok`, `failed` or `not tried`."""
@@ -539,13 +537,13 @@ class Contract:
     took_ms: float | None = None
     retry_after: str | None = None
     id_returned: list[str] = field(default_factory=list)
-    """Where the request's id came back: `header`, `body`. Neither has to."""
+    """Where the request's id came back: `header`, `body`. A service need not return it."""
     answer: str | None = None
     """Only with --show-answers."""
 
 
 def check_contract(target: Target, endpoint: str, options: argparse.Namespace) -> Contract:
-    """Ask an endpoint once and look at everything in its answer."""
+    """Ask an endpoint once and check its whole answer."""
     connection = Connection(target)
     request_id = make_request_id()
     request = request_of(endpoint, 0, options, request_id)
@@ -565,7 +563,7 @@ def check_contract(target: Target, endpoint: str, options: argparse.Namespace) -
 
 
 def fill_in(contract: Contract, body: dict[str, Any], shown_to: Target | None) -> None:
-    """The figures of a good answer, and its text where it may be shown."""
+    """Add the figures of a good answer, and its text if it may be shown."""
     contract.passages, contract.took_ms = len(body["passages"]), body["took_ms"]
     contract.best_score = body["passages"][0]["score"] if body["passages"] else None
     if shown_to is not None:
@@ -573,12 +571,12 @@ def fill_in(contract: Contract, body: dict[str, Any], shown_to: Target | None) -
 
 
 def ids_in(exchange: Exchange, body: Any) -> dict[str, Any]:
-    """What came where a service may return the request's id."""
+    """The values at the places where a service may return the request's id."""
     return {"header": exchange.request_id, "body": body.get("request_id") if isinstance(body, dict) else None}
 
 
 def read_answer(exchange: Exchange, top_k: int, request_id: str) -> tuple[Any, list[str]]:
-    """The body of an answer, and every fault in it. Faults name fields and figures, never texts."""
+    """The body of an answer, and all its faults. A fault names fields and figures, never a text."""
     content = exchange.content
     try:
         body = json.loads(content.decode(), parse_constant=not_json)
@@ -598,7 +596,7 @@ def read_answer(exchange: Exchange, top_k: int, request_id: str) -> tuple[Any, l
 
 
 def failure_faults(body: Any) -> list[str]:
-    """What an answer with status 200 says of its own failure, by which training takes it for one."""
+    """Fields by which an answer with status 200 says that it failed. Training treats it as a failure too."""
     if not isinstance(body, dict):
         return []
     status = body.get("status")
@@ -618,7 +616,7 @@ def not_json(constant: str) -> None:
 
 
 def answer_faults(body: Any, top_k: int) -> list[str]:
-    """Every way in which a body is not `{answer, passages: [{id, text, score}], took_ms}`."""
+    """All differences of a body from `{answer, passages: [{id, text, score}], took_ms}`."""
     if not isinstance(body, dict):
         return [f"the body is {described(body)}, expected an object with answer, passages and took_ms"]
     faults = [
@@ -658,7 +656,7 @@ def passage_faults(passage: Any, index: int) -> list[str]:
 def field_fault(
     record: dict[str, Any], name: str, expected: str, good: Callable[[Any], bool], where: str = ""
 ) -> list[str]:
-    """No fault or one: the field is missing, or is not what was expected."""
+    """One fault if the field is missing or unexpected, else none."""
     place = f"{where}.{name}" if where else name
     if name not in record:
         return [f"{place} is missing, expected {expected}"]
@@ -666,7 +664,7 @@ def field_fault(
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a string that UTF-8 can hold: half a surrogate pair cannot travel on."""
+    """Whether it is a string that UTF-8 can hold. It cannot hold half a surrogate pair."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -674,7 +672,7 @@ def is_text(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number; JSON's true and false, which are numbers to Python, are none."""
+    """Whether it is a finite number. JSON's true and false are none, although they are numbers in Python."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -683,7 +681,7 @@ def is_score(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """What a value is, for a message. A figure may be shown, a text may not."""
+    """A value's kind, for a message. A figure may be shown, a text may not."""
     if is_number(value):
         return f"{value:g}"
     if value is None or isinstance(value, bool):
@@ -693,7 +691,7 @@ def described(value: Any) -> str:
     return {list: "a list", dict: "an object"}.get(type(value), "a number that is not finite")
 
 
-# What a failed request means.
+# Failed requests.
 
 
 def path_of(endpoint: str) -> str:
@@ -701,14 +699,14 @@ def path_of(endpoint: str) -> str:
 
 
 def outcome_name(exchange: Exchange, faults: Sequence[str]) -> str:
-    """The name under which an exchange is counted: `200`, another status, `bad body`, or what happened instead."""
+    """The name that an exchange is counted under: `200`, another status, `bad body`, or its outcome."""
     if exchange.outcome != "answered":
         return "bad body" if exchange.outcome == "too large" else exchange.outcome
     return "bad body" if exchange.status == 200 and faults else str(exchange.status)
 
 
 def explained(target: Target, endpoint: str, exchange: Exchange, timeout_s: float) -> str:
-    """Why an exchange brought no answer: what was got, what was expected, what to do."""
+    """Why an exchange has no good answer: what was got, what was expected, what to do."""
     status = exchange.status
     if 300 <= status < 400:
         return (
@@ -740,7 +738,7 @@ def status_advice(target: Target, status: int) -> str:
 
 
 def redirect_of(target: Target, exchange: Exchange) -> str:
-    """Where a redirect leads, without its query, which may hold a token."""
+    """The target of a redirect, without its query, which may hold a token."""
     try:
         place = urlsplit(exchange.location)
         host = place.netloc.rpartition("@")[2]
@@ -751,7 +749,7 @@ def redirect_of(target: Target, exchange: Exchange) -> str:
 
 
 def shown_retry_after(target: Target, exchange: Exchange) -> str | None:
-    """Retry-After and Retry-After-Ms as they came, with their form; `None` without either."""
+    """Retry-After and Retry-After-Ms as they came, with their form; `None` without both."""
     shown = []
     if exchange.retry_after is not None:
         value = target.clean(exchange.retry_after.strip())
@@ -770,12 +768,12 @@ def shown_retry_after(target: Target, exchange: Exchange) -> str | None:
 
 @dataclass
 class Latency:
-    """Many requests to one endpoint, some at once."""
+    """Many requests to one endpoint, several at once."""
 
     state: str = "not tried"
     """`ok` when every request was answered well; `failed`; `not tried`."""
     reason: str = ""
-    """Why it was not tried."""
+    """The reason if it was not tried."""
     requests: int = 0
     concurrency: int = 0
     connections: int = 0
@@ -784,11 +782,11 @@ class Latency:
     """Requests with status 200 per second."""
     outcomes: dict[str, int] = field(default_factory=dict)
     wall_ms: dict[str, float] = field(default_factory=dict)
-    """Percentiles over the requests with status 200, the opening of connections included."""
+    """Percentiles over the requests with status 200. They include the opening of connections."""
     took_ms: dict[str, float] = field(default_factory=dict)
-    """The same of the service's own `took_ms`, over the answers that hold to the contract."""
+    """Percentiles of the service's own `took_ms`, over the answers that meet the contract."""
     retry_after: dict[str, list[str]] = field(default_factory=dict)
-    """Status to the different Retry-After it came with."""
+    """By status, the different values of Retry-After."""
 
 
 @dataclass(frozen=True)
@@ -816,7 +814,7 @@ def measure(target: Target, endpoint: str, options: argparse.Namespace) -> Laten
                 samples.append(sample(target, connection, endpoint, numbers.get_nowait(), options))
         connection.close()
 
-    # Daemons, so that Ctrl+C does not wait for them.
+    # Daemon threads: Ctrl+C does not wait for them.
     threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in connections]
     started = time.perf_counter()
     for thread in threads:
@@ -860,7 +858,7 @@ def summed_up(
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """By nearest rank: the p-th is the smallest value that at least p % of all do not exceed."""
+    """By nearest rank: the p-th percentile is the smallest value that at least p % of all do not exceed."""
     ordered = sorted(values)
     if not ordered:
         return {}
@@ -869,13 +867,13 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def worth_measuring(contract: Contract) -> bool:
-    """Whether a repetition can bring another result; a latency run of certain failures only takes time."""
+    """Whether a repetition can have another result. A latency run of certain failures only takes time."""
     outcome = contract.outcome
     status = int(outcome) if outcome.isdigit() else 0
     return outcome in ("200", "bad body") or status in RETRYABLE_STATUSES or status >= 500
 
 
-# What follows.
+# The verdict.
 
 
 @dataclass
@@ -884,15 +882,15 @@ class Verdict:
 
     ready: bool
     reasons: list[str]
-    """What stands against it."""
+    """The reasons if not."""
     rag_max_concurrency: int | None = None
     rag_timeout_s: int | None = None
     rules: list[str] = field(default_factory=list)
-    """How the settings were arrived at, or why they could not be."""
+    """How the settings were found, or why there are none."""
 
 
 def judge(stages: Sequence[Stage], results: dict[str, tuple[Contract, Latency]], timeout_s: float) -> Verdict:
-    """The verdict over everything that was seen."""
+    """The verdict, from all stages and both endpoints."""
     reasons = [f"{stage.name} failed" for stage in stages if stage.state == "failed"]
     for endpoint, (contract, latency) in results.items():
         if contract.state == "failed":
@@ -931,7 +929,7 @@ def suggest(verdict: Verdict, runs: Sequence[Latency], timeout_s: float) -> None
     )
 
 
-# What a person reads.
+# The text.
 
 
 def milliseconds(seconds: float) -> str:
@@ -946,7 +944,7 @@ def head_lines(target: Target) -> list[str]:
 
 
 def set_variables(names: Sequence[str]) -> list[str]:
-    """Those that are set, in upper or lower case. Their values may hold passwords."""
+    """The variables that are set, in upper or lower case. Their values may hold passwords."""
     return [name for each in names for name in (each, each.lower()) if os.environ.get(name)]
 
 
@@ -1001,43 +999,43 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Look at everything, tell it, and return the exit code."""
+    """Check everything, print it, and return the exit code."""
     options = parsed(arguments)
     target: Target = options.base_url
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a bastion's terminal may know no Chinese
+        stream.reconfigure(errors="backslashreplace")  # a terminal may not know Chinese
 
-    def tell(lines: Sequence[str]) -> None:
+    def write(lines: Sequence[str]) -> None:
         if not options.json:
             print("\n".join(lines), flush=True)
 
-    tell(head_lines(target))
+    write(head_lines(target))
     stages = []
     for stage in diagnose(target, options.timeout):
         stages.append(stage)
-        tell(stage_lines(stage))
+        write(stage_lines(stage))
     results = {}
     for endpoint in [options.only] if options.only else ENDPOINTS:
-        results[endpoint] = look_at(target, endpoint, options, tell)
+        results[endpoint] = look_at(target, endpoint, options, write)
     verdict = judge(stages, results, options.timeout)
-    tell(verdict_lines(verdict))
+    write(verdict_lines(verdict))
     if options.json:
         print(json.dumps(report(target, options, stages, results, verdict), indent=2))
     return EXIT_OK if verdict.ready else EXIT_NOT_READY
 
 
 def look_at(
-    target: Target, endpoint: str, options: argparse.Namespace, tell: Callable[[Sequence[str]], None]
+    target: Target, endpoint: str, options: argparse.Namespace, write: Callable[[Sequence[str]], None]
 ) -> tuple[Contract, Latency]:
-    """One endpoint's contract, and its latency where that is worth its time."""
+    """Check one endpoint's contract, and measure its latency if that can show something."""
     contract, latency = Contract(), Latency(reason="there is no connection")
     if target.speaks_http:
         contract = check_contract(target, endpoint, options)
         latency.reason = f"{contract.outcome} would come again; mend it first"
-    tell(contract_lines(endpoint, contract))
+    write(contract_lines(endpoint, contract))
     if target.speaks_http and worth_measuring(contract):
         latency = measure(target, endpoint, options)
-    tell(latency_lines(latency))
+    write(latency_lines(latency))
     return contract, latency
 
 
@@ -1048,7 +1046,7 @@ def report(
     results: dict[str, tuple[Contract, Latency]],
     verdict: Verdict,
 ) -> dict[str, Any]:
-    """Everything for a program, under --json."""
+    """The object for --json."""
     names = ("concurrency", "requests", "timeout", "top_k", "score_threshold")
     return {
         "base_url": target.url,
@@ -1073,24 +1071,24 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=number(int, 1, MAX_CONCURRENCY), default=8, help="requests at once")
     parser.add_argument("--requests", type=number(int, 1, 100_000), default=40, help="requests per endpoint")
     parser.add_argument("--timeout", type=number(float, 0.1, 3600), default=30.0, help="seconds for one request")
-    parser.add_argument("--top-k", type=number(int, 1, 50), default=3, help="most passages of an answer")
-    parser.add_argument("--score-threshold", type=number(float, 0, 1), default=0.03, help="least passage score")
-    parser.add_argument("--only", choices=ENDPOINTS, help="look at this endpoint alone")
-    parser.add_argument("--show-answers", action="store_true", help="print the answers' texts too")
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of the text")
+    parser.add_argument("--top-k", type=number(int, 1, 50), default=3, help="most passages in an answer")
+    parser.add_argument("--score-threshold", type=number(float, 0, 1), default=0.03, help="lowest score of a passage")
+    parser.add_argument("--only", choices=ENDPOINTS, help="check only this endpoint")
+    parser.add_argument("--show-answers", action="store_true", help="print the texts of answers too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parser.parse_args(arguments)
     if options.key_env is not None:
         key = os.environ.get(options.key_env, "")
         if not key or not all("!" <= each <= "~" for each in key):
             state = "holds a character that no header can carry, such as a line's end" if key else "is not set"
-            # Its name is not shown: people give the key itself here.
+            # Its name is not shown: some people give the key itself here.
             parser.error(f"--key-env: the variable {state}, expected the name of one that holds the key; export it")
         options.base_url.key, options.base_url.key_env = key, options.key_env
     return options
 
 
 def target_of(text: str) -> Target:
-    """The target of a base URL. A refused one is not shown, since it may hold a password."""
+    """The target of a base URL. The message of a refused one does not show it: it may hold a password."""
     expected = "expected an address such as https://rag.example.com:8443"
     try:
         parts = urlsplit(text)
