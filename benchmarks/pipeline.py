@@ -61,7 +61,8 @@ from benchmarks.timing import Meter
 from benchmarks.vllm_server import for_training, vllm_server
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.policy import build_tokenizer
-from salesrl_trl.reward.batch import BatchedReward, RewardBatch
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.batch import BatchResult, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.timing import overlap
@@ -158,7 +159,7 @@ class Bench:
         on_cpu, most = args.device == "cpu", TOKENS[args.shape]
         self._rewards: dict[str, BatchedReward] = {
             "stock": self._noting(SlowReward(url)),
-            "ours": self._noting(SlowReward(url) if on_cpu else RemoteReward(SlowReward(url))),  # type: ignore[arg-type]
+            "ours": self._noting(SlowReward(url) if on_cpu else RemoteReward(SlowReward(url))),
         }
         self._clock = Clock()
         set_seed(0)
@@ -210,14 +211,14 @@ class Bench:
 
     def _noting(self, reward: BatchedReward) -> BatchedReward:
         """`reward`, which adds each batch to `_batches` when it was waited for."""
-        settled = reward._settled
+        result = reward.result
 
-        def noted() -> None:
-            assert reward._latest is not None
-            self._batches.append(reward._latest)
-            settled()
+        async def noted(batch: RewardBatch, completions: Sequence[Any]) -> BatchResult:
+            scored = await result(batch, completions)
+            self._batches.append(batch)
+            return scored
 
-        reward._settled = noted  # type: ignore[method-assign]
+        reward.result = noted  # type: ignore[method-assign]
         return reward
 
     def _build_stock(self, ours: GRPOTrainer) -> GRPOTrainer:

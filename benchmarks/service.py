@@ -15,15 +15,15 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from aiohttp import web
 
 from salesrl_trl.fencing import read_nonce
-from salesrl_trl.reward.batch import BatchedReward, BatchReport
+from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.service.http import HttpClient
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stages import Stages
@@ -136,10 +136,6 @@ class InstantReward(BatchedReward):
     """The part of `SalesReward` that the trainer uses: a number by row and completion, from no service."""
 
     __name__ = "instant"
-    provider_names = ()
-    service_names = ()
-    component_names = ()
-    places: ClassVar[dict[str, str]] = {}
 
     def __init__(self) -> None:
         super().__init__(deadline_s=60.0)
@@ -147,16 +143,9 @@ class InstantReward(BatchedReward):
     async def score(self, index: int, completion: str, stages: Stages) -> Reward:
         return Reward(outcome=Outcome.OK, value=(index * 37 + len(completion)) % 100 / 100)
 
-    def fetch_references(self, rows: Iterable[int]) -> None:
-        """There are none."""
-
     def branch_of(self, index: int) -> str:
         """Rows take turns."""
         return BRANCHES[index % len(BRANCHES)]
-
-    def take_report(self) -> BatchReport:
-        """Times alone: there is no service."""
-        return self._taken().report()
 
 
 class SlowReward(InstantReward):

@@ -27,7 +27,7 @@ from trl import GRPOTrainer
 from benchmarks.common import build_trainer, device, now, ratio_line, ratios, run_in_rounds, save_model
 from benchmarks.service import InstantReward
 from salesrl_trl.names import MFU_MODEL, MFU_STEP, STEP_SECONDS, TRACE_FILE, Phase, Stage, time_of
-from salesrl_trl.reward.batch import BatchReport
+from salesrl_trl.reward.batch import BatchResult, RewardBatch
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.timing import Span
 
@@ -38,15 +38,15 @@ ORDER = (True, False, False, True)
 class SpannedReward(InstantReward):
     """Instant, with the spans that a chain of calls would leave."""
 
-    def take_report(self) -> BatchReport:
+    async def result(self, batch: RewardBatch, completions: Sequence[Any]) -> BatchResult:
         """A span for each stage of each completion."""
-        moment = time.perf_counter()
+        result, moment = await super().result(batch, completions), time.perf_counter()
         spans = [
             Span(name=stage, started=moment, ended=moment, track=f"reward {place}")
-            for place in range(len(self.last))
+            for place in range(len(batch))
             for stage in Stage
         ]
-        return replace(super().take_report(), started=moment, spans=spans)
+        return replace(result, report=replace(result.report, started=moment, spans=spans))
 
 
 class Meter:

@@ -58,13 +58,13 @@ from salesrl_trl.names import (
     StartUp,
 )
 from salesrl_trl.replaced import replaced
-from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.desk import BatchResult, RewardDesk
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.batch import BatchResult
+from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.figures import (
     encode,
     encode_report,
 )
-from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
@@ -133,7 +133,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     Args:
         model (`PreTrainedModel` or `PeftModel`):
             The policy.
-        reward (`SalesReward` or `RemoteReward`):
+        reward (`BatchedReward`):
             The reward chain.
         args (`SalesGRPOConfig`):
             Settings.
@@ -156,7 +156,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     def __init__(
         self,
         model: PreTrainedModel,
-        reward: SalesReward | RemoteReward,
+        reward: BatchedReward,
         args: SalesGRPOConfig,
         instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None,
@@ -173,7 +173,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
-        self._instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), reward.status)
+        self._instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self._desk.status)
         self._timeline = self._instruments.timeline
         self._quick_eval: QuickEvaluator | None = None
         targets = args.kl_targets()
@@ -183,12 +183,15 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._epoch = 0
         self._ledger = Ledger(
             args.branches,
-            reward.provider_names,
-            reward.service_names,
+            reward.names.providers,
+            reward.names.services,
+            reward.names.stages,
             with_kl=bool(targets),
             with_baseline=bool(args.hybrid_reference_weight),
         )
-        self._run_control = RunControl(args.min_valid_reward_fraction, args.max_skipped_generations, reward.places)
+        self._run_control = RunControl(
+            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places
+        )
         # The reference policy, or an adapter's base: the run is as long as it lasts about these weights
         has_base = bool(targets) or kwargs.get("peft_config") is not None or hasattr(model, "peft_config")
         self._first_weights = weights_of(model.named_parameters()) if has_base else None
@@ -204,7 +207,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self.add_callback(_Steps(self))
         take_over_the_console(
             self,
-            StepLine(args.branches, reward.provider_names, functools.partial(self._ledger.failures, "train")),
+            StepLine(args.branches, reward.names.providers, functools.partial(self._ledger.failures, "train")),
             HeldOut(args.branches, Path(args.output_dir), self._ledger.drain_eval_rewards, self.num_generations_eval),
             ScalarLayout(args.branches, banded, self.callback_handler.callbacks),
         )
@@ -518,7 +521,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _rewards_so_far(self, rollout: Rollout, groups: ScoredGroups) -> torch.Tensor:
         """The rewards that are in, NaN for the rest, shape (world size x B, 1); a collective."""
         rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
-        table = encode(rewards, self._branch_ids(rollout.inputs))  # (B, columns)
+        table = encode(rewards, self._branch_ids(rollout.inputs), self._reward.names.stages)  # (B, columns)
         settled = torch.tensor([[float(reward is not _PENDING)] for reward in rewards], dtype=torch.float64)
         gathered = gather(torch.cat((table, settled), dim=1).to(self.accelerator.device))  # (world size x B, ...)
         rollout.scored = gathered[:, :-1].cpu()
@@ -543,7 +546,8 @@ class SalesGRPOTrainer(GRPOTrainer):
                 rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._timeline.begin(Phase.ADVANTAGES)
         mode = self._mode
-        table = encode(result.rewards, self._branch_ids(inputs)).to(self.accelerator.device)  # (B, columns)
+        stages = self._reward.names.stages
+        table = encode(result.rewards, self._branch_ids(inputs), stages).to(self.accelerator.device)  # (B, columns)
         rollout.scored = gather(table).cpu()  # (world size x B, columns)
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         failed = gather_object([(reward.reason, reward.value is None) for reward in faulty])
@@ -572,7 +576,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         rewards = result.rewards
         self._log_completion_extra("outcome", [reward.outcome.value for reward in rewards])
         self._log_completion_extra("reason", [reward.reason for reward in rewards])
-        for name in self._reward.component_names:
+        for name in self._reward.names.components:
             self._log_completion_extra(name, [reward.components.get(name) for reward in rewards])
 
     def _generate_and_score_completions(self, inputs):

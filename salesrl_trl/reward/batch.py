@@ -6,12 +6,8 @@ event loop's thread.
 """
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import time
-from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,6 +51,24 @@ class BatchReport:
     """Every stage of every completion, on a track of its place in the batch; references on one beside it."""
     waits: Sequence[tuple[float, float]] = ()
     """When the trainer waited for this batch, on the same scale."""
+
+
+NOTHING_SCORED = BatchReport(seconds=0.0, judge_seconds=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchResult:
+    """The rewards of a batch, and what happened beside them."""
+
+    rewards: tuple[Reward, ...]
+    """One for each completion, in the batch's order."""
+    report: BatchReport
+    """Times, spans, and all traffic since the last report."""
+
+    @property
+    def values(self) -> list[float | None]:
+        """A number for each completion, or `None` where it could not be scored: TRL's form."""
+        return [reward.value for reward in self.rewards]
 
 
 Chain = Callable[[int, str, Stages], Awaitable[Reward]]
@@ -243,151 +257,6 @@ class RewardBatch:
         timer = self._timers.pop(place, None)
         if timer is not None:
             timer.cancel()
-
-
-class BatchedReward(ABC):
-    """An async reward function for TRL that scores each completion by itself, from the moment it is started.
-
-    One value per completion; `None` where a service or the judge failed, which TRL keeps out of the group's baseline
-    and gives the advantage 0. `last` holds the full `Reward` of every completion of the latest call.
-
-    Called by itself it starts all completions and waits for them. A trainer that wants to start them earlier makes the
-    batch itself (`begin`), starts each completion as it comes, and says before the call which batch it is for
-    (`expect`): the call then starts only what has not been started with the very same text, and waits.
-
-    Args:
-        deadline_s (`float`):
-            Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
-            `"deadline"`.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        self.last: list[Reward] = []
-        self.deadline_s = deadline_s
-        self._open: list[RewardBatch] = []  # batches of which no report was taken, in the order they began
-        self._expected: RewardBatch | None = None
-        self._latest: RewardBatch | None = None
-        self._stopped: str | None = None
-        self._told: set[tuple[str, str]] = set()
-
-    @abstractmethod
-    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
-        """The reward of one completion to the row at `index`."""
-
-    def _under_way(self, batch: RewardBatch) -> list[str]:
-        """The stages of a batch that are under way, one entry for each completion and stage. From any thread."""
-        return batch.under_way()
-
-    def _settled(self) -> None:  # noqa: B027  for those who have something to do then
-        """The rewards that a call waited for are in."""
-
-    async def __call__(
-        self, *, prompts: list[Any], completions: list[Any], row: list[int], **_: Any
-    ) -> list[float | None]:
-        """Score a batch, or wait for the one under way that `expect` has named.
-
-        Args:
-            prompts (`list`):
-                Not used: the row says more.
-            completions (`list`):
-                Texts, or TRL's conversational form `[{"role": "assistant", "content": text}]`.
-            row (`list[int]`):
-                Index of each completion's row.
-
-        Returns:
-            `list[float | None]`: in the order of `completions`.
-        """
-        batch = self._expected or self.begin(row)
-        self._expected, self._latest = None, batch
-        batch.start_all(completions)
-        await batch.settled([range(len(batch))])
-        self.last = [reward for reward in batch.rewards if reward is not None]
-        self._settled()
-        return [reward.value for reward in self.last]
-
-    def begin(self, rows: Sequence[int]) -> RewardBatch:
-        """A batch of completions to these rows, none of which is started yet. From any thread."""
-        taken = {other.lane for other in list(self._open)}
-        batch = self._batch(rows, next(lane for lane in itertools.count() if lane not in taken))
-        self._open.append(batch)  # before looking, for the event loop's thread may stop all at this moment
-        if self._stopped is not None:
-            batch.cut_off(self._stopped)
-        return batch
-
-    def expect(self, batch: RewardBatch) -> None:
-        """The next call is for this batch."""
-        self._expected = batch
-
-    @property
-    def open_batches(self) -> list[RewardBatch]:
-        """Those that were begun, and of which no report was taken. From any thread."""
-        return list(self._open)
-
-    def forget(self, batch: RewardBatch) -> None:
-        """A batch that nobody will wait for: cancel what is under way."""
-        batch.cancel()
-        self._close(batch)
-
-    def cut_off(self, reason: str) -> None:
-        """Score no more, in no batch: what is not scored, and all that comes, is missing with this reason."""
-        self._stopped = reason
-        for batch in list(self._open):
-            batch.cut_off(reason)
-
-    def resume(self) -> None:
-        """Score again what begins from now on."""
-        self._stopped = None
-
-    def status(self) -> str:
-        """How many completions of the oldest batch are in which stage, for a person who waits. From any thread."""
-        batches = list(self._open)
-        if not batches:
-            return "none is being scored"
-        batch = batches[0]
-        told = ", ".join(f"{count} in {name}" for name, count in Counter(self._under_way(batch)).items())
-        behind = f"; {len(batches) - 1} more batches in flight" if len(batches) > 1 else ""
-        if not batch.is_started:
-            return f"none is being scored yet{behind}"
-        if batch.is_settled():
-            return f"this rank's are scored, another's may be out{behind}"
-        if not told:
-            return f"of {len(batch)} completions some are out{behind}"
-        return f"of {len(batch)} completions {told}{behind}"
-
-    def unreported_spans(self) -> list[Span]:
-        """The stages of batches of which no report was taken, for example since one was cut off. From any thread."""
-        return [span for batch in list(self._open) for span in batch.spans_so_far()]
-
-    def _taken(self) -> RewardBatch:
-        """The batch that was last waited for, which is reported on now; an empty one where there is none."""
-        batch, self._latest = self._latest or self._batch(()), None
-        self._close(batch)
-        return batch
-
-    def _close(self, batch: RewardBatch) -> None:
-        with contextlib.suppress(ValueError):  # not a new list: another thread may append to it now
-            self._open.remove(batch)
-
-    def _batch(self, rows: Sequence[int], lane: int = 0) -> RewardBatch:
-        return RewardBatch(rows, self.score, self._result, self.deadline_s, lane)
-
-    def _result(self, chain: asyncio.Task[Reward]) -> Reward:
-        """The chain's reward. An error that is none of a service's is a fault in code: told once by its place, without
-        its message, which may hold a customer's text. The completion is missing, and the run goes on."""
-        if chain.cancelled():
-            return missing(Outcome.INFRA, "cancelled", {})
-        error = chain.exception()
-        if error is None:
-            return chain.result()
-        name = type(error).__name__
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
-        if (name, place) not in self._told:
-            self._told.add((name, place))
-            logger.error(f"the reward raised {name} at {place}; completions it happens to are missing")
-        return missing(Outcome.INFRA, f"raised_{name}", {})
 
 
 def completion_text(completion: Any) -> str:

@@ -17,7 +17,8 @@ from typing import TypeAlias, TypeVar
 
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.batch import BatchedReward, BatchReport
+from salesrl_trl.reward.base import BatchedReward, RewardNames
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport
 from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
 from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.reward.judge.base import Judge
@@ -124,34 +125,19 @@ class SalesReward(BatchedReward):
         self._ahead: set[asyncio.Task[None]] = set()
 
     @property
-    def provider_names(self) -> tuple[str, ...]:
-        """Judge providers, in fallback order."""
-        return self._judge.provider_names
-
-    @property
-    def component_names(self) -> tuple[str, ...]:
-        """Everything a reward may be made of, in a fixed order."""
-        return self._scoring.component_names
-
-    @property
-    def stage_names(self) -> tuple[str, ...]:
-        """Stages of your own, in their order."""
-        return tuple(stage.name for stage in self._stages)
-
-    @property
-    def service_names(self) -> tuple[str, ...]:
-        """Everything that has traffic of its own, in a fixed order."""
-        return tuple(self._transports())
-
-    @property
-    def places(self) -> dict[str, str]:
-        """Where each service is, and for which model it is asked, for messages."""
-        return {**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **self._judge.places}
+    def names(self) -> RewardNames:
+        return RewardNames(
+            providers=self._judge.provider_names,
+            components=self._scoring.component_names,
+            stages=tuple(stage.name for stage in self._stages),
+            services=tuple(self._transports()),
+            places={**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **self._judge.places},
+        )
 
     def fetch_references(self, rows: Iterable[int]) -> None:
         """Ask for the 32B answers of these rows ahead of their completions, each once. Completions that come while one
         is under way share what becomes of it, as those of a group do; after a failure the next one asks again."""
-        if self._stopped is not None:
+        if self.batches.is_stopped:
             return
         for index in dict.fromkeys(rows):
             row = self._rows[index]
@@ -169,15 +155,17 @@ class SalesReward(BatchedReward):
         """The branch of the row at `index`."""
         return self._rows[index].branch
 
-    def take_report(self) -> BatchReport:
-        """The times of the batch that was last waited for, and all traffic since the last report.
+    async def drained(self, report: BatchReport) -> BatchReport:
+        """The report, with all traffic since the last one; what is new in the caches begins to be written.
 
         Every provider and service is in it, also those that were not asked. Where several batches are in flight, a
         call is counted in the report that comes after it, whichever batch it was for.
         """
+        for store in self._stores:
+            store.flush()
         answers, references = self._answers.kept, self._answers.kept_references
-        report = replace(
-            self._taken().report(),
+        drained = replace(
+            report,
             usage=self._judge.drain_usage(),
             traffic={
                 name: {**transport.drain_traffic(), "slots": transport.slots}
@@ -187,7 +175,7 @@ class SalesReward(BatchedReward):
             cache_hits={"answers": answers.hits + self._verdicts.hits, "references": references.hits},
         )
         answers.hits = self._verdicts.hits = references.hits = 0
-        return report
+        return drained
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
         """Ask both endpoints and every judge provider once, before anything depends on them, and the 32B endpoint for
@@ -205,8 +193,8 @@ class SalesReward(BatchedReward):
             if not isinstance(found[reference_service], ServiceError):
                 judged = [row for row in self._rows if self._scoring.rubrics(row.branch)]
                 await check_kept_references(judged, self._answers, self._stores, self._announces)
-        self.take_report()
-        add_places(found, self.places)
+        await self.drained(NOTHING_SCORED)  # the first step's figures are its own
+        add_places(found, self.names.places)
         return found
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
@@ -220,8 +208,7 @@ class SalesReward(BatchedReward):
 
     async def aclose(self) -> None:
         """Cancel what is still in flight, close the connections and the caches."""
-        for batch in self._open:
-            batch.cancel()
+        await super().aclose()
         for task in self._ahead:
             task.cancel()
         await self._verdicts.aclose()
@@ -234,10 +221,6 @@ class SalesReward(BatchedReward):
 
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **self._judge.transports}
-
-    def _settled(self) -> None:
-        for store in self._stores:
-            store.flush()
 
     async def score(self, index: int, completion: str, stages: Stages) -> Reward:
         began = time.perf_counter()

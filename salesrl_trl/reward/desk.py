@@ -8,32 +8,14 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchReport, RewardBatch
-from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchResult, RewardBatch
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Reward
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchResult:
-    """The rewards of a batch, and what happened beside them."""
-
-    rewards: tuple[Reward, ...]
-    """One for each completion, in the batch's order."""
-    report: BatchReport
-    """Times, spans, and all traffic since the last report."""
-
-    @property
-    def values(self) -> list[float | None]:
-        """What TRL gets: a number, or `None` where a completion could not be scored."""
-        return [reward.value for reward in self.rewards]
 
 
 class RewardDesk:
@@ -49,13 +31,13 @@ class RewardDesk:
     All methods may be called from any thread but the loop's own.
 
     Args:
-        reward (`SalesReward` or `RemoteReward`):
+        reward (`BatchedReward`):
             Scores the completions. From now on it is used on the desk's loop alone.
     """
 
     __name__ = "sales"  # TRL names the reward's metrics after it
 
-    def __init__(self, reward: SalesReward | RemoteReward) -> None:
+    def __init__(self, reward: BatchedReward) -> None:
         self.reward = reward
         """For its names and places, which may be read from any thread."""
         self._answer: BatchResult | None = None
@@ -87,7 +69,7 @@ class RewardDesk:
 
     def begin(self, rows: Sequence[int]) -> RewardBatch:
         """A batch of completions to these rows, none of which is started yet."""
-        return self.reward.begin(rows)
+        return self.reward.batches.begin(rows)
 
     def start(self, batch: RewardBatch, place: int, completion: str) -> None:
         """Begin to score the completion at `place`. Does not wait."""
@@ -127,17 +109,12 @@ class RewardDesk:
                 The batch's completions as TRL has them, one for each place.
         """
 
-        async def scored() -> tuple[Reward, ...]:
-            self.reward.expect(batch)
-            await self.reward(prompts=[], completions=list(completions), row=list(batch.rows))
-            return tuple(self.reward.last)
-
-        return BatchResult(rewards=self._run(scored), report=self.reward.take_report())
+        return self._run(lambda: self.reward.result(batch, completions))
 
     def give_up(self) -> None:
         """Cancel every batch without a result, and forget it."""
-        for batch in self.reward.open_batches:
-            self._loop.call_soon_threadsafe(self.reward.forget, batch)
+        for batch in self.reward.batches:
+            self._loop.call_soon_threadsafe(self.reward.batches.give_up, batch)
 
     def fetch_references(self, rows: Iterable[int]) -> None:
         """Ask for the reference answers of these rows before their completions come. Does not wait."""
@@ -146,11 +123,17 @@ class RewardDesk:
     def cut_off(self, reason: str) -> None:
         """Score no more: what is not scored by now, and all that comes, is missing with this reason code. Does not
         wait, so that a signal handler may call it."""
-        self._loop.call_soon_threadsafe(self.reward.cut_off, reason)
+        self._loop.call_soon_threadsafe(self.reward.batches.cut_off, reason)
 
     def resume(self) -> None:
         """Score again what begins from now on."""
-        self.reward.resume()
+        self.reward.batches.resume()
+
+    def status(self) -> str:
+        """Where the oldest batch is, for a person who waits."""
+        if self._answer is not None:  # TRL gathers over all ranks inside `answering`
+            return "this rank's are scored, another's may be out"
+        return self.reward.batches.status()
 
     def unreported_spans(self) -> list[Span]:
         """The stages of all batches without a result. A stage that is under way counts as failed."""

@@ -53,7 +53,7 @@ def time_names(stages: Sequence[str] = ()) -> tuple[str, ...]:
 
     Args:
         stages (`Sequence[str]`, *optional*, defaults to none):
-            The user's stages, beside `Stage`: the reward's `stage_names`.
+            The user's stages, beside `Stage`: the reward's `names.stages`.
     """
     every = (*Stage, *stages)
     shares = [stage_of(stage, share) for stage in every for share in STAGE_SHARES]

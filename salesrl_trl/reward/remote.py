@@ -23,8 +23,8 @@ from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.process import child_environment
-from salesrl_trl.reward.batch import BatchedReward, BatchReport, RewardBatch
-from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.base import BatchedReward, RewardNames
+from salesrl_trl.reward.batch import BatchReport, RewardBatch
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.per_event_loop import PerLoop
 from salesrl_trl.reward.stages import Stages
@@ -86,7 +86,7 @@ class _Child:
 
     Args:
         chain (`bytes`):
-            A pickled `SalesReward`.
+            A pickled `BatchedReward`.
     """
 
     def __init__(self, chain: bytes) -> None:
@@ -225,7 +225,7 @@ class RemoteReward(BatchedReward):
     """A reward chain that runs in a process of its own.
 
     Args:
-        chain (`SalesReward`):
+        chain (`BatchedReward`):
             The chain, before its first use; what it is made of must be picklable. Here it only tells names.
 
     Raises:
@@ -234,7 +234,7 @@ class RemoteReward(BatchedReward):
 
     __name__ = "sales"  # TRL names the reward's metrics after it
 
-    def __init__(self, chain: SalesReward) -> None:
+    def __init__(self, chain: BatchedReward) -> None:
         super().__init__(chain.deadline_s)
         self._local = chain
         try:
@@ -250,62 +250,48 @@ class RemoteReward(BatchedReward):
         self._telling: set[asyncio.Task[None]] = set()
 
     @property
-    def provider_names(self) -> tuple[str, ...]:
-        """Judge providers, in fallback order."""
-        return self._local.provider_names
-
-    @property
-    def component_names(self) -> tuple[str, ...]:
-        """Everything a reward may be made of, in a fixed order."""
-        return self._local.component_names
-
-    @property
-    def stage_names(self) -> tuple[str, ...]:
-        """As `SalesReward.stage_names`."""
-        return self._local.stage_names
-
-    @property
-    def service_names(self) -> tuple[str, ...]:
-        """Everything that has traffic of its own, in a fixed order."""
-        return self._local.service_names
-
-    @property
-    def places(self) -> dict[str, str]:
-        """As `SalesReward.places`."""
-        return self._local.places
+    def names(self) -> RewardNames:
+        return self._local.names
 
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
         return self._local.branch_of(index)
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
-        """As `SalesReward.unusable`."""
+        """As `BatchedReward.unusable`."""
         return self._local.unusable(warm_up)
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        """As `SalesReward.warm_up`; starts the child."""
+        """As `BatchedReward.warm_up`; starts the child."""
         return await self._child().ask("warm_up")  # type: ignore[no-any-return]
 
     def fetch_references(self, rows: Iterable[int]) -> None:
-        """As `SalesReward.fetch_references`."""
-        if self._stopped is not None:
+        """As `BatchedReward.fetch_references`."""
+        if self.batches.is_stopped:
             return
         self._tell("references", list(rows))
 
-    def take_report(self) -> BatchReport:
-        """As `SalesReward.take_report`. Not from the event loop's own thread."""
-        report = self._taken().report()
-        told: BatchReport | None = self._question("report")
-        if told is None:  # nothing was asked yet, or the child is gone and its counts with it
-            told = self._local.take_report()
+    async def drained(self, report: BatchReport) -> BatchReport:
+        """As `BatchedReward.drained`."""
+        drained: BatchReport | None = None
+        if self._loop is not None:
+            try:
+                drained = await asyncio.wait_for(self._child().ask("drained"), ANSWER_S)
+            except (TimeoutError, ServiceError) as error:
+                _warn_of_silence(error)
+        if drained is None:  # nothing was asked yet, or the child is gone and its counts with it
+            return await self._local.drained(report)
         return replace(
-            report, usage=told.usage, traffic=told.traffic, records=told.records, cache_hits=told.cache_hits
+            report,
+            usage=drained.usage,
+            traffic=drained.traffic,
+            records=drained.records,
+            cache_hits=drained.cache_hits,
         )
 
     async def aclose(self) -> None:
         """Cancel what is still in flight, and end the child."""
-        for batch in self._open:
-            batch.cancel()
+        await super().aclose()
         await self._child().aclose()
         self._children.pop()
         self._loop = None
@@ -336,20 +322,17 @@ class RemoteReward(BatchedReward):
         stages.adopt(spans)
         return reward  # type: ignore[no-any-return]
 
-    def _settled(self) -> None:
-        self._tell("settled")
-
     def _tell(self, kind: str, *what: Any) -> None:
         task = asyncio.ensure_future(self._child().tell(kind, *what))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
-    def _under_way(self, batch: RewardBatch) -> list[str]:
+    def under_way(self, batch: RewardBatch) -> list[str]:
         mine = set(map(id, batch.stages))
         return [name for number, names, _ in self._in_hand() if id(self._asked.get(number)) in mine for name in names]
 
     def unreported_spans(self) -> list[Span]:
-        """As `SalesReward.unreported_spans`. Not from the event loop's own thread."""
+        """As `BatchedReward.unreported_spans`. Not from the event loop's own thread."""
         return [*super().unreported_spans(), *(span for *_, spans in self._in_hand() for span in spans)]
 
     def _in_hand(self) -> list[tuple[int, list[str], list[Span]]]:
@@ -368,5 +351,9 @@ class RemoteReward(BatchedReward):
         try:
             return asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * ANSWER_S)
         except (TimeoutError, ServiceError) as error:
-            logger.warning(f"the reward process does not answer ({type(error).__name__})")
+            _warn_of_silence(error)
             return None
+
+
+def _warn_of_silence(error: Exception) -> None:
+    logger.warning(f"the reward process does not answer ({type(error).__name__})")

@@ -17,8 +17,8 @@ from typing import Any
 import stamina
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport
 from salesrl_trl.reward.remote import Channel
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.stages import Stages
@@ -32,13 +32,13 @@ class Worker:
     """Answers one parent.
 
     Args:
-        chain (`SalesReward`):
+        chain (`BatchedReward`):
             The chain.
         channel (`Channel`):
             To the parent.
     """
 
-    def __init__(self, chain: SalesReward, channel: Channel) -> None:
+    def __init__(self, chain: BatchedReward, channel: Channel) -> None:
         self._chain = chain
         self._channel = channel
         self._in_hand_by: dict[int, tuple[asyncio.Task[Reward], Stages]] = {}
@@ -81,16 +81,13 @@ class Worker:
         task, stages = self._in_hand_by[number]
         await asyncio.wait([task])
         del self._in_hand_by[number]
-        return self._chain._result(task), stages.spans
+        return self._chain.conclude(task), stages.spans
 
     async def _references(self, number: None, rows: list[int]) -> None:
         self._chain.fetch_references(rows)
 
-    async def _settled(self, number: None) -> None:
-        self._chain._settled()
-
-    async def _report(self, number: int) -> BatchReport:
-        return self._chain.take_report()
+    async def _drained(self, number: int) -> BatchReport:
+        return await self._chain.drained(NOTHING_SCORED)
 
     async def _in_hand(self, number: int) -> list[tuple[int, list[str], list[Span]]]:
         return [(each, stages.under_way, stages.so_far()) for each, (_, stages) in self._in_hand_by.items()]

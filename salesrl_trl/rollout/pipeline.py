@@ -15,8 +15,8 @@ import torch
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Finished, Handle, Sampled, Sampler
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.batch import RewardBatch
-from salesrl_trl.reward.desk import BatchResult, RewardDesk
+from salesrl_trl.reward.batch import BatchResult, RewardBatch
+from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.schedule import Schedule, Update, UpdatesAhead
 from salesrl_trl.telemetry.timeline import Timeline

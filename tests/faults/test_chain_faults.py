@@ -37,37 +37,36 @@ def test_a_dead_judge_costs_little_while_its_fallback_lives(fault_in_memory):
         {"name": "second", "base_url": f"{alive.url}/v1", "weight": 0.0},
     ]
     reward = build_reward(alive.url, [row()], attempts=3, providers=providers, limits={"max_concurrency": 64})
-    rewards, seconds = timed_batch(reward, [action(query=f"q{index}") for index in range(200)])
+    result, seconds = timed_batch(reward, [action(query=f"q{index}") for index in range(200)])
     print(f"first judge dead, second alive, 200 verdicts: {seconds:.2f} s, {dead.stats['requests']} wasted calls")
-    assert {each.outcome for each in rewards} == {Outcome.OK}
+    assert {each.outcome for each in result.rewards} == {Outcome.OK}
     assert dead.stats["requests"] <= 20
-    assert reward.take_report().usage["second"].verdicts == 200
+    assert result.report.usage["second"].verdicts == 200
     assert seconds <= 1.0
 
 
 @pytest.mark.alone
 def test_everything_dead_is_missing_with_a_reason_and_soon(dead_url):
     reward = build_reward(dead_url, [row()], attempts=3)
-    rewards, seconds = timed_batch(reward, [action(query=f"q{index}") for index in range(200)], run=asyncio.run)
-    assert {each.reason for each in rewards} <= {"rag_8b_unavailable", "rag_8b_breaker_open"}
-    assert all(each.value is None for each in rewards)
-    assert reward.take_report().traffic["rag_8b"]["sent"] <= 20
+    result, seconds = timed_batch(reward, [action(query=f"q{index}") for index in range(200)], run=asyncio.run)
+    assert {each.reason for each in result.rewards} <= {"rag_8b_unavailable", "rag_8b_breaker_open"}
+    assert all(each.value is None for each in result.rewards)
+    assert result.report.traffic["rag_8b"]["sent"] <= 20
     check_seconds(seconds, most=1.0)
 
 
 def timed_batch(reward, completions, indices=None, run=virtual_time.run):
-    """The rewards of one batch, and the seconds that it took on the loop's clock."""
+    """The result of one batch, and the seconds that it took on the loop's clock."""
 
     async def once():
         started = now()
         rows = indices or [0] * len(completions)
-        await reward(prompts=[None] * len(completions), completions=completions, row=rows)
+        result = await reward.score_all(rows, completions)
         seconds = now() - started
         await reward.aclose()
-        return seconds
+        return result, seconds
 
-    seconds = run(once())
-    return reward.last, seconds
+    return run(once())
 
 
 CHAINS = 1000
@@ -94,10 +93,10 @@ def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault_in_memory
         for index in range(CHAINS)
     )
     reward = chains_over(fault_in_memory("latency", seconds=medians, sigma=sigma).url)
-    rewards, seconds = timed_batch(reward, completions_of("real"), INDICES)
+    result, seconds = timed_batch(reward, completions_of("real"), INDICES)
     print(f"1,000 chains of 5.6 s + 3.2 s: {seconds:.2f} s; the slowest one: {slowest:.2f} s")
-    assert {each.outcome for each in rewards} == {Outcome.OK}
-    sent = {name: each["sent"] for name, each in reward.take_report().traffic.items()}
+    assert {each.outcome for each in result.rewards} == {Outcome.OK}
+    sent = {name: each["sent"] for name, each in result.report.traffic.items()}
     assert sent == {"rag_8b": 1000, "rag_32b": 125, "judge": 1000}
     assert seconds == pytest.approx(slowest, rel=1e-3)
 
@@ -114,10 +113,10 @@ def test_a_call_costs_little_more_than_one_through_aiohttp_alone(fault):
     async def measured(kind):
         """CPU of a call, in ms, and the calls."""
         completions, cpu = completions_of(kind), time.process_time()
-        await reward(prompts=[None] * CHAINS, completions=completions, row=INDICES)
+        result = await reward.score_all(INDICES, completions)
         cpu = time.process_time() - cpu
-        assert {each.outcome for each in reward.last} == {Outcome.OK}
-        sent = {name: each["sent"] for name, each in reward.take_report().traffic.items()}
+        assert {each.outcome for each in result.rewards} == {Outcome.OK}
+        sent = {name: each["sent"] for name, each in result.report.traffic.items()}
         return 1000 * cpu / sum(sent.values()), sent
 
     async def bare(session, kind):
@@ -176,11 +175,11 @@ def test_a_warm_up_ends_with_the_deadline(fault_in_memory):
 def test_equal_calls_at_the_same_time_are_one_upstream_call(fault_in_memory):
     server = fault_in_memory("latency", seconds={"8b": 0.2, "32b": 0.2, "completions": 0.2})
     reward = build_reward(server.url, [row()])
-    rewards, _ = timed_batch(reward, [action()] * 100)
-    traffic = reward.take_report().traffic
+    result, _ = timed_batch(reward, [action()] * 100)
+    traffic = result.report.traffic
     print(f"100 equal completions: {traffic['rag_8b']['sent']} 8B call, {traffic['judge']['sent']} verdict")
     assert [traffic[name]["sent"] for name in ("rag_8b", "rag_32b", "judge")] == [1, 1, 1]
-    assert {each.outcome for each in rewards} == {Outcome.OK}
+    assert {each.outcome for each in result.rewards} == {Outcome.OK}
 
 
 def test_a_batch_that_is_cut_off_leaves_the_next_one_unharmed(fault_in_memory):
@@ -201,6 +200,6 @@ def test_one_chain_in_two_threads_uses_connections_of_its_own_in_each(fault):
     server = fault("latency", seconds={"8b": 0.0, "32b": 0.0, "completions": 0.0})
     reward = build_reward(server.url, [row()])
     with ThreadPoolExecutor(1) as other:
-        there = other.submit(lambda: [each.value for each in score_batch(reward, [action(query="there")])])
+        there = other.submit(lambda: score_batch(reward, [action(query="there")]).values)
         assert there.result() == [0.75]
-    assert [each.value for each in score_batch(reward, [action(query="here")])] == [0.75]
+    assert score_batch(reward, [action(query="here")]).values == [0.75]

@@ -66,12 +66,8 @@ def score(url, chains):
         told = []
         for start in range(0, chains, WAVE):
             numbers = range(start, min(start + WAVE, chains))
-            await reward(
-                prompts=[None] * len(numbers),
-                completions=[action(query=f"item-{number}") for number in numbers],
-                row=[number // GROUP for number in numbers],
-            )
-            told += reward.last
+            rows = [number // GROUP for number in numbers]
+            told += (await reward.score_all(rows, [action(query=f"item-{number}") for number in numbers])).rewards
         await reward.aclose()
         return told
 

@@ -105,7 +105,7 @@ def pending_rewards(trainer):
 def assert_nothing_is_left(trainer, caplog):
     """Of rewards when training has ended; of calls, which go on for the cache's sake, when the trainer is finished."""
     assert pending_rewards(trainer) == []
-    assert trainer._reward._open == []
+    assert list(trainer._reward.batches) == []
     trainer.finish()
     assert pending(trainer) == []
     gc.collect()
@@ -238,7 +238,7 @@ def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(traine
         again.train()
     interrupter.join()
     assert pending_rewards(again) == []
-    assert again._reward.open_batches == []
+    assert list(again._reward.batches) == []
     services.hangs.clear()
     services.let_go.set()
     prompts[again].clear()

@@ -101,21 +101,21 @@ def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_sch
     async def once():
         started = time.perf_counter()
         completions = [action(query=f"q{index}") for index in range(VERDICTS)]
-        await reward(prompts=[None] * VERDICTS, completions=completions, row=[0] * VERDICTS)
+        result = await reward.score_all([0] * VERDICTS, completions)
         await reward.aclose()
-        return time.perf_counter() - started
+        return result, time.perf_counter() - started
 
-    seconds = asyncio.run(once())
-    usage = reward.take_report().usage["judge"]
-    outcomes = [(each.outcome, each.reason) for each in reward.last]
-    scores = [each.value for each in reward.last if each.value is not None]
+    result, seconds = asyncio.run(once())
+    usage = result.report.usage["judge"]
+    outcomes = [(each.outcome, each.reason) for each in result.rewards]
+    scores = [each.value for each in result.rewards if each.value is not None]
     print(
         f"{VERDICTS} verdicts of a tiny model in vLLM's server: {len(scores)} valid, {seconds:.1f} s, "
         f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {len(set(scores))} different scores from "
         f"{min(scores, default=-1):.2f} to {max(scores, default=-1):.2f}"
     )
     assert outcomes == [(Outcome.OK, "")] * VERDICTS
-    assert all(0 <= each.value <= 1 for each in reward.last)
+    assert all(0 <= each.value <= 1 for each in result.rewards)
     assert usage.prompt_tokens > 0
 
 
@@ -192,7 +192,7 @@ def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build
         output = generate(client, *arguments, **request)
         end = time.monotonic() + 60
         while is_last_of_a_batch and time.monotonic() < end:
-            if sum(text is not None for text in trainer._reward._open[-1]._texts) == BATCH - 1:
+            if sum(text is not None for text in list(trainer._reward.batches)[-1]._texts) == BATCH - 1:
                 return output
             time.sleep(0.01)
         assert not is_last_of_a_batch, "rewards do not start before the whole batch is there"
@@ -261,7 +261,7 @@ def test_a_run_after_one_that_failed_leaves_the_first_ones_rollouts_aside(build)
     assert len(begun) == 3
     assert [requests._given_up for requests in begun] == [False, True, True]
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), trainer._desk._loop).result()
-    assert not trainer._reward._open
+    assert not list(trainer._reward.batches)
     trainer.train()
     check_steps(trainer.state.log_history, 2)
     assert len(begun) == 3 + 5

@@ -27,8 +27,8 @@ def test_stages_before_and_behind_the_judge_add_components_that_weights_weigh(se
     reward = build_reward(
         services.url, [row()], weights=WEIGHTS, stage_components=("brevity", "doubt"), stages=[Doubt(), Brevity()]
     )
-    assert reward.stage_names == ("doubt", "brevity")
-    assert {"brevity", "doubt", "certainty"} <= set(reward.component_names)
+    assert reward.names.stages == ("doubt", "brevity")
+    assert {"brevity", "doubt", "certainty"} <= set(reward.names.components)
     result = result_of(reward, [ACTION])
     (scored,) = result.rewards
     verdict = VERDICT["candidate"]
@@ -77,7 +77,7 @@ def test_settings_name_stages_by_their_dotted_paths(services, settings, result_o
     )
     parts = prepare_reward(config, BRANCHES)
     reward = build_from_settings(config, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
-    assert reward.stage_names == ("brevity", "gate")
+    assert reward.names.stages == ("brevity", "gate")
     assert result_of(reward, [ACTION]).values == [pytest.approx(VERDICT["candidate"] + 2 * BREVITY)]
 
 
@@ -117,8 +117,8 @@ def test_the_seconds_of_a_stage_are_figures_under_the_same_names_on_every_rank(s
     result = result_of(reward, [ACTION, action("invalid")])
     figures = {}
     for rank, rewards in enumerate((result.rewards, ())):  # the second rank has scored nothing
-        ledger = Ledger(BRANCHES, stages=reward.stage_names)
-        table = encode(rewards, [0] * len(rewards), reward.stage_names)
+        ledger = Ledger(BRANCHES, stages=reward.names.stages)
+        table = encode(rewards, [0] * len(rewards), reward.names.stages)
         ledger.record_rewards("train", table, ())
         figures[rank] = ledger.flush("train")
     assert list(figures[0]) == list(figures[1])

@@ -184,14 +184,13 @@ def build_reward(
 
 
 def score_batch(reward, completions, indices=None, run=asyncio.run):
-    """Score one batch in an event loop of its own and close the chain. Returns the rewards."""
+    """Score one batch in an event loop of its own and close the chain. Returns rewards and report."""
 
     async def once():
         rows = indices or [0] * len(completions)
         try:
-            return await reward(prompts=[None] * len(completions), completions=completions, row=rows)
+            return await reward.score_all(rows, completions)
         finally:
             await reward.aclose()
 
-    assert run(once()) == [each.value for each in reward.last]
-    return reward.last
+    return run(once())

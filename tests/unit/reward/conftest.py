@@ -20,12 +20,11 @@ def services(network):
 
 @pytest.fixture
 def score(services):
-    """Score completions against the services, in an event loop of its own: `score([text], rows=..., **settings)`."""
+    """The result of completions, scored in an event loop of its own: `score([text], rows=..., **settings)`."""
 
     def run(completions, rows=None, indices=None, **settings):
         reward = build_reward(services.url, rows or [row()], **settings)
-        score_batch(reward, completions, indices)
-        return reward
+        return score_batch(reward, completions, indices)
 
     return run
 

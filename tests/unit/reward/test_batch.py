@@ -9,7 +9,8 @@ import time
 import pytest
 from support.virtual_time import play
 
-from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchedReward, completion_text
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.batch import CANCEL_GRACE_S, completion_text
 from salesrl_trl.reward.service.deadline import remaining_s
 from salesrl_trl.reward.stages import Stages, TimeRange
 from salesrl_trl.timing import overlap
@@ -32,7 +33,6 @@ class Answered(BatchedReward):
         self.asked = []
         self.cancelled = []
         self.left_s = []
-        self.times_settled = 0
         self._answers = {}
 
     def answer(self, text, value):
@@ -44,8 +44,8 @@ class Answered(BatchedReward):
             self._answers[text] = asyncio.get_running_loop().create_future()
         return self._answers[text]
 
-    def _settled(self):
-        self.times_settled += 1
+    def branch_of(self, index):
+        return "fairness"
 
     async def score(self, index, completion, stages):
         self.asked.append((index, completion))
@@ -115,7 +115,7 @@ def call(reward, completions, row=None, **given):
 def test_a_completion_is_scored_from_its_start_while_others_are_not_there_yet():
     async def scene():
         reward = Answered()
-        batch = reward.begin([7, 8])
+        batch = reward.batches.begin([7, 8])
         await turns()
         assert reward.asked == []
         batch.start(1, "b")
@@ -134,7 +134,7 @@ def test_a_completion_is_scored_from_its_start_while_others_are_not_there_yet():
 def test_a_text_that_is_started_again_is_not_scored_twice():
     async def scene():
         reward = Answered()
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         batch.start(0, "a")
         await turns()
@@ -152,7 +152,7 @@ def test_a_text_that_is_started_again_is_not_scored_twice():
 def test_equal_texts_at_two_places_are_scored_both():
     async def scene():
         reward = Answered()
-        batch = reward.begin([0, 1])
+        batch = reward.batches.begin([0, 1])
         batch.start(0, "a")
         batch.start(1, "a")
         await turns()
@@ -165,7 +165,7 @@ def test_equal_texts_at_two_places_are_scored_both():
 def test_another_text_replaces_the_score_of_the_first_one():
     async def scene():
         reward = Answered()
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         await turns()
         reward.answer("a", 0.5)
@@ -185,7 +185,7 @@ def test_another_text_replaces_the_score_of_the_first_one():
 def test_another_text_cancels_the_first_one_under_way():
     async def scene():
         reward = Answered()
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         await turns()
         batch.start(0, "b")
@@ -202,7 +202,7 @@ def test_another_text_cancels_the_first_one_under_way():
 def test_a_first_text_that_does_not_let_itself_be_cancelled_says_nothing_of_the_second():
     async def scene():
         reward = Stubborn(60.0)
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         await turns()
         batch.start(0, "b")
@@ -227,7 +227,7 @@ def test_the_text_of_a_completion_is_read_from_trls_conversational_form_too():
 def test_each_completion_has_a_deadline_of_its_own():
     async def scene():
         reward, loop = Answered(deadline_s=2.0), asyncio.get_running_loop()
-        batch = reward.begin([0, 1])
+        batch = reward.batches.begin([0, 1])
         began = loop.time()
         batch.start(0, "a")
         await asyncio.sleep(1.5)
@@ -249,7 +249,7 @@ def test_each_completion_has_a_deadline_of_its_own():
 def test_what_is_late_has_the_seconds_of_the_stage_that_it_was_in_and_a_failed_span(spans_in_virtual_time):
     async def scene():
         reward = Answered(deadline_s=0.2)
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         await batch.settled([[0]])
         assert batch.rewards[0].seconds["judge"] == pytest.approx(0.2)
@@ -261,7 +261,7 @@ def test_what_is_late_has_the_seconds_of_the_stage_that_it_was_in_and_a_failed_s
 def test_what_was_in_time_stays_as_it_is():
     async def scene():
         reward = Answered(deadline_s=0.1)
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         reward.answer("a", 0.5)
         await batch.settled([[0]])
@@ -275,7 +275,7 @@ def test_a_late_completion_that_answers_after_all_is_late():
     async def scene():
         reward, loop = Stubborn(0.1), asyncio.get_running_loop()
         reward.let_go()
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         began = loop.time()
         batch.start(0, "a")
         await batch.settled([[0]])
@@ -289,7 +289,7 @@ def test_a_late_completion_that_answers_after_all_is_late():
 def test_one_that_ignores_its_cancellation_is_left_behind_after_the_grace():
     async def scene():
         reward, loop = Stubborn(0.1), asyncio.get_running_loop()
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         began = loop.time()
         batch.start(0, "a")
         await batch.settled([[0]])
@@ -307,12 +307,12 @@ def test_one_that_ignores_its_cancellation_is_left_behind_after_the_grace():
 def test_a_cut_off_within_the_grace_is_the_last_word():
     async def scene():
         reward = Stubborn(0.1)
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         while not reward.cancelled:
             await asyncio.sleep(0.01)
         assert told(batch) == [None]
-        reward.cut_off("stopped")
+        reward.batches.cut_off("stopped")
         await asyncio.sleep(2 * CANCEL_GRACE_S)
         reward.let_go()
         await has_ended(reward)
@@ -324,7 +324,7 @@ def test_a_cut_off_within_the_grace_is_the_last_word():
 def test_the_grace_of_a_text_that_was_late_says_nothing_of_the_next_text_at_its_place():
     async def scene():
         reward, loop = Answered(deadline_s=1.5 * CANCEL_GRACE_S), asyncio.get_running_loop()
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "as it was streamed")
         await batch.settled([[0]])
         assert told(batch) == ["deadline"]
@@ -343,7 +343,7 @@ def test_the_grace_of_a_text_that_was_late_says_nothing_of_the_next_text_at_its_
 def test_an_error_after_the_deadline_concerns_nobody_and_its_words_are_not_told(caplog, is_cut_off):
     async def scene():
         reward = Stubborn(0.1, ValueError("a customer's words"))
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         while not reward.cancelled:
             await asyncio.sleep(0.01)
@@ -368,7 +368,7 @@ def test_an_error_after_the_deadline_concerns_nobody_and_its_words_are_not_told(
 def test_waiting_ends_with_the_first_whole_group():
     async def scene():
         reward = Answered()
-        batch = reward.begin(range(4))
+        batch = reward.batches.begin(range(4))
         for place, text in enumerate("abcd"):
             batch.start(place, text)
         waiting = asyncio.create_task(batch.settled([range(2), range(2, 4)]))
@@ -391,7 +391,7 @@ def test_waiting_ends_with_the_first_whole_group():
 
 def test_there_is_nothing_to_wait_for_where_no_group_is_out():
     async def scene():
-        batch = Answered().begin([0])
+        batch = Answered().batches.begin([0])
         await batch.settled([])
         await batch.settled([[]])
 
@@ -401,7 +401,7 @@ def test_there_is_nothing_to_wait_for_where_no_group_is_out():
 def test_a_waiter_that_is_cancelled_cancels_the_batch():
     async def scene():
         reward = Answered()
-        batch = reward.begin([0, 1, 2])
+        batch = reward.batches.begin([0, 1, 2])
         for place, text in enumerate("abc"):
             batch.start(place, text)
         await turns()
@@ -422,7 +422,7 @@ def test_a_waiter_that_is_cancelled_cancels_the_batch():
 def test_a_batch_that_was_cancelled_can_be_started_again():
     async def scene():
         reward = Answered()
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         await turns()
         batch.cancel()
@@ -439,7 +439,7 @@ def test_a_batch_that_was_cancelled_can_be_started_again():
 def test_a_batch_tells_when_it_was_waited_for_and_from_when_to_when_it_took(spans_in_virtual_time):
     async def scene():
         reward = Answered()
-        batch = reward.begin([0, 1])
+        batch = reward.batches.begin([0, 1])
         started = time.perf_counter()
         batch.start(0, "a")
         batch.start(1, "b")
@@ -499,14 +499,14 @@ def test_a_stage_that_raises_is_failed_and_one_that_goes_on_is_under_way():
 def test_a_cut_off_settles_what_is_out_and_all_that_is_started_later():
     async def scene():
         reward = Answered()
-        batch = reward.begin(range(3))
+        batch = reward.batches.begin(range(3))
         batch.start(0, "a")
         batch.start(1, "b")
         await turns()
         reward.answer("a", 0.5)
         waiting = asyncio.create_task(batch.settled([range(3)]))
         await turns()
-        reward.cut_off("stopped")
+        reward.batches.cut_off("stopped")
         await waiting
         await turns()
         assert told(batch) == [0.5, "stopped", "stopped"]
@@ -526,18 +526,17 @@ def test_a_cut_off_settles_what_is_out_and_all_that_is_started_later():
 def test_a_cut_off_holds_for_batches_under_way_and_for_later_ones():
     async def scene():
         reward = Answered()
-        early = [reward.begin([0]), reward.begin([1])]
+        early = [reward.batches.begin([0]), reward.batches.begin([1])]
         early[1].start(0, "b")
         await turns()
-        reward.cut_off("stopped")
+        reward.batches.cut_off("stopped")
         assert [told(batch) for batch in early] == [["stopped"], ["stopped"]]
-        later = reward.begin([2, 3])
+        later = reward.batches.begin([2, 3])
         assert told(later) == ["stopped", "stopped"]
         later.start(0, "c")
         await later.settled([[0, 1]])
         assert told(later) == ["stopped", "stopped"]
-        assert await call(reward, ["d", "e"]) == [None, None]
-        assert [each.reason for each in reward.last] == ["stopped", "stopped"]
+        assert [each.reason for each in (await reward.score_all([0, 1], ["d", "e"])).rewards] == ["stopped", "stopped"]
         assert reward.asked == [(1, "b")]
 
     play(scene())
@@ -546,14 +545,14 @@ def test_a_cut_off_holds_for_batches_under_way_and_for_later_ones():
 def test_a_batch_that_nobody_waits_for_is_cancelled_and_not_told_of():
     async def scene():
         reward = Answered()
-        batch, other = reward.begin([0]), reward.begin([1])
+        batch, other = reward.batches.begin([0]), reward.batches.begin([1])
         batch.start(0, "a")
         other.start(0, "b")
         await turns()
-        reward.forget(batch)
+        reward.batches.give_up(batch)
         await turns()
         assert reward.cancelled == ["a"]
-        assert reward.status() == "of 1 completions 1 in judge"
+        assert reward.batches.status() == "of 1 completions 1 in judge"
         assert [span.track for span in reward.unreported_spans()] == ["reward 0 ahead 1"]
         other.cancel()
 
@@ -566,20 +565,20 @@ def test_a_batch_that_nobody_waits_for_is_cancelled_and_not_told_of():
 def test_an_error_in_the_chain_is_a_missing_reward_and_told_once_by_its_place_without_its_message(caplog):
     async def scene():
         reward = Answered()
-        asking = asyncio.create_task(call(reward, ["a", "b", "c", "d"]))
+        asking = asyncio.create_task(reward.score_all(range(4), ["a", "b", "c", "d"]))
         await turns()
         reward.answer("a", ValueError("a customer's words"))
         reward.answer("b", ValueError("a customer's words"))
         reward.answer("c", KeyError("a customer's words"))
         reward.answer("d", 0.5)
-        assert await asking == [None, None, None, 0.5]
-        assert [each.reason for each in reward.last] == [
+        rewards = (await asking).rewards
+        assert [each.reason for each in rewards] == [
             "raised_ValueError",
             "raised_ValueError",
             "raised_KeyError",
             "",
         ]
-        assert [each.outcome for each in reward.last] == [Outcome.INFRA] * 3 + [Outcome.OK]
+        assert [each.outcome for each in rewards] == [Outcome.INFRA] * 3 + [Outcome.OK]
 
     with caplog.at_level(logging.DEBUG):
         play(scene())
@@ -591,7 +590,7 @@ def test_an_error_in_the_chain_is_a_missing_reward_and_told_once_by_its_place_wi
 
 
 def test_an_error_of_the_same_kind_at_another_place_is_told_of_too(caplog):
-    class Faulty(BatchedReward):
+    class Faulty(Answered):
         async def score(self, index, completion, stages):
             if completion == "a":
                 raise KeyError("a customer's words")
@@ -610,7 +609,7 @@ def test_an_error_of_the_same_kind_at_another_place_is_told_of_too(caplog):
 def test_a_chain_that_is_cancelled_by_somebody_else_is_missing():
     async def scene():
         reward = Answered()
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         await turns()
         reward._answers["a"].cancel()
@@ -623,7 +622,7 @@ def test_a_chain_that_is_cancelled_by_somebody_else_is_missing():
 def test_an_error_after_the_completion_was_given_up_concerns_nobody(caplog):
     async def scene():
         reward = Stubborn(60.0, ValueError("a customer's words"))
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, "a")
         await turns()
         batch.cancel()
@@ -646,11 +645,8 @@ def test_called_by_itself_it_starts_all_and_waits_for_all():
         reward.answer("b", 0.25)
         await turns()
         assert not asking.done()
-        assert reward.times_settled == 0
         reward.answer("a", 0.5)
         assert await asking == [0.5, 0.25]
-        assert [each.value for each in reward.last] == [0.5, 0.25]
-        assert reward.times_settled == 1
 
     play(scene())
 
@@ -658,36 +654,18 @@ def test_called_by_itself_it_starts_all_and_waits_for_all():
 def test_called_for_a_batch_under_way_it_starts_only_what_is_not_started():
     async def scene():
         reward = Answered()
-        batch = reward.begin([0, 1, 2])
+        batch = reward.batches.begin([0, 1, 2])
         batch.start(0, "a")
         batch.start(1, "b, as it was streamed")
         await turns()
         reward.answer("a", 0.5)
         await turns()
-        reward.expect(batch)
-        asking = asyncio.create_task(call(reward, ["a", "b", "c"]))
+        asking = asyncio.create_task(reward.result(batch, ["a", "b", "c"]))
         await turns()
         assert reward.asked == [(0, "a"), (1, "b, as it was streamed"), (1, "b"), (2, "c")]
         reward.answer("b", 0.25)
         reward.answer("c", 0.75)
-        assert await asking == [0.5, 0.25, 0.75]
-        assert reward._taken() is batch
-
-    play(scene())
-
-
-def test_what_was_expected_holds_for_one_call():
-    async def scene():
-        reward = Answered()
-        batch = reward.begin([0])
-        reward.expect(batch)
-        for text, row in (("a", 0), ("b", 7)):
-            asking = asyncio.create_task(call(reward, [text], row=[row]))
-            await turns()
-            reward.answer(text, 0.5)
-            assert await asking == [0.5]
-        assert reward.asked == [(0, "a"), (7, "b")]
-        assert told(batch) == [0.5]
+        assert (await asking).values == [0.5, 0.25, 0.75]
 
     play(scene())
 
@@ -695,10 +673,9 @@ def test_what_was_expected_holds_for_one_call():
 def test_a_call_with_another_number_of_completions_than_expected_is_an_error():
     async def scene():
         reward = Answered()
-        batch = reward.begin([0, 1])
-        reward.expect(batch)
+        batch = reward.batches.begin([0, 1])
         with pytest.raises(ValueError, match="shorter"):
-            await call(reward, ["a"])
+            await reward.result(batch, ["a"])
         batch.cancel()
 
     play(scene())
@@ -708,7 +685,7 @@ def test_a_batch_of_nothing_is_scored():
     async def scene():
         reward = Answered()
         assert await call(reward, []) == []
-        assert reward.last == []
+        assert (await reward.score_all([], [])).rewards == ()
 
     play(scene())
 
@@ -719,42 +696,40 @@ def test_a_batch_of_nothing_is_scored():
 def test_a_person_is_told_of_the_oldest_batch_and_how_many_are_behind_it():
     async def scene():
         reward = Answered()
-        assert reward.status() == "none is being scored"
-        first, second, third = (reward.begin([0, 1]) for _ in range(3))
+        assert reward.batches.status() == "none is being scored"
+        first, second, third = (reward.batches.begin([0, 1]) for _ in range(3))
         first.start(0, "a")
         first.start(1, "b")
         second.start(0, "c")
         await turns()
-        assert reward.status() == "of 2 completions 2 in judge; 2 more batches in flight"
+        assert reward.batches.status() == "of 2 completions 2 in judge; 2 more batches in flight"
         reward.answer("a", 0.5)
         await turns()
-        assert reward.status() == "of 2 completions 1 in judge; 2 more batches in flight"
+        assert reward.batches.status() == "of 2 completions 1 in judge; 2 more batches in flight"
         reward.answer("b", 0.5)
         await turns()
-        assert reward.status() == "this rank's are scored, another's may be out; 2 more batches in flight"
-        reward.expect(first)
-        await call(reward, ["a", "b"])
-        reward._taken()
-        assert reward.status() == "of 2 completions 1 in judge; 1 more batches in flight"
-        reward.forget(second)
-        reward.forget(third)
-        assert reward.status() == "none is being scored"
+        assert reward.batches.status() == "this rank's are scored, another's may be out; 2 more batches in flight"
+        await reward.result(first, ["a", "b"])
+        assert reward.batches.status() == "of 2 completions 1 in judge; 1 more batches in flight"
+        reward.batches.give_up(second)
+        reward.batches.give_up(third)
+        assert reward.batches.status() == "none is being scored"
 
     play(scene())
 
 
 def test_a_person_is_not_told_that_what_nobody_has_started_is_scored():
     reward = Answered()
-    reward.begin([0])
-    assert reward.status() == "none is being scored yet"
-    reward.begin([0])
-    assert reward.status() == "none is being scored yet; 1 more batches in flight"
+    reward.batches.begin([0])
+    assert reward.batches.status() == "none is being scored yet"
+    reward.batches.begin([0])
+    assert reward.batches.status() == "none is being scored yet; 1 more batches in flight"
 
 
 def test_spans_of_batches_that_were_not_reported_on_are_those_of_all_and_open_ones_are_failed():
     async def scene():
         reward = Answered()
-        first, second = reward.begin([0]), reward.begin([1, 2])
+        first, second = reward.batches.begin([0]), reward.batches.begin([1, 2])
         first.start(0, "a")
         second.start(1, "b")
         await turns()
@@ -763,30 +738,25 @@ def test_spans_of_batches_that_were_not_reported_on_are_those_of_all_and_open_on
         seen = [(span.name, span.track, span.failed) for span in reward.unreported_spans()]
         assert seen == [("judge", "reward 0", False), ("judge", "reward 1 ahead 1", True)]
         assert second.report().spans == []
-        reward.expect(first)
-        await call(reward, ["a"])
-        reward._taken()
+        await reward.result(first, ["a"])
         assert [span.track for span in reward.unreported_spans()] == ["reward 1 ahead 1"]
         second.cancel()
 
     play(scene())
 
 
-def test_the_batch_that_was_waited_for_is_taken_once_and_the_others_stay():
+def test_the_batch_that_has_its_result_is_forgotten_and_the_others_stay():
     async def scene():
         reward = Answered()
-        other, batch = reward.begin([0]), reward.begin([1])
+        other, batch = reward.batches.begin([0]), reward.batches.begin([1])
         other.start(0, "b")
-        reward.expect(batch)
-        asking = asyncio.create_task(call(reward, ["a"]))
+        asking = asyncio.create_task(reward.result(batch, ["a"]))
         await turns()
         reward.answer("a", 0.5)
-        await asking
-        assert reward._taken() is batch
-        empty = reward._taken()
-        assert len(empty) == 0
-        assert (empty.times.seconds, empty.report().spans, empty.waits) == (0.0, [], [])
-        assert reward.status() == "of 1 completions 1 in judge"
+        result = await asking
+        assert (result.values, [span.name for span in result.report.spans]) == ([0.5], ["judge"])
+        assert list(reward.batches) == [other]
+        assert reward.batches.status() == "of 1 completions 1 in judge"
         other.cancel()
 
     play(scene())
@@ -801,7 +771,7 @@ def test_completions_may_be_started_and_waited_for_from_another_thread():
     thread.start()
     try:
         reward = Answered()
-        batches = [reward.begin([0, 1]), reward.begin([2, 3])]
+        batches = [reward.batches.begin([0, 1]), reward.batches.begin([2, 3])]
         for number, batch in enumerate(batches):
             for place in range(2):
                 loop.call_soon_threadsafe(batch.start, place, f"{number}{place}")
@@ -812,10 +782,9 @@ def test_completions_may_be_started_and_waited_for_from_another_thread():
         loop.call_soon_threadsafe(reward.answer, "01", 0.25)
         waiting.result(PATIENCE_S)
         assert [told(batch) for batch in batches] == [[0.5, 0.25], [0.5, 0.5]]
-        reward.expect(batches[1])
-        values = asyncio.run_coroutine_threadsafe(call(reward, ["10", "11"]), loop).result(PATIENCE_S)
-        assert values == [0.5, 0.5]
-        assert reward._taken() is batches[1]
+        result = asyncio.run_coroutine_threadsafe(reward.result(batches[1], ["10", "11"]), loop).result(PATIENCE_S)
+        assert result.values == [0.5, 0.5]
+        assert list(reward.batches) == [batches[0]]
         assert reward.asked == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
     finally:
         loop.call_soon_threadsafe(loop.stop)
@@ -829,7 +798,7 @@ def test_a_wait_that_another_thread_gives_up_cancels_the_batch():
     thread.start()
     try:
         reward = Answered()
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         loop.call_soon_threadsafe(batch.start, 0, "a")
         waiting = asyncio.run_coroutine_threadsafe(batch.settled([[0]]), loop)
         with pytest.raises(TimeoutError):

@@ -17,7 +17,7 @@ from salesrl_trl.types import Outcome
 
 
 def test_a_judged_action_gets_the_judges_score_of_the_candidate(score, services):
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert (reward.outcome, reward.value) == (Outcome.OK, VERDICT["candidate"])
     assert reward.components == {"judge": 0.75, "reference": 0.5, "margin": 0.25, "retrieval": 0.5, "format": 1.0}
     assert set(reward.seconds) == {"parse", "rag_8b", "rag_32b", "judge"}
@@ -25,11 +25,11 @@ def test_a_judged_action_gets_the_judges_score_of_the_candidate(score, services)
 
 def test_a_batch_that_is_given_up_at_any_moment_leaves_no_call_that_was_never_awaited(services):
     async def give_up_after(turns):
-        batch = reward.begin([0])
+        batch = reward.batches.begin([0])
         batch.start(0, ACTION)
         for _ in range(turns):
             await asyncio.sleep(0)
-        reward.forget(batch)
+        reward.batches.give_up(batch)
 
     async def main():
         await reward(prompts=[None], completions=[ACTION], row=[0])  # all is kept from here on
@@ -46,12 +46,12 @@ def test_a_batch_that_is_given_up_at_any_moment_leaves_no_call_that_was_never_aw
 
 
 def test_trls_conversational_completions_are_read(score):
-    (reward,) = score([[{"role": "assistant", "content": ACTION}]]).last
+    (reward,) = score([[{"role": "assistant", "content": ACTION}]]).rewards
     assert reward.outcome is Outcome.OK
 
 
 def test_an_invalid_action_is_a_real_low_reward_and_asks_nobody(score, services):
-    (reward,) = score(["hello"]).last
+    (reward,) = score(["hello"]).rewards
     assert (reward.outcome, reward.value, reward.reason) == (Outcome.INVALID_ACTION, -0.25, "not_json")
     assert services.calls.total() == 0
 
@@ -123,7 +123,7 @@ def test_the_judge_sees_the_branchs_rubric_and_all_material_fenced(score, servic
 def test_without_a_reference_the_candidate_is_judged_alone(score, services):
     services.set("32b", {}, status=500)
     services.verdict(json.dumps({**VERDICT, "reference": None}))
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert (reward.outcome, reward.value, reward.components["reference"]) == (Outcome.OK, 0.75, None)
     assert "reference_answer" not in read_sections(services.asked["judge"][0].json["messages"][1]["content"])
 
@@ -134,7 +134,7 @@ def test_without_a_reference_the_candidate_is_judged_alone(score, services):
 def test_a_reference_that_does_not_come_leaves_the_judge_half_of_the_time(score, services, status, headers, delay_s):
     services.set("32b", ANSWER, status=status, headers=headers, delay_s=delay_s)
     services.verdict(json.dumps({**VERDICT, "reference": None}))
-    (reward,) = score([ACTION], deadline_s=7.0).last
+    (reward,) = score([ACTION], deadline_s=7.0).rewards
     assert (reward.outcome, reward.value, reward.components["reference"]) == (Outcome.OK, 0.75, None)
 
 
@@ -144,7 +144,7 @@ def test_what_a_backend_raised_for_a_reference_that_nobody_needs_is_not_told(sco
 
     monkeypatch.setattr(RagClient, "chat", raises)
     services.set("8b", {**ANSWER, "answer": ":"}, delay_s=0.2)
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert reward.reason == "hollow_answer"
     gc.collect()
     assert "never retrieved" not in caplog.text
@@ -168,7 +168,7 @@ def test_what_a_backend_raised_for_a_reference_that_nobody_needs_is_not_told(sco
 def test_a_failed_8b_call_is_never_a_number(score, services, status, body, reason):
     headers = {302: {"Location": "http://127.0.0.1:9/"}, 429: {"Retry-After": "3600"}}
     services.set("8b", body, status=status, headers=headers.get(status))
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, reason)
     assert services.calls["judge"] == 0
 
@@ -190,7 +190,7 @@ def test_a_failed_8b_call_is_never_a_number(score, services, status, body, reaso
 )
 def test_a_verdict_outside_the_schema_is_never_a_number(score, services, content):
     services.verdict(content)
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert (reward.outcome, reward.value) == (Outcome.JUDGE_INVALID, None)
 
 
@@ -201,48 +201,48 @@ def test_a_verdict_outside_the_schema_is_never_a_number(score, services, content
 )
 def test_a_judge_that_answers_200_without_a_verdict_is_judge_invalid(score, services, body):
     services.set("judge", body)
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert (reward.outcome, reward.value, reward.reason) == (Outcome.JUDGE_INVALID, None, "judge_empty")
 
 
 @pytest.mark.parametrize(("status", "reason"), [(500, "judge_http_500"), (401, "judge_http_401")])
 def test_a_judge_that_fails_is_infra(score, services, status, reason):
     services.set("judge", {"error": {"message": "key judge-secret"}}, status=status)
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, reason)
 
 
 def test_html_from_the_judge_is_infra_and_typed(score, services):
     services.set("judge", "<html>gateway</html>")
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert reward.value is None
     assert reward.reason in ("judge_bad_response", "judge_empty")
 
 
 def test_an_empty_answer_with_passages_is_the_services_fault_and_is_asked_for_again(score, services):
     services.set("8b", {**ANSWER, "answer": " "})
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, "rag_8b_empty_answer")
 
 
 @pytest.mark.parametrize("answer", ["", ":", "Thought process:"])
 def test_a_hollow_answer_is_the_actions_fault_and_no_judge_sees_it(score, services, answer):
     with_passages_from(services, lambda query, threshold: threshold == 0, otherwise=answer)
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert (reward.outcome, reward.value, reward.reason) == (Outcome.INVALID_ACTION, -0.25, "hollow_answer")
     assert services.calls["judge"] == 0
 
 
 def test_a_hollow_reference_is_none(score, services):
     services.set("32b", {**ANSWER, "answer": "Solution:"})
-    (reward,) = score([ACTION]).last
+    (reward,) = score([ACTION]).rewards
     assert (reward.outcome, reward.components["reference"]) == (Outcome.OK, None)
 
 
 def test_what_was_too_slow_is_in_the_seconds_of_a_completion_that_was_cut_off(score, services, spans_in_virtual_time):
     services.set("8b", ANSWER, delay_s=1)
     services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=30)
-    (reward,) = score([ACTION], deadline_s=5.0).last
+    (reward,) = score([ACTION], deadline_s=5.0).rewards
     assert reward.reason == "deadline"
     assert reward.seconds == pytest.approx({"parse": 0.0, "rag_8b": 1.0, "rag_32b": 0.0, "judge": 4.0})
 
@@ -250,8 +250,8 @@ def test_what_was_too_slow_is_in_the_seconds_of_a_completion_that_was_cut_off(sc
 def test_an_attempt_that_takes_too_long_is_cut_off(score, services, spans_in_virtual_time):
     services.set("8b", ANSWER, delay_s=2)
     reward = score([ACTION], timeout_s=0.5)
-    assert [(each.outcome, each.reason) for each in reward.last] == [(Outcome.INFRA, "rag_8b_timeout")]
-    assert reward.take_report().seconds == pytest.approx(0.5)
+    assert [(each.outcome, each.reason) for each in reward.rewards] == [(Outcome.INFRA, "rag_8b_timeout")]
+    assert reward.report.seconds == pytest.approx(0.5)
 
 
 def test_what_is_not_scored_by_the_deadline_is_missing_and_the_rest_is_kept(score, services):
@@ -259,14 +259,14 @@ def test_what_is_not_scored_by_the_deadline_is_missing_and_the_rest_is_kept(scor
         (200, chat_completion(json.dumps(VERDICT)), {}, 0),
         (200, chat_completion(json.dumps(VERDICT)), {}, 9),
     ]
-    rewards = score([action(query="a"), action(query="b"), "hello"], deadline_s=2.5).last
+    rewards = score([action(query="a"), action(query="b"), "hello"], deadline_s=2.5).rewards
     outcomes = sorted((reward.outcome.value, reward.reason) for reward in rewards)
     assert outcomes == [("infra", "deadline"), ("invalid_action", "not_json"), ("ok", "")]
 
 
 def test_a_passing_failure_is_tried_again(score, services):
     services.answers["8b"] = [(503, {}, {}, 0), (200, ANSWER, {}, 0)]
-    (reward,) = score([ACTION], attempts=3).last
+    (reward,) = score([ACTION], attempts=3).rewards
     assert reward.outcome is Outcome.OK
     assert services.calls["8b"] == 2
 
@@ -274,8 +274,8 @@ def test_a_passing_failure_is_tried_again(score, services):
 def test_retry_after_is_honoured(score, services, spans_in_virtual_time):
     services.answers["8b"] = [(429, {}, {"Retry-After": "10"}, 0), (200, ANSWER, {}, 0)]
     reward = score([ACTION], attempts=2)
-    assert [each.outcome for each in reward.last] == [Outcome.OK]
-    assert 10.0 <= reward.take_report().seconds <= 10.2
+    assert [each.outcome for each in reward.rewards] == [Outcome.OK]
+    assert 10.0 <= reward.report.seconds <= 10.2
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 422])
@@ -295,7 +295,7 @@ def test_nothing_secret_and_nothing_a_customer_said_is_logged(score, services, c
     services.set("8b", {"error": "rag-secret I'm a nurse"}, status=401)
     with caplog.at_level("DEBUG", logger="salesrl_trl"), caplog.at_level("INFO"):
         reward = score([ACTION], attempts=2)
-    told = caplog.text + repr(reward.last)
+    told = caplog.text + repr(reward.rewards)
     assert "rag-secret" not in told
     assert "judge-secret" not in told
     assert "nurse" not in told
@@ -303,7 +303,7 @@ def test_nothing_secret_and_nothing_a_customer_said_is_logged(score, services, c
 
 def test_every_stage_is_a_span_on_its_completions_track(score, services):
     services.set("judge", {}, status=400)
-    report = score([ACTION, "hello"]).take_report()
+    report = score([ACTION, "hello"]).report
     spans = {(span.track, span.name): span for span in report.spans}
     assert set(spans) == {("reward 0", "parse"), ("reward 0", "rag_8b"), ("reward 0 reference", "rag_32b"),
                           ("reward 0", "judge"), ("reward 1", "parse")}  # fmt: skip
@@ -314,7 +314,7 @@ def test_every_stage_is_a_span_on_its_completions_track(score, services):
 
 def test_a_call_that_is_cut_off_by_the_deadline_is_a_failed_span(score, services, spans_in_virtual_time):
     services.set("8b", ANSWER, delay_s=2.0)
-    report = score([ACTION], deadline_s=0.3).take_report()
+    report = score([ACTION], deadline_s=0.3).report
     assert {span.name: span.seconds for span in report.spans if span.failed} == {"rag_8b": pytest.approx(0.3)}
 
 
@@ -322,18 +322,17 @@ def test_a_person_who_waits_is_told_what_is_out(services):
     seen = []
 
     def judge(system, user):
-        seen.append(reward.status())
+        seen.append(reward.batches.status())
         return VERDICT
 
     services.judge_by(judge)
     reward = build_reward(services.url, [row()])
-    assert reward.status() == "none is being scored"
-    score_batch(reward, [ACTION])
+    assert reward.batches.status() == "none is being scored"
+    result = score_batch(reward, [ACTION])
     assert seen == ["of 1 completions 1 in judge"]
-    assert reward.status() == "this rank's are scored, another's may be out"
-    first, *answers, last = [span.name for span in reward.unreported_spans()]
+    assert reward.batches.status() == "none is being scored"
+    first, *answers, last = [span.name for span in result.report.spans]
     assert (first, sorted(answers), last) == ("parse", ["rag_32b", "rag_8b"], "judge")
-    reward.take_report()
     assert reward.unreported_spans() == []
 
 
@@ -358,11 +357,11 @@ def test_what_a_200_says_of_its_own_failure_is_heard_before_its_answer(score, se
     for name, answer in (("8b", busy), ("32b", busy), ("judge", verdict)):
         services.answers[name].insert(0, answer)
     reward = score([ACTION], attempts=2)
-    assert [(each.outcome, each.value) for each in reward.last] == [(Outcome.OK, VERDICT["candidate"])]
+    assert [(each.outcome, each.value) for each in reward.rewards] == [(Outcome.OK, VERDICT["candidate"])]
     assert services.calls == {"8b": 2, "32b": 2, "judge": 2}
     assert "busy" not in services.asked["judge"][1].json["messages"][1]["content"]
     services.answers["8b"].insert(0, (200, {"error": "busy"}, {}, 0))
-    (failed,) = score([ACTION]).last
+    (failed,) = score([ACTION]).rewards
     assert (failed.outcome, failed.value, failed.reason) == (Outcome.INFRA, None, "rag_8b_error_in_answer")
 
 
@@ -373,7 +372,7 @@ def test_what_a_200_says_of_its_own_failure_is_heard_before_its_answer(score, se
 )
 def test_a_200_that_says_it_went_well_is_an_answer(score, services, stated):
     services.set("8b", {**ANSWER, **stated})
-    assert score([ACTION]).last[0].outcome is Outcome.OK
+    assert score([ACTION]).rewards[0].outcome is Outcome.OK
 
 
 def with_passages_from(services, found, otherwise="I found nothing."):
@@ -388,17 +387,17 @@ def with_passages_from(services, found, otherwise="I found nothing."):
 
 def test_an_index_without_anything_for_a_row_is_not_the_policys_fault(score, services):
     with_passages_from(services, lambda query, threshold: False)
-    rewards = score([action(query="good"), action(query="bad")]).last
+    rewards = score([action(query="good"), action(query="bad")]).rewards
     assert [(each.outcome, each.value, each.reason) for each in rewards] == [(Outcome.INFRA, None, "no_passages")] * 2
     assert services.calls["judge"] == 0
     services.set("8b", {**ANSWER, "answer": "", "passages": []})
     services.functions.clear()
-    assert score([ACTION]).last[0].reason == "no_passages"
+    assert score([ACTION]).rewards[0].reason == "no_passages"
 
 
 def test_a_query_that_finds_nothing_in_an_index_that_has_something_is_the_policys(score, services):
     with_passages_from(services, lambda query, threshold: query == "good" or threshold == 0)
-    rewards = score([action(query=query) for query in ("good", "bad", "worse")]).last
+    rewards = score([action(query=query) for query in ("good", "bad", "worse")]).rewards
     assert [each.outcome for each in rewards] == [Outcome.OK] * 3
     assert rewards[1].components["retrieval"] == 0.0
     assert services.calls["8b"] == 3 + 1  # the row's conversation itself, asked with once

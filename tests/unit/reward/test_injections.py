@@ -21,7 +21,7 @@ def score(services, completions, providers=None, answer=None):
     if answer is not None:
         services.set("8b", {**ANSWER, "answer": answer})
     reward = build_reward(services.url, [row()], providers=providers, limits={"initial_concurrency": 64})
-    return score_batch(reward, completions)
+    return score_batch(reward, completions).rewards
 
 
 def in_actions():

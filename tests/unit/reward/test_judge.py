@@ -20,13 +20,11 @@ def backup(network):
 
 @pytest.fixture
 def score_many(services):
-    """Score different actions; returns the reward with its `report`."""
+    """Score different actions; returns the result."""
 
     def run(count=1, rows=None, **settings):
         reward = build_reward(services.url, rows or [row()], **settings)
-        score_batch(reward, [action(query=f"q{index}") for index in range(count)])
-        reward.report = reward.take_report()
-        return reward
+        return score_batch(reward, [action(query=f"q{index}") for index in range(count)])
 
     return run
 
@@ -70,7 +68,7 @@ def test_a_provider_without_weight_steps_in_only(score_many, services, backup):
 )
 def test_a_provider_that_fails_or_gives_no_verdict_is_stepped_in_for(score_many, services, backup, status, body):
     services.set("judge", body, status=status)
-    (reward,) = score_many(1, providers=two(services, backup, weight=0.0)).last
+    (reward,) = score_many(1, providers=two(services, backup, weight=0.0)).rewards
     assert (reward.outcome, reward.value) == (Outcome.OK, 0.75)
 
 
@@ -78,20 +76,20 @@ def test_a_provider_that_fails_or_gives_no_verdict_is_stepped_in_for(score_many,
 def test_a_provider_that_turns_calls_away_is_stepped_in_for_at_once(score_many, services, backup, headers):
     services.set("judge", {}, status=429, headers=headers)
     reward = score_many(40, providers=two(services, backup, weight=0.0))
-    assert [each.value for each in reward.last] == [0.75] * 40
+    assert [each.value for each in reward.rewards] == [0.75] * 40
     assert (services.calls["judge"], backup.calls["judge"]) == (40, 40)
 
 
 def test_a_provider_that_hangs_leaves_half_of_the_time_to_the_other(score_many, services, backup):
     services.set("judge", {}, delay_s=10.0)
     reward = score_many(1, providers=two(services, backup, weight=0.0), timeout_s=60.0, deadline_s=6.0)
-    assert reward.last[0].value == 0.75
+    assert reward.rewards[0].value == 0.75
 
 
 def test_when_none_gives_a_verdict_an_invalid_one_says_more_than_a_dead_provider(score_many, services, backup):
     services.set("judge", chat_completion("I refuse."))
     backup.set("judge", {}, status=500)
-    (reward,) = score_many(1, providers=two(services, backup, weight=0.0)).last
+    (reward,) = score_many(1, providers=two(services, backup, weight=0.0)).rewards
     assert (reward.outcome, reward.reason) == (Outcome.JUDGE_INVALID, "judge_not_json")
 
 
@@ -105,7 +103,7 @@ def test_a_provider_that_leaves_response_formats_empty_is_asked_by_text_from_the
         (200, chat_completion("")) if "response_format" in request.json else by_text(request)
     )
     reward = score_many(5, limits={"max_concurrency": 1})
-    assert [each.value for each in reward.last] == [0.5] * 5
+    assert [each.value for each in reward.rewards] == [0.5] * 5
     assert services.calls["judge"] == 1 + 5
 
 
@@ -120,13 +118,13 @@ def test_a_slow_provider_that_leaves_response_formats_empty_is_asked_by_text_by_
 
     services.functions["judge"] = slowly
     reward = score_many(1, timeout_s=2.7, attempts=4, deadline_s=30.0)
-    assert reward.last[0].value == 0.75
+    assert reward.rewards[0].value == 0.75
 
 
 def test_an_answer_that_is_no_verdict_by_text_either_says_nothing_of_formats(score_many, services):
     services.set("judge", chat_completion("I refuse."))
     reward = score_many(3, limits={"max_concurrency": 1})
-    assert [each.reason for each in reward.last] == ["judge_not_json"] * 3
+    assert [each.reason for each in reward.rewards] == ["judge_not_json"] * 3
     assert ["response_format" in request.json for request in services.asked["judge"]] == [True, False] * 3
 
 
@@ -152,8 +150,8 @@ def test_one_answer_that_is_no_verdict_does_not_have_another_completion_judged_b
             return Reply(json.dumps(sign(chat_completion(verdict), request.json)).encode())
 
     reward = build_reward(InTurn(network).url, [row()], timeout_s=60.0, deadline_s=60.0)
-    score_batch(reward, [action(query="q0"), action(query="q1")])
-    assert [each.reason for each in reward.last] == ["judge_not_json", ""]
+    result = score_batch(reward, [action(query="q0"), action(query="q1")])
+    assert [each.reason for each in result.rewards] == ["judge_not_json", ""]
 
 
 @pytest.mark.parametrize("status", [400, 422])
@@ -163,19 +161,19 @@ def test_a_provider_that_refuses_response_formats_is_asked_by_text(score_many, s
     services.functions["judge"] = lambda request: (
         (status, {}) if "response_format" in request.json else by_text(request)
     )
-    assert score_many(1).last[0].value == 0.75
+    assert score_many(1).rewards[0].value == 0.75
 
 
 def test_a_provider_held_to_the_schema_is_not_asked_by_text(score_many, services):
     services.set("judge", chat_completion(""))
     reward = score_many(1, providers=[{"name": "judge", "response_format": "json_schema"}])
-    assert (reward.last[0].reason, services.calls["judge"]) == ("judge_empty", 1)
+    assert (reward.rewards[0].reason, services.calls["judge"]) == ("judge_empty", 1)
 
 
 def test_a_provider_asked_by_text_gets_no_response_format(score_many, services):
     services.judge_by(signed)
     reward = score_many(1, providers=[{"name": "judge", "response_format": "text"}])
-    assert reward.last[0].value == 0.75
+    assert reward.rewards[0].value == 0.75
     assert "response_format" not in services.asked["judge"][0].json
 
 
@@ -184,7 +182,7 @@ def test_a_verdict_that_ran_out_of_tokens_is_named_so(score_many, services, cont
     body = chat_completion(content)
     body["choices"][0]["finish_reason"] = "length"
     services.set("judge", body)
-    assert score_many(1).last[0].reason == "judge_cut_off"
+    assert score_many(1).rewards[0].reason == "judge_cut_off"
 
 
 def test_a_models_own_limits_are_sent(score_many, services):
@@ -204,7 +202,7 @@ def test_repeats_become_one_verdict(score_many, services, aggregation, value):
     scores = iter((0.2, 0.6, 0.7))
     services.judge_by(lambda system, user: {**VERDICT, "candidate": next(scores)})
     reward = score_many(1, judging={"repeats": 3, "aggregation": aggregation}, limits={"max_concurrency": 1})
-    assert reward.last[0].value == pytest.approx(value)  # mean: 1.5 / 3
+    assert reward.rewards[0].value == pytest.approx(value)  # mean: 1.5 / 3
 
 
 def test_repeats_see_the_answers_in_either_order(score_many, services):
@@ -218,7 +216,7 @@ def test_more_than_half_of_the_repeats_have_to_be_valid(score_many, services, va
     answers = iter([VERDICT] * valid + [500] * (3 - valid))
     services.judge_by(lambda system, user: next(answers))
     reward = score_many(1, judging={"repeats": 3}, limits={"max_concurrency": 1})
-    assert (reward.last[0].value is not None) is scored
+    assert (reward.rewards[0].value is not None) is scored
 
 
 def test_tokens_and_cost_are_counted_by_provider(score_many, services):
@@ -238,7 +236,7 @@ def test_a_provider_that_counts_no_tokens_costs_nothing_known(score_many):
 def test_both_rubrics_of_a_branch_are_asked(score_many, services):
     services.judge_by(lambda system, user: {**VERDICT, "candidate": 0.2 if "grounding" in system else 0.6})
     weights = {"fairness": {"judge": 0.75, "judge_hallucination": 0.25}}
-    (reward,) = score_many(1, weights=weights).last
+    (reward,) = score_many(1, weights=weights).rewards
     assert reward.value == pytest.approx(0.5)  # 0.75 x 0.6 + 0.25 x 0.2
     assert reward.components["judge_hallucination"] == 0.2
 
@@ -290,7 +288,7 @@ def test_a_verdict_beside_a_refusal_or_another_end_is_none(score_many, services,
     choice = body["choices"][0]
     (choice["message"] if "refusal" in change else choice).update(change)
     services.set("judge", body)
-    (reward,) = score_many(1).last
+    (reward,) = score_many(1).rewards
     assert (reward.outcome, reward.value, reward.reason) == (Outcome.JUDGE_INVALID, None, code)
 
 
@@ -300,12 +298,12 @@ def test_a_verdict_with_another_requests_nonce_is_asked_for_again_with_another_n
     own = {**chat_completion(json.dumps(VERDICT)), "usage": usage}
     services.answers["judge"] = [(200, {**chat_completion(foreign), "usage": usage}, {}, 0), (200, own, {}, 0)]
     reward = score_many(1, attempts=2)
-    assert reward.last[0].value == VERDICT["candidate"]
+    assert reward.rewards[0].value == VERDICT["candidate"]
     nonces = [request.json["messages"][1]["content"][:80] for request in services.asked["judge"]]
     assert nonces[0] != nonces[1]
     assert reward.report.usage["judge"].prompt_tokens == 1000  # not those of the other request
     services.set("judge", chat_completion(foreign))
-    assert score_many(1, attempts=2).last[0].reason == "judge_foreign_verdict"
+    assert score_many(1, attempts=2).rewards[0].reason == "judge_foreign_verdict"
 
 
 @pytest.mark.parametrize("response_format", ["auto", "json_schema"])
@@ -320,7 +318,7 @@ def test_a_judge_that_ignores_formats_and_repeats_what_was_planted_gives_no_numb
     reward = build_reward(
         services.url, [row()], providers=[{"name": "judge", "response_format": response_format}], attempts=2
     )
-    (scored,) = score_batch(reward, [action(**{field: planted})])
+    (scored,) = score_batch(reward, [action(**{field: planted})]).rewards
     assert (scored.outcome, scored.value, scored.reason) == (Outcome.JUDGE_INVALID, None, "judge_unsigned")
 
 

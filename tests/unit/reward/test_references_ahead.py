@@ -7,6 +7,7 @@ import pytest
 from support import virtual_time
 from support.loopback import ANSWER, VERDICT, action, build_reward, row
 
+from salesrl_trl.reward.batch import NOTHING_SCORED
 from salesrl_trl.types import Outcome
 
 PATIENCE_S = 20.0
@@ -27,7 +28,7 @@ async def fetched(reward, indices):
 def score(reward, indices):
     """Score different completions to these rows."""
     texts = [action(query=f"q{number}") for number in range(len(indices))]
-    return reward(prompts=[None] * len(texts), completions=texts, row=indices)
+    return reward.score_all(indices, texts)
 
 
 def play(reward, scene):
@@ -48,9 +49,9 @@ def test_a_reference_is_asked_for_once_although_many_completions_need_it(service
     async def scene():
         await fetched(reward, [0, 0, 0, 1, 1, 1])
         assert services.calls == {"32b": 2, "8b": 0, "judge": 0}
-        await score(reward, [0, 0, 0, 1, 1, 1])
+        result = await score(reward, [0, 0, 0, 1, 1, 1])
         assert services.calls == {"32b": 2, "8b": 6, "judge": 6}
-        assert [each.components["reference"] for each in reward.last] == [VERDICT["reference"]] * 6
+        assert [each.components["reference"] for each in result.rewards] == [VERDICT["reference"]] * 6
 
     play(reward, scene())
 
@@ -75,9 +76,9 @@ def test_one_that_is_under_way_is_shared(services, rows):
         reward.fetch_references([0])
         await asyncio.sleep(0)
         reward.fetch_references([0])
-        await score(reward, [0, 0])
+        result = await score(reward, [0, 0])
         assert services.calls["32b"] == 1
-        assert [each.outcome for each in reward.last] == [Outcome.OK] * 2
+        assert [each.outcome for each in result.rewards] == [Outcome.OK] * 2
         assert reward._ahead == set()
 
     play(reward, scene())
@@ -105,9 +106,9 @@ def test_one_that_failed_is_asked_for_again_by_the_completions_that_need_it(serv
     async def scene():
         await fetched(reward, [0])
         assert services.calls["32b"] == 1
-        await score(reward, [0, 0])
+        result = await score(reward, [0, 0])
         assert services.calls["32b"] == 2
-        assert [each.components["reference"] for each in reward.last] == [VERDICT["reference"]] * 2
+        assert [each.components["reference"] for each in result.rewards] == [VERDICT["reference"]] * 2
 
     play(reward, scene())
 
@@ -120,8 +121,8 @@ def test_a_failure_ahead_is_nobodys_and_the_completion_is_judged_alone_as_withou
 
     async def scene():
         await fetched(reward, [0])
-        await score(reward, [0])
-        assert [(each.value, each.components["reference"]) for each in reward.last] == [(0.75, None)]
+        result = await score(reward, [0])
+        assert [(each.value, each.components["reference"]) for each in result.rewards] == [(0.75, None)]
 
     play(reward, scene())
     assert services.calls["32b"] == 2
@@ -147,9 +148,9 @@ def test_a_completion_that_has_more_time_left_asks_again_when_asking_ahead_ran_o
     async def scene():
         reward.fetch_references([0])
         reward.deadline_s = PATIENCE_S
-        await score(reward, [0])
+        result = await score(reward, [0])
         assert services.calls["32b"] == 2
-        assert [each.components["reference"] for each in reward.last] == [VERDICT["reference"]]
+        assert [each.components["reference"] for each in result.rewards] == [VERDICT["reference"]]
 
     play(reward, scene())
 
@@ -162,10 +163,10 @@ def test_asking_ahead_is_not_counted_as_a_call_that_was_saved(services, rows):
         await fetched(reward, [0, 1, 0])  # under way
         await fetched(reward, [0, 1])  # kept by now
         reward.fetch_references([0])
-        report = reward.take_report()
+        report = await reward.drained(NOTHING_SCORED)
         assert report.cache_hits == {"answers": 0, "references": 0}
         assert report.traffic["rag_32b"]["calls"] == 2
-        assert report.spans == []
+        assert list(report.spans) == []
 
     play(reward, scene())
 
@@ -183,10 +184,8 @@ def test_the_second_and_later_completions_of_a_row_are_saved_calls_whoever_asked
             reward.fetch_references([0])
         elif ahead != "not":
             await fetched(reward, [0])
-        await score(reward, [0, 0, 0, 1])
-        assert reward.take_report().cache_hits["references"] == 2
-        await score(reward, [0, 1])
-        assert reward.take_report().cache_hits["references"] == 2  # now both rows' are there
+        assert (await score(reward, [0, 0, 0, 1])).report.cache_hits["references"] == 2
+        assert (await score(reward, [0, 1])).report.cache_hits["references"] == 2  # now both rows' are there
 
     play(reward, scene())
     assert services.calls["32b"] == 2 + (ahead == "failed")
@@ -215,7 +214,7 @@ def test_after_a_cut_off_nothing_is_asked_ahead(services, rows):
     reward = build_reward(services.url, rows)
 
     async def scene():
-        reward.cut_off("stopped")
+        reward.batches.cut_off("stopped")
         await fetched(reward, [0, 1])
         assert services.calls["32b"] == 0
 

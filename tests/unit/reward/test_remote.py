@@ -28,6 +28,7 @@ from salesrl_trl.data.sources import load_rows
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.process import NO_ACCELERATOR
 from salesrl_trl.reward import worker
+from salesrl_trl.reward.batch import NOTHING_SCORED
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.run import assembly
 from salesrl_trl.types import Outcome
@@ -39,6 +40,7 @@ LONG_S = 600.0
 SECRETS = (b"rag-secret", b"judge-secret")
 PARENT = """
 import asyncio, sys
+from salesrl_trl.reward.batch import NOTHING_SCORED
 from salesrl_trl.reward.remote import RemoteReward
 from support.loopback import ACTION, build_reward, row
 
@@ -149,8 +151,14 @@ def remote_process(services, go):
 
 
 def score(reward, completions, indices=None):
+    """The values, as TRL gets them."""
     rows = [0] * len(completions) if indices is None else indices
     return reward(prompts=[None] * len(completions), completions=completions, row=rows)
+
+
+def result_of(reward, completions, indices=None):
+    """Rewards and report."""
+    return reward.score_all([0] * len(completions) if indices is None else indices, completions)
 
 
 def process_of(reward):
@@ -180,8 +188,8 @@ def own_words(caplog):
     return [each.getMessage() for each in caplog.records if each.name.startswith("salesrl_trl")]
 
 
-def reasons(reward):
-    return [each.reason for each in reward.last]
+def reasons(result):
+    return [each.reason for each in result.rewards]
 
 
 # The same as in this process
@@ -232,27 +240,24 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
     settings = {"weights": weights}
     here, there = build_reward(services.url, rows, **settings), remote_process(rows, **settings)
     assert there.__name__ == here.__name__
-    assert there.component_names == here.component_names
-    assert there.service_names == here.service_names
-    assert there.provider_names == here.provider_names
+    assert there.names == here.names
     assert [there.branch_of(index) for index in range(2)] == ["fairness", "hallucination"]
     outcomes = set()
     for completions, indices in ((MIXED, ROWS_OF_MIXED), ([action(query="another"), MIXED[0], "x"], [0, 0, 1])):
-        values = [go(score(each, completions, indices)) for each in (here, there)]
-        assert values[0] == values[1]
-        for one, other in zip(here.last, there.last, strict=True):
+        local, distant = (go(result_of(each, completions, indices)) for each in (here, there))
+        for one, other in zip(local.rewards, distant.rewards, strict=True):
             assert set(one.seconds) == set(other.seconds)
             assert all(0.0 <= seconds < PATIENCE_S for seconds in other.seconds.values())
             for name in ("outcome", "value", "reason", "components", "reference_value"):
                 assert getattr(one, name) == getattr(other, name), name
-        one, other = here.take_report(), there.take_report()
+        one, other = local.report, distant.report
         assert told_by(one) == told_by(other)
         ((began, ended),) = other.waits
         assert began <= ended
         for span in other.spans:  # by one clock, in both processes
             assert other.started <= span.started <= span.ended <= other.started + other.seconds
         assert 0.0 < other.judge_seconds <= other.seconds
-        outcomes |= {each.outcome for each in there.last}
+        outcomes |= {each.outcome for each in distant.rewards}
     assert outcomes == set(Outcome)
     go(here.aclose())
 
@@ -260,8 +265,8 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
 def test_what_a_report_tells_is_told_once(services, remote, go):
     services.functions["judge"] = judge_by_answer
     reward = remote()
-    go(score(reward, [ACTION, ACTION, action(query="another"), "hello"]))
-    first, second = reward.take_report(), reward.take_report()
+    first = go(result_of(reward, [ACTION, ACTION, action(query="another"), "hello"])).report
+    second = go(result_of(reward, [])).report
     assert (first.traffic["rag_8b"]["calls"], first.traffic["rag_32b"]["calls"]) == (2, 1)
     assert first.traffic["judge"]["calls"] == len(first.records) == first.usage["judge"].verdicts == 2
     assert first.usage["judge"].prompt_tokens == 140
@@ -272,12 +277,12 @@ def test_what_a_report_tells_is_told_once(services, remote, go):
     assert all(not count for each in second.traffic.values() for name, count in each.items() if name != "slots")
     assert second.usage["judge"].verdicts == 0
     assert second.cache_hits == {"answers": 0, "references": 0}
-    assert [*second.records, *second.spans, *second.waits] == []
+    assert [*second.records, *second.spans] == []
     assert second.seconds == 0.0
 
 
-def test_a_report_before_anything_was_asked_names_every_service(remote):
-    report = remote().take_report()
+def test_a_report_before_anything_was_asked_names_every_service(remote, go):
+    report = go(result_of(remote(), [])).report
     assert set(report.traffic) == {"rag_8b", "rag_32b", "judge"}
     assert report.seconds == 0.0
 
@@ -289,7 +294,7 @@ def test_the_warm_up_asks_every_service_once_and_is_not_part_of_a_report(service
     assert all(0 < seconds < PATIENCE_S for seconds in told.values())
     assert reward.unusable(told) == []
     assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
-    assert reward.take_report().traffic["rag_8b"]["calls"] == 0
+    assert go(result_of(reward, [])).report.traffic["rag_8b"]["calls"] == 0
 
 
 @pytest.mark.parametrize(
@@ -315,9 +320,9 @@ def test_references_that_are_fetched_ahead_are_asked_once_and_are_no_saved_call(
     reward = remote([row("r1", message_id="m1"), row("r2", message_id="m2")])
     loop.call_soon_threadsafe(reward.fetch_references, [0, 0, 1])
     until(lambda: services.calls["32b"] == 2)
-    go(score(reward, [action(query=f"q{index}") for index in range(4)], [0, 0, 0, 1]))
+    result = go(result_of(reward, [action(query=f"q{index}") for index in range(4)], [0, 0, 0, 1]))
     assert services.calls == {"32b": 2, "8b": 4, "judge": 4}
-    assert reward.take_report().cache_hits == {"answers": 0, "references": 2}  # the second and the third of row 0
+    assert result.report.cache_hits == {"answers": 0, "references": 2}  # the second and the third of row 0
 
 
 def test_many_completions_at_once_get_each_their_own_reward(services, remote, go):
@@ -338,11 +343,11 @@ def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_
     services.let_go.clear()
     services.asked["judge"].clear()
     reward.deadline_s = 1.0
-    go(score(reward, [ACTION, "hello"]))
-    assert reasons(reward) == ["deadline", "not_json"]
-    assert reward.last[0].outcome is Outcome.INFRA
-    assert 0.5 < reward.last[0].seconds["rag_8b"] < PATIENCE_S
-    told = {(span.track, span.name): span.failed for span in reward.take_report().spans}
+    late = go(result_of(reward, [ACTION, "hello"]))
+    assert reasons(late) == ["deadline", "not_json"]
+    assert late.rewards[0].outcome is Outcome.INFRA
+    assert 0.5 < late.rewards[0].seconds["rag_8b"] < PATIENCE_S
+    told = {(span.track, span.name): span.failed for span in late.report.spans}
     assert told == {
         ("reward 0", "parse"): False,
         ("reward 0", "rag_8b"): True,
@@ -351,19 +356,19 @@ def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_
     }
     services.let_go.set()
     reward.deadline_s = PATIENCE_S
-    go(score(reward, [action(query="another")]))  # by now the 8B endpoint has answered the first one too
-    assert reasons(reward) == [""]
+    again = go(result_of(reward, [action(query="another")]))  # by now the 8B endpoint has answered the first one too
+    assert reasons(again) == [""]
     assert len(services.asked["8b"]) == 3
     assert services.calls["judge"] == 1  # of the other one
 
 
 def test_a_person_who_waits_is_told_what_is_out_and_so_are_spans(services, remote, go):
     reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
-    assert reward.status() == "none is being scored"
+    assert reward.batches.status() == "none is being scored"
     assert reward.unreported_spans() == []
     services.hangs.add("judge")
     scoring = go.soon(score(reward, [action(query="a"), "hello", action(query="b")]))
-    until(lambda: reward.status() == "of 3 completions 2 in judge")
+    until(lambda: reward.batches.status() == "of 3 completions 2 in judge")
     told = {(span.track, span.name): span.failed for span in reward.unreported_spans()}
     assert told == {
         **{(f"reward {place}", "parse"): False for place in range(3)},
@@ -373,22 +378,19 @@ def test_a_person_who_waits_is_told_what_is_out_and_so_are_spans(services, remot
     }
     services.let_go.set()
     scoring.result(PATIENCE_S)
-    assert reward.status() == "this rank's are scored, another's may be out"
-    assert [span.failed for span in reward.unreported_spans()] == [False] * 9
-    reward.take_report()
-    assert reward.status() == "none is being scored"
+    assert reward.batches.status() == "none is being scored"
     assert reward.unreported_spans() == []
 
 
 def test_a_person_is_told_of_the_oldest_batch_alone(services, remote, go, loop):
     reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
     services.hangs |= {"8b", "32b"}
-    older, newer = reward.begin([0]), reward.begin([0, 0])
+    older, newer = reward.batches.begin([0]), reward.batches.begin([0, 0])
     loop.call_soon_threadsafe(newer.start, 0, ACTION)
     until(lambda: services.calls["8b"])
-    assert reward.status() == "none is being scored yet; 1 more batches in flight"
+    assert reward.batches.status() == "none is being scored yet; 1 more batches in flight"
     loop.call_soon_threadsafe(older.start, 0, action(query="another"))
-    until(lambda: reward.status() == "of 1 completions 1 in rag_8b, 1 in rag_32b; 1 more batches in flight")
+    until(lambda: reward.batches.status() == "of 1 completions 1 in rag_8b, 1 in rag_32b; 1 more batches in flight")
 
 
 # Giving up
@@ -397,22 +399,20 @@ def test_a_person_is_told_of_the_oldest_batch_alone(services, remote, go, loop):
 def test_a_cut_off_settles_what_is_out_and_all_that_comes(services, remote, go, loop):
     reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
     services.hangs.add("8b")
-    scoring = go.soon(score(reward, [ACTION, "hello"]))
+    scoring = go.soon(result_of(reward, [ACTION, "hello"]))
     until(lambda: services.calls["8b"])
-    loop.call_soon_threadsafe(reward.cut_off, "stopped")
-    assert scoring.result(PATIENCE_S) == [None, -0.25]
-    assert reasons(reward) == ["stopped", "not_json"]
+    loop.call_soon_threadsafe(reward.batches.cut_off, "stopped")
+    assert reasons(scoring.result(PATIENCE_S)) == ["stopped", "not_json"]
     until(lambda: reward._question("in_hand") == [])
     services.let_go.set()
-    assert go(score(reward, [action(query="another"), "hello"])) == [None, None]
-    assert reasons(reward) == ["stopped", "stopped"]
-    assert reward.status() == "this rank's are scored, another's may be out; 1 more batches in flight"
+    assert reasons(go(result_of(reward, [action(query="another"), "hello"]))) == ["stopped", "stopped"]
+    assert reward.batches.status() == "none is being scored"
     assert (services.calls["8b"], services.calls["judge"]) == (1, 0)
 
 
 def test_after_a_cut_off_no_reference_is_fetched_ahead(services, remote, go, loop):
     reward = remote()
-    loop.call_soon_threadsafe(reward.cut_off, "stopped")
+    loop.call_soon_threadsafe(reward.batches.cut_off, "stopped")
     loop.call_soon_threadsafe(reward.fetch_references, [0])
     go(reward.warm_up())  # which asks once, and after what came before
     assert services.calls["32b"] == 1
@@ -421,22 +421,20 @@ def test_after_a_cut_off_no_reference_is_fetched_ahead(services, remote, go, loo
 def test_another_text_at_a_place_takes_the_first_one_out_of_the_childs_hands(services, remote, go, loop):
     reward = remote(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
     services.hangs.add("judge")
-    batch = reward.begin([0])
+    batch = reward.batches.begin([0])
     loop.call_soon_threadsafe(batch.start, 0, action(query="as it was streamed"))
     until(lambda: services.calls["judge"])
-    reward.expect(batch)
-    scoring = go.soon(score(reward, ["hello"]))
-    assert scoring.result(PATIENCE_S) == [-0.25]
+    result = go(reward.result(batch, ["hello"]))
+    assert result.values == [-0.25]
     until(lambda: reward._question("in_hand") == [])
-    assert [span.name for span in reward.take_report().spans] == ["parse"]
+    assert [span.name for span in result.report.spans] == ["parse"]
 
 
 def test_what_is_given_up_before_the_child_has_come_to_it_is_not_asked_for(services, remote_process, go, loop):
     reward = remote_process(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
-    assert reward.take_report().traffic["rag_8b"]["calls"] == 0
     go(score(reward, ["hello"]))
     process_of(reward).send_signal(signal.SIGSTOP)  # as one that is busy, or is being started
-    batch = reward.begin([0])
+    batch = reward.batches.begin([0])
     loop.call_soon_threadsafe(batch.start, 0, ACTION)
     until(lambda: reward._asked)
     loop.call_soon_threadsafe(batch.cancel)
@@ -454,30 +452,35 @@ def test_what_a_killed_child_had_in_hand_is_missing_and_the_next_batch_has_a_new
 ):
     reward = remote_process(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
     services.hangs.add("judge")
-    scoring = go.soon(score(reward, ["hello", action(query="a"), action(query="b")]))
+    scoring = go.soon(result_of(reward, ["hello", action(query="a"), action(query="b")]))
     until(lambda: services.calls["judge"] == 2)
     killed = process_of(reward)
     killed.kill()
-    assert scoring.result(PATIENCE_S) == [-0.25, None, None]
-    assert reasons(reward) == ["not_json", "reward_process_ended", "reward_process_ended"]
-    assert [each.outcome for each in reward.last[1:]] == [Outcome.INFRA] * 2
+    lost = scoring.result(PATIENCE_S)
+    assert lost.values == [-0.25, None, None]
+    assert reasons(lost) == ["not_json", "reward_process_ended", "reward_process_ended"]
+    assert [each.outcome for each in lost.rewards[1:]] == [Outcome.INFRA] * 2
+    assert lost.report.traffic.keys() == {"rag_8b", "rag_32b", "judge"}
     services.let_go.set()
-    assert reward.take_report().traffic.keys() == {"rag_8b", "rag_32b", "judge"}
-    assert go(score(reward, [action(query="c"), "hello"])) == [0.75, -0.25]
+    again = go(result_of(reward, [action(query="c"), "hello"]))
+    assert again.values == [0.75, -0.25]
     assert process_of(reward).pid != killed.pid
     assert process_of(reward).poll() is None
-    assert reward.take_report().traffic["judge"]["calls"] == 1
+    assert again.report.traffic["judge"]["calls"] == 1
     assert own_words(caplog) == ["the reward process ended with code -9; 2 calls are lost, the next starts anew"]
 
 
-def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(services, remote_process, go):
+def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(
+    services, remote_process, go, monkeypatch
+):
     """Nor is anything complained about when it ends in the end: see the fixture of the loop."""
     reward = remote_process(deadline_s=LONG_S)
     go(reward.warm_up())
     reward.deadline_s = 0.5
+    monkeypatch.setattr("salesrl_trl.reward.remote.ANSWER_S", 0.1)  # for its counts, which it does not tell either
     process_of(reward).send_signal(signal.SIGSTOP)
-    go(score(reward, [ACTION]))
-    assert reasons(reward) == ["deadline"]
+    assert reasons(go(result_of(reward, [ACTION]))) == ["deadline"]
+    monkeypatch.undo()
     process_of(reward).kill()
     until(lambda: process_of(reward).poll() is not None)
     reward.deadline_s = PATIENCE_S
@@ -502,9 +505,9 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_missing(
     assert go(score(reward, [ACTION])) == [0.75]
     stopped = process_of(reward)
     stopped.send_signal(signal.SIGSTOP)
-    assert go(score(reward, [action(query="a"), action(query="b")])) == [None, None]
-    assert reasons(reward) == ["reward_process_ended"] * 2
-    assert [each.outcome for each in reward.last] == [Outcome.INFRA] * 2
+    lost = go(result_of(reward, [action(query="a"), action(query="b")]))
+    assert reasons(lost) == ["reward_process_ended"] * 2
+    assert [each.outcome for each in lost.rewards] == [Outcome.INFRA] * 2
     assert go(score(reward, [action(query="c")])) == [0.75]
     assert process_of(reward).pid != stopped.pid
     assert is_gone(stopped.pid)
@@ -544,7 +547,7 @@ def test_closing_what_was_never_used_starts_no_child(remote, go):
 def test_closing_while_calls_are_out_ends_the_child_without_a_complaint(services, remote_process, go, loop, caplog):
     reward = remote_process(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
     services.hangs |= {"8b", "32b"}
-    batch = reward.begin([0, 0])
+    batch = reward.batches.begin([0, 0])
     for place in range(2):
         loop.call_soon_threadsafe(batch.start, place, action(query=f"q{place}"))
     until(lambda: services.calls["8b"] == 2)
@@ -571,8 +574,8 @@ def test_a_report_after_closing_starts_no_child(remote, go):
     reward = remote()
     go(score(reward, ["hello"]))
     go(reward.aclose())
-    assert reward.take_report().seconds > 0
-    assert reward.status() == "none is being scored"
+    assert set(go(reward.drained(NOTHING_SCORED)).traffic) == {"rag_8b", "rag_32b", "judge"}
+    assert reward.batches.status() == "none is being scored"
     assert len(reward._children._made) == 0
 
 
@@ -665,8 +668,9 @@ def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(servic
     parts = assembly.prepare_reward(config, list(DEFAULT_BRANCHES))
     chain = assembly.build_reward(config, parts, rows, services.url, "", output_dir=tmp_path / "run")
     reward = remote_process(chain=chain)
-    assert go(score(reward, [ACTION, "hello"], [len(rows) - 1, 0])) == [0.75, 0.0]
-    assert set(reward.take_report().traffic) == {"rag_8b", "rag_32b", "judge_first", "judge_second"}
+    result = go(result_of(reward, [ACTION, "hello"], [len(rows) - 1, 0]))
+    assert result.values == [0.75, 0.0]
+    assert set(result.report.traffic) == {"rag_8b", "rag_32b", "judge_first", "judge_second"}
     go(reward.aclose())
     assert (tmp_path / "run/answers.rank0.sqlite").is_file()
     assert (tmp_path / "references.sqlite").is_file()

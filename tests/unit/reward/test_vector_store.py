@@ -516,12 +516,12 @@ def judged_by(services, rag, **settings):
     )
 
 
-def rewards_of(reward, completions):
+def results_of(reward, completions):
+    """Of a warm-up, and of a batch."""
+
     async def once():
         try:
-            told = await reward.warm_up()
-            await reward(prompts=[None] * len(completions), completions=completions, row=[0] * len(completions))
-            return told
+            return await reward.warm_up(), await reward.score_all([0] * len(completions), completions)
         finally:
             await reward.aclose()
 
@@ -530,22 +530,22 @@ def rewards_of(reward, completions):
 
 def test_the_reward_chain_gets_rewards_with_it(store, httpserver, embeddings):
     reward = judged_by(Services(httpserver), store())
-    told = rewards_of(reward, [ACTION, action(query="watercolour course costs"), BAD])
+    told, result = results_of(reward, [ACTION, action(query="watercolour course costs"), BAD])
     assert list(told) == ["rag_8b", "rag_32b", "judge"]
     assert all(isinstance(seconds, float) for seconds in told.values())
-    assert [each.outcome for each in reward.last] == [Outcome.OK, Outcome.OK, Outcome.INVALID_ACTION]
-    assert [each.value for each in reward.last] == [VERDICT["candidate"], VERDICT["candidate"], -0.25]
-    traffic = reward.take_report().traffic
+    assert [each.outcome for each in result.rewards] == [Outcome.OK, Outcome.OK, Outcome.INVALID_ACTION]
+    assert [each.value for each in result.rewards] == [VERDICT["candidate"], VERDICT["candidate"], -0.25]
+    traffic = result.report.traffic
     assert (traffic["rag_8b"]["sent"], traffic["rag_32b"]["sent"]) == (2, 1)  # the reference is asked for once a row
 
 
 def test_a_dead_embedding_service_gives_the_chain_no_number(store, httpserver, embeddings):
     reward = judged_by(Services(httpserver), store())
     embeddings.reply = (500, {})
-    told = rewards_of(reward, [ACTION])
+    told, result = results_of(reward, [ACTION])
     assert [error.code for error in reward.unusable(told)] == ["embedding_http_500"]
-    (result,) = reward.last
-    assert (result.outcome, result.value, result.reason) == (Outcome.INFRA, None, "embedding_http_500")
+    (scored,) = result.rewards
+    assert (scored.outcome, scored.value, scored.reason) == (Outcome.INFRA, None, "embedding_http_500")
 
 
 def test_settings_lead_to_it_and_its_answers_are_kept(build, embeddings, httpserver, tmp_path, monkeypatch):
@@ -574,9 +574,9 @@ def test_settings_lead_to_it_and_its_answers_are_kept(build, embeddings, httpser
 
 
 async def _scored(reward):
-    await reward(prompts=[None], completions=[ACTION], row=[0])
+    result = await reward.score_all([0], [ACTION])
     await reward.aclose()
-    return reward.last
+    return result.rewards
 
 
 def test_a_store_that_is_not_there_is_told_before_anything_is_built(tmp_path):

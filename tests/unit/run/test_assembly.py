@@ -13,6 +13,7 @@ from support.loopback import ACTION, ANSWER, Services, action, chat_completion, 
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.fencing import read_sections
+from salesrl_trl.reward.batch import NOTHING_SCORED
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.run.assembly import build_reward
 from salesrl_trl.run.checks.reward import prepare_reward
@@ -42,8 +43,12 @@ def config(services, tmp_path):
 
 
 def score(config, tmp_path, completions, rows=None, **settings):
+    return score_batch(built(config, tmp_path, rows, **settings), completions)
+
+
+def built(config, tmp_path, rows=None, **settings):
     parts = prepare_reward(config, BRANCHES)
-    reward = build_reward(
+    return build_reward(
         config,
         parts,
         rows or [row()],
@@ -52,8 +57,6 @@ def score(config, tmp_path, completions, rows=None, **settings):
         output_dir=tmp_path,
         **settings,
     )
-    score_batch(reward, completions)
-    return reward
 
 
 def warmed_up(reward):
@@ -67,8 +70,8 @@ def warmed_up(reward):
 
 def test_an_action_of_other_fields_reaches_the_8b_endpoint_and_the_judge(config, services, tmp_path):
     settings = config(action_fields=["filters", "question"], query_field="question")
-    reward = score(settings, tmp_path, ['{"question": "Price?", "filters": "city=Wuhan"}', ACTION])
-    scored, invalid = reward.last
+    reward = built(settings, tmp_path)
+    scored, invalid = score_batch(reward, ['{"question": "Price?", "filters": "city=Wuhan"}', ACTION]).rewards
     assert (scored.outcome, invalid.reason) == (Outcome.OK, "missing_field")
     (asked,) = services.asked["8b"]
     assert {"question": "Price?", "filters": "city=Wuhan"}.items() <= asked.json.items()
@@ -84,7 +87,7 @@ def test_the_reference_and_the_answers_of_an_earlier_run_are_not_asked_for_again
     assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
     again = score(config(), tmp_path, [action()])  # resumed in the same folder
     assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
-    assert again.take_report().cache_hits == {"answers": 2, "references": 1}
+    assert again.report.cache_hits == {"answers": 2, "references": 1}
     score(config(), tmp_path / "another_run", [action()])
     assert services.calls == {"8b": 2, "32b": 1, "judge": 2}
 
@@ -186,13 +189,13 @@ def test_answers_go_with_the_references_they_were_kept_beside(config, services, 
 )  # fmt: skip
 def test_what_comes_out_of_a_cache_is_checked_as_what_comes_off_the_wire(config, services, tmp_path, kind, stored):
     weights = {"fairness": {"judge": 0.5, "retrieval": 0.5}}
-    first = score(config(branch_reward_weights=weights), tmp_path, [action()]).last
+    first = score(config(branch_reward_weights=weights), tmp_path, [action()]).rewards
     path = tmp_path / ("refs.sqlite" if kind == "reference" else "answers.rank0.sqlite")
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as file:
         like = "%candidate%" if kind == "verdict" else "%passages%"
         assert file.execute("UPDATE answers SET value = ? WHERE value LIKE ?", (stored, like)).rowcount == 1
     for times in (2, 2):  # asked for again, and overwritten
-        again = score(config(branch_reward_weights=weights), tmp_path, [action()]).last
+        again = score(config(branch_reward_weights=weights), tmp_path, [action()]).rewards
         assert [each.value for each in again] == [each.value for each in first]
         asked = {"verdict": "judge", "answer": "8b", "reference": "32b"}[kind]
         assert services.calls == {"8b": 1, "32b": 1, "judge": 1, asked: times}
@@ -252,13 +255,10 @@ def test_a_replaced_rubric_is_judged_anew(config, services, tmp_path):
 
 def test_limits_are_divided_over_processes(config, services, tmp_path):
     reward = score(config(rag_max_concurrency=64, initial_concurrency=64), tmp_path, [action()], processes=8)
-    traffic = reward.take_report().traffic
+    traffic = reward.report.traffic
     assert traffic["rag_8b"]["slots"] == 8
     assert (
-        score(config(rag_max_concurrency=4), tmp_path, [action()], processes=8)
-        .take_report()
-        .traffic["rag_8b"]["slots"]
-        == 1
+        score(config(rag_max_concurrency=4), tmp_path, [action()], processes=8).report.traffic["rag_8b"]["slots"] == 1
     )
 
 
@@ -269,12 +269,12 @@ def test_several_providers_are_built_with_their_own_limits_and_keys(config, serv
          "max_concurrency": 3, "timeout_s": 7},
         {"name": "second", "base_url": f"{services.url}/v1", "model": "small", "weight": 0},
     ]  # fmt: skip
-    reward = score(config(judge_base_url=None, judge_providers=providers), tmp_path, [action()])
-    assert reward.provider_names == ("first", "second")
-    assert reward.service_names == ("rag_8b", "rag_32b", "judge_first", "judge_second")
+    result = score(config(judge_base_url=None, judge_providers=providers), tmp_path, [action()])
+    assert tuple(result.report.usage) == ("first", "second")
+    assert tuple(result.report.traffic) == ("rag_8b", "rag_32b", "judge_first", "judge_second")
     asked = services.asked["judge"][0]
     assert (asked.json["model"], asked.headers["Authorization"]) == ("large", "Bearer first-secret")
-    assert reward.take_report().traffic["judge_first"]["slots"] == 3
+    assert result.report.traffic["judge_first"]["slots"] == 3
 
 
 def test_json_on_the_command_line_is_as_good_as_yaml(config):
@@ -288,7 +288,7 @@ def test_weights_and_the_rule_for_missing_components_reach_the_reward(config, se
     services.verdict(json.dumps({"candidate": 0.5, "reference": None, "reason": ""}))
     weights = {"fairness": {"judge": 0.5, "margin": 0.5}}
     settings = config(branch_reward_weights=weights, missing_component="reweight")
-    (reward,) = score(settings, tmp_path, [action()]).last
+    (reward,) = score(settings, tmp_path, [action()]).rewards
     assert reward.value == pytest.approx(0.5)  # the judge alone, at the full scale
 
 
@@ -317,11 +317,11 @@ def test_an_outage_of_the_reference_is_waited_out_where_its_score_is_weighed(
     async def all_then_one():
         completions = [action(query=f"q{index}") for index in range(6)]
         await reward(prompts=[None] * 5, completions=completions[:5], row=list(range(5)))
-        await reward(prompts=[None], completions=completions[5:], row=[5])  # the breaker is open by now
+        result = await reward.score_all([5], completions[5:])  # the breaker is open by now
         await reward.aclose()
+        return result
 
-    asyncio.run(all_then_one())
-    assert (reward.last[0].components["reference"] is not None) is waits
+    assert (asyncio.run(all_then_one()).rewards[0].components["reference"] is not None) is waits
 
 
 def test_a_hybrid_baseline_wants_a_judge_in_every_branch(config):
@@ -342,7 +342,8 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
     assert len(services.asked["8b"][0].json["rewritten_query"]) == MAX_FIELD_CHARS  # as long as an action's may be
     assert all(0 < seconds < 5 for seconds in told.values())
     assert reward.unusable(told) == []
-    assert reward.take_report().traffic["rag_8b"]["calls"] == 0  # the first step's figures are its own
+    report = asyncio.run(reward.drained(NOTHING_SCORED))
+    assert report.traffic["rag_8b"]["calls"] == 0  # the first step's figures are its own
 
 
 @pytest.mark.parametrize(
@@ -426,7 +427,7 @@ def test_a_verdict_is_not_kept_when_it_was_none(config, services, tmp_path):
     services.set("judge", chat_completion("no"))
     score(config(), tmp_path, [action()])
     services.verdict(json.dumps({"candidate": 0.5, "reference": 0.5, "reason": ""}))
-    (reward,) = score(config(), tmp_path, [action()]).last
+    (reward,) = score(config(), tmp_path, [action()]).rewards
     assert reward.value == 0.5
 
 
