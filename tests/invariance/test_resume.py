@@ -32,7 +32,7 @@ def in_a_window_and_before_a_cooldown(state):
 
 
 def between_windows(state):
-    return all(each["steps"] == each["cooldown"] == 0 and each["previous"] is not None for each in state.values())
+    return all(each["steps"] == each["cooldown"] == 0 and each["law_state"] for each in state.values())
 
 
 @pytest.fixture(scope="module")
