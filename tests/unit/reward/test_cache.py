@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from support import virtual_time
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import ServiceUnavailable
@@ -281,4 +282,4 @@ def test_closing_with_a_call_under_way_that_will_not_end_does_not_hang():
         stubborn.over = True
         task.cancel()
 
-    asyncio.run(asyncio.wait_for(run(), 5))
+    virtual_time.run(asyncio.wait_for(run(), 5))

@@ -9,7 +9,7 @@ import pytest
 from salesrl_trl.errors import ForeignReply, ServiceError
 from salesrl_trl.reward.service.http import REQUEST_ID_HEADER, HttpClient, check_echo, make_request_id
 
-CALLS = 6
+CALLS = 4
 
 
 def reply(number, extra=b"", head=""):
@@ -48,7 +48,7 @@ class Server:
                 first, *rest = self.talk(json.loads(body)["number"], request_id)
                 writer.write(first)
                 for part in rest:
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.005)
                     writer.write(part)
                 self.said.set()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -80,7 +80,7 @@ def test_a_server_that_sends_one_reply_each_keeps_its_connection():
     assert numbers(lambda number, _: [reply(number)]) == (list(range(CALLS)), 1)
 
 
-@pytest.mark.parametrize("pause_s", [0.05, 0.0], ids=["read", "unread"])
+@pytest.mark.parametrize("pause_s", [0.01, 0.0], ids=["read", "unread"])
 @pytest.mark.parametrize(
     "more",
     [
