@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Everything that a change must pass, here and in CI: set-up, lint, format, types, tests with the locked versions, and
-# some of them with the lowest ones that setup.cfg allows. Stops at the first failure.
-# Given arguments go to pytest, which then runs once, in one process:
+# All that a change must pass, here and in CI: install, lint, format, types, tests with the locked versions, some of
+# them with the lowest versions that setup.cfg allows. Stops at the first failure.
 #
 #   scripts/test.sh
-#   scripts/test.sh -m "not slow" tests/unit
+#   scripts/test.sh --durations                      # and the seconds of each step and of each file of tests
+#   scripts/test.sh -m "not slow" tests/unit         # arguments go to pytest, which then runs once, in one process
 set -euo pipefail
 
 if [[ -n "${VENV:-}" && "$VENV" != /* ]]; then export VENV="$PWD/$VENV"; fi
@@ -13,6 +13,14 @@ cd -- "$root"
 venv="${VENV:-$root/.venv}"
 bin="$venv/bin"
 lowest="$venv/lowest"
+# shellcheck source=scripts/packages.sh
+. scripts/packages.sh
+
+durations=() steps=()
+if [[ $# == 1 && "$1" == --durations ]]; then
+  durations=(--durations-by-file)
+  shift
+fi
 
 run() {
   local name="$1" start=$SECONDS status=0
@@ -24,23 +32,24 @@ run() {
     exit "$status"
   fi
   printf 'test: passed: %s (%d s)\n' "$name" "$((SECONDS - start))"
+  steps+=("$(printf '%5d s  %s' "$((SECONDS - start))" "$name")")
 }
 
-# The lowest versions, in a folder that lies before the locked ones on the path. Made once: kept until the list changes.
+# The lowest versions, in a folder that lies before the locked ones on the path. Made again when the list changes.
 make_lowest() {
-  local stamp="$lowest/.made-of" list="requirements/lowest.txt"
+  local stamp="$lowest/.made-of" list="requirements/lowest.txt" arguments
   if cmp -s "$list" "$stamp"; then return; fi
   rm -rf -- "$lowest"
-  "$bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-deps --no-compile \
-    --only-binary :all: --target "$lowest" -r "$list"
+  arguments=(--no-deps --only-binary :all: --target "$lowest" -r "$list")
+  { find_uv && "${uv[@]}" "${arguments[@]}"; } || "${pip[@]}" --no-compile "${arguments[@]}" || return
   cp -- "$list" "$stamp"
 }
 
 # With the lowest versions: one room of tests for each package, what upstream's hooks are, and a training.
 test_lowest() {
-  make_lowest
+  make_lowest || return
   PYTHONPATH="$lowest${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 "$bin/python" -m pytest -q \
-    -m "not (alone or gpu or slow)" -n 2 --dist loadfile --no-loadscope-reorder \
+    -m "not (alone or gpu or slow)" -n 2 --dist loadfile --no-loadscope-reorder "${durations[@]}" \
     tests/integration/test_readme.py tests/upstream tests/unit/test_packaging.py::test_versions_of_the_environment \
     tests/unit/reward/test_chain.py tests/faults/test_http_faults.py tests/unit/demo/services/test_services_http.py \
     tests/unit/demo/services/test_knowledge_index.py tests/unit/run/test_preflight.py tests/unit/data/test_templates.py \
@@ -50,6 +59,8 @@ test_lowest() {
     tests/unit/telemetry/test_flops.py::test_of_two_adapters_copies_of_the_head_the_one_that_runs_is_counted
 }
 
+# A fresh environment is not compiled. It is to be compiled once, not by each of a hundred processes.
+unset PYTHONDONTWRITEBYTECODE
 # No test needs the hub. One GiB of KV cache is plenty for the tiny models of tests.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
@@ -59,15 +70,23 @@ export VLLM_LOGGING_LEVEL="${VLLM_LOGGING_LEVEL:-WARNING}"
 run "install" scripts/install.sh
 run "ruff check" "$bin/ruff" check .
 run "ruff format" "$bin/ruff" format --check .
-run "mypy" "$bin/mypy"
-if (($# == 0)); then
-  # A process for each core, to four, each with a thread: they hold torch and now and then a vLLM engine. By files, in
-  # their order, which begins with the long ones.
+if (($#)); then
+  run "mypy" "$bin/mypy"
+else
+  # Beside the tests, which often wait: it prints a finding at once, and the script stops after the tests.
+  "$bin/mypy" &
+  types=$!
+  trap 'kill "$types" 2>/dev/null || true' EXIT
+  # A process for each core, to four, each with a thread: they hold torch and now and then a vLLM engine.
+  # A file is one worker's; tests/conftest.py begins with the long ones.
   cores="$(nproc)"
   OMP_NUM_THREADS=1 run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu)" \
-    -n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder
+    -n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
+  run "mypy, beside the tests" wait "$types"
+  trap - EXIT
   run "tests with the lowest versions" test_lowest
-  set -- -m "alone or gpu"
+  set -- -m "alone or gpu" "${durations[@]}"
+  if ((${#durations[@]})); then printf 'test: %s\n' "${steps[@]}"; fi
 fi
 printf 'test: pytest, one test at a time (%d s so far)\n' "$SECONDS"
 # In place of this shell, so that a signal reaches it and its exit status is the script's.

@@ -9,6 +9,7 @@ start neither joins a distributed run's process group nor leaves memory behind.
 
 import argparse
 import hashlib
+import inspect
 import logging
 import os
 import shutil
@@ -95,9 +96,11 @@ def cache_dir() -> Path:
 
 
 def _recipe_hash() -> str:
-    """Of everything that decides the policy: this file, its prompt and the drafts."""
-    digest = hashlib.sha256()
-    for path in (Path(__file__), template_path(PROMPT_STYLE), demo_path("train.jsonl"), demo_path("drafts.jsonl")):
+    """Of all that decides the policy: constants and functions of this module, the prompt, the drafts."""
+    digest = hashlib.sha256(repr([(name, value) for name, value in globals().items() if name.isupper()]).encode())
+    for function in (make_policy, build_tokenizer, build_model, _demonstrations):
+        digest.update(inspect.getsource(function).encode())
+    for path in (template_path(PROMPT_STYLE), demo_path("train.jsonl"), demo_path("drafts.jsonl")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.demo_cache import demo_cache
 from support.runs import check_times, scalars, spans
 
 from salesrl_trl.names import LEFT_OUT, MEMORY, STALENESS, STALENESS_MAX, THROUGHPUT, Phase
@@ -55,13 +56,13 @@ def check_run(output_dir, steps, lookahead=0):
     assert (output_dir / "model.safetensors").is_file() or (output_dir / "pytorch_model.bin").is_file()
 
 
-def test_the_debug_recipe_trains_and_evaluates_from_nothing_but_this_checkout(tmp_path):
+def test_the_debug_recipe_trains_and_evaluates(policy_path, tmp_path):
     told = launch(
         "debug",
-        *("--max_steps", "3", "--max_eval_rows", "8", "--warm_start_steps", "40"),
+        *("--max_steps", "3", "--max_eval_rows", "8"),
         *("--per_device_train_batch_size", "16", "--output_dir", str(tmp_path / "run")),
         *("--quick_eval_steps", "2", "--quick_eval_rows", "4"),
-        SALESRL_CACHE_DIR=str(tmp_path / "cache"),
+        SALESRL_CACHE_DIR=str(demo_cache(tmp_path / "cache", policy_path)),
     )
     check_run(tmp_path / "run", steps=3)
     assert "[Step 3/3] reward fairness=" in told
@@ -76,14 +77,16 @@ def test_the_debug_recipe_trains_and_evaluates_from_nothing_but_this_checkout(tm
     assert [entry["step"] for entry in json.loads((tmp_path / "run" / "held_out.json").read_text())] == [0, 3]
 
 
-def test_a_recipe_starts_without_a_model_and_without_an_accelerate_configuration(tmp_path):
+def test_a_recipe_starts_from_nothing_but_this_checkout(tmp_path):
+    """Without a model, a warm-started policy, an accelerate configuration."""
     (tmp_path / "home").mkdir()
     told = launch(
         "fast_load",
-        *("--max_steps", "2", "--warm_start_steps", "40", "--output_dir", str(tmp_path / "run")),
+        *("--max_steps", "2", "--warm_start_steps", "24", "--output_dir", str(tmp_path / "run")),
         configured=False,
         HOME=str(tmp_path / "home"),
         XDG_CACHE_HOME=str(tmp_path / "home"),
+        VLLM_CACHE_ROOT=os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")),  # of compiled kernels
     )
     check_run(tmp_path / "run", steps=2)
     assert "[Run] policy       the packaged small policy (your own: --model_name_or_path NAME)" in told
@@ -99,6 +102,7 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
         *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--max_steps", "4"),
         *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"),
         *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
+        *("--vllm_enforce_eager", "true"),  # on a CPU, compiling takes longer than the run
         *("--max_eval_rows", "8", "--per_device_eval_batch_size", "4", "--save_steps", "2"),
         *("--quick_eval_steps", "2", "--quick_eval_rows", "4", "--trace_steps", "1:2"),
     )

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from salesrl_trl.demo import policy
+from support.demo_cache import demo_cache
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -17,11 +17,9 @@ def test_the_readmes_library_snippet_trains_as_it_stands(policy_path, tmp_path):
         r"^## As a library\n.*?^```python\n(.*?)^```", README.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
     )
     steps, seed = re.search(r"cached_policy\(steps=(\d+), seed=(\d+)\)", snippet).groups()
-    # The policy that it names is there already, as after a first run; its warm start is test_policy's.
-    environment = {**os.environ, "SALESRL_CACHE_DIR": str(tmp_path / "cache")}
-    named = tmp_path / "cache/policies" / policy._policy_folder(int(steps), int(seed)).name
-    named.parent.mkdir(parents=True)
-    named.symlink_to(policy_path)
+    # The policy that it names is there already, as after a first run. tests/unit/demo/test_policy.py makes one.
+    cache = demo_cache(tmp_path / "cache", policy_path, int(steps), int(seed))
+    environment = {**os.environ, "SALESRL_CACHE_DIR": str(cache)}
 
     done = subprocess.run(
         [sys.executable, "-c", snippet], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -15,6 +15,8 @@ from salesrl_trl.names import KL_STATE_FILE, beta_of
 COOLDOWN = 1
 SETTINGS = {"max_steps": 12, "kl_update_steps": 2, "kl_cooldown_steps": COOLDOWN}
 STOP = 9
+EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
+"""A checkpoint of each step. From it a run goes on as from one that a stop left: it is saved at the same place."""
 SHORT_EPOCHS = {**SETTINGS, "branches": DEFAULT_BRANCHES * 5}  # ten rows, two prompts a step: five steps an epoch
 
 
@@ -45,8 +47,10 @@ def whole(train):
 
 
 @pytest.fixture(scope="module")
-def short_epochs(train):
-    return train(**SHORT_EPOCHS)
+def short_epochs(train, tmp_path_factory):
+    """A run, and the folder of its checkpoints."""
+    out = tmp_path_factory.mktemp("short_epochs")
+    return train(output_dir=out, **SHORT_EPOCHS, **EVERY_STEP), out
 
 
 @pytest.fixture(scope="module")
@@ -86,25 +90,24 @@ WINDOWS = {
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_a_run_that_stops_inside_a_generation_batch_goes_on_with_that_very_batch(train, tmp_path, windows):
     settings = {"max_steps": 6, "kl_update_steps": 2, **WINDOWS[windows]}
-    whole = train(**settings)
+    whole = train(output_dir=tmp_path, **settings, **EVERY_STEP)
     for step in (1, 3):  # two updates a batch, or the second one's in the middle of a step: inside it
-        out = tmp_path / str(step)
-        train(StopAt(step), output_dir=out, **settings)
-        second = train(resume_from=out / f"checkpoint-{step}", **settings)
+        second = train(resume_from=tmp_path / f"checkpoint-{step}", **settings)
         assert second["after"] == {at: state for at, state in whole["after"].items() if int(at) > step}
         assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items()), step
 
 
 @pytest.mark.parametrize("step", [3, 5, 6, 9, 10])
-def test_a_run_resumes_in_any_epoch(train, tmp_path_factory, tmp_path, short_epochs, step):
-    train(StopAt(step), output_dir=tmp_path, **SHORT_EPOCHS)
-    second = train(resume_from=tmp_path / f"checkpoint-{step}", output_dir=tmp_path, **SHORT_EPOCHS)
-    assert second["after"] == {at: state for at, state in short_epochs["after"].items() if int(at) > step}
-    assert all(torch.equal(second["weights"][name], value) for name, value in short_epochs["weights"].items())
+def test_a_run_resumes_in_any_epoch(train, short_epochs, step):
+    whole, out = short_epochs
+    second = train(resume_from=out / f"checkpoint-{step}", **SHORT_EPOCHS)
+    assert second["after"] == {at: state for at, state in whole["after"].items() if int(at) > step}
+    assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
 
 
 def test_epochs_differ_in_their_order(short_epochs):
-    tokens = [[entry[f"kl/{branch}_tokens"] for branch in DEFAULT_BRANCHES] for entry in short_epochs["steps"]]
+    whole, _ = short_epochs
+    tokens = [[entry[f"kl/{branch}_tokens"] for branch in DEFAULT_BRANCHES] for entry in whole["steps"]]
     assert len({str(tokens[start : start + 5]) for start in (0, 5)}) == 2
 
 
