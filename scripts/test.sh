@@ -52,7 +52,7 @@ test_lowest() {
     -m "not (alone or gpu or slow)" -n 2 --dist loadfile --no-loadscope-reorder "${durations[@]}" \
     tests/integration/test_readme.py tests/upstream tests/unit/test_packaging.py::test_versions_of_the_environment \
     tests/unit/reward/test_chain.py tests/faults/test_http_faults.py tests/unit/demo/services/test_services_http.py \
-    tests/unit/demo/services/test_knowledge_index.py tests/unit/run/test_preflight.py tests/unit/data/test_templates.py \
+    tests/unit/demo/services/test_knowledge_index.py tests/unit/run/test_checks.py tests/unit/data/test_templates.py \
     tests/unit/telemetry/test_device.py tests/unit/telemetry/test_layout.py \
     tests/unit/report/test_report_records.py \
     tests/unit/report/test_report_plots.py::test_a_run_with_everything_gives_every_picture \

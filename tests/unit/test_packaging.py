@@ -161,6 +161,12 @@ def test_a_script_is_executable_and_parses(script: str) -> None:
     assert (parsed.returncode, parsed.stderr) == (0, "")
 
 
+def test_the_tests_that_run_with_the_lowest_versions_are_there() -> None:
+    named = re.findall(r"\btests/[\w/.]+", (ROOT / "scripts/test.sh").read_text(encoding="utf-8"))
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 # --------------------------------------------------------------------------------------------- install.sh, run
 
 STAND_IN_PYTHON = """\
