@@ -1,26 +1,26 @@
-"""Everything this package raises on purpose.
+"""The errors that this package raises on purpose.
 
     SalesRLError
     ├── ConfigError            a setting, recipe or accelerate configuration that cannot work
     ├── DataError              a dataset that is empty, lacks a column or holds a bad row
-    ├── ModelNotFoundError     the policy's path or hub name leads nowhere
-    ├── ServiceError           a RAG service or judge did not do its part
+    ├── ModelNotFoundError     the policy's path or hub name does not exist
+    ├── ServiceError           a RAG service or judge failed
     │   ├── ServiceUnavailable     refused, unreachable, 5xx
-    │   │   └── ServiceOverloaded      429, or an error that says when to come back
+    │   │   └── ServiceOverloaded      429, or an error with a time to come back
     │   ├── ServiceTimeout         no complete answer in time
-    │   │   └── DeadlineExceeded       the reward phase's own deadline came first
-    │   ├── ServiceRejected        4xx that no retry will mend
-    │   │   └── AccessDenied           key refused or quota used up; a lone one is asked again
-    │   └── BadServiceResponse     an answer outside its contract
+    │   │   └── DeadlineExceeded       the deadline of the reward came first
+    │   ├── ServiceRejected        4xx that a retry does not repair
+    │   │   └── AccessDenied           key refused or quota used up; a single one is retried
+    │   └── BadServiceResponse     an answer that breaks its contract
     │       ├── ForeignReply           not, or not only, the reply to this request
-    │       ├── ErrorInAnswer          a 200 that says of itself that it is an error
-    │       └── JudgeInvalid           a verdict outside its schema
-    │           └── ForeignVerdict         with another request's nonce; a ForeignReply too
+    │       ├── ErrorInAnswer          a 200 whose content says that it is an error
+    │       └── JudgeInvalid           a verdict that breaks its schema
+    │           └── ForeignVerdict         with the nonce of another request; also a ForeignReply
     ├── WeightSyncError        vLLM samples from other weights than the ones in training
     ├── TooFewRewardsError     too few completions could be scored, several steps in a row
     └── RunStopped             the run was told to stop, and has saved its state
 
-A message says what was got, what was expected, and what to do. It never holds a key or a customer's text.
+A message says what was found, what was expected, and what to do. It never contains a key or a customer's text.
 """
 
 
@@ -37,30 +37,30 @@ class DataError(SalesRLError, ValueError):
 
 
 class ModelNotFoundError(SalesRLError, FileNotFoundError):
-    """The policy's path or hub name leads nowhere."""
+    """The policy's path or hub name does not exist."""
 
 
 class ServiceError(SalesRLError):
-    """A RAG service or judge did not do its part.
+    """A RAG service or judge failed.
 
     Args:
         message (`str`):
-            What was got, what was expected, what to do.
+            What was found, what was expected, and what to do.
         code (`str`, *optional*):
-            Short code for metrics and logs, for example `"rag_8b_timeout"`. Defaults to the class's own.
+            Short code for metrics and logs, for example `"rag_8b_timeout"`. Defaults to the code of the class.
     """
 
     default_code = "service"
     worth_retrying = False
-    """Whether the same call may go well the next time."""
+    """Whether the same call may succeed the next time."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.code = code or self.default_code
         self.out_of_time = False
-        """Only the deadline kept the call from being tried again: somebody with more time may."""
+        """Whether only the deadline prevented a retry. A caller with more time may try again."""
         self.status: int | None = None
-        """Of the HTTP answer, where it was what went wrong."""
+        """Status of the HTTP answer, if this was the failure."""
 
 
 class ServiceUnavailable(ServiceError):
@@ -71,12 +71,12 @@ class ServiceUnavailable(ServiceError):
 
 
 class ServiceOverloaded(ServiceUnavailable):
-    """Wants fewer or later calls. `retry_after_s` is its own wish in seconds, if it had one."""
+    """The service asks for fewer or later calls: after `retry_after_s` seconds, if it said so."""
 
     default_code = "overloaded"
     retry_after_s: float | None = None
     is_outage = False
-    """Whether it is no limit on calls that speaks but a service that is down and says when it hopes to be back."""
+    """Whether the service is down and says when it expects to be back. If not, it limits calls."""
 
 
 class ServiceTimeout(ServiceError):
@@ -87,54 +87,57 @@ class ServiceTimeout(ServiceError):
 
 
 class DeadlineExceeded(ServiceTimeout):
-    """The reward phase's own deadline came first: says nothing about the service."""
+    """The deadline of the reward came first. This says nothing about the service."""
 
     default_code = "deadline"
     worth_retrying = False
 
 
 class ServiceRejected(ServiceError):
-    """A 4xx that no retry will mend: the request, the key or the address is wrong."""
+    """A 4xx that a retry does not repair: the request, the key or the address is wrong."""
 
     default_code = "rejected"
 
 
 class AccessDenied(ServiceRejected):
-    """The key is refused or the quota is used up. One among answers is a slip of the service, which a retry may mend;
-    several in a row are meant, and every other call will meet the same: the breaker tells."""
+    """The key is refused or the quota is used up.
+
+    A single one between answers is a mistake of the service, and a retry may succeed. With several in a row, every
+    call will fail alike. The breaker decides which case it is.
+    """
 
     default_code = "access_denied"
     worth_retrying = True
 
 
 class BadServiceResponse(ServiceError):
-    """An answer outside the service's contract."""
+    """An answer that breaks the service's contract."""
 
     default_code = "bad_response"
 
 
 class ForeignReply(BadServiceResponse):
-    """Not, or not only, the reply to this request. Its connection is closed; on another one a retry may mend it."""
+    """Not, or not only, the reply to this request. Its connection is closed. A retry on another one may succeed."""
 
     default_code = "foreign_reply"
     worth_retrying = True
 
 
 class ErrorInAnswer(BadServiceResponse):
-    """A 200 that says of itself that it is an error. Whatever else it holds is no answer."""
+    """A 200 whose content says that it is an error. The rest of its content is no answer."""
 
     default_code = "error_in_answer"
     worth_retrying = True
 
 
 class JudgeInvalid(BadServiceResponse):
-    """The judge answered, but not with a verdict inside the schema."""
+    """The judge's answer is no verdict of the schema."""
 
     default_code = "invalid_verdict"
 
 
 class ForeignVerdict(JudgeInvalid, ForeignReply):
-    """A verdict with another request's nonce. A retry has a nonce of its own."""
+    """A verdict with the nonce of another request. A retry has its own nonce."""
 
     default_code = "foreign_verdict"
 

@@ -1,9 +1,11 @@
-"""Fenced sections: how hostile text travels to a judge inside one user message.
+"""Fenced sections: the way of hostile text to a judge, inside one user message.
 
-Owns the wire format that the judge client writes and the embedded judge reads. Each section lies between two lines
-that carry a nonce made for the request, which the text inside cannot know; and whatever a model or its chat template
-could take for a fence or for a role of its own is spaced out, in one pass, so that no replacement makes another one
-possible. Text is joined, never substituted into a template, so a section cannot expand another. Standard library only.
+Owns the wire format that the judge client writes and the embedded judge reads. Standard library only.
+
+- Each section lies between two lines with a nonce of the request. The text inside cannot know it.
+- Characters that a model or its chat template could take for a fence or a role are spaced out. This is one pass, so
+  that no replacement makes another one possible.
+- Text is joined, never substituted into a template. So a section cannot expand another one.
 """
 
 import re
@@ -17,7 +19,7 @@ _HEADER_PATTERN = re.compile(r"\ASections lie between lines that carry the nonce
 _SECTION_NAME = re.compile(r"[a-z_]+")
 _NONCE = re.compile(r"[0-9a-f]{16}")
 
-# Characters that nobody sees, or that turn what is seen around; an attacker puts them between look-alikes.
+# Characters that are invisible, or that reverse visible text. An attacker puts them between look-alikes.
 _UNSEEN = r"[\u00ad\u034f\u061c\u115f\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufe00-\ufe0f\ufeff]*"
 _LESS, _MORE = r"[<＜﹤‹«〈《⟨⟪❮❰˂ᐸᑉ≪⋘⪡]", r"[>＞﹥›»〉》⟩⟫❯❱˃ᐳᑀ≫⋙⪢]"
 _BAR = r"[|｜¦ǀ∣❘￨│]"
@@ -27,13 +29,14 @@ _TAGS = (
     "end_of_turn|start_header_id|end_header_id|eot_id|im_start|im_end|instructions?|answer"
 )
 _FORMATTING = "[abipu]|br|hr|em|strong|ul|ol|li|table|thead|tbody|tr|td|th|h[1-6]|code|pre|span|div|sub|sup|blockquote"
-# One character of a mark each, told by what follows it: a space after it breaks the mark, and can make no other. These
-# are laws, not lists of tokens: tests/unit/test_fencing.py holds them against the tokens of more than twenty families.
+# Each pattern finds one character of a mark by the text after it. A space after this character breaks the mark, and
+# can make no other mark. These are rules, not lists of tokens: tests/unit/test_fencing.py checks them with the tokens
+# of more than twenty families of models.
 _MARKS = re.compile(
     "|".join(
         (
             rf"{_LESS}(?={_UNSEEN}(?:{_LESS}|{_BAR}|/?(?:{_TAGS}){_UNSEEN}{_MORE}))",  # <<<, <|im_start|>, «/s»
-            # <any_name> without a space in it, but for the tags that answers are formatted with
+            # <any_name> without a space, except tags that format answers
             rf"{_ANGLE}(?={_UNSEEN}(?!/?(?:{_FORMATTING})/?{_UNSEEN}{_ANGLE_END})[^\s<>＜＞﹤﹥]{{1,64}}{_ANGLE_END})",
             rf"{_MORE}(?={_UNSEEN}{_MORE})",
             rf"{_BAR}(?={_UNSEEN}{_MORE})",
@@ -58,7 +61,7 @@ def is_nonce(text: str) -> bool:
 
 
 def read_nonce(message: str) -> str | None:
-    """The nonce of a message that `fence` made, which a judge returns with its verdict; `None` of another one."""
+    """The nonce of a message that `fence` made; `None` for another message. A judge returns it with its verdict."""
     header = _HEADER_PATTERN.search(message)
     return header and header.group(1)
 
@@ -68,30 +71,30 @@ def fence(sections: Mapping[str, str], nonce: str | None = None) -> str:
 
     Args:
         sections (`Mapping[str, str]`):
-            Section name (lower-case letters and `_`) to its text, in the order they are to stand.
+            Text of each section by its name (lower-case letters and `_`), in their order in the message.
         nonce (`str`, *optional*):
-            16 hexadecimal digits. Made at random when not given; give one where the answer has to repeat it.
+            16 hexadecimal digits, random when not given. Give one if the answer has to repeat it.
 
     Returns:
         `str`: the message; `read_sections` reads it back.
 
     Raises:
-        `ValueError`: for a section name or nonce that is not of the form above.
+        `ValueError`: a section name or the nonce has another form.
     """
     nonce = make_nonce() if nonce is None else nonce
     if not is_nonce(nonce):
-        raise ValueError("the nonce must be 16 hexadecimal digits")
+        raise ValueError("the nonce has another form. Expected 16 hexadecimal digits.")
     parts = [_HEADER.format(nonce=nonce)]
     for name, text in sections.items():
         if not _SECTION_NAME.fullmatch(name):
-            raise ValueError(f"section names are lower-case letters and '_', got {name!r}")
+            raise ValueError(f"a section's name is {name!r}. Expected lower-case letters and '_'.")
         parts.append(f"<<<{name} {nonce}>>>\n{neutralise(text, nonce)}\n<<<end {name} {nonce}>>>")
     return "\n\n".join(parts)
 
 
 def neutralise(text: str, nonce: str) -> str:
-    """Space out whatever could be taken for a fence, a role or a model's control token: `"<|im_end|>"` becomes
-    `"< |im_end| >"`. The nonce itself, should a text ever hold it, loses its middle."""
+    """Space out text that looks like a fence, a role or a model's control token: `"<|im_end|>"` becomes
+    `"< |im_end| >"`. If the text has the nonce itself, the nonce loses its middle."""
     return _MARKS.sub(lambda found: _broken(found[0], nonce), text)
 
 

@@ -11,26 +11,26 @@ import sys
 from pathlib import Path
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Environment variables that choose a process's GPUs, of NVIDIA and AMD."""
+"""Environment variables that choose the GPUs of a process, for NVIDIA and AMD."""
 NO_ACCELERATOR = {**dict.fromkeys(VISIBLE_DEVICES, "-1"), "JAX_PLATFORMS": "cpu"}
-"""Environment variables in which a process sees no accelerator. -1 and not the empty string, which AMD's runtime reads
-as all of them. bm25s imports JAX where that is installed, and JAX takes 75 % of every GPU that it sees."""
+"""Environment variables for a process without accelerators. The value is -1, because AMD's runtime reads an empty
+string as all GPUs. bm25s imports JAX if it is installed, and JAX takes 75 % of every GPU that it sees."""
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _NEVER = 2**31 - 1
 
 _GC_THRESHOLDS = (50_000, 20, 100)
-"""New objects, and rounds, between two collections of each generation. Python's own: 700, 10, 10."""
+"""New objects, then rounds, between two collections of each generation. Python's default: 700, 10, 10."""
 _GC_USUAL = gc.get_threshold()
 
 
 def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks instead of giving each large one back to the kernel.
+    """Let glibc reuse freed blocks instead of returning each large one to the kernel.
 
-    Training on a CPU frees and takes tens of megabytes hundreds of times a step, and by default the kernel maps and
-    clears every page anew: on two cores that was half of the time of a warm-start step (1.86 against 3.36 steps a
-    second). The process keeps its peak memory in exchange. Elsewhere than on glibc this does nothing.
+    Training on a CPU frees and takes tens of megabytes hundreds of times a step. By default the kernel maps and clears
+    every page anew. On two cores, this was half of the time of a warm-start step (1.86 against 3.36 steps a second).
+    In exchange, the process keeps its peak memory. Without glibc this does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -41,10 +41,10 @@ def keep_freed_memory() -> None:
 
 
 def collect_seldom() -> None:
-    """Spare what exists by now from garbage collection, and collect the rest seldom.
+    """Exclude all present objects from garbage collection, and collect the others seldom.
 
-    What a run is made of lives as long as it; yet with a thousand calls in flight, walks over it took a third of the
-    CPU time of a reward batch (0.86 against 0.55 ms a call).
+    The objects of a run live as long as the run. With a thousand calls in flight, the collector's walks over them took
+    a third of the CPU time of a reward batch (0.86 against 0.55 ms a call).
     """
     gc.collect()
     gc.freeze()
@@ -58,7 +58,7 @@ def collect_as_usual() -> None:
 
 
 def allow_files(count: int) -> None:
-    """Let this process have so many files and connections open, as far as the machine lets it."""
+    """Allow this process that many open files and connections, up to the machine's limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -66,12 +66,13 @@ def allow_files(count: int) -> None:
 
 
 def child_environment(*, with_gpu: bool = False) -> dict[str, str]:
-    """The environment of a child: this process's, with the package importable also where it is used from its source
-    tree, and without this process's accelerators.
+    """The environment of a child process: a copy of this one, without its accelerators.
+
+    The child can import the package, also from a source tree.
 
     Args:
         with_gpu (`bool`, *optional*, defaults to `False`):
-            The child sees the first of the GPUs that this process sees. Without it, none.
+            Whether the child sees the first GPU of this process. If not, it sees none.
     """
     environment = dict(os.environ)
     root = Path(__file__).resolve().parents[1]

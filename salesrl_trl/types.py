@@ -1,7 +1,7 @@
-"""The carriers that travel between the parts: rows, actions, answers, verdicts, rewards.
+"""The values that pass between rooms: rows, actions, answers, verdicts, rewards.
 
-Owns the vocabulary and nothing else: no parsing, no I/O, standard library only. Everything here is frozen, so a value
-may be shared between the trainer's thread and the reward loop's.
+Owns the vocabulary alone: no parsing, no I/O, standard library only. All values are frozen, so that the trainer's
+thread and the thread of the reward's event loop may share them.
 """
 
 import math
@@ -11,14 +11,15 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """How the scoring of one completion ended. Only the first two carry a number."""
+    """How the scoring of one completion ended. Only the first two have a number."""
 
     OK = "ok"
     """The services answered and the judge's verdict was valid."""
     INVALID_ACTION = "invalid_action"
-    """The policy wrote no valid action, or one that led to a hollow answer: its own fault, so a real, low reward."""
+    """The policy wrote no valid action, or one whose answer says nothing. It is the policy's fault, so the low reward
+    is real."""
     JUDGE_INVALID = "judge_invalid"
-    """The judge answered, but not with a verdict inside the schema. No number."""
+    """The judge's answer was no verdict of the schema. No number."""
     INFRA = "infra"
     """A service failed, timed out or refused. No number."""
 
@@ -30,12 +31,12 @@ class Message:
     role: str
     """`"customer"` or `"seller"`."""
     content: str
-    """What was said."""
+    """The text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestIds:
-    """Whose conversation it is, for a RAG service that keeps tenants and customers apart."""
+    """The owners of a conversation, for a RAG service that separates tenants and customers."""
 
     tenant_id: str = ""
     """The seller's organisation: `"t-01"`."""
@@ -47,7 +48,7 @@ class RequestIds:
     """The conversation's last message."""
 
     def as_dict(self) -> dict[str, str]:
-        """By field name."""
+        """The values by field name."""
         return {
             "tenant_id": self.tenant_id,
             "contact_id": self.contact_id,
@@ -75,11 +76,11 @@ class SalesRow:
     message_id: str = ""
     """The last message, passed to the RAG service."""
     documents: tuple[str, ...] = ()
-    """Texts of the documents known to answer the row, shown to the judge. Empty where nobody marked them."""
+    """Texts of documents that are known to answer the row. The judge sees them. Empty if nobody marked any."""
 
     @property
     def ids(self) -> RequestIds:
-        """The four identifiers that travel with every request."""
+        """The four identifiers of every request."""
         return RequestIds(
             tenant_id=self.tenant_id,
             contact_id=self.contact_id,
@@ -95,14 +96,17 @@ class SalesRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionFormat:
-    """What an action consists of."""
+    """The fields of an action."""
 
     fields: tuple[str, ...] = ("user_profile", "rewritten_query", "history_summary")
-    """The names of its texts, in the order the policy is asked for them. By default what matters about the customer
-    (`"office worker, free in the evenings"`), the customer's question, able to stand alone (`"Python data analysis
-    price"`), and what was said before (`"asked about Python data analysis"`)."""
+    """Names of its texts, in the order of the prompt. By default:
+
+    - relevant facts about the customer: `"office worker, free in the evenings"`;
+    - the customer's question, without need of its context: `"Python data analysis price"`;
+    - a summary of the conversation so far: `"asked about Python data analysis"`.
+    """
     query: str = "rewritten_query"
-    """The one that is searched with. It is never empty."""
+    """The field with the search query. It is never empty."""
 
 
 DEFAULT_FORMAT = ActionFormat()
@@ -110,16 +114,16 @@ DEFAULT_FORMAT = ActionFormat()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """What the policy writes, and what the 8B endpoint answers from."""
+    """The policy's output. The 8B endpoint answers from it."""
 
     fields: Mapping[str, str]
     """The texts by name: `{"user_profile": "", "rewritten_query": "Python price", "history_summary": ""}`."""
     query_field: str = DEFAULT_FORMAT.query
-    """The name of the one that is searched with."""
+    """Name of the field with the search query."""
 
     @property
     def query(self) -> str:
-        """What is searched with."""
+        """The search query."""
         return self.fields[self.query_field]
 
     @property
@@ -128,16 +132,16 @@ class Action:
         return [text for name, text in self.fields.items() if name != self.query_field]
 
     def as_dict(self) -> dict[str, str]:
-        """By field name, as the policy writes it."""
+        """The texts by field name, as the policy writes them."""
         return dict(self.fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InvalidAction:
-    """A completion that is no action."""
+    """A completion that is no valid action."""
 
     reason: str
-    """One of `salesrl_trl.reward.parsing.INVALID_REASONS`; never the text itself, which may be a customer's."""
+    """One of `salesrl_trl.reward.parsing.INVALID_REASONS`; never the text itself, which may quote a customer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,35 +151,35 @@ class Passage:
     id: str
     """The document's id in the service's index."""
     text: str
-    """The passage."""
+    """Text of the passage."""
     score: float
     """Relevance, normalised by the service to [0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a RAG endpoint answered."""
+    """The answer of a RAG endpoint."""
 
     text: str
-    """The answer for the customer."""
+    """Text for the customer."""
     passages: tuple[Passage, ...]
-    """What it was written from, best first."""
+    """The passages behind the answer, best first."""
     took_ms: float
-    """The service's own time, in milliseconds."""
+    """Time that the service measured, in milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the judge said of one answer and of the reference beside it.
+    """The judge's scores for one answer and for the reference beside it.
 
     Raises:
-        `ValueError`: for a score that is no number in [0, 1], wherever it comes from.
+        `ValueError`: a score is no number in [0, 1].
     """
 
     candidate: float
     """Score of the answer made from the policy's action, in [0, 1]."""
     reference: float | None
-    """Score of the frozen 32B endpoint's answer, in [0, 1]; `None` when there was none to judge."""
+    """Score of the frozen 32B endpoint's answer, in [0, 1]; `None` without such an answer."""
     reason: str
     """The judge's words. Free text that may quote the customer: not for logs."""
 
@@ -187,11 +191,12 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
-    """The end of the chain for one completion.
+    """The result of the chain for one completion.
 
     Raises:
-        `ValueError`: if `value` and `outcome` disagree: a failed call is never a number, and a scored one always is;
-            or if a number is infinite or NaN.
+        `ValueError`: `value` and `outcome` disagree (a failed call never has a number, and a scored one always has),
+        or
+            a number is infinite or NaN.
     """
 
     outcome: Outcome
@@ -199,11 +204,11 @@ class Reward:
     value: float | None
     """The number for GRPO; `None` for `JUDGE_INVALID` and `INFRA`."""
     reason: str = ""
-    """Why there is no verdict, as a short code that is safe in logs and metric names: `"rag_8b_timeout"`."""
+    """Short code for a missing verdict, safe in logs and metric names: `"rag_8b_timeout"`."""
     components: Mapping[str, float | None] = field(default_factory=dict)
-    """What the value was made of; `None` for a component that could not be had."""
+    """The components of the value; `None` for a missing component."""
     reference_value: float | None = None
-    """What the frozen 32B endpoint's answer to the row would have been worth by the same law; `None` without one."""
+    """Reward of the frozen 32B endpoint's answer to the row, by the same law; `None` without such an answer."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time of each stage that ran, in seconds: `{"rag_8b": 0.8, "rag_32b": 1.1, "judge": 2.0}`."""
 

@@ -1,4 +1,4 @@
-"""What a skipped batch and a stop do to TRL's loop.
+"""The effects of a skipped batch and of a stop on TRL's loop.
 
 Owns the callback. `run_control` decides.
 """
@@ -23,8 +23,8 @@ class SkipAndStop(TrainerCallback):
         drop_gradients (`Callable[[], None]`):
             Sets all gradients to `None`.
         agree_to_stop (`Callable[[int], None]`):
-            Called with the number of the step that has just ended; a collective. Stops `run_control` where any rank
-            was asked to stop.
+            Called with the number of the step that has just ended; a collective. Stops `run_control` if any rank was
+            asked to stop.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The figures of the next log line, by mode: those of training and those of an evaluation.
+"""The figures of the next log line, for training and for evaluations.
 
 Owns their names and order, the failures by reason, and how the figures of a mode are set aside and brought back. It
 takes figures that are already the same on all ranks: it owns no collective, and knows neither trainer nor model.
@@ -44,7 +44,7 @@ class _Page:
 
 
 class Ledger:
-    """Records what happens between two log lines. All ranks record the same figures.
+    """Records figures between two log lines. All ranks record the same figures.
 
     Args:
         branches (`Sequence[str]`):
@@ -58,7 +58,7 @@ class Ledger:
         with_kl (`bool`, *optional*, defaults to `False`):
             Whether the loss has a KL penalty.
         with_baseline (`bool`, *optional*, defaults to `False`):
-            Whether baselines take the reference's reward in.
+            Whether baselines include the reference's reward.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Ledger:
             *((BASELINE_FALLBACK,) if with_baseline else ()),
         )
         self._pages = {mode: _Page(self._names) for mode in MODES}
-        self._reasons: set[str] = set()  # every reason that training has had so far
+        self._reasons: set[str] = set()  # all reasons of training so far
 
     def failures(self, mode: str) -> Counter[str]:
-        """Reason code to number of completions since the last line of a mode."""
+        """Number of failed completions by reason code, since the last line of a mode."""
         return self._pages[mode].failures
 
     def record_rewards(self, mode: str, table: torch.Tensor, reasons: Iterable[str]) -> None:
@@ -106,13 +106,13 @@ class Ledger:
             self._pages[mode].rewards += values_of(table)
 
     def drain_eval_rewards(self) -> list[float]:
-        """The rewards of the evaluation's completions since the last call, in their order; NaN where there is none."""
+        """The rewards of evaluated completions since the last call, in their order; NaN without a reward."""
         page = self._pages["eval"]
         rewards, page.rewards = page.rewards, []
         return rewards
 
     def record_report(self, mode: str, table: torch.Tensor) -> None:
-        """Add the report of a batch: `reward.figures.encode_report`, of all ranks."""
+        """Add the reports of a batch: the table of `reward.figures.encode_report`, of all ranks."""
         page = self._pages[mode]
         add_report(page.figures, page.bias, table, self._report_names)
 
@@ -138,7 +138,7 @@ class Ledger:
             self._pages[mode].figures.add(name, steps, 1)
 
     def record_correction(self, mode: str, left_out: float, bounded: float, count: float) -> None:
-        """Add what the correction for the sampler's distribution left out and bounded, out of `count` items."""
+        """Count the items that the correction for the sampler's distribution left out and bounded."""
         for name, total in ((LEFT_OUT, left_out), (BOUNDED, bounded)):
             self._pages[mode].figures.add(name, total, count)
 
@@ -153,15 +153,15 @@ class Ledger:
         add_kl(self._pages[mode].figures, totals, betas, control)
 
     def flush(self, mode: str) -> dict[str, float]:
-        """The figures of a mode's line: always the same names, NaN where nothing was recorded. Starts over."""
+        """The figures of a mode's line: always the same names, NaN if nothing was recorded. Starts over."""
         return self._pages[mode].flush()
 
     def drain_failures(self, mode: str) -> dict[str, int]:
         """Forget a mode's failures.
 
         Returns:
-            `dict[str, int]`: of training, by tag, how often each reason came since the last line; with a 0 for those
-            that came only before. Empty for an evaluation: its line alone shows them.
+            `dict[str, int]`: for training, the number of failures since the last line by tag, with 0 for reasons that
+            came only before. Empty for an evaluation, whose own line shows them.
         """
         counts, self._pages[mode].failures = self._pages[mode].failures, Counter()
         if mode != "train":
@@ -170,13 +170,13 @@ class Ledger:
         return {f"{FAILURE_REASONS}{reason}": counts[reason] for reason in sorted(self._reasons)}
 
     def clear(self) -> None:
-        """Forget all figures and failures. Reasons that came before stay in `drain_failures`."""
+        """Forget all figures and failures. `drain_failures` still lists the reasons so far."""
         for mode in MODES:
             self._pages[mode] = _Page(self._names)
 
     @contextlib.contextmanager
     def aside(self, mode: str) -> Iterator[None]:
-        """Inside the block a mode begins with no figure and no failure; after it, it has those of before again."""
+        """Inside the block a mode has no figures and failures. After it, the earlier ones are back."""
         page, self._pages[mode] = self._pages[mode], _Page(self._names)
         try:
             yield

@@ -1,7 +1,7 @@
 """Whether a generation batch counts, and whether the run goes on.
 
-Owns which batches are left out for want of rewards and what a run ends with. What is gathered from other ranks is the
-trainer's.
+Owns which batches are skipped because too few rewards came, and the error that ends a run. The trainer gathers from
+other ranks.
 """
 
 from collections import Counter
@@ -14,19 +14,19 @@ ADVICE = {
     "conversation itself and without a threshold: look whether its index is loaded and holds this knowledge, and "
     "whether it knows the rows' tenant_id. "
 }
-"""What to look at, by the reason of a failure that does not say it itself."""
+"""What to look at, by reason code, where the code alone does not explain the failure."""
 
 
 class RunControl:
-    """Decides for one run after another.
+    """Decides for one run, and after `restart` for the next.
 
     Args:
         min_valid_reward_fraction (`float`):
             Share of a generation batch's completions that must have a reward.
         max_skipped_generations (`int`):
-            Batches in a row that may lack it; the last of them ends the run.
+            Batches in a row with fewer. The last of them ends the run.
         places (`Mapping[str, str]`, *optional*, defaults to none):
-            Where each service is, by the name that its reason codes begin with.
+            Address of each service, by the name with which its reason codes begin.
     """
 
     def __init__(
@@ -39,27 +39,27 @@ class RunControl:
         self.restart()
 
     def restart(self) -> None:
-        """A run begins."""
+        """Begin a run."""
         self.requested: str | None = None
-        """What asked this rank for a stop."""
+        """The signal or caller that asked this rank to stop."""
         self.error: SalesRLError | None = None
-        """What the run ends with after the step under way."""
+        """The error that ends the run after the step under way."""
         self.is_skipping = False
         """Whether the generation batch in training is left out of the loss."""
         self._moves = False
         self._skipped_in_a_row = 0
 
     def record_batch(self, scored_fraction: float, missing: Counter[str]) -> str | None:
-        """Skip a batch of which too little was scored; end the run after too many in a row.
+        """Skip a batch with too few scored completions. End the run after too many such batches in a row.
 
         Args:
             scored_fraction (`float`):
-                Share of its completions that have a reward, on all ranks.
+                Share of its completions with a reward, on all ranks.
             missing (`Counter[str]`):
-                Reason code to count of those that have none.
+                Number of completions without a reward, by reason code.
 
         Returns:
-            `str`: what there is to say of a skipped batch. `None` for one that counts.
+            `str`, *optional*: a warning about a skipped batch. `None` for a batch that counts.
         """
         wanted = self.wanted_fraction
         self.is_skipping = scored_fraction < wanted
@@ -75,7 +75,7 @@ class RunControl:
             self.error = TooFewRewardsError(
                 f"{self._skipped_in_a_row} generation batches in a row had fewer than {wanted:.0%} of their "
                 f"completions scored. Failures in the last one: {reasons}. {where}{advice}A checkpoint was saved; "
-                "mend the service and go on with --resume_from_checkpoint DIR."
+                "repair the service and go on with --resume_from_checkpoint DIR."
             )
         return (
             f"skipping an update: {scored_fraction:.0%} of the completions could be scored, wanted {wanted:.0%} "
@@ -83,16 +83,17 @@ class RunControl:
         )
 
     def record_micro_batch(self) -> None:
-        """One of the batch seen last was trained on."""
+        """Record that a micro-batch of the last batch was trained on."""
         self._moves = self._moves or not self.is_skipping
 
     def drain_moves(self) -> bool:
-        """Whether any micro-batch since the last time counted: else the optimizer step is none."""
+        """Whether any micro-batch since the last call counted. If none did, the optimizer must not move the
+        weights."""
         moves, self._moves = self._moves, False
         return moves
 
     def stop(self, step: int) -> None:
-        """End the run because some rank was asked to, after `step` optimizer steps."""
+        """End the run after `step` optimizer steps, because a rank was asked to stop."""
         reason = self.requested or "a request to another rank"
         self.error = RunStopped(
             f"stopped by {reason} after {step} steps. The state was saved; go on with --resume_from_checkpoint DIR."

@@ -1,8 +1,8 @@
-"""Word of a stop from the process that was told to, to all others, beside their collectives.
+"""Notice of a stop, from the process that was asked to stop to all others, without a collective.
 
-Owns how the others learn of it while they wait for something of their own, for example rewards: a key in the store by
-which torch's processes have found each other, looked at by a thread. That a run ends, and after which step, all agree
-on in a collective, which is the trainer's.
+The others may be waiting, for example for rewards. A thread of each process looks at a key in the store by which
+torch's processes found each other. This module owns the key and the thread. The trainer owns the collective in which
+all processes agree on the last step.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed
 from torch.distributed import distributed_c10d
@@ -21,31 +20,31 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.25
 """Seconds between two looks. A look is one small message to the first process."""
 PATIENCE = timedelta(seconds=10)
-"""With a store that does not answer."""
-_runs = itertools.count()  # counted by all processes alike, so that each run has a key of its own
+"""Longest wait for an answer of the store."""
+_runs = itertools.count()  # all processes count alike, so that each run has its own key
 
 
 @contextlib.contextmanager
-def watched(requested: Callable[[], str | None], told: Callable[[str], None]) -> Iterator[None]:
-    """While active, tell the other processes what asked this one for a stop, and be told what asked them.
+def watched(requested: Callable[[], str | None], stop: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block, notify the other processes of a stop, and be notified by them.
 
-    Every process enters it as often as any other. One process alone has nothing to watch.
+    All processes must enter it equally often. With one process there is nothing to watch.
 
     Args:
         requested (`Callable[[], str | None]`):
-            What asked this process for a stop; `None` as long as nothing has.
-        told (`Callable[[str], None]`):
-            Called at most once, from another thread, with what asked another process first.
+            Returns the signal or caller that asked this process to stop; `None` before that.
+        stop (`Callable[[str], None]`):
+            Called at most once, from another thread, with the signal or caller that asked another process first.
     """
     number = next(_runs)
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield
         return
-    # A connection of its own: others may wait on theirs.
+    # A separate connection: others may wait on the existing one.
     store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(PATIENCE)
     over = threading.Event()
-    arguments = (store, f"salesrl_trl/stop/{number}", requested, told, over)
+    arguments = (store, f"salesrl_trl/stop/{number}", requested, stop, over)
     thread = threading.Thread(target=_watch, args=arguments, name="stop notice", daemon=True)
     thread.start()
     try:
@@ -56,7 +55,11 @@ def watched(requested: Callable[[], str | None], told: Callable[[str], None]) ->
 
 
 def _watch(
-    store: Any, key: str, requested: Callable[[], str | None], told: Callable[[str], None], over: threading.Event
+    store: distributed_c10d.Store,
+    key: str,
+    requested: Callable[[], str | None],
+    stop: Callable[[str], None],
+    over: threading.Event,
 ) -> None:
     try:
         while not over.wait(POLL_S):
@@ -65,9 +68,9 @@ def _watch(
                 store.set(key, reason)
                 return
             if store.check([key]):
-                told(store.get(key).decode())
+                stop(store.get(key).decode())
                 return
-    except RuntimeError as error:  # the first process is gone: no collective would find it either
+    except RuntimeError as error:  # the first process is gone, so that collectives fail too
         logger.warning(
-            f"other processes can't be told of a stop ({type(error).__name__}); they learn of it at a step's end"
+            f"other processes can't be notified of a stop ({type(error).__name__}). They stop at the end of a step."
         )

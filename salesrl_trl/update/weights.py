@@ -1,6 +1,6 @@
-"""Whether the weights in training move, and whether they are the ones that vLLM samples from.
+"""Checks of weights: whether training moves them, and whether vLLM samples from them.
 
-Owns both measurements and what they say. What number format weights are trained in is `precision`'s.
+Owns both measurements and their messages. `run.precision` owns the number format of the weights.
 """
 
 import logging
@@ -17,49 +17,50 @@ from salesrl_trl.errors import WeightSyncError
 logger = logging.getLogger(__name__)
 
 CHANGED_SHARE = "weights/changed_share"
-"""In an entry of the log of its own, at the steps in which it was measured."""
+"""In a log entry of its own, at the steps in which it was measured."""
 SAMPLED = 2**20
-"""Weights of a process that are looked at: enough for a share to a tenth of a percent, and nothing beside a step."""
+"""Weights in the sample of a process. The share is exact to 0.1 %, and the cost is small beside a step."""
 LAST_MEASURED = 10
-"""Steps that moved the policy after which the share is told a second time."""
+"""The share is logged again after this many steps that moved the policy."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class _Sample:
-    """Every n-th element of a tensor that the optimizer steps on."""
+    """Every n-th element of a tensor that the optimizer changes."""
 
     def __init__(self, parameter: torch.Tensor, stride: int) -> None:
         self._parameter, self._stride = parameter, stride
         self._before = self._picked(parameter).clone()
         self._had_gradient = torch.zeros_like(self._before, dtype=torch.bool)
 
-    def see_gradient(self) -> None:
-        """An element without a gradient so far, such as an embedding of a token that did not occur, can't move."""
+    def record_gradient(self) -> None:
+        """Note the elements with a gradient. Others can't move: for example the embedding of a token that did not
+        occur."""
         if self._parameter.grad is not None:
             self._had_gradient |= self._picked(self._parameter.grad) != 0
 
     def counts(self) -> torch.Tensor:
-        """Elements that had a gradient, and those of them that are not what they were. Shape (2,), float64."""
+        """The number of elements that changed, and of elements that had a gradient. Shape (2,), float64."""
         changed = (self._picked(self._parameter) != self._before) & self._had_gradient
         return torch.stack((changed.sum(), self._had_gradient.sum())).double()
 
     def _picked(self, tensor: torch.Tensor) -> torch.Tensor:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP's have a shard of each
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP keeps a shard of each
         return local.detach().flatten()[:: self._stride]
 
 
 class WeightChange(TrainerCallback):
-    """Tells which share of the weights the first steps of a run have changed, and warns where it is small.
+    """Logs the share of the weights that the first steps of a run changed, and warns if it is small.
 
-    Looks at the tensors that the innermost optimizer steps on: the parameters, or DeepSpeed's own float32 copies of
-    them. Of those a sample is kept, from the first step with a learning rate above 0 to the tenth. A weight counts if
-    it had a gradient. Every rank tells the same, of all ranks together.
+    Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies of them. The sample
+    is kept from the first step with a learning rate above 0 to the tenth. A weight counts if it had a gradient. The
+    share covers all ranks, and is the same on each.
 
     Args:
         accelerator (`Accelerator`):
-            The trainer's.
+            The accelerator of the trainer.
         least_share (`float`):
-            Share of the weights below which a first step is warned of.
+            Warn if the first steps change a smaller share than this.
         log (`Callable[[dict[str, float]], None]`):
             Adds an entry to the trainer's log.
     """
@@ -76,7 +77,7 @@ class WeightChange(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
-        self._forget()  # of a run that ended by an error
+        self._forget()  # a run before may have ended by an error
         self._optimizer, self._steps = _innermost(optimizer), 0
         low = [each for each in _parameters(self._optimizer) if each.dtype in SIXTEEN_BITS]
         if low and not _rounds_stochastically(self._optimizer):
@@ -92,7 +93,8 @@ class WeightChange(TrainerCallback):
         self._hook = self._optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """DeepSpeed steps on one group of parameters after another: this may be called several times in a step."""
+        """Sample the gradients. May be called several times in a step: DeepSpeed steps on one group of parameters
+        after another."""
         self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
         if self._rate == 0.0:
             return
@@ -101,7 +103,7 @@ class WeightChange(TrainerCallback):
         for each in parameters:
             if id(each) not in self._samples:
                 self._samples[id(each)] = _Sample(each, stride)
-            self._samples[id(each)].see_gradient()
+            self._samples[id(each)].record_gradient()
             self._stepped |= each.grad is not None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -118,8 +120,8 @@ class WeightChange(TrainerCallback):
             return
         self._steps += 1
         if self._steps in (1, LAST_MEASURED):
-            is_due = control.should_log  # which an entry of the log resets
-            self._tell(changed / counted, state.global_step)
+            is_due = control.should_log  # a log entry resets it
+            self._log_share(changed / counted, state.global_step)
             control.should_log = is_due
         if self._steps == LAST_MEASURED:
             self._forget()
@@ -132,22 +134,22 @@ class WeightChange(TrainerCallback):
             self._hook.remove()
         self._hook, self._samples = None, {}
 
-    def _tell(self, share: float, step: int) -> None:
+    def _log_share(self, share: float, step: int) -> None:
         self._log({CHANGED_SHARE: share})
         when = f"in step {step}" if self._steps == 1 else f"in the first {self._steps} steps that moved the policy"
-        told = f"[Weights] {100 * share:.1f} % of the trainable weights that had a gradient changed {when}, at a "
-        told += f"learning rate of {self._rate:.3g}"
+        line = f"[Weights] {100 * share:.1f} % of the trainable weights that had a gradient changed {when}, at a "
+        line += f"learning rate of {self._rate:.3g}"
         if _rounds_stochastically(self._optimizer):
             _say(
                 logging.INFO,
-                f"{told}; it rounds stochastically, so that weights move by what they should on average",
+                f"{line}; it rounds stochastically, so that weights move by the right amount on average",
             )
         elif share >= self._least_share:
-            _say(logging.INFO, told)
+            _say(logging.INFO, line)
         else:
             _say(
                 logging.WARNING,
-                f"{told}: fewer than {100 * self._least_share:g} % (`min_changed_weights`). Updates are lost to the "
+                f"{line}: fewer than {100 * self._least_share:g} % (`min_changed_weights`). Updates are lost to the "
                 "weights' number format, or are far too small. Train float32 weights, or raise the learning rate.",
             )
 
@@ -158,7 +160,7 @@ def _say(level: int, line: str) -> None:
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Within accelerate's wrapper, and DeepSpeed's."""
+    """The optimizer inside the wrappers of accelerate and DeepSpeed."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
@@ -169,19 +171,21 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _rounds_stochastically(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "bf16_stochastic_round", False))  # torchao's
+    return bool(getattr(optimizer, "bf16_stochastic_round", False))  # an optimizer of torchao
 
 
 def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
-    """Make a PEFT model's trainable weights float32, in place. TRL turns those of a quantised model into bf16, and
-    peft leaves whole modules that are trained (`modules_to_save`) as the base model is.
+    """Make a PEFT model's trainable weights float32, in place.
+
+    TRL turns those of a quantised model into bf16. peft leaves trained modules (`modules_to_save`) in the base model's
+    format.
 
     Args:
         model (`torch.nn.Module`):
             The PEFT model.
         autocast (`bool`):
-            Whether its forward pass computes in 16 bits. Without, a module that is not an adapter would meet
-            activations of another format, and stays as it is.
+            Whether the forward pass computes in 16 bits. If not, only adapters change: other modules would get
+            activations of another format.
     """
     for module in model.modules():
         if autocast or isinstance(module, BaseTunerLayer):
