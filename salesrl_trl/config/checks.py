@@ -1,4 +1,4 @@
-"""What the modules of settings share: help texts, and checks that say what was got and what was expected."""
+"""Helpers for settings: help texts, and checks whose messages say what was got and what was expected."""
 
 import dataclasses
 import importlib
@@ -6,37 +6,44 @@ import json
 import math
 import re
 import urllib.parse
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.service.http import address_fault
 
 T = TypeVar("T")
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Kind = TypeVar("Kind", bound=list[Any] | dict[str, Any])
+
 
 def about(text: str) -> dict[str, str]:
+    """Metadata of a field: its help text."""
     return {"help": text}
 
 
 def check(condition: bool, message: str) -> None:
+    """Raise `ConfigError` with this message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
 
-def check_choice(config: Any, name: str, choices: Any) -> None:
+def check_choice(config: object, name: str, choices: Collection[str]) -> None:
     value = getattr(config, name)
     check(value in choices, f"`{name}` is {value!r}. Expected one of: {', '.join(choices)}.")
 
 
-def check_positive(config: Any, *names: str) -> None:
+def check_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         check(value > 0, f"`{name}` is {value}. Expected more than 0.")
 
 
-def check_finite(config: Any, where: str = "") -> None:
-    """No infinite number, and none that is none: neither is a limit, a price or a reward."""
+def check_finite(config: "DataclassInstance", where: str = "") -> None:
+    """Refuse infinite numbers and NaN: no limit, price or reward can be one."""
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)
         check(
@@ -52,7 +59,7 @@ def check_url(setting: str, url: str | None) -> None:
     check(fault is None, f"`{setting}` holds {fault}.")
     check(
         re.fullmatch(r"https?://\S+", url) is not None and _has_host(url),
-        f"`{setting}` is {url!r}. Expected an address that starts with http:// or https://, a host behind it.",
+        f"`{setting}` is {url!r}. Expected an address that starts with http:// or https://, with a host.",
     )
 
 
@@ -60,12 +67,16 @@ def _has_host(url: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(url)
         return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # no port that is a number, or half of an IPv6 address
+    except ValueError:  # a port that is no number, or half of an IPv6 address
         return False
 
 
-def structure(setting: str, value: Any, kind: type) -> Any:
-    """A setting that is a structure in YAML and its JSON on the command line."""
+def structure(setting: str, value: object, kind: type[Kind]) -> Kind:
+    """The value of a setting that is a list or a mapping: from YAML as it is, from the command line as JSON.
+
+    Raises:
+        `ConfigError`: the text is no JSON, or the value is of another kind.
+    """
     expected = "a mapping" if kind is dict else "a list"
     if isinstance(value, str):
         try:
@@ -74,7 +85,8 @@ def structure(setting: str, value: Any, kind: type) -> Any:
             raise ConfigError(
                 f"`{setting}` is not JSON (column {error.colno}). Expected {expected}, in YAML or as JSON."
             ) from None
-    check(isinstance(value, kind), f"`{setting}` is a {type(value).__name__}. Expected {expected}.")
+    if not isinstance(value, kind):
+        raise ConfigError(f"`{setting}` is a {type(value).__name__}. Expected {expected}.")
     return value
 
 

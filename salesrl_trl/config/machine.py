@@ -1,7 +1,6 @@
-"""What the machine can do: devices, number format, threads.
+"""Device and number format of a run: from the recipe's wish to the machine's abilities.
 
-Owns how a recipe's wish (a number format, a device) becomes what this machine runs, and the sentences that say so.
-Builds no model and starts nothing.
+Owns this decision and the lines that report it. Builds no model and starts nothing.
 """
 
 import os
@@ -13,32 +12,32 @@ from accelerate.utils import str_to_bool
 from salesrl_trl.errors import ConfigError
 
 _OLDEST_WITH_BF16 = (8, 0)
-"""CUDA compute capability: Ampere. Older cards emulate bf16, slower than float32."""
+"""CUDA compute capability of Ampere. Older cards emulate bf16, which is slower than float32."""
 
 
 class Settled(NamedTuple):
-    """Device and precision as this machine runs them."""
+    """Device and precision that this machine will use."""
 
     use_cpu: bool
     bf16: bool
     fp16: bool
     notes: list[str]
-    """What differs from the wish, and why."""
+    """Lines about differences from the wish, with their reasons."""
 
 
 def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
-    """What becomes of a wished device and precision on this machine.
+    """Settle the device and the precision on this machine.
 
-    The result holds for accelerate and DeepSpeed too: what an accelerate configuration says of the precision is
-    replaced by it, in the variables that `accelerate launch` hands to this process.
+    accelerate and DeepSpeed follow the result too: it replaces the precision in the environment variables that
+    `accelerate launch` sets for this process.
 
     Args:
         use_cpu (`bool`):
-            Whether the CPU is wished for. Without a GPU it is taken anyhow.
+            Whether to use the CPU. Without a GPU it is used in any case.
         bf16 (`bool`, *optional*):
-            Whether bf16 mixed precision is wished for. TRL's default, where it is `None`, is bf16 unless `fp16`.
+            Whether to use bf16 mixed precision. `None` is TRL's default: bf16, unless `fp16` is set.
         fp16 (`bool`):
-            Whether fp16 mixed precision is wished for.
+            Whether to use fp16 mixed precision.
 
     Raises:
         `ConfigError`: this node has more processes than GPUs.
@@ -64,7 +63,7 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
 
 def _has_bf16() -> bool:
     if not torch.cuda.is_available() or torch.version.hip is not None:
-        return True  # other makers' chips: transformers checks them
+        return True  # transformers checks the chips of other makers
     return torch.cuda.get_device_capability(_local_rank()) >= _OLDEST_WITH_BF16
 
 
@@ -76,26 +75,26 @@ def _check_processes() -> None:
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
     if processes > gpus:
         raise ConfigError(
-            f"{processes} processes were launched on this node, which has {gpus} GPU{'s' * (gpus > 1)} in sight. "
-            f"Expected a GPU for each. Launch with `--num_processes {gpus}`, or show the run more GPUs "
+            f"{processes} processes were launched on this node, which has {gpus} GPU{'s' * (gpus > 1)} visible. "
+            f"Expected a GPU for each. Launch with `--num_processes {gpus}`, or make more GPUs visible "
             "(CUDA_VISIBLE_DEVICES)."
         )
 
 
 def _hand_to_accelerate(precision: str) -> str | None:
-    """Put the precision where accelerate and DeepSpeed look for it. Returns what stood there."""
+    """Write the precision to the variables of accelerate and DeepSpeed. Returns accelerate's earlier value."""
     told = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if told is not None:
         os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS")
-    if fields is not None:  # DeepSpeed refuses another precision where this list says that the file has named one
+    if fields is not None:  # with `mixed_precision` in this list, DeepSpeed refuses another precision than the file's
         kept = [name for name in fields.split(",") if name != "mixed_precision"]
         os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(kept)
     return told
 
 
 def device_line(device: torch.device, processes: int) -> str:
-    """`2 processes, a NVIDIA H200 (139.8 GiB) each`, or the CPU's cores, threads and memory."""
+    """`2 processes, NVIDIA H200 (140 GiB) each`, or the CPU's cores, threads and memory."""
     several = f"{processes} processes" if processes > 1 else "1 process"
     if device.type == "cpu":
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -108,5 +107,5 @@ def device_line(device: torch.device, processes: int) -> str:
     line = f"{several}, {properties.name} ({properties.total_memory / 2**30:.0f} GiB) each"
     others = torch.cuda.device_count() - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if others > 0:
-        line += f"; {others} more in sight, not used (`--multi_gpu --num_processes N` takes N of them)"
+        line += f"; {others} more visible, not used (`--multi_gpu --num_processes N` takes N of them)"
     return line

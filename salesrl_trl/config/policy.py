@@ -1,4 +1,4 @@
-"""The small policy of a run that names no model. Owns its making; a model that is named is TRL's `ModelConfig`."""
+"""Settings of the small policy, for runs that name no model. TRL's `ModelConfig` has those of a named model."""
 
 from dataclasses import dataclass, field
 
@@ -7,17 +7,17 @@ from salesrl_trl.config.checks import about, check_positive
 
 @dataclass
 class WarmStartConfig:
-    """The small policy that is made on the spot when no `model_name_or_path` is given.
+    """The small policy, which is made at the start of a run without `model_name_or_path`, and cached.
 
     Args:
         warm_start_steps (`int`, *optional*, defaults to `280`):
             Steps of supervised fine-tuning on the demo's draft actions.
         warm_start_seed (`int`, *optional*, defaults to `0`):
-            Seed of its weights and data order. Each seed is cached by itself.
+            Seed of its weights and of its data order. Each seed has a cache entry of its own.
     """
 
-    warm_start_steps: int = field(default=280, metadata=about("SFT steps of the small policy"))
-    warm_start_seed: int = field(default=0, metadata=about("seed of the small policy"))
+    warm_start_steps: int = field(default=280, metadata=about("Steps of supervised fine-tuning of the small policy."))
+    warm_start_seed: int = field(default=0, metadata=about("Seed of the small policy."))
 
     def __post_init__(self) -> None:
         check_positive(self, "warm_start_steps")

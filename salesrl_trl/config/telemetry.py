@@ -1,4 +1,4 @@
-"""What is measured and told of a run: timings, trace, heartbeat, quick evaluations. Owns how often and how much."""
+"""Settings of measurements and evaluations: timings, trace, heartbeat, quick evaluations."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,54 +9,55 @@ from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.names import REWARD
 
 ALL_STEPS = 2**62
-"""More than any run has."""
+"""More steps than any run has."""
 
 
 @dataclass
 class TelemetryConfig:
-    """What is measured and told of a run.
+    """What a run measures and logs, and how often.
 
     Args:
         timing (`bool`, *optional*, defaults to `True`):
-            Measure the phases of each step, throughput and memory. Without it there are no heartbeats and no trace.
+            Whether to measure the phases of each step, throughput and memory. Heartbeats and the trace need it.
         perf_logging_steps (`int`, *optional*, defaults to `1`):
-            Log throughput, utilisation and memory at every so many-th step, over the steps since the last time; takes
-            effect at steps that are logged at all (`logging_steps`).
+            Steps between two logs of throughput, utilisation and memory. Each log covers the steps since the last one.
+            Only steps that `logging_steps` logs count.
         peak_tflops (`float`, *optional*):
-            Dense bf16 peak of one device in TFLOP/s, for utilisation on a chip that the table does not know.
+            Dense bf16 peak of one device in TFLOP/s, for the utilisation of a chip that is not in the package's table.
         trace_steps (`str`, *optional*, defaults to `"1:50"`):
-            Steps that go into `trace.json`: first and last, `"100:"` for all from there on, `""` for no trace. A step
-            that fails goes into a trace whatever its number.
+            First and last step in `trace.json`. `"100:"` means all steps from 100 on, `""` no trace. A step that fails
+            is in a trace whatever its number.
         trace_max_mb (`float`, *optional*, defaults to `64.0`):
-            Largest trace in MB. Spans beyond it are left out.
+            Largest size of the trace in MB. Further spans are left out.
         heartbeat_s (`float`, *optional*, defaults to `10.0`):
-            Tell of a phase that lasts longer, then at every doubling; 0 for never.
+            Print a heartbeat when a phase lasts longer than this, in seconds, then at each doubling; 0 for never.
         quick_eval_steps (`int`, *optional*, defaults to `0`):
-            Evaluate greedily at every so many-th step; 0 for never.
+            Optimizer steps between two quick evaluations, which decode greedily; 0 for none.
         quick_eval_rows (`int`, *optional*, defaults to `16`):
-            Held-out rows of such an evaluation, the same all through the run, spread evenly over the branches.
+            Held-out rows of a quick evaluation, spread evenly over the branches. They stay the same during the run.
         quick_eval_best (`str`, *optional*):
             The figure that selects the best policy, which is kept in `OUTPUT_DIR/best`: `reward` (the mean over all
-            rows), `worst_branch`, a branch (its score), or one of your figures (over all rows, higher is better). Of
-            that branch, or of each branch, at least `min_valid_reward_fraction` must have been scored.
+            rows), `worst_branch`, a branch (its score), or one of your figures (over all rows, higher is better). At
+            least `min_valid_reward_fraction` of that branch, or of each branch, must have a score.
         quick_eval_figures (`list[str]`, *optional*):
-            Figures of your own: dotted paths of classes such as `"my_package.my_module.MyFigure"`.
-            `evaluation.figures.Figure` describes them.
+            Dotted paths of classes for figures of your own, such as `"my_package.my_module.MyFigure"`.
+            `evaluation.figures.Figure` describes such a class.
     """
 
-    timing: bool = field(default=True, metadata=about("measure phases, throughput and memory"))
-    perf_logging_steps: int = field(default=1, metadata=about("log throughput and memory at every so many-th step"))
-    peak_tflops: float | None = field(default=None, metadata=about("bf16 peak of a chip the table does not know"))
-    trace_steps: str = field(default="1:50", metadata=about("steps in trace.json, FIRST:LAST; empty for none"))
-    trace_max_mb: float = field(default=64.0, metadata=about("largest trace.json"))
-    heartbeat_s: float = field(default=10.0, metadata=about("tell of a phase that lasts longer; 0 for never"))
-    quick_eval_steps: int = field(default=0, metadata=about("greedy evaluation at every so many-th step; 0 for never"))
-    quick_eval_rows: int = field(default=16, metadata=about("held-out rows of a quick evaluation"))
+    timing: bool = field(default=True, metadata=about("Measure phases, throughput and memory."))
+    perf_logging_steps: int = field(default=1, metadata=about("Steps between two logs of throughput and memory."))
+    peak_tflops: float | None = field(default=None, metadata=about("Dense bf16 peak of one device, in TFLOP/s."))
+    trace_steps: str = field(default="1:50", metadata=about("Steps in trace.json, FIRST:LAST; empty for none."))
+    trace_max_mb: float = field(default=64.0, metadata=about("Largest trace.json, in MB."))
+    heartbeat_s: float = field(default=10.0, metadata=about("Seconds of a phase before a heartbeat; 0 for never."))
+    quick_eval_steps: int = field(default=0, metadata=about("Steps between two quick evaluations; 0 for none."))
+    quick_eval_rows: int = field(default=16, metadata=about("Held-out rows of a quick evaluation."))
     quick_eval_best: str | None = field(
-        default=None, metadata=about("keep the best policy by: reward, worst_branch, a branch or a figure of your own")
+        default=None,
+        metadata=about("Figure of the best policy: `reward`, `worst_branch`, a branch or one of your own."),
     )
     quick_eval_figures: list[str] = field(
-        default_factory=list, metadata=about("dotted paths of classes: figures of your own in quick evaluations")
+        default_factory=list, metadata=about("Dotted paths of classes for figures of your own.")
     )
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class TelemetryConfig:
         self.quick_eval()
 
     def traced_steps(self) -> range:
-        """`trace_steps` as numbers, counted from 1."""
+        """The steps of `trace_steps`, counted from 1."""
         if not self.trace_steps:
             return range(0)
         match = re.fullmatch(r"(\d+):(\d*)", str(self.trace_steps))

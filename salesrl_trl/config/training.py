@@ -1,4 +1,4 @@
-"""The training itself: branches, their KL, rollouts, vLLM. Owns what is added to TRL's `GRPOConfig`."""
+"""Settings of training: branches, their KL, rollouts, vLLM. Owns the additions to TRL's `GRPOConfig`."""
 
 import os
 from collections.abc import Callable
@@ -7,9 +7,10 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, load_object, structure
+from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
 from salesrl_trl.config.kl import law_of, targets_of
 from salesrl_trl.config.machine import settle
+from salesrl_trl.config.sampling import RESHAPING, load_sampler, reshaping
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget
@@ -20,151 +21,146 @@ from salesrl_trl.rollout.groups import parts
 DEFAULT_BRANCHES = ("fairness", "hallucination")
 SHARED_BY_A_MICRO_BATCH = ("bnpo",)
 """Loss types in which a completion's weight depends on the other completions of its micro-batch."""
-RESHAPING: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0),
-    "repetition_penalty": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None, []),
-    "structured_outputs": (None,),
-}
-"""Sampling parameters beside the temperature that change what is drawn, and the values with which they don't."""
 
 
 @dataclass
 class SalesGRPOConfig(GRPOConfig):
-    """TRL's `GRPOConfig` and what `SalesGRPOTrainer` adds to it.
+    """TRL's `GRPOConfig`, with the settings that `SalesGRPOTrainer` adds.
 
     Args:
         branches (`list[str]`, *optional*, defaults to `["fairness", "hallucination"]`):
-            Branch names a row may carry. Each needs a rubric.
+            Branch names that a row may have. Each needs a rubric.
         branch_kl (`dict`, *optional*):
             Branch to KL coefficient and target band in nats per token, for example
-            `{"fairness": {"beta": 0.1, "low": 0.02, "high": 0.06}}`, optionally with `beta_min` and `beta_max` (when
-            not given, a hundredth and a hundred times `beta`). Without `low` and `high` a coefficient never moves. A
+            `{"fairness": {"beta": 0.1, "low": 0.02, "high": 0.06}}`. `beta_min` and `beta_max` bound the coefficient;
+            they default to a hundredth and a hundred times `beta`. Without `low` and `high` a coefficient is fixed. A
             branch that is not named has the fixed coefficient `beta`. If all coefficients are 0, there is no KL and no
-            reference model is loaded.
+            reference model.
         kl_control (`bool`, *optional*, defaults to `True`):
-            Move the coefficients. If `False`, they stay, and the bands are only watched.
+            Whether to move the coefficients. If not, each branch's KL is still compared with its band in the logs.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
-            `k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html. TRL uses k3. With
-            `use_bias_correction_kl`, k1 and k3 have the KL's gradient on average, and k2 has another one. Without it,
-            k2 has the KL's gradient, and k1 has none.
+            `k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html. TRL has k3. With `use_bias_correction_kl`,
+            k1 and k3 have the KL's gradient on average, and k2 has another one. Without it k2 has the KL's gradient,
+            and k1 has none.
         kl_log_ratio_clamp (`float`, *optional*, defaults to `10.0`):
-            Log-ratio in nats beyond which the penalty continues as a straight line, up to 40. 0 is TRL's own formula,
-            which overflows at 88.
+            Log-ratio in nats, up to 40. Beyond it the penalty is a straight line. 0 is TRL's own formula, which
+            overflows at 88.
         kl_update_steps (`int`, *optional*, defaults to `5`):
-            Optimizer steps over which a branch's KL is measured before its coefficient moves.
+            Optimizer steps in a window: a branch's KL is measured over a window before its coefficient moves.
         kl_cooldown_steps (`int`, *optional*, defaults to `0`):
-            Optimizer steps after a move that are not measured.
+            Optimizer steps after a change that no window includes.
         kl_raise_factor (`float`, *optional*, defaults to `1.15`):
-            Factor for a coefficient whose branch is above its band.
+            Factor of the coefficient of a branch above its band.
         kl_lower_factor (`float`, *optional*, defaults to `0.85`):
-            Factor for a coefficient whose branch is below its band.
+            Factor of the coefficient of a branch below its band.
         kl_recentre (`float`, *optional*, defaults to `0.5`):
-            Share of such a step that is taken inside the band, at its edges. Towards the centre it gets less. 0 for no
-            step inside the band.
+            Share of such a step at the edges inside the band. It decreases to 0 at the centre. 0 for no such steps.
         kl_trend_windows (`float`, *optional*, defaults to `2.0`):
-            A coefficient stays if the KL, with the trend of the last window, is back in the band within this many
-            windows. 0 moves it at once.
+            Windows by which the trend of the KL is extended. A coefficient stays if the KL will then be back in its
+            band. 0 to act at once.
         kl_law (`str`, *optional*):
-            Dotted path of a class that moves the coefficients in place of the packaged law, for example
-            `"my_package.laws.MyLaw"`; `kl.law.KLLaw` describes it. Such a law has none of the four settings above.
+            Dotted path of a class that moves the coefficients instead of the packaged law, for example
+            `"my_package.laws.MyLaw"`. `kl.law.KLLaw` describes such a class. The four settings above do not apply.
         kl_law_settings (`dict`, *optional*):
             Keyword arguments of that class.
         hybrid_reference_weight (`float`, *optional*, defaults to `0.0`):
-            w in [0, 1]: a group's baseline is (1 - w) times its mean reward plus w times the reward of the frozen 32B
-            endpoint's answer. 0 is GRPO. A group without such a reward has w = 0 and is counted.
-        vllm_enforce_eager (`bool`, *optional*):
-            Start vLLM without compilation and CUDA graphs: starts fast, generates two to three times slower on a GPU.
-            When not given, so on a CPU, where compilation takes 20 s or more, and not on a GPU.
-        vllm_load_format (`str`, *optional*, defaults to `"auto"`):
-            `dummy` starts vLLM with random weights; the trainer pushes its own before the first generation. A server
-            has its own, and its own arguments.
-        vllm_dtype (`str`, *optional*, defaults to `"auto"`):
-            vLLM's number format; `auto` takes the one training runs in.
-        vllm_engine_kwargs (`str`, *optional*, defaults to `"{}"`):
-            Further `vllm.LLM` arguments as a JSON object. They win over TRL's.
-        max_sampling_logp_difference (`float`, *optional*, defaults to `0.5`):
-            Mean absolute difference in nats between vLLM's and the trainer's log-probs of the first batch above which
-            the run stops: vLLM then samples from other weights than the ones in training. Around 0.002 in float32 and
-            0.01 in bf16 when all is well. Without vLLM there is nothing to compare.
-        min_changed_weights (`float`, *optional*, defaults to `0.5`):
-            Share of the trainable weights with a gradient below which the first step that moves the policy is warned
-            of: updates are then lost to the weights' number format. Float32 weights reach 0.99 and more.
-        min_valid_reward_fraction (`float`, *optional*, defaults to `0.5`):
-            A generation batch of which fewer completions could be scored is skipped: it does not move the policy.
-        max_skipped_generations (`int`, *optional*, defaults to `3`):
-            After so many skipped in a row the run saves a checkpoint and stops with the reason.
+            w in [0, 1]. A group's baseline is (1 - w) times its mean reward, plus w times the reward of the 32B
+            endpoint's answer. 0 is GRPO. A group without a reference has w = 0, and is counted.
         sampler (`str`, *optional*):
-            Dotted path of a class that generates in place of TRL's engines. `salesrl_trl.generation.sampler.Sampler`
-            describes it. With `use_vllm: false`.
+            Dotted path of a class that generates instead of TRL's engines, with `use_vllm: false`.
+            `salesrl_trl.generation.sampler.Sampler` describes such a class.
+        vllm_enforce_eager (`bool`, *optional*):
+            Whether to start vLLM without compilation and CUDA graphs. It then starts faster and generates two to three
+            times slower on a GPU. Defaults to `True` on a CPU, where compilation takes 20 s or more, and to `False` on
+            a GPU.
+        vllm_load_format (`str`, *optional*, defaults to `"auto"`):
+            `dummy` starts vLLM with random weights. The trainer pushes its own before the first generation. A vLLM
+            server has its own setting.
+        vllm_dtype (`str`, *optional*, defaults to `"auto"`):
+            vLLM's number format. `auto` is the format that training computes in.
+        vllm_engine_kwargs (`str`, *optional*, defaults to `"{}"`):
+            Further `vllm.LLM` arguments as a JSON object. They replace TRL's.
+        max_sampling_logp_difference (`float`, *optional*, defaults to `0.5`):
+            Largest mean absolute difference between vLLM's and the trainer's log-probs of the first batch, in nats.
+            Above it the run stops, because vLLM samples from other weights than the trainer's. The usual difference is
+            0.002 in float32 and 0.01 in bf16. Without vLLM nothing is compared.
+        min_changed_weights (`float`, *optional*, defaults to `0.5`):
+            Smallest share of changed weights, among those with a gradient, in the first step that moves the policy.
+            Below it the run warns, because updates are lost to the number format. Float32 weights reach 0.99 and more.
+        min_valid_reward_fraction (`float`, *optional*, defaults to `0.5`):
+            Smallest share of scored completions in a generation batch. A batch below it does not move the policy.
+        max_skipped_generations (`int`, *optional*, defaults to `3`):
+            Skipped batches in a row after which the run saves a checkpoint and stops with the reason.
         rollout_lookahead (`int`, *optional*, defaults to `0`):
-            Optimizer steps that rollouts may be ahead of the one in training: those of so many later steps are
-            generated, and are being scored, meanwhile. 0 is on-policy, with TRL's own results. More hides slow rewards
-            and costs staleness of at most so many steps, which importance ratios correct: those of vLLM's sampling
-            log-probs, or without vLLM the ratio of the clipped loss.
+            Optimizer steps that rollouts may be ahead of training. Rollouts of so many later steps are generated and
+            scored meanwhile. 0 is on-policy, with TRL's own results. A higher number hides slow rewards, and the
+            rollouts' weights are up to so many steps old. Importance ratios correct for that, from vLLM's log-probs,
+            or without vLLM as the ratio of the clipped loss.
         scored_groups_first (`bool`, *optional*, defaults to `True`):
-            While rewards are still out, train on the micro-batches whose groups are scored. The same update but for
-            the order of its micro-batches and of completions within them; not done where a loss depends on those.
+            Whether to train on micro-batches with scored groups while other rewards are still missing. The update is
+            the same; only the order of its micro-batches, and of the completions in them, differs. It is switched off
+            for losses that depend on this order.
         references_ahead (`bool`, *optional*, defaults to `True`):
-            Ask the 32B endpoint for the reference answers of a step's rows one step before its completions are there.
+            Whether to ask the 32B endpoint for a step's reference answers one step before its completions exist.
         allow_changed_resume (`bool`, *optional*, defaults to `False`):
-            Go on also from a checkpoint that other rows, branches, first weights or another order of prompts have
-            made. Prompts may then come twice or not at all.
+            Whether to resume a checkpoint of other rows, branches, first weights or another order of prompts. Prompts
+            may then come twice or not at all.
         held_out_eval (`bool`, *optional*, defaults to `True`):
-            Evaluate on the held-out rows before the first step, and in the recipes after the last one.
+            Whether to evaluate on the held-out rows before the first step. The recipes also do so after the last one.
     """
 
-    branches: list[str] = field(default_factory=lambda: list(DEFAULT_BRANCHES), metadata=about("branch names"))
+    branches: list[str] = field(default_factory=lambda: list(DEFAULT_BRANCHES), metadata=about("Names of branches."))
     branch_kl: dict[str, Any] | str | None = field(
-        default=None, metadata=about("branch to KL coefficient and band; `beta` for all if not given")
+        default=None, metadata=about("Branch to KL coefficient and band (nats per token); default: `beta` for all.")
     )
-    kl_control: bool = field(default=True, metadata=about("let the coefficients follow their branches' KL"))
-    kl_estimator: str = field(default="k3", metadata=about("k1, k2 or k3"))
-    kl_log_ratio_clamp: float = field(default=10.0, metadata=about("nats; 0 for no clamp"))
-    kl_update_steps: int = field(default=5, metadata=about("optimizer steps in a window of the KL"))
-    kl_cooldown_steps: int = field(default=0, metadata=about("unmeasured optimizer steps after a move"))
-    kl_raise_factor: float = field(default=1.15, metadata=about("factor for a coefficient above its band"))
-    kl_lower_factor: float = field(default=0.85, metadata=about("factor for a coefficient below its band"))
-    kl_recentre: float = field(default=0.5, metadata=about("share of a step taken inside the band"))
-    kl_trend_windows: float = field(default=2.0, metadata=about("windows by which the KL's trend is extended"))
-    kl_law: str | None = field(default=None, metadata=about("dotted path of a KL law of your own"))
-    kl_law_settings: dict[str, Any] | str | None = field(default=None, metadata=about("keyword arguments of `kl_law`"))
-    hybrid_reference_weight: float = field(default=0.0, metadata=about("the 32B reference's share of the baseline"))
-    vllm_enforce_eager: bool | None = field(default=None, metadata=about("no compilation, no CUDA graphs"))
-    vllm_load_format: str = field(default="auto", metadata=about("auto, or dummy for a fast start"))
-    vllm_dtype: str = field(default="auto", metadata=about("vLLM's number format"))
-    vllm_engine_kwargs: str = field(default="{}", metadata=about("further vllm.LLM arguments, a JSON object"))
-    max_sampling_logp_difference: float = field(default=0.5, metadata=about("nats; above it the first step stops"))
-    min_changed_weights: float = field(default=0.5, metadata=about("share below which a first step is warned of"))
-    min_valid_reward_fraction: float = field(default=0.5, metadata=about("below it a generation batch is skipped"))
-    max_skipped_generations: int = field(default=3, metadata=about("so many skipped in a row end the run"))
-    sampler: str | None = field(default=None, metadata=about("dotted path of another generation engine's class"))
-    rollout_lookahead: int = field(default=0, metadata=about("optimizer steps that rollouts may be ahead"))
-    scored_groups_first: bool = field(default=True, metadata=about("train on what is scored while the rest is out"))
-    references_ahead: bool = field(default=True, metadata=about("ask for reference answers one step ahead"))
-    allow_changed_resume: bool = field(
-        default=False, metadata=about("go on from a checkpoint of other rows or branches")
+    kl_control: bool = field(default=True, metadata=about("Move each coefficient so that the KL stays in its band."))
+    kl_estimator: str = field(default="k3", metadata=about("Estimator of the KL: `k1`, `k2` or `k3`."))
+    kl_log_ratio_clamp: float = field(default=10.0, metadata=about("Clamp of the log-ratio, in nats; 0 for none."))
+    kl_update_steps: int = field(default=5, metadata=about("Optimizer steps in a window of the KL."))
+    kl_cooldown_steps: int = field(default=0, metadata=about("Optimizer steps after a change outside any window."))
+    kl_raise_factor: float = field(default=1.15, metadata=about("Factor of a coefficient above its band."))
+    kl_lower_factor: float = field(default=0.85, metadata=about("Factor of a coefficient below its band."))
+    kl_recentre: float = field(default=0.5, metadata=about("Share of a step taken inside the band."))
+    kl_trend_windows: float = field(default=2.0, metadata=about("Windows by which the KL's trend is extended."))
+    kl_law: str | None = field(default=None, metadata=about("Dotted path of a KL law of your own."))
+    kl_law_settings: dict[str, Any] | str | None = field(
+        default=None, metadata=about("Keyword arguments of `kl_law`.")
     )
-    held_out_eval: bool = field(default=True, metadata=about("evaluate before and after training"))
+    hybrid_reference_weight: float = field(default=0.0, metadata=about("The 32B reference's share of the baseline."))
+    sampler: str | None = field(default=None, metadata=about("Dotted path of a generation engine of your own."))
+    vllm_enforce_eager: bool | None = field(default=None, metadata=about("No compilation and no CUDA graphs."))
+    vllm_load_format: str = field(default="auto", metadata=about("`auto`, or `dummy` for a fast start."))
+    vllm_dtype: str = field(default="auto", metadata=about("vLLM's number format."))
+    vllm_engine_kwargs: str = field(default="{}", metadata=about("Further vllm.LLM arguments, as a JSON object."))
+    max_sampling_logp_difference: float = field(
+        default=0.5, metadata=about("Largest difference of vLLM's log-probs in the first step, in nats.")
+    )
+    min_changed_weights: float = field(
+        default=0.5, metadata=about("Share of changed weights below which a run warns.")
+    )
+    min_valid_reward_fraction: float = field(
+        default=0.5, metadata=about("Share of scored completions below which a generation batch is skipped.")
+    )
+    max_skipped_generations: int = field(default=3, metadata=about("Skipped batches in a row that stop the run."))
+    rollout_lookahead: int = field(default=0, metadata=about("Optimizer steps that rollouts may be ahead."))
+    scored_groups_first: bool = field(
+        default=True, metadata=about("Train on scored groups while other rewards are missing.")
+    )
+    references_ahead: bool = field(default=True, metadata=about("Ask for reference answers one step ahead."))
+    allow_changed_resume: bool = field(default=False, metadata=about("Resume a checkpoint of other rows or branches."))
+    held_out_eval: bool = field(default=True, metadata=about("Evaluate before and after training."))
 
     def __post_init__(self) -> None:
         check(
             len(self.branches) > 0 and len(set(self.branches)) == len(self.branches),
-            f"`branches` is {self.branches}. Expected at least one name, each once.",
+            f"`branches` is {self.branches}. Expected at least one name, and each name once.",
         )
         self._check_groups()
         self.eval_on_start: bool = self.eval_on_start or self.held_out_eval
         args: Any = self  # these fields are transformers'
         args.use_cpu, args.bf16, args.fp16, self.machine_notes = settle(args.use_cpu, args.bf16, args.fp16)
         super().__post_init__()
-        # One process trains on one GPU: with several in sight transformers would split batches by DataParallel.
+        # One process trains on one GPU. With several visible, transformers would split batches by DataParallel.
         self._n_gpu: int = min(self._n_gpu, 1)
         check(
             0 <= self.min_valid_reward_fraction <= 1,
@@ -187,18 +183,18 @@ class SalesGRPOConfig(GRPOConfig):
 
     def _check_lookahead(self) -> None:
         ahead = self.rollout_lookahead
-        check(ahead >= 0, f"`rollout_lookahead` is {ahead}. Expected 0, or optimizer steps to be ahead.")
+        check(ahead >= 0, f"`rollout_lookahead` is {ahead}. Expected a number of optimizer steps, 0 or more.")
         check(
             ahead == 0 or not self.use_vllm or self.vllm_importance_sampling_correction,
             f"`rollout_lookahead` is {ahead} with `vllm_importance_sampling_correction: false`: nothing would correct "
-            "for rollouts of earlier weights. Expected the correction, or a lookahead of 0.",
+            "for rollouts of earlier weights. Expected the correction, or a lookahead of 0. Set one of them.",
         )
 
     def _check_sampling(self) -> None:
         temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)
         check(
             temperature == self.temperature,
-            f"`generation_kwargs` has the temperature {temperature}, and log-probs are taken at `temperature: "
+            f"`generation_kwargs` has the temperature {temperature}, but log-probs are computed at `temperature: "
             f"{self.temperature}`. Expected one temperature: set `temperature` alone.",
         )
         if not self.use_vllm or not self.compares_with_sampler():
@@ -215,10 +211,13 @@ class SalesGRPOConfig(GRPOConfig):
         )
         check(
             not reshaped or not (self.rollout_lookahead or sequences),
-            f"completions are sampled with {reshaped}: vLLM's log-probs are of what that leaves, the trainer's of the "
-            "whole vocabulary, so that the ratio of both corrects for nothing "
-            + ("that `rollout_lookahead` makes stale" if self.rollout_lookahead else "")
-            + ("and, multiplied over a completion, leaves little of its loss" if not self.rollout_lookahead else "")
+            f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, the "
+            "trainer's those of the whole vocabulary, so their ratio "
+            + (
+                "does not correct for `rollout_lookahead`"
+                if self.rollout_lookahead
+                else "is wrong, and multiplied over a completion it leaves little of the loss"
+            )
             + ". Expected sampling by `temperature` alone, or `rollout_lookahead: 0` with "
             "`vllm_importance_sampling_correction: false`.",
         )
@@ -228,20 +227,19 @@ class SalesGRPOConfig(GRPOConfig):
         return bool(self.vllm_importance_sampling_correction) or self.off_policy_mask_threshold is not None
 
     def reshaped_sampling(self) -> list[str]:
-        """Settings by which completions are drawn from another distribution than softmax(logits / temperature)."""
+        """Settings that make the distribution of tokens another one than softmax(logits / temperature)."""
         extra = self.generation_kwargs or {}
-        given = {name: extra.get(name, getattr(self, name, None)) for name in RESHAPING}
-        named = [f"`{name}: {value}`" for name, value in given.items() if value not in RESHAPING[name]]
+        named = reshaping({name: extra.get(name, getattr(self, name, None)) for name in RESHAPING})
         return named + ["`vllm_structured_outputs_regex`"] * bool(self.vllm_structured_outputs_regex)
 
     def sampling_warnings(self) -> list[str]:
-        """What these settings take out of the loss, or weigh otherwise than a reader may expect."""
+        """Warnings about tokens that these settings leave out of the loss, or weigh in an unexpected way."""
         warnings = []
         if self.rollout_lookahead and self.use_vllm and self.vllm_importance_sampling_mode.endswith("_mask"):
             warnings.append(
                 f"`rollout_lookahead` is {self.rollout_lookahead} with `vllm_importance_sampling_mode: "
-                f"{self.vllm_importance_sampling_mode}`, which takes tokens out of the loss that the policy has moved "
-                f"away from: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
+                f"{self.vllm_importance_sampling_mode}`, which leaves out of the loss the tokens that the "
+                f"policy has moved away from: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
             )
         reshaped = ", ".join(self.reshaped_sampling())
         if self.use_vllm and reshaped and self.compares_with_sampler():
@@ -253,16 +251,16 @@ class SalesGRPOConfig(GRPOConfig):
         return warnings
 
     def why_not_divisible(self, entropy_bonus: bool, aux_loss: bool) -> str | None:
-        """What makes an update depend on which of its completions share a micro-batch, or on their order.
+        """The first reason for which an update depends on the micro-batches of its completions, or on their order.
 
         Args:
             entropy_bonus (`bool`):
-                Whether the loss has one.
+                Whether the loss has an entropy bonus.
             aux_loss (`bool`):
                 Whether the loss has the auxiliary loss of a mixture's router.
 
         Returns:
-            `str`: the first hindrance; `None` if there is none.
+            `str`: the reason; `None` if there is none.
         """
         size = self.per_device_train_batch_size
         places = parts(size * self.steps_per_generation, size, self.num_generations)
@@ -289,19 +287,12 @@ class SalesGRPOConfig(GRPOConfig):
         """The generation engine that `sampler` names, if any."""
         if self.sampler is None:
             return None
-        sampler: Callable[[Any], Any] = load_object(self.sampler, "sampler")
-        lacking = [name for name in ("start", "greedily") if not callable(getattr(sampler, name, None))]
-        check(
-            not lacking,
-            f"`sampler` is {self.sampler!r}, which has no {' and no '.join(f'`{name}`' for name in lacking)}. "
-            "Expected a class with the methods of `salesrl_trl.generation.sampler.Sampler`.",
-        )
         check(
             not self.use_vllm,
             "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
             "`use_vllm: false`.",
         )
-        return sampler
+        return load_sampler(self.sampler)
 
     def _check_kl(self) -> None:
         check_choice(self, "kl_estimator", ESTIMATORS)
@@ -320,7 +311,7 @@ class SalesGRPOConfig(GRPOConfig):
         )
         check(
             self.kl_estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
-            "`kl_estimator: k1` with `use_bias_correction_kl: false` pulls nowhere: its gradient is zero on average. "
+            "`kl_estimator: k1` with `use_bias_correction_kl: false` has no effect: its gradient is zero on average. "
             "Expected the correction, or k2 or k3.",
         )
         self.kl_control_law()
@@ -343,11 +334,11 @@ class SalesGRPOConfig(GRPOConfig):
         return law if self.kl_control else None
 
     def kl_windows(self) -> WindowSettings:
-        """Over which optimizer steps a branch's KL is measured before its coefficient moves."""
+        """The windows in which a branch's KL is measured."""
         return WindowSettings(update_steps=self.kl_update_steps, cooldown_steps=self.kl_cooldown_steps)
 
     def kl_penalty(self) -> PenaltySettings:
-        """How a token's KL is estimated and weighed."""
+        """The estimator of a token's KL, and its weight in the loss."""
         return PenaltySettings(
             estimator=self.kl_estimator,
             clamp=self.kl_log_ratio_clamp,
@@ -358,10 +349,10 @@ class SalesGRPOConfig(GRPOConfig):
 
     def parsed_engine_kwargs(self) -> dict[str, Any]:
         """`vllm_engine_kwargs` as Python values."""
-        return structure("vllm_engine_kwargs", self.vllm_engine_kwargs, dict)  # type: ignore[no-any-return]
+        return structure("vllm_engine_kwargs", self.vllm_engine_kwargs, dict)
 
     def _check_groups(self) -> None:
-        """TRL checks this too, but only after it has touched the devices, and without saying what to do."""
+        """TRL checks this too, but later, after it has touched the devices, and without advice."""
         check(
             self.num_generations >= 2,
             f"`num_generations` is {self.num_generations}. Expected at least 2: GRPO compares a prompt's completions.",
@@ -369,7 +360,7 @@ class SalesGRPOConfig(GRPOConfig):
         if self.generation_batch_size is not None:
             return
         steps = self.steps_per_generation or self.gradient_accumulation_steps
-        processes = int(os.environ.get("WORLD_SIZE", "1"))  # transformers sets its own up only after this check
+        processes = int(os.environ.get("WORLD_SIZE", "1"))  # transformers' own number is set later
         batch = self.per_device_train_batch_size * processes * steps
         check(
             batch % self.num_generations == 0,

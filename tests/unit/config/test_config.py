@@ -28,7 +28,7 @@ def test_the_defaults_work():
         ({"num_generations": 3}, r"holds 8 completions \(8 per device x 1 processes x 1 steps\), which .* 3 does not"),
         ({"num_generations": 1}, "`num_generations` is 1. Expected at least 2"),
         ({"branches": []}, "Expected at least one name"),
-        ({"branches": ["a", "a"]}, "each once"),
+        ({"branches": ["a", "a"]}, "each name once"),
         ({"min_valid_reward_fraction": 1.5}, "Expected 0 to 1"),
         ({"max_skipped_generations": 0}, "Expected more than 0"),
         ({"max_sampling_logp_difference": 0.0}, "Expected more than 0"),
@@ -57,7 +57,7 @@ def test_the_defaults_work():
             "`beta` has no effect",
         ),
         ({"min_changed_weights": 1.5}, "`min_changed_weights` is 1.5. Expected 0 to 1"),
-        ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, and log-probs are taken at .* 1.0"),
+        ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, but log-probs are computed at .* 1.0"),
         (
             {"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'},
             "has the logprobs_mode 'raw_logprobs'",
@@ -136,7 +136,7 @@ BY_TOKENS = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"
 def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(given):
     """TRL compares log-probs over the whole vocabulary with vLLM's over what is left of it."""
     assert training(**BY_TOKENS, **given).reshaped_sampling()  # told, and no more
-    with pytest.raises(ConfigError, match="`rollout_lookahead` makes stale"):
+    with pytest.raises(ConfigError, match="does not correct for `rollout_lookahead`"):
         training(**BY_TOKENS, **given, rollout_lookahead=1)
     with pytest.raises(ConfigError, match="multiplied over a completion"):  # 0.9 a token is 7e-10 over 200 of them
         training(use_vllm=True, vllm_importance_sampling_mode="sequence_mask", **given)
@@ -166,7 +166,7 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
         (DataConfig, {"max_eval_rows": -1}, "Expected at least 1"),
         (RewardConfig, {"rag_score_threshold": 2.0}, "Expected 0 to 1"),
         (RewardConfig, {"action_fields": []}, "Expected at least one name"),
-        (RewardConfig, {"action_fields": ["a", "a"]}, "each once"),
+        (RewardConfig, {"action_fields": ["a", "a"]}, "each name once"),
         (RewardConfig, {"action_fields": ["query", "top_k"]}, "names top_k. Expected letters"),
         (RewardConfig, {"action_fields": ["my query"]}, "names my query. Expected letters"),
         (RewardConfig, {"query_field": "query"}, "Expected one of `action_fields`: user_profile, rewritten_query"),

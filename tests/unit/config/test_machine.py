@@ -79,7 +79,7 @@ def test_accelerates_precision_becomes_the_recipes(gpus, monkeypatch, told, wish
 def test_more_processes_than_gpus_are_refused_before_cuda_is(gpus, monkeypatch):
     gpus(1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 processes were launched on this node, which has 1 GPU in sight"):
+    with pytest.raises(ConfigError, match="2 processes were launched on this node, which has 1 GPU visible"):
         settle(False, True, False)
 
 

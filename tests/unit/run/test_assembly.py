@@ -395,8 +395,8 @@ def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(config, serv
         ({"rag_base_url": "user:hunter2@127.0.0.1"}, "holds credentials"),
         ({"rag_base_url": "http://127.0.0.1/rag?key=hunter2"}, "holds credentials or a query"),
         ({"judge_base_url": "127.0.0.1/v1#hunter2"}, "holds credentials or a query"),
-        ({"rag_base_url": "http://"}, "a host behind it"),
-        ({"rag_base_url": "http://rag:http"}, "a host behind it"),
+        ({"rag_base_url": "http://"}, "with a host"),
+        ({"rag_base_url": "http://rag:http"}, "with a host"),
     ],
     ids=str,
 )

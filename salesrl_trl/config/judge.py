@@ -1,0 +1,75 @@
+"""Settings of one judge among several."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from salesrl_trl.config.checks import check, check_finite, check_url
+from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
+
+
+@dataclass(kw_only=True)
+class JudgeProviderConfig:
+    """One entry of `judge_providers`.
+
+    Args:
+        name (`str`):
+            Name of the provider in metrics, logs and reason codes.
+        base_url (`str`):
+            OpenAI-style address, `/v1` included.
+        model (`str`):
+            Name of the model.
+        api_key_env (`str`, *optional*):
+            Name of the environment variable that holds the key.
+        weight (`float`, *optional*, defaults to `1.0`):
+            Share of the verdicts, relative to the other providers' weights. 0 for a provider that is only a fallback.
+        max_concurrency (`int`, *optional*):
+            Most calls in flight, of all processes together. Defaults to `judge_max_concurrency`.
+        timeout_s (`float`, *optional*):
+            Seconds that one attempt may take. Defaults to `judge_timeout_s`.
+        response_format (`str`, *optional*, defaults to `"auto"`):
+            `json_schema` enforces the verdict's schema. `text` describes it in the prompt. `auto` tries the first and
+            falls back to the second.
+        temperature (`float`, *optional*, defaults to `0.0`):
+            Sampling temperature. `null` for models that accept none.
+        max_completion_tokens (`int`, *optional*, defaults to `512`):
+            Most tokens of the verdict, a reasoning model's thoughts included.
+        extra_body (`dict`, *optional*):
+            Further fields of every request, for example `{"chat_template_kwargs": {"enable_thinking": false}}`.
+        usd_per_million_prompt_tokens (`float`, *optional*, defaults to `0.0`):
+            Price in US dollars, for the cost metrics.
+        usd_per_million_completion_tokens (`float`, *optional*, defaults to `0.0`):
+            Price in US dollars, for the cost metrics.
+    """
+
+    name: str
+    base_url: str
+    model: str
+    api_key_env: str | None = None
+    weight: float = 1.0
+    max_concurrency: int | None = None
+    timeout_s: float | None = None
+    response_format: str = "auto"
+    temperature: float | None = 0.0
+    max_completion_tokens: int = 512
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    usd_per_million_prompt_tokens: float = 0.0
+    usd_per_million_completion_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        where = f"judge_providers[{self.name}]"
+        check(
+            bool(re.fullmatch(r"[A-Za-z0-9_-]+", str(self.name))),
+            f"a provider of `judge_providers` is named {self.name!r}. Expected letters, digits, - and _.",
+        )
+        check_finite(self, f"{where}.")
+        check_url(f"{where}.base_url", self.base_url)
+        check(self.weight >= 0, f"`{where}.weight` is {self.weight}. Expected 0 or more.")
+        check(
+            self.response_format in RESPONSE_FORMATS,
+            f"`{where}.response_format` is {self.response_format!r}. Expected one of: {', '.join(RESPONSE_FORMATS)}.",
+        )
+        check(isinstance(self.extra_body, dict), f"`{where}.extra_body` is no mapping. Expected fields of a request.")
+        for name in ("max_concurrency", "timeout_s", "max_completion_tokens"):
+            value = getattr(self, name)
+            check(value is None or value > 0, f"`{where}.{name}` is {value}. Expected more than 0.")

@@ -1,0 +1,42 @@
+"""The sampling settings: parameters that reshape the distribution of tokens, and a generation engine of the user's."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from salesrl_trl.config.checks import check, load_object
+
+RESHAPING: dict[str, tuple[object, ...]] = {
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "structured_outputs": (None,),
+}
+"""Sampling parameters that reshape the distribution of tokens, and the values with which they do not."""
+
+
+def reshaping(parameters: Mapping[str, object]) -> list[str]:
+    """The parameters that reshape the distribution, such as `"`top_p: 0.9`"`."""
+    return [f"`{name}: {value}`" for name, value in parameters.items() if value not in RESHAPING[name]]
+
+
+def load_sampler(path: str) -> Callable[[Any], Any]:
+    """The class that the setting `sampler` names.
+
+    Raises:
+        `ConfigError`: there is no such class, or it lacks a method.
+    """
+    sampler: Callable[[Any], Any] = load_object(path, "sampler")
+    lacking = [name for name in ("start", "greedily") if not callable(getattr(sampler, name, None))]
+    check(
+        not lacking,
+        f"`sampler` is {path!r}, which has no {' and no '.join(f'`{name}`' for name in lacking)}. "
+        "Expected a class with the methods of `salesrl_trl.generation.sampler.Sampler`.",
+    )
+    return sampler
