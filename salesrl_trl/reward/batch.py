@@ -1,8 +1,7 @@
 """The rewards of a batch while they come in: started one by one, awaited together or group by group.
 
-Owns the tasks of a batch, the time each may take, what is told of it, and the reward function that TRL calls. What a
-single completion goes through is the chain's. All methods of a batch but the ones that say otherwise belong to the
-event loop's thread.
+Owns the tasks of a batch, the time that each may take, and the report of a batch. How a single completion is scored is
+the reward's (`base`). A method that does not say otherwise belongs to the event loop's thread.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 1.0
-"""What a cancelled call is given to end. One that does not is left behind: the step goes on."""
+"""Patience with a call that was cancelled. One that goes on longer is left behind, and the step goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +53,7 @@ class BatchReport:
 
 
 NOTHING_SCORED = BatchReport(seconds=0.0, judge_seconds=0.0)
+"""The report where there was no batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +78,8 @@ Chain = Callable[[int, str, Stages], Awaitable[Reward]]
 class RewardBatch:
     """The rewards of one batch while they come in.
 
-    Each completion has `deadline_s` from the moment it is started; what is not scored by then is cancelled and
-    missing, reason `"deadline"`. So a batch takes at most `deadline_s` from its last start.
+    Each completion has `deadline_s` from the moment it is started. One that is not scored by then is cancelled, and
+    missing with the reason `"deadline"`. So a batch takes at most `deadline_s` from its last start.
 
     Args:
         rows (`Sequence[int]`):
@@ -91,7 +91,7 @@ class RewardBatch:
         deadline_s (`float`):
             Seconds a completion may take.
         lane (`int`, *optional*, defaults to `0`):
-            Among batches that are in flight together: each is drawn on tracks of its own.
+            Number among the batches in flight. Each lane has tracks of its own in the trace.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RewardBatch:
         self.lane = lane
         self.rows = tuple(rows)
         self.rewards: list[Reward | None] = [None] * len(self.rows)
-        """What has come in, by place. May be read from any thread."""
+        """The rewards so far, by place. May be read from any thread."""
         self.times = TimeRange()
         """From the first start to the last reward so far."""
         self.waits: list[tuple[float, float]] = []
@@ -133,10 +133,10 @@ class RewardBatch:
         return all(reward is not None for reward in rewards)
 
     def start(self, place: int, completion: str) -> None:
-        """Begin to score the completion at `place`; nothing more where this very text is under way or scored."""
+        """Begin to score the completion at `place`. Does nothing where this very text is under way or scored."""
         if self._texts[place] == completion:
             return
-        if self._texts[place] is not None:  # another text than the one streamed: that one's score says nothing
+        if self._texts[place] is not None:  # of another text than the streamed one the score says nothing
             self._drop(place)
             self.stages[place] = self._stages_of(place)
         self._texts[place] = completion
@@ -154,7 +154,12 @@ class RewardBatch:
         self._timers[place] = loop.call_later(self._deadline_s, self._overdue, place)
 
     def start_all(self, completions: Sequence[Any]) -> None:
-        """Begin to score what is not yet: texts, or TRL's conversational form, one for each place."""
+        """Begin to score all completions that are not scored yet.
+
+        Args:
+            completions (`Sequence`):
+                One for each place: texts, or TRL's conversational form.
+        """
         for place, completion in zip(range(len(self)), completions, strict=True):
             self.start(place, completion_text(completion))
 
@@ -184,7 +189,7 @@ class RewardBatch:
                 self._settle(place, missing(Outcome.INFRA, reason, self.stages[place].seconds))
 
     def cancel(self) -> None:
-        """Cancel what is under way, without a reward for it, and whoever waits for one."""
+        """Cancel what is under way, and the call that waits for it. No reward is set."""
         for place in list(self._chains):
             self._drop(place)
         if self._changed is not None:
@@ -195,7 +200,7 @@ class RewardBatch:
         return [stage for stages in self.stages for stage in stages.under_way]
 
     def report(self) -> BatchReport:
-        """When everything was; what services did is for those who know them to add."""
+        """The batch's times. A reward with services adds what these did (`BatchedReward.drained`)."""
         spans = [span for stages in self.stages for span in stages.spans]
         return BatchReport(
             seconds=self.times.seconds,
@@ -206,7 +211,7 @@ class RewardBatch:
         )
 
     def spans_so_far(self) -> list[Span]:
-        """Every stage that is over, and as failed what is not. From any thread."""
+        """Stages that are over, and as failed those that are not. From any thread."""
         return [span for stages in self.stages for span in stages.so_far()]
 
     def _ended(self, place: int, chain: "asyncio.Task[Reward]") -> None:
@@ -222,7 +227,7 @@ class RewardBatch:
         self._settle_late(place, chain)
 
     def _overdue(self, place: int) -> None:
-        """The time is up: cancel, and go on without it when that takes effect, or does not."""
+        """The time of a completion is up: cancel it. It is missing when it has ended, or after `CANCEL_GRACE_S`."""
         del self._timers[place]
         chain = self._chains[place]
         chain.cancel()
@@ -244,7 +249,7 @@ class RewardBatch:
         return Stages(f"reward {place} ahead {self.lane}" if self.lane else f"reward {place}")
 
     def _drop(self, place: int) -> None:
-        """Forget what is known of a place, and cancel what is under way for it."""
+        """Cancel what is under way for a place, and forget its text and its reward."""
         chain = self._chains.get(place)
         self._forget(place)
         if chain is not None:

@@ -17,9 +17,10 @@ from typing import TypeAlias, TypeVar
 
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
+from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.base import BatchedReward, RewardNames
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport
-from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
+from salesrl_trl.reward.cache import Memo, cache_key
 from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json

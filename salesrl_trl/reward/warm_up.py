@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.clocked import clocked
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.rag.answers import RagAnswers

@@ -15,7 +15,7 @@ from salesrl_trl.config import JudgeProviderConfig, RewardConfig, SalesGRPOConfi
 from salesrl_trl.demo.policy import cache_dir
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.client import JudgeClient
 from salesrl_trl.reward.judge.provider import JudgeProvider

@@ -6,7 +6,8 @@ backend's, how answers are kept is the cache's.
 
 from typing import Any
 
-from salesrl_trl.reward.cache import AnswerStore, Memo, cache_key
+from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.reward.cache import Memo, cache_key
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.reward.rag.checks import check_8b, check_32b, check_kept_8b, check_kept_32b, check_passages
 from salesrl_trl.reward.rag.client import RagBackend, answer_from_json, answer_to_json

@@ -12,7 +12,8 @@ from datetime import datetime
 from typing import TypeVar
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.cache import AnswerStore, cache_key
+from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.rag.client import answer_from_json
 from salesrl_trl.types import Answer, SalesRow
 
@@ -21,7 +22,7 @@ T = TypeVar("T")
 SAMPLES = 8
 """Kept answers that are asked for again: one changed document shows only in the rows that are about it."""
 ATTEMPTS = 20
-"""At a file that another process writes to, each of `cache.LOCK_TIMEOUT_S`."""
+"""At a file that another process writes to, each of `answer_file.LOCK_TIMEOUT_S`."""
 
 
 async def check_kept(

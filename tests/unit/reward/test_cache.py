@@ -12,7 +12,9 @@ from support import virtual_time
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import ServiceUnavailable
-from salesrl_trl.reward.cache import AnswerStore, Memo, _File, cache_key
+from salesrl_trl.reward.answer_file import AnswerFile
+from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.reward.cache import Memo, cache_key
 from salesrl_trl.reward.service.deadline import deadline, remaining_s
 
 
@@ -189,7 +191,7 @@ def test_a_file_that_another_process_has_locked_is_as_an_empty_one_and_holds_nob
 
 
 def test_a_disk_that_does_not_answer_is_waited_for_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.reward.cache.LOOK_UP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("salesrl_trl.reward.answer_store.LOOK_UP_TIMEOUT_S", 0.2)
     store, answers = AnswerStore(tmp_path / "c.sqlite"), threading.Event()
     monkeypatch.setattr(store._file, "_opened", lambda: answers.wait() and sqlite3.connect(":memory:"))
 
@@ -210,14 +212,14 @@ def test_a_full_disk_is_told_once_and_what_is_in_the_file_is_read_on(tmp_path, c
     store = AnswerStore(path)
     store.put("k0", "before")
     store.close()
-    opened = _File._opened
+    opened = AnswerFile._opened
 
     def with_little_space(file):
         connection = opened(file)
         connection.execute("PRAGMA max_page_count = 4")  # SQLite's own SQLITE_FULL beyond
         return connection
 
-    monkeypatch.setattr(_File, "_opened", with_little_space)
+    monkeypatch.setattr(AnswerFile, "_opened", with_little_space)
     for index in range(3):
         store.put(f"k{index + 1}", "x" * 100_000)
         store.flush()
