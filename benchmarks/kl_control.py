@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.names import HELD_OUT_FILE
+from salesrl_trl.names import HELD_OUT_FILE, beta_of, kl_of
 
 ROOT = Path(__file__).parents[1]
 ARMS = ("fixed", "controlled")
@@ -59,7 +59,7 @@ def read(out: Path, branches: Sequence[str]) -> dict[str, Any]:
 
     steps: dict[str, Any] = {}
     for branch in branches:
-        kl, tokens, beta = scalars(f"kl/{branch}"), scalars(f"kl/{branch}_tokens"), scalars(f"beta/{branch}")
+        kl, tokens, beta = scalars(kl_of(branch)), scalars(kl_of(branch, "_tokens")), scalars(beta_of(branch))
         steps[branch] = [(kl.get(step, 0.0), tokens[step], beta[step]) for step in sorted(tokens)]
     return {"branches": steps, "held_out": json.loads((out / HELD_OUT_FILE).read_text())}
 

@@ -178,6 +178,11 @@ def is_largest(name: str) -> bool:
     return name == STALENESS_MAX or (name.startswith("time/") and name.endswith("_max_s"))
 
 
+# Weights
+
+CHANGED_SHARE = "weights/changed_share"
+"""Share of the weights that changed. In a log entry of its own, at the steps in which it was measured."""
+
 # Throughput and memory
 
 

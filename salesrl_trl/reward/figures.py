@@ -1,7 +1,7 @@
-"""The rewards' figures in a log line: from rewards and a batch's report to names and sums.
+"""The rewards' figures in a log line.
 
-Owns which figures there are, how they travel between ranks as a table, and what a table adds to the sums. A metric
-keeps its sum and its count until it is logged (`StepAggregates`).
+Owns their names in full, the tables in which they travel between ranks, and the way from a table to the sums of a
+line.
 """
 
 import math
@@ -36,14 +36,14 @@ OUTCOMES = tuple(Outcome)
 
 
 def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str, ...]:
-    """Every name that comes from a batch's report and is summed over ranks, in a fixed order."""
-    usage = [usage_of(provider, what) for provider in providers for what in USAGE]
-    traffic = [traffic_of(service, what) for service in services for what in (*TRAFFIC, "slots")]
+    """Every name of `add_report` but those of times, in a fixed order."""
+    usage = [usage_of(provider, kind) for provider in providers for kind in USAGE]
+    traffic = [traffic_of(service, kind) for service in services for kind in (*TRAFFIC, "slots")]
     return (*usage, *traffic, *(saved_by(cache) for cache in CACHES))
 
 
 def reward_names(branches: Sequence[str]) -> tuple[str, ...]:
-    """Every name of `add_rewards` but those of times."""
+    """Every name of `add_rewards` but those of times, in a fixed order."""
     per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
     return (*per_branch, *map(outcome_of, OUTCOMES), REFERENCE_MISSING)
 
@@ -61,7 +61,7 @@ def time_names(stages: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def encode(rewards: Sequence[Reward], branch_ids: Sequence[int], stages: Sequence[str] = ()) -> torch.Tensor:
-    """Per-completion figures that travel between ranks.
+    """The figures of completions as a table, to be gathered.
 
     Returns:
         `torch.Tensor` of shape (B, 5 + len(`Stage`) + len(stages)), float64: branch id, index into `OUTCOMES`,
@@ -84,7 +84,7 @@ def encode(rewards: Sequence[Reward], branch_ids: Sequence[int], stages: Sequenc
 
 
 def values_of(table: torch.Tensor) -> list[float]:
-    """The reward of each completion in a table of `encode`; NaN where there is none."""
+    """The reward of each completion in a table of `encode`; NaN without one."""
     return [float(value) for value in table[:, 2]]
 
 
@@ -117,13 +117,13 @@ def add_rewards(
 
 
 def add_stages(aggregates: StepAggregates, seconds: torch.Tensor, stages: Sequence[str] = ()) -> None:
-    """Add what the stages of a batch took: percentiles over completions, and the split of the slowest one.
+    """Add the stages' seconds of a batch: percentiles over completions, and the stages of the slowest completion.
 
     Args:
         aggregates (`StepAggregates`):
             Made with `time_names`.
         seconds (`torch.Tensor`):
-            Shape (N, len(`Stage`) + len(stages)), NaN where a completion did not come to a stage.
+            Shape (N, len(`Stage`) + len(stages)), NaN where a completion did not reach a stage.
         stages (`Sequence[str]`, *optional*, defaults to none):
             As for `time_names`.
     """
@@ -142,21 +142,21 @@ def add_stages(aggregates: StepAggregates, seconds: torch.Tensor, stages: Sequen
 
 
 def encode_report(report: BatchReport) -> torch.Tensor:
-    """A batch's report as it travels between ranks.
+    """A batch's report as a table, to be gathered.
 
     Returns:
         `torch.Tensor` of shape (1, 2 + `JudgeBias.SUMS` + len(`report_names`)), float64: seconds, judge's seconds, the
         sums for `JudgeBias`, then the figures in the order of `report_names`.
     """
-    usage = [float(getattr(each, what)) for each in report.usage.values() for what in USAGE]
-    traffic = [float(each[what]) for each in report.traffic.values() for what in (*TRAFFIC, "slots")]
+    usage = [float(getattr(each, kind)) for each in report.usage.values() for kind in USAGE]
+    traffic = [float(each[kind]) for each in report.traffic.values() for kind in (*TRAFFIC, "slots")]
     saved = [float(report.cache_hits[cache]) for cache in CACHES]
     figures = [report.seconds, report.judge_seconds, *bias_sums(report.records), *usage, *traffic, *saved]
     return torch.tensor([figures], dtype=torch.float64)
 
 
 def add_report(aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor, names: Sequence[str]) -> None:
-    """Add gathered reports: times as the slowest rank's, all else summed over ranks, per generation batch.
+    """Add the gathered reports of a batch. Times are those of the slowest rank; all other figures are sums over ranks.
 
     Args:
         aggregates (`StepAggregates`):

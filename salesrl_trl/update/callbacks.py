@@ -4,7 +4,6 @@ Owns the callback. `run_control` decides.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -35,18 +34,18 @@ class SkipAndStop(TrainerCallback):
         self._agree_to_stop = agree_to_stop
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         if not self._run_control.drain_moves():
             self._drop_gradients()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._agree_to_stop(state.global_step)
         if self._run_control.error is not None:
             control.should_save = True
             control.should_training_stop = True
             control.should_evaluate = False  # nothing could be scored
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._run_control.error is not None:  # the epoch was left in its middle, and the step's end has saved
             control.should_evaluate = control.should_save = False

@@ -5,19 +5,19 @@ Owns both measurements and their messages. `run.precision` owns the number forma
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import cast
 
 import torch
 from accelerate import Accelerator, PartialState
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.errors import WeightSyncError
+from salesrl_trl.names import CHANGED_SHARE
 
 logger = logging.getLogger(__name__)
 
-CHANGED_SHARE = "weights/changed_share"
-"""In a log entry of its own, at the steps in which it was measured."""
 SAMPLED = 2**20
 """Weights in the sample of a process. The share is exact to 0.1 %, and the cost is small beside a step."""
 LAST_MEASURED = 10
@@ -71,28 +71,34 @@ class WeightChange(TrainerCallback):
         self._steps = 0
         self._stepped = False
         self._rate = 0.0
-        self._optimizer: Any = None
-        self._hook: Any = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._hook: RemovableHandle | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: object = None,
+        **_: object,
     ) -> None:
         self._forget()  # a run before may have ended by an error
-        self._optimizer, self._steps = _innermost(optimizer), 0
-        low = [each for each in _parameters(self._optimizer) if each.dtype in SIXTEEN_BITS]
-        if low and not _rounds_stochastically(self._optimizer):
+        innermost = self._optimizer = _innermost(optimizer)
+        self._steps = 0
+        low = [each for each in _parameters(innermost) if each.dtype in SIXTEEN_BITS]
+        if low and not _rounds_stochastically(innermost):
             count, kind = sum(each.numel() for each in low), str(low[0].dtype).removeprefix("torch.")
             _say(
                 logging.WARNING,
-                f"[Weights] {count / 1e6:.1f} M trainable weights are in {kind}, and {type(self._optimizer).__name__} "
+                f"[Weights] {count / 1e6:.1f} M trainable weights are in {kind}, and {type(innermost).__name__} "
                 f"writes its updates back in it: at a learning rate of {args.learning_rate:g} most of them are lost. "
                 "Expected float32 weights (load the model with `dtype=torch.float32`; `bf16: true` computes in bf16 "
                 "all the same), LoRA, DeepSpeed, or an optimizer that rounds stochastically (`optim: "
                 "adamw_torch_8bit`, `optim_args: bf16_stochastic_round=True`, with torchao).",
             )
-        self._hook = self._optimizer.register_step_pre_hook(self._before_step)
+        self._hook = innermost.register_step_pre_hook(self._before_step)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Sample the gradients. May be called several times in a step: DeepSpeed steps on one group of parameters
         after another."""
         self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
@@ -106,7 +112,7 @@ class WeightChange(TrainerCallback):
             self._samples[id(each)].record_gradient()
             self._stepped |= each.grad is not None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._hook is None:
             return
         device = self._accelerator.device
@@ -126,7 +132,7 @@ class WeightChange(TrainerCallback):
         if self._steps == LAST_MEASURED:
             self._forget()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._forget()
 
     def _forget(self) -> None:
@@ -159,18 +165,18 @@ def _say(level: int, line: str) -> None:
         logger.log(level, line)
 
 
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+def _innermost(optimizer: object) -> torch.optim.Optimizer:
     """The optimizer inside the wrappers of accelerate and DeepSpeed."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-    return optimizer  # type: ignore[no-any-return]
+    return cast(torch.optim.Optimizer, optimizer)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
 
 
-def _rounds_stochastically(optimizer: Any) -> bool:
+def _rounds_stochastically(optimizer: object) -> bool:
     return bool(getattr(optimizer, "bf16_stochastic_round", False))  # an optimizer of torchao
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TrainerControl
 
 from salesrl_trl.errors import WeightSyncError
-from salesrl_trl.update.weights import CHANGED_SHARE, WeightChange, WeightCheck, logp_difference, raise_adapters
+from salesrl_trl.names import CHANGED_SHARE
+from salesrl_trl.update.weights import WeightChange, WeightCheck, logp_difference, raise_adapters
 
 NAN = math.nan
 
