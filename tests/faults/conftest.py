@@ -45,7 +45,7 @@ class FaultServer:
 
 
 class FaultInMemory:
-    """The scenarios of a fault server, on the event loop of whoever asks."""
+    """The scenarios of a fault server, on the event loop of the caller."""
 
     def __init__(self, network, settings):
         self._scenarios = Scenarios(**settings)
@@ -59,7 +59,7 @@ class FaultInMemory:
 
 
 class _Wire:
-    """What a scenario writes to."""
+    """Stands for the connection that a scenario writes to."""
 
     def __init__(self):
         self._written = b""
@@ -98,7 +98,7 @@ def fault_in_memory(monkeypatch):
 
 @pytest.fixture
 def transport():
-    """A transport with the package's defaults, whatever is given aside."""
+    """A transport with the package's defaults, except for the given settings."""
 
     def build(**settings):
         defaults = {"max_concurrency": 64, "attempt_timeout_s": 60.0, "max_attempts": 3}

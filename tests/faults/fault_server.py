@@ -1,10 +1,11 @@
-"""A loopback HTTP server that misbehaves on demand. Run as a process of its own, so that a test can measure the
-client's CPU and memory alone:
+"""A loopback HTTP server that misbehaves on demand. It is a process of its own, so that a test can measure the CPU and
+the memory of the client alone:
 
     python tests/faults/fault_server.py '{"kind": "slots", "slots": 16, "seconds": 0.3}'
 
-It prints its port as one line and serves until its stdin closes. Each scenario is a function from a request to what is
-to be sent; `GET /_stats` answers how many requests came and what became of them.
+It prints its port as one line and serves until its stdin closes. Each scenario is a method that gets a request and
+writes the answer. `GET /_stats` returns how many requests came and how they ended. `conftest.py` also plays the
+scenarios in memory, without a server.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ def chat(content):
 
 
 def nonce_of(body):
-    """What a judge is asked to return: the fence says it first."""
+    """The nonce that a judge has to return. The fence states it first."""
     found = re.search(rb"nonce ([0-9a-f]{16})", body)
     return found and found[1].decode()
 
@@ -54,7 +55,7 @@ def seconds_of(end, median, sigma, body):
 
 
 class Scenarios:
-    """What to do with a request. A scenario writes to the transport itself, so that it may be slow about it."""
+    """A method for each scenario. It writes to the transport itself, so it may write slowly."""
 
     def __init__(self, **settings):
         self.settings = settings
@@ -80,7 +81,7 @@ class Scenarios:
         transport.write(response(status, body or {"error": {"message": "no"}}, **headers))
 
     async def slots(self, path, transport, body):
-        """So many at once, each taking its time; one more is a 429."""
+        """So many requests at once, of `seconds` each. One more is a 429."""
         if self.busy > self.settings["slots"]:
             self.refuse(transport, 429, Retry_After=self.settings.get("retry_after", "1"))
             return
@@ -88,7 +89,7 @@ class Scenarios:
         self.ok(path, transport, body)
 
     async def hang_up(self, path, transport, body):
-        """Dead behind an open port."""
+        """The port is open, but every connection is closed without an answer."""
         self.stats["refused"] += 1
         transport.abort()
 
@@ -103,14 +104,14 @@ class Scenarios:
             self.ok(path, transport, body)
 
     async def runs_out(self, path, transport, body):
-        """Answers so many requests, and refuses all others."""
+        """Answers the first `after` requests and refuses all others."""
         if self.stats["ok"] >= self.settings["after"]:
             self.refuse(transport, self.settings["status"], self.settings.get("body"))
         else:
             self.ok(path, transport, body)
 
     async def body(self, path, transport, body):
-        """A 200 with any body."""
+        """A 200 with the given body."""
         transport.write(response(200, self.settings["body"].encode(), **self.settings.get("headers", {})))
 
     async def stragglers(self, path, transport, body):
@@ -129,7 +130,7 @@ class Scenarios:
             await asyncio.sleep(self.settings["seconds"])
 
     async def huge(self, path, transport, body):
-        """As many bytes as asked for; with a length, or in chunks."""
+        """As many bytes as the settings say, with a length or in chunks."""
         head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
         chunked = self.settings.get("chunked", False)
         head += "Transfer-Encoding: chunked" if chunked else f"Content-Length: {self.settings['bytes']}"
@@ -159,7 +160,7 @@ class Scenarios:
         self.refuse(transport, self.settings.get("status", 429), **headers)
 
     async def down(self, path, transport, body):
-        """500 for the first `failures` requests, each after its time; then well."""
+        """500 for the first `failures` requests, each after `seconds`. Then the service is well."""
         await asyncio.sleep(self.settings.get("seconds", 0))
         if self.stats["requests"] <= self.settings["failures"]:
             self.refuse(transport, 500)
@@ -167,7 +168,7 @@ class Scenarios:
             self.ok(path, transport, body)
 
     async def comes_back_shedding(self, path, transport, body):
-        """Down, then overloaded once, then well."""
+        """The service is down, then overloaded once, then well."""
         if self.stats["requests"] <= self.settings["failures"]:
             self.refuse(transport, 500)
         elif self.stats["requests"] == self.settings["failures"] + 1:
@@ -176,8 +177,8 @@ class Scenarios:
             self.ok(path, transport, body)
 
     async def latency(self, path, transport, body):
-        """Seconds by the end of the path, log-normal around them where `sigma` is given: then the same for the same
-        item, which `item-123` in the body names. The first `quick` requests take half a second."""
+        """The end of the path decides the seconds. With `sigma` they are the median of a log-normal draw, which is the
+        same for the same item (`item-123` in the body). The first `quick` requests take half a second."""
         end, median = next(each for each in self.settings["seconds"].items() if path.endswith(each[0]))
         if self.stats["requests"] <= self.settings.get("quick", 0):
             await asyncio.sleep(0.5)

@@ -1,10 +1,9 @@
-"""A loopback RAG service and judge that mix up their replies, and the ledger of what they truly said.
+"""A loopback RAG service and judge that mix up their replies, and the ledger of their true numbers.
 
     PYTHONPATH=tests python tests/faults/mixed_up.py '{"share": 0.05, "faults": ["stale", "swap"]}'
 
-What is said of an item or a row is a function of it (`truth`), so that a test can hold every number of a reward
-against the service's own. Each of `share` of the replies has one of `FAULTS`. `GET /_stats` answers how many of each
-there were.
+Every number is a function of its item or row (`truth`), so a test can compare every number of a reward with the true
+one. A share of the replies, `share`, has one of `FAULTS` each. `GET /_stats` returns how many of each there were.
 """
 
 import asyncio
@@ -17,15 +16,16 @@ from collections import Counter, deque
 from faults.fault_server import Connection, chat, nonce_of, response
 
 BY_BYTES = ("duplicate", "in_parts", "doubled_body", "doubled_length", "echo")
-"""Faults that the client can always tell by the bytes of a connection and the form of a reply."""
+"""Faults that the client always recognises by the bytes of a connection and the form of a reply."""
 FAULTS = (*BY_BYTES, "duplicate_later", "stray_later", "stray_first", "stale", "swap")
-"""And those that it can tell by a nonce or an id alone: the later ones where the next request has left before."""
+"""Also those that it recognises only by a nonce or an id. For `..._later` this holds if the next request was sent
+before."""
 LATER_S = 0.01
 SWAP_PATIENCE_S = 0.2
 
 
 def truth(kind, number):
-    """What is said of it: in [0, 1], another one for each."""
+    """The true number of an item or a row: in [0, 1], different for each."""
     return round(random.Random(f"{kind} {number}").random(), 9)
 
 
@@ -34,7 +34,7 @@ def number_in(name, text):
 
 
 def rag_answer(path, asked):
-    """An answer names what it is about; its passage's score is said of that."""
+    """An answer names its item or row. The score of its passage is the true number of that item or row."""
     name, kind, text = ("item", "passage", asked["rewritten_query"]) if "8b" in path else ("row", "", asked["context"])
     number = number_in(name, text)
     passages = [{"id": f"d{number}", "text": "...", "score": truth(kind, number)}]
@@ -42,7 +42,7 @@ def rag_answer(path, asked):
 
 
 def verdict(asked):
-    """Scores are said of what the answers are about, not of the action."""
+    """The scores are the true numbers of the item and the row that the answers name. The action does not count."""
     system, user = (message["content"] for message in asked["messages"])
     shown = dict(re.findall(r"^<<<(\w+_answer) \w+>>>\n(.*?)\n<<<end", user, re.MULTILINE | re.DOTALL))
     reference = shown.get("reference_answer")
@@ -94,7 +94,7 @@ class MixedUp:
             transport.write(part)
 
     async def swap(self, path, transport, reply):
-        """Each gets the other's; without another one soon, its own."""
+        """Two requests get each other's reply. If no other request comes soon, a request gets its own."""
         waiting = self.waiting.pop(path, None)
         if waiting is not None:
             waiting[0].write(reply)

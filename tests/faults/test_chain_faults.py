@@ -18,8 +18,8 @@ from salesrl_trl.reward.service.deadline import now
 from salesrl_trl.types import Outcome
 
 MOST_TIMES_BARE = 3.5
-"""CPU of a call over that of aiohttp alone. The target of 0.5 ms was set where aiohttp alone takes 0.13 to 0.14 ms. A
-machine's own speed moves both by half from minute to minute, their ratio (2.4 to 2.8) much less."""
+"""CPU of a call, divided by that of aiohttp alone. The target of 0.5 ms was set where aiohttp alone takes 0.13 to
+0.14 ms. From minute to minute a machine's speed changes both by half, but their ratio (2.4 to 2.8) much less."""
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault_in_memory
 
 @pytest.mark.alone
 def test_a_call_costs_little_more_than_one_through_aiohttp_alone(fault):
-    """Dense batches of 1,000 chains, in turn with a bare aiohttp session that makes the same calls of the same server:
-    a machine twice as slow is so for both. The first batch opens the connections. Where answers come one by one over
-    many seconds, what costs is to wake up for each: on two cores bare aiohttp then takes 0.6 ms a call."""
+    """Dense batches of 1,000 chains alternate with a bare aiohttp session that makes the same calls to one server: a
+    slow machine slows both. The first batch opens the connections. If answers came one by one over many seconds,
+    waking up for each would dominate: on two cores bare aiohttp then takes 0.6 ms a call."""
     rounds = 2
     server = fault("latency", seconds={"8b": 0.0, "32b": 0.0, "completions": 0.0}, quick=10**6)
     reward = chains_over(server.url)

@@ -1,4 +1,4 @@
-"""Every number of a reward against a ledger of what the services truly said, while they mix up their replies.
+"""Every number of a reward is compared with a ledger of the true numbers, while services mix up their replies.
 
 LEDGER_CHAINS=10000 python -m pytest tests/faults/test_ledger.py -s
 """
@@ -37,7 +37,7 @@ def rows(count):
 
 
 def wrong_numbers(index, reward):
-    """The names of those that are not what was said of this completion's item and row."""
+    """The names of the numbers that are not the true ones of this completion's item and row."""
     judge, passage = truth("candidate", index), truth("passage", index)
     told = {
         "value": (reward.value, 0.75 * judge + 0.25 * passage),

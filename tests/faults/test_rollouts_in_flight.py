@@ -24,7 +24,7 @@ SKIPPED = "failures/skipped_update"
 
 
 class Hanging(Services):
-    """Services whose judge hangs from the time it is told to until it is let go."""
+    """Services whose judge hangs from `hangs.set()` until `let_go.set()`."""
 
     def __init__(self, server):
         super().__init__(server)
@@ -103,7 +103,8 @@ def pending_rewards(trainer):
 
 
 def assert_nothing_is_left(trainer, caplog):
-    """Of rewards when training has ended; of calls, which go on for the cache's sake, when the trainer is finished."""
+    """No task of a reward is left when training has ended. Calls go on for the cache; none is left when the trainer is
+    finished."""
     assert pending_rewards(trainer) == []
     assert list(trainer._reward.batches) == []
     trainer.finish()
@@ -219,7 +220,7 @@ WINDOWS = {"steps_per_generation": 2, "per_device_train_batch_size": 2}
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("given", [IN_PARTS, WINDOWS], ids=["while_rewards_hang", "inside_a_generation_batch"])
 def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(trainer_of, services, caplog, given):
-    """As in a notebook, where a trainer outlives Ctrl-C."""
+    """This happens in a notebook, where a trainer outlives Ctrl-C."""
     fresh, again = (trainer_of(**given, max_steps=4, out=out) for out in ("fresh", "again"))
     prompts = {trainer: noted_prompts(trainer) for trainer in (fresh, again)}
     fresh.train()
@@ -260,7 +261,7 @@ def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(traine
 
 
 def noted_prompts(trainer):
-    """A list to which the prompts of every micro-batch come that is trained on."""
+    """A list that gets the prompts of every micro-batch of the training."""
     noted, loss = [], trainer._compute_loss
 
     def compute(model, inputs):
@@ -273,7 +274,7 @@ def noted_prompts(trainer):
 
 @pytest.mark.timeout(120)
 def test_a_run_stops_after_the_update_under_way_also_where_that_update_generates_nothing(trainer_of, services):
-    """Four updates a generation batch: the stop is not put off to the next batch."""
+    """A generation batch has four updates. The stop does not wait for the next batch."""
     trainer = trainer_of(rollout_lookahead=0, per_device_train_batch_size=2, steps_per_generation=4, max_steps=12)
     trainer.add_callback(AtStep(at_5=lambda: trainer.request_stop("SIGTERM")))
     with pytest.raises(RunStopped):

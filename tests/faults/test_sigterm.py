@@ -23,7 +23,7 @@ from salesrl_trl.run.console import EXIT_STOPPED
 RUNNER = Path(__file__).parents[1] / "support/run_until_stopped.py"
 ROOT = Path(__file__).parents[2]
 COMPLETIONS = 4
-"""Of a step."""
+"""Completions of a step."""
 SCORED_STEPS = 4
 WARM_UP = 1
 """Judge calls before the first step."""
@@ -32,7 +32,7 @@ ENDS_WITHIN_S = 30.0
 
 
 class Hanging(Services):
-    """Services whose judge hangs from the first completion of a step on, until it is let go."""
+    """Services whose judge hangs from the first completion after `SCORED_STEPS` until `let_go.set()`."""
 
     def __init__(self, server):
         super().__init__(server)
@@ -58,7 +58,7 @@ def services(httpserver):
 
 @contextmanager
 def started(settings):
-    """The runner, in a process group of its own, as a scheduler has it."""
+    """The runner, in a process group of its own, as a scheduler starts it."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     process = subprocess.Popen(
         [sys.executable, str(RUNNER), *(part for name, value in settings.items() for part in (f"--{name}", value))],
@@ -77,7 +77,7 @@ def started(settings):
 
 
 def trained(out):
-    """Each micro-batch: optimizer steps done before it, and its prompts."""
+    """Each micro-batch: the number of optimizer steps before it, and its prompts."""
     return [json.loads(line) for line in (out / "trained.jsonl").read_text(encoding="utf-8").splitlines()]
 
 

@@ -1,5 +1,5 @@
-"""Training whose completions and rewards depend on the sample alone: not on the rank that has it, nor on the order in
-which samples are met. Two arrangements of the same batches then have to train alike."""
+"""Training whose completions and rewards depend on the sample alone: not on its rank, and not on the order of samples.
+So two arrangements of the same batches have to train alike."""
 
 import contextlib
 import itertools

@@ -50,10 +50,11 @@ def sign(completion, request):
 
 
 class Answers:
-    """What each endpoint answers next, and what it was asked. The judge signs its verdicts, unless `signs` is false.
+    """The next answers of each endpoint, and the requests that it got. The judge signs its verdicts, unless `signs` is
+    false.
 
     `answers[endpoint]` is a list of (status, body, headers, delay in seconds). The last one is repeated. A function in
-    `functions[endpoint]` answers in their place: it takes the request and returns the first two or three of the four.
+    `functions[endpoint]` answers in their place: it takes the request and returns the first two, three or all four.
     """
 
     PATHS = {"8b": "/v1/rag/8b", "32b": "/v1/rag/32b", "judge": "/v1/chat/completions"}  # noqa: RUF012

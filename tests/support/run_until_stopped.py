@@ -1,7 +1,7 @@
 """A run of the debug recipe that a test stops: python tests/support/run_until_stopped.py SETTINGS...
 
-All of it is a recipe's own, but that a test writes its completions and it does without vLLM. Every micro-batch it
-trains on is a line of `trained.jsonl` in its folder: the steps done before, and the prompts.
+It differs from the recipe in two points: a test writes the completions, and there is no vLLM. Every micro-batch of the
+training is a line of `trained.jsonl` in the run's folder: the number of steps before it, and its prompts.
 """
 
 import json

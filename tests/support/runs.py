@@ -1,4 +1,4 @@
-"""What a run leaves on disk."""
+"""Reads the files that a run leaves on disk."""
 
 import json
 
@@ -25,8 +25,8 @@ def scalars(output_dir):
 
 
 def check_times(output_dir, steps):
-    """Phases sum to the step, steps are what passed between lines by TensorBoard's own clock, and the rewards' time is
-    hidden or exposed. Returns the seconds by phase of each step."""
+    """Assert that times fit together, and return the seconds by phase of each step. Phases sum to their step. Steps
+    sum to the time between log lines on TensorBoard's own clock. The rewards' time is the hidden plus the exposed."""
     logged = events(output_dir)
     by_phase = {phase: {event.step: event.value for event in logged[f"train/{time_of(phase)}"]} for phase in Phase}
     lines = {event.step: event for event in logged[f"train/{STEP_SECONDS}"]}

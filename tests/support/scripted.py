@@ -1,4 +1,4 @@
-"""Trainers whose completions a test writes."""
+"""Trainers with completions that a test writes."""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -10,7 +10,7 @@ from support.loopback import ACTION, BAD, build_reward, row
 
 
 class Scripted:
-    """Generation replaced: every completion is the next of `texts`, which starts over."""
+    """Replaces generation: every completion is the next of `texts`, which starts over at its end."""
 
     texts = (ACTION, BAD)
     generated = 0
@@ -25,15 +25,15 @@ class Scripted:
 
 
 class ScriptedTrainer(Scripted, SalesGRPOTrainer):
-    """Ours."""
+    """Our trainer."""
 
 
 class ScriptedUpstream(Scripted, GRPOTrainer):
-    """TRL's own, for what it does without us."""
+    """TRL's own trainer, to compare with."""
 
 
 def settings(output_dir, **given):
-    """For a trainer of a few short steps on the CPU."""
+    """Settings of a trainer that makes a few short steps on the CPU."""
     return {
         "output_dir": str(output_dir),
         "use_cpu": True,
@@ -55,7 +55,7 @@ def settings(output_dir, **given):
 
 
 OF_THE_TRAINER = ("instruments", "quick_eval", "peft_config", "callbacks", "rollout_func", "kl_law")
-"""What goes to the trainer itself; all else that a test gives is a setting."""
+"""Names of arguments of the trainer itself. All others that a test gives are settings."""
 
 
 def build_trainer(policy_path, reward, texts, rows, output_dir, kind=ScriptedTrainer, **given):
@@ -98,5 +98,5 @@ def default_rows():
 
 
 def loopback_reward(services, rows, **chain):
-    """The chain that trainers of tests get."""
+    """The usual chain of trainers in tests."""
     return build_reward(services.url, rows, **{"invalid_action_reward": 0.0, **chain})

@@ -1,13 +1,13 @@
-"""Bounds on how long something takes."""
+"""Bounds on real seconds."""
 
 
 class TookTooLong(AssertionError):
-    """It, or the machine: what else a machine does only adds. A test that ends so is run again, twice at most
-    (`conftest.py`), and passes if one of them was in time."""
+    """The code was too slow, or the machine was busy with something else. A test that ends so is run again, twice at
+    most (`conftest.py`). It passes if one of these runs is in time."""
 
 
 def check_seconds(seconds, most, least=0.0, what="it took"):
-    """Between `least` and `most`, in seconds."""
+    """Assert that `seconds` lie between `least` and `most`."""
     assert seconds >= least, what
     if seconds > most:
         raise TookTooLong(f"{what}: {seconds:.3f} s, expected at most {most:g} s")
