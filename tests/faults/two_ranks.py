@@ -14,7 +14,6 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from support.loopback import action, build_reward
@@ -37,31 +36,20 @@ PARTS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "ro
          "optim": "sgd", "learning_rate": 1.0}  # fmt: skip
 
 
-class Raises:
+async def raises(*_, **__):
     """A backend with a fault in its code."""
-
-    identity = "raises"
-    transports = MappingProxyType({})
-
-    async def chat_8b(self, *_, **__):
-        raise ValueError("a customer's words")
-
-    async def chat(self, *_, **__):
-        return Answer(text="reference", passages=(), took_ms=0.0)
-
-    async def aclose(self):
-        pass
+    raise ValueError("a customer's words")
 
 
-class Hangs(Raises):
+async def hangs_for_ever(*_, **__):
     """A backend that never answers, and goes on when it is cancelled."""
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(HANGS_S)
 
-    identity = "hangs"
 
-    async def chat_8b(self, *_, **__):
-        while True:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(HANGS_S)
+async def reference(*_, **__):
+    return Answer(text="reference", passages=(), took_ms=0.0)
 
 
 class OfARank(ScriptedTrainer):
@@ -190,15 +178,15 @@ def main(policy, out):
         deadline_s = DEADLINE_S if name == "raised_and_hung" else 60.0
         reward = build_reward("http://127.0.0.1:9", rows, deadline_s=deadline_s)
         if score is None:
-            reward._rag = (Raises, Hangs)[rank]()
+            reward._rag.chat_8b, reward._rag.chat = (raises, hangs_for_ever)[rank], reference
         else:
             reward.score = score
-        reward.begin = partial(kept, batches := [], reward.begin)
+        reward.batches.begin = partial(kept, batches := [], reward.batches.begin)
         given = {"beta": 0.0, "references_ahead": False, "ddp_backend": "gloo", **given}
         texts = TEXTS[200 * rank : 200 * rank + 200]
         trainer = build_trainer(policy, reward, texts, rows, Path(out, name), kind=OfARank, **given)
         error, moments = None, {}
-        reward.cut_off = partial(cut_off, moments, reward.cut_off)
+        reward.batches.cut_off = partial(cut_off, moments, reward.batches.cut_off)
         if name == "stopped" and rank == 1:
             threading.Thread(target=stop_one, daemon=True).start()
         try:
