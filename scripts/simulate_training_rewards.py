@@ -17,4 +17,4 @@ import sys
 from salesrl_trl.run.simulation.command import main
 
 if __name__ == "__main__":
-    sys.exit(main(description=__doc__))
+    sys.exit(main())

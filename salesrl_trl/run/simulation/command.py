@@ -29,6 +29,10 @@ from salesrl_trl.run.simulation.text import report_text, step_text
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 EXIT_INTERRUPTED = 130
+DESCRIPTION = (
+    "The load of a training run, without a model or a GPU. Takes a recipe and every setting of a training line. Of "
+    "the training settings, `seed`, `num_generations`, `branches` and `min_valid_reward_fraction` count."
+)
 
 
 @dataclass
@@ -96,13 +100,13 @@ def _check_count(name: str, value: object) -> None:
         raise ConfigError(f"`{name}` is {value!r}. Expected a whole number from 1 on.")
 
 
-def parse(argv: Sequence[str], description: str | None = None) -> Settings:
+def parse(argv: Sequence[str]) -> Settings:
     """Read the settings, from a recipe if one is named. The command line wins. Raises `ConfigError`."""
     simulation, data, reward, others = parse_part(
         argv,
         (SimulationConfig, DataConfig, RewardConfig),
         usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...]",
-        description=description or "",
+        description=DESCRIPTION,
     )
     if reward.reference_cache is None:  # answers of an earlier run would take load off the services
         reward = dataclasses.replace(reward, reference_cache="")
@@ -206,12 +210,12 @@ def _head(rows: int, settings: Settings) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None, description: str | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Parse, prepare, run. Returns the exit code."""
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
     failing_as = EXIT_BAD_INPUT
     try:
-        settings = parse(sys.argv[1:] if argv is None else argv, description)
+        settings = parse(sys.argv[1:] if argv is None else argv)
         prepared = prepare(settings)
         failing_as = EXIT_STOPPED
         return run(prepared, settings)
