@@ -4,10 +4,8 @@ Owns the timeline, the lengths that were trained on, the trace and the heartbeat
 owns the arithmetic of the figures. The trainer reports each event.
 """
 
-import itertools
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather, gather_object
+from accelerate.utils import gather
 from torch import nn
 
 from salesrl_trl.names import MFU_MODEL, TRACE_FILE, Phase, perf_of
@@ -25,8 +23,8 @@ from salesrl_trl.telemetry.device import clock_of, device_name, forget_peak, mem
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops
 from salesrl_trl.telemetry.heartbeat import Heartbeat
 from salesrl_trl.telemetry.peaks import peak_bf16_flops
+from salesrl_trl.telemetry.step_trace import StepTrace
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
-from salesrl_trl.telemetry.trace import STEPS_TRACK, TraceWriter
 from salesrl_trl.timing import Span, overlap
 
 logger = logging.getLogger(__name__)
@@ -84,22 +82,17 @@ class Instruments:
         """Optimizer steps done, for the trace and the heartbeat."""
         self._settings = settings
         self._device = device
-        self._output_dir = output_dir
         self._peak = settings.peak_flops or peak_bf16_flops(device_name(device))
         self._flops: ModelFlops | None = None
         self._lengths: list[tuple[torch.Tensor, torch.Tensor]] = []  # tokens of prompts and completions
         self._trained: torch.Tensor | None = None  # sums since the last figures, on the device
         self._batches: deque[_Scored] = deque(maxlen=MAX_STEPS_KEPT)  # since the last figures
-        self._other_spans: list[Span] = []  # of batches of the traced steps
         self._waits: list[tuple[float, float]] = []
         self._due: list[perf.Sums] | None = None  # by rank, since the last throughput
-        self._trace: TraceWriter | None = None
-        self._is_traced = False  # whether this rank writes the trace
-        self._clock_offset = time.time() - time.perf_counter()  # to the time of day, which machines share
+        self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes, self._warn_once)
         self._warned: set[str] = set()
         self._heartbeat: Heartbeat | None = None
         self._running = False
-        self._first_step = 0
         self.details: dict[str, Callable[[], str]] = {}
         """By phase, returns more text for a heartbeat. Called from the heartbeat's thread."""
         self.last_step = 0
@@ -124,14 +117,14 @@ class Instruments:
                 lambda: self.timeline.current, self._settings.heartbeat_s, self._where, self.details
             )
             self._heartbeat.start()
-        self._is_traced = bool(self._settings.trace_steps)
+        self._trace.start()
 
     def run_begins(self, step: int, last_step: int) -> None:
         """Begin training after `step` optimizer steps. Measurements of an earlier training are dropped."""
-        self.step = self._first_step = step
+        self.step = step
         self.last_step = last_step
         self._batches.clear()
-        self._other_spans.clear()
+        self._trace.begin_training(step)
         self._waits, self._lengths, self._trained, self._due = [], [], None, None
         self.timeline.starts()
 
@@ -165,8 +158,8 @@ class Instruments:
 
     def record_generation(self, span: Span) -> None:
         """Record when the batch of this step was generated in the background."""
-        if self.enabled and self.step + 1 in self._settings.trace_steps:
-            self._other_spans.append(span)
+        if self.enabled:
+            self._trace.add(self.step + 1, [span])
 
     def record_rewards(
         self, started: float, seconds: float, waits: Sequence[tuple[float, float]], spans: Sequence[Span]
@@ -186,8 +179,7 @@ class Instruments:
         if self.enabled:
             cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
             self._batches.append(_Scored(seconds, [each for each in cut if each[0] < each[1]]))
-            if self.step + 1 in self._settings.trace_steps:
-                self._other_spans += spans  # they may belong to earlier steps
+            self._trace.add(self.step + 1, spans)  # they may have begun in earlier steps
 
     def step_ends(self) -> None:
         """End an optimizer step."""
@@ -209,7 +201,7 @@ class Instruments:
             self._warn_once("the trace has gaps: too many spans between two log lines. Log more often.")
         row = torch.tensor([self._sums(steps).row()], dtype=torch.float64).to(self._device)  # (1, columns)
         ranks = [perf.Sums.from_row(each) for each in gather(row).tolist()]
-        self._write_trace(accelerator, steps, spans)
+        self._trace.write(accelerator.process_index, self.step, steps, spans)
         self._due = ranks if self._due is None else perf.added(self._due, ranks)
         figures = perf.time_figures(ranks)
         if self.step % self._settings.perf_steps == 0:
@@ -225,18 +217,8 @@ class Instruments:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
-        steps = self.timeline.drain_steps()
-        cut_off = self.timeline.close()
-        spans = [
-            *self.timeline.drain_spans(),
-            *self._other_spans,
-            *self._step_spans([*steps, *([cut_off] if cut_off else [])]),
-        ]
-        if self._is_traced and (self._trace is not None or cut_off is not None):
-            self._write([(0, self._clock_offset, spans)])  # only the main rank traces
-        if self._trace is not None:
-            self._trace.close()
-        self._trace, self._is_traced = None, False
+        steps, cut_off = self.timeline.drain_steps(), self.timeline.close()
+        self._trace.close(self.step, steps, cut_off, self.timeline.drain_spans())
 
     def _count_lengths(self) -> None:
         """Add the lengths to the sums. Called seldom, for it takes a dozen small kernels. Waits for no device."""
@@ -283,65 +265,6 @@ class Instruments:
             memory=memory_gib(self._device),
         )
 
-    def _step_spans(self, steps: Sequence[StepTimes]) -> list[Span]:
-        """A span for each step."""
-        first = self.step - sum(step.complete for step in steps) + 1
-        return [
-            Span(
-                name=f"step {number}",
-                started=step.started,
-                ended=step.ended,
-                track=STEPS_TRACK,
-                failed=not step.complete,
-            )
-            for number, step in enumerate(steps, start=first)
-        ]
-
-    def _write_trace(self, accelerator: Accelerator, steps: Sequence[StepTimes], spans: Sequence[Span]) -> None:
-        """Gather the spans of traced steps on the main rank. A collective if there are traced steps, on all ranks
-        alike."""
-        first = self.step - len(steps) + 1
-        traced = [step for number, step in enumerate(steps, start=first) if number in self._settings.trace_steps]
-        if not traced:
-            return
-        before = first == self._first_step + 1 and first in self._settings.trace_steps  # with the start-up
-        chosen = [
-            span
-            for span in (*spans, *self._step_spans(steps))
-            if (before and span.ended <= steps[0].started)
-            or any(step.started < span.ended <= step.ended for step in traced)
-        ]
-        chosen += self._other_spans
-        self._other_spans = []
-        everywhere = gather_object([(accelerator.process_index, self._clock_offset, chosen)])
-        if self._is_traced:
-            self._write(everywhere)
-
-    def _write(self, everywhere: Sequence[tuple[int, float, Sequence[Span]]]) -> None:
-        """Write spans, each list with its rank and the offset of its clock. A full disk ends the trace, not the
-        run."""
-        starts = [span.started + offset for _, offset, spans in everywhere for span in spans]
-        if not starts:
-            return
-        path = self._output_dir / TRACE_FILE
-        try:
-            if self._trace is None:
-                put_aside(path)
-                self._trace = TraceWriter(path, self._settings.trace_bytes, origin=min(starts))
-            for rank, offset, spans in everywhere:
-                self._trace.write(rank, spans, offset)
-        except OSError as error:
-            logger.warning(f"the trace ends here: {path} can't be written ({type(error).__name__})")
-            if self._trace is not None:
-                self._trace.close()
-            self._trace, self._is_traced = None, False
-            return
-        if self._trace.full:
-            self._warn_once(
-                f"{path} is full at {self._settings.trace_bytes / 1e6:.0f} MB: later spans are left out "
-                "(`trace_steps` chooses others)"
-            )
-
     def _check_utilisation(self, figures: dict[str, float]) -> None:
         """Warn of a utilisation above 1: the peak is wrong, and no utilisation is shown."""
         known = self._flops is not None and self._peak is not None
@@ -355,10 +278,3 @@ class Instruments:
         if line not in self._warned:
             self._warned.add(line)
             logger.warning(line)
-
-
-def put_aside(path: Path) -> None:
-    """Rename an existing file to one with a number, so that the file of an earlier start is kept."""
-    if path.exists():
-        number = next(n for n in itertools.count(1) if not path.with_stem(f"{path.stem}-{n}").exists())
-        path.rename(path.with_stem(f"{path.stem}-{number}"))
