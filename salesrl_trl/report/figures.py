@@ -5,6 +5,7 @@ Owns every mean, share and total. Pure. A figure that the run did not log is `No
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,7 +112,8 @@ def phases(run: Run) -> tuple[PhaseTime, ...]:
 
 
 def stages(run: Run) -> tuple[StageTime, ...]:
-    """The reward stages with a logged figure."""
+    """The reward stages with a logged figure: the package's own, then the user's in alphabetical order."""
+    logged = {match[1] for tag in run.series if (match := re.fullmatch(slowest_of("(.+)"), tag))}
     found = (
         StageTime(
             name=name,
@@ -120,7 +122,7 @@ def stages(run: Run) -> tuple[StageTime, ...]:
             most=max(run.of(stage_of(name, "max")).values(), default=None),
             slowest=mean(run.of(slowest_of(name)).values()),
         )
-        for name in Stage
+        for name in dict.fromkeys((*Stage, *sorted(logged)))
     )
     return tuple(each for each in found if (each.p50, each.p95, each.most, each.slowest) != (None,) * 4)
 

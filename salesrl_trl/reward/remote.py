@@ -1,9 +1,11 @@
-"""The reward chain in a process of its own.
+"""A reward in a process of its own.
 
-Chains are Python code, and so is vLLM's engine; in one process they wait for each other's turn. Here the trainer's
-process keeps the batch, its deadlines and what is told of it, and pays two short messages for each completion. All
-else, from parsing to the caches, is done by the very same chain in a child (`worker`), to which it is sent before its
-first use. A child that dies, or answers nothing any more, is replaced; what it had in hand is missing.
+The reward is Python code, and so is vLLM's engine: in one process they wait for each other's turn. Here the trainer's
+process keeps the batch, its deadlines and its report, and pays two short messages for each completion. The very same
+reward does everything else in a child (`worker`), from parsing to the caches. It is sent there before its first use.
+
+Owns the child's life and the messages to it. A child that dies, or does not answer any more, is replaced. The
+completions that it was scoring are missing.
 """
 
 import asyncio
@@ -33,20 +35,20 @@ from salesrl_trl.types import Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "Its own words stand above; `reward_process: false` keeps the chain in the trainer's process."
+_REMEDY = "Its own messages stand above; `reward_process: false` keeps the chain in the trainer's process."
 LAST_WORD_S = 0.5
-"""What a cancelled call is given to tell how far it had come."""
+"""Patience with a cancelled call, for the stages that it had come through."""
 ANSWER_S = 10.0
 """Patience with the child's answer to a question about itself. It answers at once unless the machine is overloaded."""
 
 PING_S = 5.0
 """Time between two looks at whether the child is alive. One that was stopped, or hangs, keeps its socket open."""
 MOST_SILENT_PINGS = 6
-"""In a row, after which it is ended. Counted by looks, not by the clock: where the whole machine stood still, both
-processes did."""
+"""Looks in a row without an answer, after which the child is ended. Looks are counted, not seconds: while the whole
+machine stands still, neither process does anything."""
 MOST_SILENT_PINGS_AT_START = 24
-"""Before its first word: it imports, on a machine that may be busy."""
-_PING = -1  # the number of a question that nobody waits for
+"""The same before its first answer: it still imports, perhaps on a busy machine."""
+_PING = -1  # number of a question without a waiter
 
 
 class Channel:
@@ -66,11 +68,11 @@ class Channel:
         self.send_bytes(pickle.dumps(message))
 
     def send_bytes(self, content: bytes) -> None:
-        """Send what is pickled already."""
+        """Send a message that is pickled already."""
         self._writer.write(len(content).to_bytes(8, "big") + content)
 
     async def messages(self) -> AsyncIterator[Any]:
-        """What the other side sends, until it is gone."""
+        """The other side's messages, until it is gone."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 size = int.from_bytes(await self._reader.readexactly(8), "big")
@@ -112,9 +114,9 @@ class _Child:
         channel.send(kind, number, *what)
         return number, answer
 
-    async def tell(self, kind: str, *what: Any) -> None:
-        """Something that has no answer."""
-        with contextlib.suppress(ServiceUnavailable):  # it did not start: who asks it something is told
+    async def send(self, kind: str, *what: Any) -> None:
+        """Send a message that has no answer. Does nothing where the child does not start: a question raises then."""
+        with contextlib.suppress(ServiceUnavailable):
             (await self._open()).send(kind, None, *what)
 
     async def aclose(self) -> None:
@@ -207,7 +209,7 @@ class _Child:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses what a child would look for in vain."""
+    """Refuses classes and functions of the program that was started: a child does not find them."""
 
     def reducer_override(self, value: Any) -> Any:
         if getattr(value, "__module__", None) == "__main__" and isinstance(value, type | FunctionType):
@@ -222,11 +224,11 @@ def _pickled(value: Any) -> bytes:
 
 
 class RemoteReward(BatchedReward):
-    """A reward chain that runs in a process of its own.
+    """A reward that runs in a process of its own.
 
     Args:
         chain (`BatchedReward`):
-            The chain, before its first use; what it is made of must be picklable. Here it only tells names.
+            The reward, before its first use. All its parts must be picklable. In this process only its names are used.
 
     Raises:
         `ConfigError`: the chain holds something that can't be sent.
@@ -246,8 +248,8 @@ class RemoteReward(BatchedReward):
             ) from None
         self._children: PerLoop[_Child] = PerLoop(lambda: _Child(content))
         self._loop: asyncio.AbstractEventLoop | None = None  # the one in use
-        self._asked: dict[int, Stages] = {}  # what is in the child's hands, by number
-        self._telling: set[asyncio.Task[None]] = set()
+        self._asked: dict[int, Stages] = {}  # the completions that the child scores, by number
+        self._sending: set[asyncio.Task[None]] = set()
 
     @property
     def names(self) -> RewardNames:
@@ -269,7 +271,7 @@ class RemoteReward(BatchedReward):
         """As `BatchedReward.fetch_references`."""
         if self.batches.is_stopped:
             return
-        self._tell("references", list(rows))
+        self._send("references", list(rows))
 
     async def drained(self, report: BatchReport) -> BatchReport:
         """As `BatchedReward.drained`."""
@@ -312,7 +314,7 @@ class RemoteReward(BatchedReward):
         except ServiceError as error:  # the child is gone
             return missing(Outcome.INFRA, error.code, stages.seconds)
         except asyncio.CancelledError:
-            await child.tell("cancel", number)
+            await child.send("cancel", number)
             with contextlib.suppress(TimeoutError, ServiceError):
                 _, spans = await asyncio.wait_for(asyncio.shield(answer), LAST_WORD_S)
                 stages.adopt(spans)
@@ -322,10 +324,10 @@ class RemoteReward(BatchedReward):
         stages.adopt(spans)
         return reward  # type: ignore[no-any-return]
 
-    def _tell(self, kind: str, *what: Any) -> None:
-        task = asyncio.ensure_future(self._child().tell(kind, *what))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+    def _send(self, kind: str, *what: Any) -> None:
+        task = asyncio.ensure_future(self._child().send(kind, *what))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
     def under_way(self, batch: RewardBatch) -> list[str]:
         mine = set(map(id, batch.stages))

@@ -1,9 +1,9 @@
-"""The child of `remote`: a reward chain, and one socket on which it is asked.
+"""The child of `remote`: a reward, and one socket for questions to it.
 
     python -m salesrl_trl.reward.worker FD
 
-Ends when the other side of the socket is gone, whatever became of it. Signals that a terminal or a scheduler sends to
-all processes are the parent's to answer.
+It ends when the other side of the socket is gone. It ignores signals that a terminal or a scheduler sends to all
+processes: the parent answers those.
 """
 
 import asyncio
@@ -59,8 +59,8 @@ class Worker:
         await self._chain.aclose()
 
     async def _answer(self, kind: str, number: int | None, what: Any) -> None:
-        """Do what is asked, and send what comes of it. An error in code is told by its type alone: its message may
-        hold a customer's text."""
+        """Answer one question. Of an error only the type is sent and logged: its message may hold a customer's
+        text."""
         try:
             content = pickle.dumps((number, await getattr(self, f"_{kind}")(number, *what)))
         except Exception as error:
@@ -120,5 +120,5 @@ if __name__ == "__main__":
         signal.signal(each, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("salesrl_trl").setLevel(logging.INFO)
-    stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not told call by call
+    stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, and not logged call by call
     asyncio.run(serve(int(sys.argv[1])))

@@ -1,9 +1,11 @@
-"""What a user would write: stages and judges of the reward, with nothing but the package's public names."""
+"""What a user would write: stages, judges and a reward, with nothing but the package's public names."""
 
 from salesrl_trl.errors import JudgeInvalid
+from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.judge.base import Judge
+from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage import Added, Case, Missing, RewardStage
-from salesrl_trl.types import InvalidAction, Verdict
+from salesrl_trl.types import InvalidAction, Outcome, Reward, Verdict
 
 LONG = 400
 """Characters of an answer that is not brief."""
@@ -96,3 +98,21 @@ class Deaf(Judge):
 
     async def judge(self, rubric, row, action, candidate, reference):
         raise JudgeInvalid("it is deaf", "judge_deaf")
+
+
+class Shortness(BatchedReward):
+    """A reward of its own, without services."""
+
+    async def score(self, index, completion, stages):
+        length = await stages.timed(self.length_of(completion), "count")
+        if length > 10:
+            return missing(Outcome.INFRA, "too_long", stages.seconds)
+        return Reward(outcome=Outcome.OK, value=1 / length, seconds=stages.seconds)
+
+    def branch_of(self, index):
+        return "fairness"
+
+    async def length_of(self, completion):
+        if completion == "raises":
+            raise ValueError("a customer's words")
+        return len(completion)

@@ -45,6 +45,16 @@ def test_failures_are_what_was_counted_since_the_last_line_and_skips_are_a_mean_
     assert figures.skipped_updates(run) == pytest.approx(3.0)
 
 
+def test_stages_of_the_user_stand_behind_the_packages_own(run_folder):
+    run = run_of(run_folder, {
+        1: {"time/slowest_brevity_s": 2.0, "time/brevity_p95_s": 1.0, "time/slowest_judge_s": 4.0, "time/step_s": 9.0},
+    })  # fmt: skip
+    assert [(each.name, each.p95, each.slowest) for each in figures.stages(run)] == [
+        ("judge", None, 4.0),
+        ("brevity", 1.0, 2.0),
+    ]
+
+
 def test_the_share_in_band_is_of_the_steps_and_else_the_runs_own_last_figure(run_folder):
     run = run_of(run_folder, {
         1: {"kl/a_in_band": 1.0, "kl/a_share_in_band": 1.0, "kl/b_share_in_band": 0.9, "kl/c": 1.0, "beta/c": 0.0},
