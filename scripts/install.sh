@@ -49,8 +49,8 @@ stop() {
 
 # ---------------------------------------------------------------------------------------------- what is there
 
-# Prints "VERSION HAS_VENV HAS_HEADERS BASE" of an interpreter, or nothing if it does not run. BASE is the interpreter
-# behind it if it belongs to the very environment that is to be made, and else empty.
+# Prints "VERSION HAS_VENV HAS_HEADERS BASE" of an interpreter, or nothing if it does not run. BASE is empty, unless the
+# interpreter belongs to the environment that is to be made: then it is the interpreter which made that environment.
 probe() {
   "$1" -c '
 import importlib.util, os, sys, sysconfig
@@ -66,7 +66,7 @@ print("%d.%d" % (version[0], version[1]), int(has_venv), int(has_headers), base)
 
 python="" python_version="" has_headers=""
 
-# Takes the candidate if it fits; otherwise adds to `found` what was wrong with it.
+# Takes the candidate if it fits. Otherwise adds the reason to `found`.
 consider() {
   local version has_venv headers base
   if ! command -v -- "$1" >/dev/null; then
@@ -89,7 +89,7 @@ consider() {
 
 find_python() {
   local found=() candidate
-  # The lock was made on 3.11; 3.12 is the next best, 3.13 will do.
+  # The lock was made on 3.11. So 3.11 is the best choice, 3.12 the second, 3.13 the third.
   local candidates=(python3.11 python3.12 python3.13 python3)
   if [[ -n "${PYTHON:-}" ]]; then candidates=("$PYTHON"); fi
   for candidate in "${candidates[@]}"; do
@@ -157,7 +157,7 @@ check_disk() {
 
 # ---------------------------------------------------------------------------------------------- doing it
 
-# What to do about a failed step, from what its log says; else the step's own hint.
+# Advice for a failed step: from the messages in its log, or else the step's own hint.
 advice() {
   local log="$1"
   if grep -qiE 'no space left|disk quota' "$log"; then
@@ -245,8 +245,8 @@ packages() {
   step "$name" "$hint" "${pip[@]}" "$@"
 }
 
-# Makes the environment, or keeps one that is whole and of the same kind. Markers in it tell: a stamp of another device
-# or Python, or an install that was cut off, means a fresh start.
+# Makes the environment, or keeps a complete one of the same kind. It starts afresh if a marker in the environment
+# names another device or Python, or an install that was cut off.
 make_venv() {
   local kind="$device $python_version" clear=()
   if [[ -f "$unfinished" ]]; then
@@ -323,7 +323,7 @@ main() {
   check_path
   check_disk
   mkdir -p -- "$venv"
-  # The lock is on the folder itself: no file to leave behind, and let go of however this ends.
+  # The lock is on the folder itself: it leaves no file behind, and the system releases it however this script ends.
   if command -v flock >/dev/null; then
     exec 9<"$venv"
     if ! flock --nonblock 9; then

@@ -85,9 +85,11 @@ else
   run "mypy, beside the tests" wait "$types"
   trap - EXIT
   run "tests with the lowest versions" test_lowest
-  set -- -m "alone or gpu" "${durations[@]}"
+  # Only the files that name these marks: collecting all tests takes longer than these tests.
+  mapfile -t marked < <(grep -rlE 'mark\.(alone|gpu)\b' --include='test_*.py' tests)
+  set -- -m "alone or gpu" "${durations[@]}" "${marked[@]}"
   if ((${#durations[@]})); then printf 'test: %s\n' "${steps[@]}"; fi
 fi
 printf 'test: pytest, one test at a time (%d s so far)\n' "$SECONDS"
-# In place of this shell, so that a signal reaches it and its exit status is the script's.
+# pytest replaces this shell: so it gets the signals, and its exit status is that of the script.
 exec "$bin/python" -m pytest "$@"
