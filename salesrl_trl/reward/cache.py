@@ -1,7 +1,7 @@
 """Each question asked once: equal calls share one that is under way, and later ones its answer.
 
-Owns the keys of answers, the sharing of calls, and the count of calls that were saved. A failure is never kept. Where
-answers lie is `answer_store`'s.
+Owns the keys of answers, the sharing of calls, and the count of calls that were saved. A failure is never kept. The
+module `answer_store` owns where answers lie.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The batches of a reward that have no result yet.
 
-Owns which batches these are, the stop that holds for all of them, and the line for a person who waits. How a batch
-scores its completions is `batch`'s.
+Owns which batches these are, the stop that holds for all of them, and the line for a person who waits. The module
+`batch` owns how a batch scores its completions.
 """
 
 import contextlib

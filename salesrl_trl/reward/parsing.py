@@ -12,8 +12,8 @@ from salesrl_trl.types import DEFAULT_FORMAT, Action, ActionFormat, InvalidActio
 
 INVALID_REASONS = ("empty", "not_json", "not_an_object", "missing_field", "extra_field", "wrong_type", "not_unicode",
                    "empty_query", "too_long", "hollow_answer")  # fmt: skip
-"""Every `InvalidAction.reason`; each becomes a metric, so the set is closed. `hollow_answer` is the chain's: the
-action led to an answer that says nothing."""
+"""Every `InvalidAction.reason`; each becomes a metric, so the set is closed. The chain sets
+`hollow_answer`: the action led to an answer that says nothing."""
 
 MAX_FIELD_CHARS = 4000
 """Longest field that is sent to a RAG service; the embedded one refuses more with a 422."""

@@ -7,8 +7,8 @@
         async def run(self, case: Case) -> Added:
             return Added(components={"brevity": 1.0 if len(case.answer.text) < 400 else 0.0})
 
-Owns what a stage is given, what it may return, and the check of both. Where stages stand is the chain's, what a
-component is worth is the scoring's.
+Owns what a stage is given, what it may return, and the check of both. The chain owns the order of stages, the
+scoring what a component is worth.
 """
 
 import re

@@ -1,6 +1,6 @@
 """How long the stages of one completion took, and which are under way.
 
-Owns times alone: what a stage does is the chain's, what becomes of the times is the batch's.
+Owns times alone. The chain knows what a stage does; the batch reports the times.
 """
 
 import time

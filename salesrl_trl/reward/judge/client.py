@@ -1,7 +1,7 @@
 """The judge's client: which provider is asked, and what becomes of several verdicts.
 
-Owns rubrics, the order and weights of providers, repeats and their aggregation. How one provider is asked is
-`provider`'s; retries and limits are the transports'.
+Owns rubrics, the order and weights of providers, repeats and their aggregation. The module
+`provider` owns how one provider is asked, the transport retries and limits.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ def _read_rubric(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the rubric {path} can't be read ({unreadable(error)}). Expected UTF-8 text.") from None
     if not rubric.strip():
-        raise ConfigError(f"the rubric {path} is empty. Expected what the judge is told.")
+        raise ConfigError(f"the rubric {path} is empty. Expected the instructions for the judge.")
     return rubric
 
 

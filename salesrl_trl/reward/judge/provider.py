@@ -1,7 +1,7 @@
 """One judge provider: how a verdict is asked for and what it cost.
 
-Owns the chat completion's wire format, the step from response formats to text, tokens and prices. What a judge is
-shown and what counts as a verdict is `verdict`'s; which provider is asked is `judge`'s.
+Owns the chat completion's wire format, the step from response formats to text, tokens and prices. The module
+`verdict` owns what a judge is shown and what counts as a verdict, `client` which provider is asked.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Answers of both RAG endpoints, each asked for once.
 
-Owns the keys under which answers are kept, and the checks of what is an answer. How an endpoint is asked is the
-backend's, how answers are kept is the cache's.
+Owns the keys under which answers are kept, and the checks of what is an answer. The backend
+owns how an endpoint is asked, the cache how answers are kept.
 """
 
 from typing import Any

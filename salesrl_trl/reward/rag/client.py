@@ -1,8 +1,8 @@
 """The RAG service's client.
 
 Owns the interface that every retrieval backend has, and the wire format of both HTTP endpoints. Each request has an id
-of its own, in the header and in the body; an answer with another one's is refused. Retries, time-outs and limits are
-the transport's.
+of its own, in the header and in the body; an answer with the id of another request is refused. The transport
+owns retries, time-outs and limits.
 """
 
 import json

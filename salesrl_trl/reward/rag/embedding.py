@@ -1,6 +1,6 @@
 """Vectors for texts, from any OpenAI-compatible embeddings endpoint.
 
-Owns the wire format and what counts as an embedding. Retries, time-outs and limits are the transport's.
+Owns the wire format and what counts as an embedding. The transport owns retries, time-outs and limits.
 """
 
 from collections.abc import Sequence
