@@ -1,5 +1,5 @@
-"""What a checkpoint holds beside transformers' own files.
+"""The package's own files in a checkpoint, beside those of transformers.
 
-Owns what a run is made of (`identity`) and the generation batch under way (`under_way`). Refuses to decide when a
+Owns the run's identity (`identity`) and the generation batch under way (`under_way`). Refuses to decide when a
 checkpoint is written: transformers does.
 """

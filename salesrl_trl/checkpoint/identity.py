@@ -1,8 +1,8 @@
-"""What a run is made of, as far as its checkpoints depend on it.
+"""The identity of a run: the inputs that its checkpoints depend on.
 
-Owns which differences between a checkpoint and the run that goes on from it are refused, and which are only told of.
-Refused is what would give a prompt twice or not at all, or would measure and pull against something else: rows, their
-branches, what decides the order of prompts, the weights that the reference or an adapter is of.
+Owns the differences between a checkpoint and a resumed run that are refused, and those that are only logged. Refused
+are differences that would repeat or lose a prompt, or change the reference: rows, their branches, the settings that
+decide the order of prompts, and the first weights.
 """
 
 import hashlib
@@ -19,22 +19,22 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import IDENTITY_FILE
 
 UNDER_WAY = "processes x batch, steps x iterations of the generation batch under way"
-"""Decides nothing in a checkpoint that lies between two generation batches."""
+"""Ignored in a checkpoint between two generation batches."""
 TOLD = (
     "learning_rate", "lr_scheduler_type", "optim", "max_steps", "num_train_epochs", "num_generations",
     "num_iterations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "loss_type", "scale_rewards",
     "beta", "branch_kl", "kl_control", "kl_law", "kl_estimator", "hybrid_reference_weight", "rollout_lookahead",
 )  # fmt: skip
-"""Settings that a run may go on with otherwise, and says so."""
+"""Settings that may differ when a run resumes. The differences are logged."""
 _PER_WEIGHT = 32
-"""Values that stand for a weight. What was trained, or is another model, differs in some of them everywhere."""
+"""Values of each weight that the digest contains. Training changes some of them in every weight."""
 
 Identity = dict[str, dict[str, Any]]
-"""`decides`: what is refused where it differs. `told`: settings of which a difference is only told. Both JSON."""
+"""`decides`: inputs whose differences are refused. `told`: settings whose differences are logged. Both JSON."""
 
 
-def rows_of(prompts: Iterable[Any], branches: Iterable[str]) -> str:
-    """Training rows in short: `"240 (5f2c8b1e9a40)"`; the digest is of prompts and branches in their order."""
+def rows_of(prompts: Iterable[object], branches: Iterable[str]) -> str:
+    """Number and digest of the training rows: `"240 (5f2c8b1e9a40)"`. The digest is of prompts and branches."""
     digest, count = hashlib.sha256(), 0
     for count, row in enumerate(zip(prompts, branches, strict=True), start=1):  # noqa: B007  counted after the loop
         digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"))
@@ -42,10 +42,10 @@ def rows_of(prompts: Iterable[Any], branches: Iterable[str]) -> str:
 
 
 def weights_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A digest of weights by a few values of each, the same in every number format that holds bfloat16."""
+    """A digest of a few values of each weight. It is the same in every number format that can hold bfloat16."""
     digest = hashlib.sha256()
     for name, weight in weights:
-        if "lora_" not in name:  # an adapter's own begin at random
+        if "lora_" not in name:  # an adapter's weights start at random
             values = weight.detach().flatten()
             values = values[:: max(1, len(values) // _PER_WEIGHT)][:_PER_WEIGHT].to(torch.bfloat16)
             digest.update(values.view(torch.int16).cpu().numpy().tobytes())
@@ -53,7 +53,7 @@ def weights_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def identity_of(args: SalesGRPOConfig, rows: str | None, weights: str | None = None) -> Identity:
-    """What a run with these settings is made of. Rows and weights are left out where they are `None`."""
+    """The identity of a run with these settings. Rows and weights are left out if they are `None`."""
     batch, group = args.generation_batch_size, args.num_generations
     steps, iterations = args.steps_per_generation, args.num_iterations
     assert batch is not None and steps is not None  # set by TRL
@@ -74,28 +74,28 @@ def identity_of(args: SalesGRPOConfig, rows: str | None, weights: str | None = N
 
 
 def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -> None:
-    """Put it into a checkpoint, which lies inside a generation batch or between two."""
+    """Write the identity to a checkpoint, which is inside a generation batch or between two."""
     decides = {name: value for name, value in identity["decides"].items() if inside_a_batch or name != UNDER_WAY}
     text = json.dumps({**identity, "decides": decides}, indent=2, ensure_ascii=False)
     (checkpoint / IDENTITY_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[str]:
-    """Compare a run with the checkpoint that it is to go on from.
+    """Compare a run with the checkpoint that it resumes.
 
     Args:
         checkpoint (`Path`):
             The checkpoint.
         identity (`Identity`):
-            The run.
+            Identity of the run.
         allowed (`bool`):
-            Go on also where what decides is another: it is then told of.
+            Whether to resume in spite of refused differences, which are then logged.
 
     Returns:
-        `list[str]`: what there is to tell.
+        `list[str]`: lines to log.
 
     Raises:
-        `ConfigError`: what decides is another, or the checkpoint's can't be read.
+        `ConfigError`: a difference is refused, or the checkpoint's identity can't be read.
     """
     path = checkpoint / IDENTITY_FILE
     if not path.is_file():
@@ -120,5 +120,5 @@ def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[
     return [f"going on from {checkpoint} with other settings: {'; '.join(other)}"] if other else []
 
 
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     return [f"{name} was {was}, is {now[name]}" for name, was in saved.items() if name in now and now[name] != was]

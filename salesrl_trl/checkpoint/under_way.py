@@ -1,7 +1,6 @@
-"""What a checkpoint holds beside transformers' own files.
+"""The generation batch under way, in a checkpoint.
 
-Owns the generation batch under way: where a run stops inside one, it goes on with the very completions that it has not
-trained on yet.
+Owns its file. A run that stopped inside a generation batch resumes with the completions that it had not trained on.
 """
 
 from pathlib import Path
@@ -22,18 +21,18 @@ def save_under_way(folder: Path, rank: int, arrangement: list[int], batches: Bat
         folder (`Path`):
             The checkpoint.
         rank (`int`):
-            Of the process.
+            Rank of the process.
         arrangement (`list[int]`):
-            What cuts a generation batch into slices: those of another one can't be gone on with.
+            Figures that decide the slices of a generation batch. Only slices of the same arrangement can be used.
         batches (`list[dict]`):
-            Its slices.
+            Slices of the generation batch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.save({"arrangement": arrangement, "batches": batches}, folder / UNDER_WAY_FILE.format(rank=rank))
 
 
 def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> Batches | None:
-    """The slices that `save_under_way` has saved; `None` without any, or where they were cut otherwise."""
+    """The slices of `save_under_way`; `None` if there are none, or if their arrangement was another one."""
     path = folder / UNDER_WAY_FILE.format(rank=rank)
     if not path.is_file():
         return None

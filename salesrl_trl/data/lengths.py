@@ -1,13 +1,13 @@
-"""Prompts that are too long for the model, found before one is loaded.
+"""Prompts that are too long for the model, found before it is loaded.
 
-Owns the count of every prompt's tokens and the three rules for those above the limit. How many tokens there is room
-for is not decided here.
+Owns the count of every prompt's tokens, and the three rules for prompts above the limit. Refuses to decide the limit:
+`run.checks.prompts` does.
 """
 
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jinja2
 
@@ -16,41 +16,47 @@ from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.types import SalesRow
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Prompt = list[dict[str, str]]
 Count = Callable[[Sequence[Prompt]], list[int]]
 """Prompts to their lengths in tokens."""
 
 LONG_PROMPT_RULES = ("error", "drop", "truncate_oldest_turns")
-"""What becomes of a prompt above the limit: the run ends, the row is left out, or its oldest turns are left out of the
-prompt."""
+"""Rules for a prompt above the limit: end the run, leave the row out, or leave its oldest turns out of the prompt."""
 BATCH_PROMPTS = 1024
-"""Prompts that are in memory as tokens at once."""
+"""Prompts that are tokenized at once."""
 SHOWN_ROWS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """How long a prompt may be."""
+    """The longest prompt."""
 
     tokens: int
     """Most tokens of a prompt, the chat template's included."""
     reason: str
-    """Where the figure comes from: "`vllm_max_model_length` 320 less `max_completion_length` 64"."""
+    """Source of the figure: "`vllm_max_model_length` 320 less `max_completion_length` 64"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FittingPrompts:
-    """Rows whose prompts fit, beside their prompts."""
+    """Rows whose prompts fit, and their prompts."""
 
     rows: list[SalesRow]
     prompts: list[Prompt]
     note: str | None
-    """What was left out, for the run's banner; `None` where nothing was."""
+    """Line for the banner about rows or turns that were left out; `None` if there are none."""
 
 
-def token_counter(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> Count:
-    """Counts as TRL's `GRPOTrainer._tokenize_prompts` tokenizes, with the tokenizer's chat template. Equal prompts are
-    tokenized once. The counter raises `ConfigError` for what the chat template refuses."""
+def token_counter(
+    tokenizer: "PreTrainedTokenizerBase", chat_template_kwargs: Mapping[str, object] | None = None
+) -> Count:
+    """A function that counts tokens as TRL's `GRPOTrainer._tokenize_prompts` does, with the tokenizer's chat template.
+
+    Equal prompts are tokenized once. The function raises `ConfigError` for prompts that the chat template refuses.
+    """
 
     def count(prompts: Sequence[Prompt]) -> list[int]:
         keys = [json.dumps(prompt) for prompt in prompts]
@@ -63,12 +69,12 @@ def token_counter(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
                     add_generation_prompt=True,
                     tokenize=True,
                     return_dict=True,
-                    tokenizer_kwargs={"verbose": False},  # too long a prompt is told of here
+                    tokenizer_kwargs={"verbose": False},  # `fit_prompts` reports long prompts
                     **(chat_template_kwargs or {}),
                 )
             except jinja2.TemplateError as error:
                 raise ConfigError(
-                    f"the model's chat template takes no such prompts: {error.message}. Expected it to take the roles "
+                    f"the model's chat template refuses the prompts: {error.message}. Expected it to accept the roles "
                     f"{', '.join(message['role'] for message in batch[0])}. Give a `prompt_template` that suits it: "
                     "without a system message, for example."
                 ) from None
@@ -86,20 +92,20 @@ def fit_prompts(
 
     Args:
         rows (`Sequence[SalesRow]`):
-            In the order of their source: a row is told by its place.
+            Rows in the order of their source. Messages name a row by its place.
         prompt (`str` or `PromptTemplate`):
             As in `build_prompt`.
         count (`Callable[[Sequence[Prompt]], list[int]]`):
-            Counts tokens: a `token_counter`.
+            The counter of `token_counter`.
         limit (`Limit`, *optional*):
-            How long a prompt may be; any length where it is not given.
+            The longest prompt. Defaults to any length.
         rule (`str`):
             One of `LONG_PROMPT_RULES`.
         name (`str`):
-            What to call the rows: `"training"`.
+            Name of the rows in messages: `"training"`.
 
     Raises:
-        `DataError`: a prompt is too long and the rule is `error`; one can't be made short enough; or no row is left.
+        `DataError`: a prompt is too long with the rule `error`, can't be made short enough, or no row is left.
     """
     prompts = [build_prompt(row, prompt) for row in rows]
     lengths = count(prompts) if rows else []
@@ -143,8 +149,10 @@ def fit_prompts(
 def _without_oldest_turns(
     rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: int
 ) -> list[Prompt | None]:
-    """Each row's prompt without as many of its oldest turns as it takes, found by halving; `None` where the last turn
-    alone is too long."""
+    """Each row's prompt, without as few of its oldest turns as possible, found by bisection.
+
+    `None` for a row whose last turn alone is too long.
+    """
     fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # turns left out; `most` leaves none
     found: list[Prompt | None] = [None] * len(rows)
     while open_rows := [at for at in range(len(rows)) if fewest[at] < most[at]]:

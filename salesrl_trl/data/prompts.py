@@ -1,7 +1,7 @@
-"""All text the policy is prompted with.
+"""The policy's prompts.
 
-Owns the packaged prompts and the shape of the demonstrations beside them. It builds chat messages and nothing else:
-the tokenizer's chat template turns them into tokens. How a template becomes messages is `templates`.
+Owns the packaged prompts, and the form of the demonstrations for the warm start. Builds chat messages only: the
+tokenizer's chat template turns them into tokens. `templates` turns a template into messages.
 """
 
 import functools
@@ -13,8 +13,8 @@ from salesrl_trl.data.templates import PromptTemplate, read_template
 from salesrl_trl.types import DEFAULT_FORMAT, Action, SalesRow
 
 PROMPT_STYLES = ("instruct", "compact")
-"""`instruct` explains the task to a general chat model; `compact` is the bare conversation, for a policy whose
-warm start has taught it the format (the instruction would be three quarters of its tokens)."""
+"""`instruct` explains the task to a general chat model. `compact` is the conversation alone, for a policy whose warm
+start has taught it the format. There the instruction would be three quarters of the tokens."""
 
 
 def template_path(style: str) -> Path:
@@ -41,7 +41,7 @@ def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> li
         row (`SalesRow`):
             The conversation to answer.
         prompt (`str` or `PromptTemplate`, *optional*, defaults to `"instruct"`):
-            One of `PROMPT_STYLES`, or a template of one's own.
+            One of `PROMPT_STYLES`, or a template of your own.
 
     Returns:
         `list[dict[str, str]]`: chat messages with `role` and `content`.
@@ -53,5 +53,5 @@ def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> li
 
 
 def action_text(action: Action) -> str:
-    """The action as the policy is taught to write it: one line of JSON, keys in their order."""
+    """The action as the policy learns to write it: one line of JSON, with the keys in their order."""
     return json.dumps(action.as_dict(), ensure_ascii=False)

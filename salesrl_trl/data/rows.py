@@ -1,20 +1,18 @@
 """From dataset columns to `SalesRow`: names, types and checks.
 
-Owns what a dataset must look like. Where the columns come from is `sources`; what becomes of a row is not its
-business.
+Owns the form of a dataset. `sources` loads it. Refuses to know the use of a row.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import Message, SalesRow
 
 REQUIRED_COLUMNS = ("branch", "conversation")
-"""Without them there is nothing to train on. `conversation` is a list of {role, content}, oldest first."""
+"""Columns that a dataset needs. `conversation` is a list of {role, content}, oldest first."""
 OPTIONAL_COLUMNS = ("id", "tenant_id", "contact_id", "account_id", "message_id", "documents")
 ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
-"""What a turn's role may be called, and what it is called from there on."""
+"""Accepted names of a turn's role, and the names in a `SalesRow`."""
 
 
 def check_columns(columns: Iterable[str], source: str) -> None:
@@ -29,21 +27,21 @@ def check_columns(columns: Iterable[str], source: str) -> None:
         )
 
 
-def parse_row(record: Mapping[str, Any], position: int, branches: Sequence[str], source: str) -> SalesRow:
+def parse_row(record: Mapping[str, object], position: int, branches: Sequence[str], source: str) -> SalesRow:
     """One record as a `SalesRow`.
 
     Args:
-        record (`Mapping[str, Any]`):
+        record (`Mapping[str, object]`):
             Column name to value.
         position (`int`):
-            Zero-based place in the source, for the message of an error and as the id of a row without one.
+            Zero-based place in the source, for messages, and as the id of a row without one.
         branches (`Sequence[str]`):
             The configured branch names.
         source (`str`):
-            What to call the source in an error.
+            Name of the source in messages.
 
     Raises:
-        `DataError`: with the row's place, what was got, what was expected and what to do. Never the row's text.
+        `DataError`: a value is not as expected. The message has the row's place, and never its text.
     """
     name = record.get("id")
     where = f"{source}, row {position}" + (f" (counted from 0; id {name!r})" if name else " (counted from 0)")
@@ -65,16 +63,18 @@ def parse_row(record: Mapping[str, Any], position: int, branches: Sequence[str],
     )
 
 
-def _documents(value: Any, where: str) -> tuple[str, ...]:
-    documents = () if value is None else value
-    is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
-    if not is_list or not all(isinstance(each, str) and is_unicode(each) for each in documents):
-        raise DataError(f"{where}: `documents` is {_shape(value)}. Expected a list of texts, or nothing.")
-    return tuple(documents)
+def _documents(value: object, where: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        texts = [each for each in value if isinstance(each, str) and is_unicode(each)]
+        if len(texts) == len(value):
+            return tuple(texts)
+    raise DataError(f"{where}: `documents` is {_shape(value)}. Expected a list of texts, or nothing.")
 
 
 def is_unicode(text: str) -> bool:
-    """Whether the text can be sent and written: half a surrogate pair, which JSON can spell, can't."""
+    """Whether the text can be sent and written. Half a surrogate pair, which JSON can contain, can't."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -82,7 +82,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _conversation(value: Any, where: str) -> tuple[Message, ...]:
+def _conversation(value: object, where: str) -> tuple[Message, ...]:
     expected = "a list of {role: customer | seller (or user | assistant), content: text} that ends with the customer"
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(f"{where}: `conversation` is {_shape(value)}. Expected {expected}.")
@@ -103,12 +103,12 @@ def _conversation(value: Any, where: str) -> tuple[Message, ...]:
             )
         messages.append(Message(role=ROLES[role], content=content))
     if messages[-1].role != "customer":
-        raise DataError(f"{where}: the last turn of `conversation` is the seller's. Expected {expected}.")
+        raise DataError(f"{where}: the seller has the last turn of `conversation`. Expected {expected}.")
     return tuple(messages)
 
 
-def _shape(value: Any) -> str:
-    """What a value is, without its text."""
+def _shape(value: object) -> str:
+    """Type and length of a value, without its text."""
     if value is None:
         return "missing"
     size = f" of length {len(value)}" if hasattr(value, "__len__") else ""

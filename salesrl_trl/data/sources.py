@@ -1,7 +1,6 @@
 """Where rows come from: the packaged demo, local files, the Hugging Face hub.
 
-Owns loading, subsets and the dataset handed to TRL. What a row must look like is `rows`, what the policy reads is
-`prompts`.
+Owns loading, subsets and the dataset for TRL. `rows` checks a row, `prompts` builds the prompt.
 """
 
 import json
@@ -19,6 +18,8 @@ from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import SalesRow
 
+Record = dict[str, Any]
+"""A row of a dataset as it is loaded."""
 DEMO = "demo"
 """Name of the packaged dataset."""
 _DEMO_FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
@@ -32,14 +33,14 @@ def load_rows(source: str, split: str, branches: Sequence[str], limit: int | Non
         source (`str`):
             `"demo"`, a path to a `.jsonl`, `.json` or `.parquet` file, or the name of a dataset on the hub.
         split (`str`):
-            Split to take; `"train"` and `"heldout"` for the demo. A local file is one split, whatever this says.
+            Split to take: `"train"` or `"heldout"` for the demo. Ignored for a local file, which is one split.
         branches (`Sequence[str]`):
             The configured branch names.
         limit (`int`, *optional*):
-            Take the first so many rows.
+            Number of rows to take, from the first one on. Defaults to all.
 
     Raises:
-        `DataError`: nothing there, no rows, a column missing or a row malformed.
+        `DataError`: there is no such source, it has no rows, a column is missing, or a row is malformed.
     """
     records, name = _records(source, split)
     if limit is not None:
@@ -54,7 +55,7 @@ def load_rows(source: str, split: str, branches: Sequence[str], limit: int | Non
 
 
 def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
-    """The demo's training rows with the actions that annotators of mixed care wrote for them.
+    """The demo's training rows, with actions of annotators, some of them careless.
 
     Yields:
         `tuple[SalesRow, list[dict[str, str]]]`: a row and its draft actions, each a JSON action.
@@ -67,22 +68,23 @@ def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
 
 
 def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate, first_index: int = 0) -> Dataset:
-    """The dataset TRL trains on: `prompt`, and `row`, counted from `first_index`, by which the reward finds its row.
-    `prompt` is a style or a template, as in `build_prompt`."""
+    """The dataset for TRL: the prompt, and `row`, the row's number from `first_index` on, for the reward.
+
+    `prompt` is a style or a template, as in `build_prompt`.
+    """
     return prompt_dataset([build_prompt(row, prompt) for row in rows], first_index)
 
 
 def prompt_dataset(prompts: Sequence[list[dict[str, str]]], first_index: int = 0) -> Dataset:
-    """The same of prompts that are there already.
+    """The dataset of `build_dataset`, from finished prompts.
 
-    Only these two travel through the trainer, so that nothing a customer said can reach a log by way of TRL's reward
-    keyword arguments.
+    TRL passes all columns to its reward functions. With only these two, no other text of a customer can reach a log.
     """
     return Dataset.from_dict({"prompt": prompts, "row": list(range(first_index, first_index + len(prompts)))})
 
 
 def is_file(source: str) -> bool:
-    """Whether a source names a local file, by its ending; such a file is one split."""
+    """Whether a source is a local file, by its ending. Such a file is one split."""
     return Path(source).suffix in _LOADERS
 
 
@@ -91,7 +93,7 @@ def demo_path(name: str) -> Path:
     return Path(str(resources.files("salesrl_trl.data.demo") / name))
 
 
-def _records(source: str, split: str) -> tuple[list[dict[str, Any]], str]:
+def _records(source: str, split: str) -> tuple[list[Record], str]:
     if source == DEMO:
         if split not in _DEMO_FILES:
             raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(_DEMO_FILES)}.")
@@ -102,7 +104,7 @@ def _records(source: str, split: str) -> tuple[list[dict[str, Any]], str]:
     return _hub_records(source, split), f"{source} [{split}]"
 
 
-def _local_records(path: Path) -> list[dict[str, Any]]:
+def _local_records(path: Path) -> list[Record]:
     if not path.is_file():
         raise DataError(
             f"there is no dataset file {path}. Expected an existing {', '.join(_LOADERS)} file. "
@@ -118,14 +120,14 @@ def _local_records(path: Path) -> list[dict[str, Any]]:
         return list(load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, {unreadable(error)}.") from None
-    except Exception as error:  # pyarrow's and pandas' own, which hold the file's text
+    except Exception as error:  # the messages of pyarrow and pandas contain the file's text
         raise DataError(
             f"{path} can't be read as {path.suffix} ({type(error).__name__}). Expected rows with the same columns: "
             "docs/DATA.md shows one. Correct the file."
         ) from None
 
 
-def _hub_records(name: str, split: str) -> list[dict[str, Any]]:
+def _hub_records(name: str, split: str) -> list[Record]:
     try:
         return list(load_dataset(name, split=split))
     except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
@@ -136,7 +138,7 @@ def _hub_records(name: str, split: str) -> list[dict[str, Any]]:
         ) from error
 
 
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+def _read_jsonl(path: Path) -> list[Record]:
     records = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -158,7 +160,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _with_documents(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give each demo record the texts of the documents it names."""
+def _with_documents(records: list[Record]) -> list[Record]:
+    """Add to each demo record the texts of its documents."""
     texts = {document["id"]: document["text"] for document in _read_jsonl(demo_path("knowledge.jsonl"))}
     return [{**record, "documents": [texts[id_] for id_ in record["document_ids"]]} for record in records]

@@ -1,18 +1,18 @@
 """From a template file and a row to the chat messages that the policy reads.
 
-Owns how a template is written, which fields it may use, and what is wrong with one. The packaged templates lie in the
-folder `templates` beside this module. The tokenizer's chat template, which turns messages into tokens, is another
-thing and not looked at here.
+Owns the form of a template, the fields that it may use, and the messages about its errors. The packaged templates are
+in the folder `templates` beside this module. Refuses to know the tokenizer's chat template, which turns messages into
+tokens.
 
-A template is Jinja. Its text is the user message; what stands in `{% block system %}` is the system message, which may
-be left out. White space around either is dropped.
+A template is Jinja. Its text is the user message. The text in `{% block system %}`, which is optional, is the system
+message. White space around both is dropped.
 """
 
 import difflib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jinja2
 import jinja2.meta
@@ -23,12 +23,12 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import SalesRow
 
 SYSTEM = "system"
-"""The one block that a template may have."""
+"""The only block that a template may have."""
 CONVERSATION_FIELDS = ("context", "conversation")
-"""The conversation as text, a line per turn, and as a list of turns. A template shows one of them."""
+"""The conversation as text, one line per turn, and as a list of turns. A template uses one of them."""
 FIELDS = (*CONVERSATION_FIELDS, "branch", "documents", "row_id", "tenant_id", "contact_id", "account_id", "message_id",
           "action_fields")  # fmt: skip
-"""What a template may name: the row's fields, and the names of the action's fields."""
+"""Variables of a template: the row's fields, and the names of the action's fields."""
 
 _WITHOUT_SYSTEM = "{% extends template %}{% block system %}{% endblock %}"
 _ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -41,14 +41,14 @@ class PromptTemplate:
 
     Args:
         source (`str`):
-            The template's text.
+            Text of the template.
         name (`str`):
-            What to call it in an error: its file.
+            Name of the template in messages: its file.
         action_fields (`Sequence[str]`):
-            The names of the action's fields, which the template may list.
+            Names of the action's fields.
 
     Raises:
-        `ConfigError`: with file and line: what is no Jinja, an unknown variable or block, no conversation.
+        `ConfigError`: the text is no Jinja, uses an unknown variable or block, or has no conversation.
     """
 
     def __init__(self, source: str, name: str, action_fields: Sequence[str]) -> None:
@@ -59,14 +59,14 @@ class PromptTemplate:
             self._template = _ENVIRONMENT.from_string(source.rstrip())
             self._user = _ENVIRONMENT.from_string(_WITHOUT_SYSTEM)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"{name}, line {error.lineno} is no Jinja: {error.message}.") from None
+            raise ConfigError(f"{name}, line {error.lineno} is no Jinja: {error.message}. Correct the line.") from None
         self._check(tree)
 
     def messages(self, row: SalesRow) -> list[dict[str, str]]:
-        """The row's prompt: a system message, where the template has one, and a user message.
+        """The row's prompt: a user message, after the template's system message if there is one.
 
         Raises:
-            `ConfigError`: with file, line and row: the template fails on this row, or leaves the user message empty.
+            `ConfigError`: the template fails on this row, or leaves the user message empty.
         """
         fields = {name: getattr(row, name) for name in FIELDS[:-1]} | {FIELDS[-1]: self._action_fields}
         try:
@@ -79,12 +79,12 @@ class PromptTemplate:
         messages = [{"role": "user", "content": user}]
         return [{"role": "system", "content": system}, *messages] if system else messages
 
-    def _system(self, fields: dict[str, Any]) -> str:
+    def _system(self, fields: Mapping[str, object]) -> str:
         block = self._template.blocks.get(SYSTEM)
         try:
-            return "" if block is None else "".join(block(self._template.new_context(fields)))
+            return "" if block is None else "".join(block(self._template.new_context(dict(fields))))
         except Exception:
-            _ENVIRONMENT.handle_exception()  # raises it again, with the template's own lines in its traceback
+            _ENVIRONMENT.handle_exception()  # raises it again, with the lines of the template in its traceback
 
     def _check(self, tree: jinja2.nodes.Template) -> None:
         for block in tree.find_all(jinja2.nodes.Block):
@@ -109,7 +109,7 @@ class PromptTemplate:
             )
 
     def _fail(self, row: SalesRow, error: Exception) -> NoReturn:
-        """What a filter says may hold a customer's text: only Jinja's own words are repeated."""
+        """Raise. A filter's message may contain a customer's text, so only Jinja's own words are repeated."""
         said = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
         where = f", line {lines[-1]}" if lines else ""

@@ -1,8 +1,8 @@
-"""Text files of a user's: what is said of one that can't be read."""
+"""Messages about a user's text file that can't be read."""
 
 
 def unreadable(error: OSError | UnicodeDecodeError) -> str:
-    """In words, with the line and byte of what is not UTF-8; `"line 3, byte 17 (0xe9) is not UTF-8: ..."`."""
+    """The error in words, such as `"line 3, byte 17 (0xe9) is not UTF-8: ..."`."""
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     before = error.object[: error.start]

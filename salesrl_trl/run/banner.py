@@ -32,17 +32,17 @@ def banner(
     rows: tuple[int, int],
     notes: Sequence[str] = (),
 ) -> list[str]:
-    """The banner, one line for each thing.
+    """The lines of the banner.
 
     Args:
         data (`DataConfig`), reward (`RewardConfig`), training (`SalesGRPOConfig`), model (`ModelConfig`):
             Settings.
         policy_path (`str`):
-            Where the policy and its tokenizer are.
+            Folder or hub name of the policy and its tokenizer.
         rows (`tuple[int, int]`):
-            Rows to train on, and held-out rows.
+            Number of training rows, and of held-out rows.
         notes (`Sequence[str]`, *optional*, defaults to none):
-            What the checks found.
+            Findings of the checks, a line each.
     """
     lines = [
         ("policy", _policy(policy_path, model, training)),
@@ -77,7 +77,7 @@ def _count(number: int) -> str:
 
 
 def _end_tokens(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:
-    """The tokens that end a completion: the tokenizer's own, and those of the model's generation settings."""
+    """The tokens that end a completion, from the tokenizer and from the model's generation settings."""
     where = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(path, **where)
     try:
@@ -159,7 +159,7 @@ def _versions(use_vllm: bool) -> str:
 
 
 def _installed(package: str) -> str | None:
-    for name in (package, f"{package}-cpu"):  # vLLM's build for a CPU is a package of another name
+    for name in (package, f"{package}-cpu"):  # vLLM's build for a CPU has another package name
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
     return None

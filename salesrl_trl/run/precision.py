@@ -1,13 +1,13 @@
 """The number format that the policy's weights are trained in.
 
-Owns one decision, from plain figures. At a learning rate of 1e-6 an update of AdamW is smaller than half the distance
-between two neighbouring bf16 numbers, for nearly every weight: written back in bf16 it is lost. So weights in training
-sit in 16 bits only where something else keeps what the format can't hold:
+Owns this decision, from plain figures. At a learning rate of 1e-6, AdamW's update of nearly every weight is smaller
+than half the distance between two neighbouring bf16 numbers. Written back in bf16 it is lost. So weights in training
+have 16 bits only if something else keeps the lost part:
 
     DeepSpeed (ZeRO)       keeps float32 copies of its own             as the settings say
     LoRA                   the adapters are float32, the rest is fixed as the settings say
-    full fine-tuning       float32 weights, 16-bit autocast            where memory holds that
-                           bf16 weights, stochastic rounding           where it does not, by torchao's 8-bit AdamW
+    full fine-tuning       float32 weights, 16-bit autocast            if memory is enough
+                           bf16 weights, stochastic rounding           if not, by torchao's 8-bit AdamW
 """
 
 from dataclasses import dataclass
@@ -17,33 +17,33 @@ from salesrl_trl.errors import ConfigError
 SIXTEEN_BITS = ("bfloat16", "float16")
 STOCHASTIC_OPTIM = "adamw_torch_8bit"
 STOCHASTIC_ARGS = "bf16_stochastic_round=True"
-"""What transformers makes torchao's optimizer from."""
+"""transformers' names for torchao's optimizer and its argument."""
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused")
-"""Optimizers that may be replaced: the default ones. What else a user asks for is the user's."""
+"""The default optimizers, which may be replaced. Any other one is the user's choice."""
 FLOAT32_BYTES = 16
-"""Of a parameter: weight, gradient and AdamW's two moments, 4 bytes each."""
+"""Bytes per parameter: weight, gradient and AdamW's two moments, 4 bytes each."""
 STOCHASTIC_BYTES = 6
-"""Of a parameter: weight and gradient of 2 bytes, AdamW's two moments of 1 byte."""
+"""Bytes per parameter: weight and gradient of 2 bytes, AdamW's two moments of 1 byte."""
 RESERVED_GIB = 6.0
-"""For activations, with gradient checkpointing, and for CUDA itself: what a 0.5B and a 7B policy took at least."""
+"""For activations, with gradient checkpointing, and for CUDA: the least that a 0.5B and a 7B policy took."""
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """How the policy is loaded and trained."""
+    """Number format and rounding of the policy's weights."""
 
     dtype: str | None
-    """Of the weights as they are loaded: `"float32"`, or what the settings say."""
+    """Number format of the loaded weights: `"float32"`, or the settings' own."""
     stochastic_rounding: bool = False
-    """Whether the optimizer is to be `STOCHASTIC_OPTIM` with `STOCHASTIC_ARGS`."""
+    """Whether to use the optimizer `STOCHASTIC_OPTIM` with `STOCHASTIC_ARGS`."""
     note: str | None = None
-    """What a user should know, in a line."""
+    """Line for the banner."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """What there is to decide by.
+    """The figures that decide.
 
     Full fine-tuning in float32 fits where
 
@@ -51,23 +51,23 @@ class Room:
     """
 
     parameters: int
-    """Of the policy."""
+    """Parameters of the policy."""
     memory_gib: float
-    """Of the card that a process trains on."""
+    """Memory of the card that a process trains on."""
     vllm_share: float
-    """Of that memory; 0 where vLLM is not in the trainer's process."""
+    """vLLM's share of that memory; 0 if vLLM is not in the trainer's process."""
     has_reference: bool
-    """Whether a reference model of the same size and number format is beside it."""
+    """Whether there is a reference model of the same size and number format."""
     is_replicated: bool = False
-    """Whether other processes train copies of it: DDP has all gradients a second time, in its buckets."""
+    """Whether other processes train copies of it. DDP then has all gradients a second time, in its buckets."""
 
     @property
     def free_gib(self) -> float:
-        """What vLLM leaves."""
+        """Memory without vLLM's share, in GiB."""
         return self.memory_gib * (1 - self.vllm_share)
 
     def needed_gib(self, bytes_each: int, number_bytes: int) -> float:
-        """For a parameter that takes so many bytes in training, of weights that take so many."""
+        """Memory in GiB, for `bytes_each` per parameter in training and `number_bytes` per number."""
         each = bytes_each + (self.has_reference + self.is_replicated) * number_bytes
         return self.parameters * each / GIB + RESERVED_GIB
 
@@ -87,22 +87,22 @@ def choose_precision(
 
     Args:
         dtype (`str`, *optional*):
-            As the settings have it: `"float32"`, `"bfloat16"`, `"float16"`; `"auto"` or `None` for the checkpoint's.
+            The setting: `"float32"`, `"bfloat16"` or `"float16"`; `"auto"` or `None` for the checkpoint's format.
         autocast (`bool`):
-            Whether the forward pass computes in 16 bits whatever the weights are (`bf16` or `fp16`).
+            Whether the forward pass computes in 16 bits (`bf16` or `fp16`).
         keeps_masters (`bool`):
-            Whether DeepSpeed trains. It keeps float32 copies of 16-bit weights where it computes in 16 bits.
+            Whether DeepSpeed trains. It keeps float32 copies of 16-bit weights if it computes in 16 bits.
         adapters_only (`bool`):
             Whether LoRA adapters are trained.
         optim (`str`), optim_args (`str`, *optional*):
-            As the settings have them.
+            The settings.
         room (`Room`, *optional*):
-            `None` where memory is no matter, or nothing is known of it.
+            The figures of memory; `None` if they do not matter or are not known.
         has_torchao (`bool`):
             Whether torchao is installed.
 
     Raises:
-        `ConfigError`: float32 does not fit, and nothing else that would train every weight is there.
+        `ConfigError`: float32 does not fit, and no other way to train every weight is available.
     """
     if dtype == "float32" or adapters_only or (keeps_masters and autocast):
         return Precision(dtype=dtype)

@@ -89,5 +89,5 @@ def test_a_chat_template_that_takes_no_system_message_is_told_of():
         def apply_chat_template(self, conversation, **options):
             raise jinja2.TemplateError("System role not supported")
 
-    with pytest.raises(ConfigError, match="takes no such prompts: System role not supported"):
+    with pytest.raises(ConfigError, match="refuses the prompts: System role not supported"):
         token_counter(Tokenizer())([[{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]])
