@@ -1,4 +1,4 @@
-"""Stand-ins for what a user brings: the RAG services and the judge (`services`), and a small policy (`policy`).
+"""Stand-ins for a user's own RAG services and judge (`services`), and for a user's model (`policy`).
 
 Owns nothing that a run on a user's own services and model needs.
 """

@@ -1,1 +1,1 @@
-"""What a newcomer runs in place of the real RAG service and judge, over real HTTP on loopback."""
+"""Stand-ins for the RAG service and the judge, over HTTP on the loopback interface."""

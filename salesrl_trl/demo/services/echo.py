@@ -1,4 +1,4 @@
-"""Returns each request's `X-Request-Id` with its reply, so that the client sees whose reply it is."""
+"""Returns each request's `X-Request-Id` with its reply, so that the client can match the two."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 

@@ -1,8 +1,8 @@
 """Starts the RAG service and the judge as a child of the program that needs them.
 
-Owns the life of the child. Owns nothing of what the child serves (`server`). A child is stopped only through the
-handle that started it, and stops by itself when its parent is gone. Standard library only: the trainer imports this
-module, and must not load what the services are made of.
+Owns the life of the child. `server` owns the services in it. A child is stopped only through the handle that started
+it, and stops by itself when its parent is gone. Standard library only: the trainer imports this module, and must not
+load the libraries of the services.
 """
 
 import json
@@ -26,9 +26,9 @@ from salesrl_trl.process import child_environment
 TERMINATE_TIMEOUT_S = 6.0
 """Patience with a child that was asked to stop, in seconds: `server.DRAIN_TIMEOUT_S`, and as much for its end."""
 HEALTH_POLL_S = 0.05
-"""Time between two looks at a service that does not answer yet, in seconds."""
+"""Seconds between two requests to a service that does not answer yet."""
 HEALTH_TIMEOUT_S = 2.0
-"""Patience with one look, in seconds."""
+"""Seconds that one such request may take."""
 STDERR_TAIL_CHARS = 2_000
 """How much of a failed child's stderr an error shows, in characters: a traceback's last calls."""
 
@@ -37,7 +37,7 @@ _COMMAND = ("-P", "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-po
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceAddresses:
-    """Where the services listen."""
+    """Addresses of the services."""
 
     rag_base_url: str
     """`"http://127.0.0.1:8801"`; the endpoints' paths start at `/v1`."""
@@ -46,7 +46,7 @@ class ServiceAddresses:
 
     @property
     def health_urls(self) -> tuple[str, str]:
-        """Where each service says that it is well."""
+        """Addresses of the health pages."""
         return f"{self.rag_base_url}/healthz", f"{self.judge_base_url.removesuffix('/v1')}/healthz"
 
 
@@ -63,7 +63,7 @@ class EmbeddedServices:
         documents (`Path`, *optional*):
             Knowledge base. Defaults to the packaged one.
         protected_terms (`Path`, *optional*):
-            What the judge's fairness branch looks for. Defaults to the packaged terms.
+            Terms that the judge's fairness branch looks for. Defaults to the packaged terms.
         arguments (`Sequence[str]`, *optional*, defaults to none):
             Further options of the command, such as the writer's.
     """
@@ -87,7 +87,7 @@ class EmbeddedServices:
         self.stop()
 
     def start(self, timeout_s: float = 30.0) -> ServiceAddresses:
-        """Start the child and wait until both services are well; when it runs already, say where.
+        """Start the child and wait until both services answer. If it runs already, return its addresses.
 
         Args:
             timeout_s (`float`, *optional*, defaults to `30.0`):

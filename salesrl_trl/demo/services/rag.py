@@ -1,8 +1,8 @@
 """The RAG service: both endpoints over one index.
 
 Owns the wire contract of `/v1/rag/8b` and `/v1/rag/32b`, what each of them searches with, and how an answer is written
-from the passages. Knows nothing of the judge, of rewards or of which answer is the better one. A refused request is
-answered with where and why, never with its text, which is a customer's.
+from the passages. Refuses to know the judge or rewards. The reply to a refused request names the place and the reason,
+and never repeats its text, which is a customer's.
 """
 
 import asyncio
