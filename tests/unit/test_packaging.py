@@ -137,7 +137,8 @@ def test_what_the_package_imports_is_a_direct_dependency(direct: Ranges, extras:
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 imported.add(node.module.split(".")[0])
-    foreign = {{"yaml": "pyyaml"}.get(name, name) for name in imported - sys.stdlib_module_names - {"salesrl_trl"}}
+    not_foreign = sys.stdlib_module_names | {"salesrl_trl", "_typeshed"}  # type checkers bring _typeshed
+    foreign = {{"yaml": "pyyaml"}.get(name, name) for name in imported - not_foreign}
     optional = {name for extra in ("gpu", "plots", "vector-store", "stochastic-rounding") for name in extras[extra]}
     optional |= {"pyarrow", "starlette"}  # come with lancedb and fastapi
     assert foreign - optional <= set(direct)
