@@ -265,7 +265,7 @@ class Bench:
         set_medians(self._url, (0.0, 0.0) if arm == "floor" else latency)
         self._batches.clear()
         if arm != "stock":
-            trainer.pipeline.set_lookahead(ahead)
+            trainer.rooms.pipeline.set_lookahead(ahead)
         trainer.args.max_steps = before + steps + after
         inside, started = self._meter.seconds, time.perf_counter()
         trainer.train()

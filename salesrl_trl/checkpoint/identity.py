@@ -7,16 +7,21 @@ decide the order of prompts, and the first weights.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from datasets import Dataset
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import IDENTITY_FILE
+
+logger = get_logger(__name__)
 
 UNDER_WAY = "processes x batch, steps x iterations of the generation batch under way"
 """Ignored in a checkpoint between two generation batches."""
@@ -73,6 +78,17 @@ def identity_of(args: SalesGRPOConfig, rows: str | None, weights: str | None = N
     }
 
 
+def identity_of_run(
+    args: SalesGRPOConfig, dataset: object, branch_of: Callable[[int], str], weights: str | None
+) -> Identity:
+    """What a run on this dataset is made of. The rows of other than `datasets.Dataset` can't be read twice: they are
+    left out."""
+    rows = None
+    if isinstance(dataset, Dataset):
+        rows = rows_of(dataset["prompt"], map(branch_of, dataset["row"]))
+    return identity_of(args, rows, weights)
+
+
 def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -> None:
     """Write the identity to a checkpoint, which is inside a generation batch or between two."""
     decides = {name: value for name, value in identity["decides"].items() if inside_a_batch or name != UNDER_WAY}
@@ -118,6 +134,24 @@ def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[
         )
     other += settings
     return [f"going on from {checkpoint} with other settings: {'; '.join(other)}"] if other else []
+
+
+def check_on_all_ranks(checkpoint: Path, identity: Identity, allowed: bool) -> None:
+    """`check_identity`, with the differences logged; a collective.
+
+    Raises:
+        `ConfigError`: on all ranks, where any rank refuses the checkpoint.
+    """
+    refused, notes = None, []
+    try:
+        notes = check_identity(checkpoint, identity, allowed)
+    except ConfigError as error:
+        refused = str(error)
+    refusals = [each for each in gather_object([refused]) if each is not None]
+    if refusals:
+        raise ConfigError(refusals[0])
+    for note in notes:
+        logger.warning(note)
 
 
 def _differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

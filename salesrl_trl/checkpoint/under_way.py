@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 
 from salesrl_trl.names import UNDER_WAY_FILE
+from salesrl_trl.update.ranks import on_any_rank
+
+logger = get_logger(__name__)
 
 Batches = list[dict[str, Any]]
 """The slices of a generation batch, as TRL keeps them."""
@@ -38,3 +42,18 @@ def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torc
         return None
     state = torch.load(path, map_location=device, weights_only=True)
     return state["batches"] if state["arrangement"] == arrangement else None
+
+
+def load_on_all_ranks(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> Batches | None:
+    """`load_under_way`; `None` on all ranks, with a warning, where any rank has nothing to load; a collective.
+
+    Where there is nothing, TRL generates, which is a collective too: all ranks must do the same.
+    """
+    batches = load_under_way(folder, rank, arrangement, device)
+    if not on_any_rank(batches is None, device):
+        return batches
+    logger.warning(
+        f"{folder} lies inside a generation batch whose completions it does not hold, or not for this number of "
+        "processes and these batch sizes: they are generated anew, from the same prompts"
+    )
+    return None

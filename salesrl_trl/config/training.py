@@ -15,12 +15,8 @@ from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
-from salesrl_trl.names import LEFT_OUT
-from salesrl_trl.rollout.groups import parts
 
 DEFAULT_BRANCHES = ("fairness", "hallucination")
-SHARED_BY_A_MICRO_BATCH = ("bnpo",)
-"""Loss types in which a completion's weight depends on the other completions of its micro-batch."""
 
 
 @dataclass
@@ -222,6 +218,11 @@ class SalesGRPOConfig(GRPOConfig):
             "`vllm_importance_sampling_correction: false`.",
         )
 
+    @property
+    def window(self) -> int:
+        """Micro-steps between two generation batches."""
+        return self.steps_per_generation * self.num_iterations  # type: ignore[no-any-return]
+
     def compares_with_sampler(self) -> bool:
         """Whether the loss reads vLLM's own log-probs."""
         return bool(self.vllm_importance_sampling_correction) or self.off_policy_mask_threshold is not None
@@ -231,57 +232,6 @@ class SalesGRPOConfig(GRPOConfig):
         extra = self.generation_kwargs or {}
         named = reshaping({name: extra.get(name, getattr(self, name, None)) for name in RESHAPING})
         return named + ["`vllm_structured_outputs_regex`"] * bool(self.vllm_structured_outputs_regex)
-
-    def sampling_warnings(self) -> list[str]:
-        """Warnings about tokens that these settings leave out of the loss, or weigh in an unexpected way."""
-        warnings = []
-        if self.rollout_lookahead and self.use_vllm and self.vllm_importance_sampling_mode.endswith("_mask"):
-            warnings.append(
-                f"`rollout_lookahead` is {self.rollout_lookahead} with `vllm_importance_sampling_mode: "
-                f"{self.vllm_importance_sampling_mode}`, which leaves out of the loss the tokens that the "
-                f"policy has moved away from: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
-            )
-        reshaped = ", ".join(self.reshaped_sampling())
-        if self.use_vllm and reshaped and self.compares_with_sampler():
-            warnings.append(
-                f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, "
-                "so importance ratios are off by what it leaves out. They weigh each token's loss. "
-                "`vllm_importance_sampling_correction: false` uses none."
-            )
-        return warnings
-
-    def why_not_divisible(self, entropy_bonus: bool, aux_loss: bool) -> str | None:
-        """The first reason for which an update depends on the micro-batches of its completions, or on their order.
-
-        Args:
-            entropy_bonus (`bool`):
-                Whether the loss has an entropy bonus.
-            aux_loss (`bool`):
-                Whether the loss has the auxiliary loss of a mixture's router.
-
-        Returns:
-            `str`: the reason; `None` if there is none.
-        """
-        size = self.per_device_train_batch_size
-        places = parts(size * self.steps_per_generation, size, self.num_generations)
-        hindrances = {
-            "`num_iterations` is above 1, so that a batch is trained on again": self.num_iterations > 1,
-            "an update has a part of a generation batch (`steps_per_generation`)":
-                self.gradient_accumulation_steps % self.steps_per_generation != 0,
-            "a micro-batch and a group share no border before the batch's end, so that it has one part":
-                len(places) <= 1,
-            f"`loss_type` {self.loss_type} weighs a completion by its micro-batch":
-                self.loss_type in SHARED_BY_A_MICRO_BATCH,
-            "`scale_rewards: batch` divides by the spread of all rewards": self.scale_rewards == "batch",
-            "`hybrid_reference_weight` is scaled by the spread of all rewards; not with `scale_rewards: none`":
-                bool(self.hybrid_reference_weight) and self.scale_rewards != "none",
-            f"`multi_objective_aggregation` is {self.multi_objective_aggregation}, which needs all rewards":
-                self.multi_objective_aggregation != "sum_then_normalize",
-            "`top_entropy_quantile` compares the tokens of a micro-batch": self.top_entropy_quantile != 1.0,
-            "the entropy bonus is taken over a micro-batch": entropy_bonus,
-            "the router's auxiliary loss is taken over a micro-batch": aux_loss,
-        }  # fmt: skip
-        return next((hindrance for hindrance, is_there in hindrances.items() if is_there), None)
 
     def sampler_class(self) -> Callable[[Any], Any] | None:
         """The generation engine that `sampler` names, if any."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from accelerate.logging import get_logger
 from trl.trainer.utils import pad
 
 from salesrl_trl.generation.requests import Requests
@@ -26,6 +27,8 @@ from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.names import Phase
 from salesrl_trl.replaced import replaced
 from salesrl_trl.timing import Span
+
+logger = get_logger(__name__)
 
 Finished = Callable[[int, Sequence[int]], None]
 """Called with a completion's place in the batch and its token ids."""
@@ -284,3 +287,24 @@ def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: objec
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         return "the tokenizer's response template parses completions: they start when all of a batch are generated"
     return None
+
+
+def trl_sampler(generate: Generate, ask: Ask, owner: Any, *, is_served: bool, hindrance: str | None) -> Sampler:
+    """TRL's own generation.
+
+    Args:
+        generate (`Generate`):
+            TRL's.
+        ask (`Ask`):
+            Asks a server.
+        owner (`Any`):
+            TRL's `VLLMGeneration`, or transformers' `GenerationConfig`.
+        is_served (`bool`):
+            Whether vLLM is a server.
+        hindrance (`str`, *optional*):
+            What keeps single completions from being known.
+    """
+    if hindrance is not None:
+        logger.info(f"off: rewards start as soon as a completion is finished, because {hindrance}")
+        return WholeBatch(generate, owner)
+    return Background(generate, owner, ask) if is_served else Streamed(generate, owner)

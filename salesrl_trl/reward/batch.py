@@ -70,6 +70,14 @@ class BatchResult:
         """A number for each completion, or `None` where it could not be scored: TRL's form."""
         return [reward.value for reward in self.rewards]
 
+    def columns(self, components: Sequence[str]) -> dict[str, list[str | float | None]]:
+        """What each reward was made of, by column: outcome, reason, and these components."""
+        table: dict[str, list[str | float | None]] = {
+            "outcome": [reward.outcome.value for reward in self.rewards],
+            "reason": [reward.reason for reward in self.rewards],
+        }
+        return table | {name: [reward.components.get(name) for reward in self.rewards] for name in components}
+
 
 Chain = Callable[[int, str, Stages], Awaitable[Reward]]
 """From a row's index, a completion, and where its stages are timed, to its reward."""

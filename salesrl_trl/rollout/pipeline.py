@@ -36,6 +36,8 @@ class Rollout:
     """Their rewards, which may still be pending."""
     step: int
     """Optimizer steps that the weights had taken which sampled them."""
+    is_trained_on: bool
+    """Whether it is for training. Else it is for an evaluation."""
     handle: Handle
     """The generation."""
     sampled: Sampled | None = None
@@ -53,6 +55,16 @@ class Rollout:
     """The rewards of all ranks so far, as `encode` tells them: shape (world size x B, columns), on the CPU."""
     is_reported: bool = False
     """Whether TRL's figures of the generation were drained."""
+
+    @property
+    def mode(self) -> str:
+        """TRL's name of what it is for: `"train"` or `"eval"`."""
+        return "train" if self.is_trained_on else "eval"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether TRL has gone over the batch with all rewards in."""
+        return self.groups is None or self.groups.complete
 
     def drain_metrics(self) -> tuple[Mapping[str, list[float]], int]:
         """TRL's figures of the generation, and its tokens on all ranks: once, then nothing."""
@@ -204,7 +216,7 @@ class Pipeline:
             update (`int`):
                 Optimizer steps that the weights have taken.
         """
-        rollout = self._start(inputs, update, ahead=bool(self._lookahead))
+        rollout = self._start(inputs, update, ahead=bool(self._lookahead), is_trained_on=True)
         if rollout.sampled is not None and rollout.sampled.logprobs is None and self._lookahead:
             rollout.behaviour_logps = self._behaviour_logps(rollout.sampled)
         return rollout
@@ -213,14 +225,14 @@ class Pipeline:
         """Generate for an evaluation, and start the reward of each completion when it is finished. As `launch`."""
         if self._references_ahead:
             self._desk.fetch_references(_rows(inputs))
-        return self._start(inputs, update, ahead=False)
+        return self._start(inputs, update, ahead=False, is_trained_on=False)
 
-    def _start(self, inputs: list[Example], update: int, *, ahead: bool) -> Rollout:
+    def _start(self, inputs: list[Example], update: int, *, ahead: bool, is_trained_on: bool) -> Rollout:
         rewards = self._desk.begin(_rows(inputs))
         with self._timeline.phase(Phase.GENERATION):
             handle = self._sampler.start(_prompts(inputs), self._reporter(rewards), ahead=ahead)
             sampled = handle.result() if handle.is_ready or not ahead else None
-        rollout = Rollout(inputs=inputs, rewards=rewards, step=update, handle=handle)
+        rollout = Rollout(inputs=inputs, rewards=rewards, step=update, is_trained_on=is_trained_on, handle=handle)
         if sampled is not None:
             self._record(rollout, sampled)
         return rollout

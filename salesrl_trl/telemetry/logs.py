@@ -1,6 +1,6 @@
 """Log lines: the format of this package's lines, and a filter for lines of other packages.
 
-Owns no phrase: the user of the filter names it. Standard library only.
+Owns the one phrase of TRL that must not be logged. Standard library only.
 """
 
 import logging
@@ -29,3 +29,12 @@ class LeaveOut(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return self._phrase not in record.getMessage()
+
+
+# Upstream warns of a row that could not be scored, with its prompt and completion: customers' text.
+_UNSCORABLE_ROW = LeaveOut("All reward functions returned None")
+
+
+def hide_unscorable_rows() -> None:
+    """Leave TRL's warning out that prints the prompt and the completion of a row that could not be scored."""
+    logging.getLogger("trl.trainer.grpo_trainer").addFilter(_UNSCORABLE_ROW)  # a logger takes the same filter once

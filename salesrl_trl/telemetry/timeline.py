@@ -8,17 +8,21 @@ that was open, or to `Phase.UNACCOUNTED`. So the parts of a step sum to its wall
 work shows up as unaccounted.
 """
 
+import functools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from salesrl_trl.names import Phase
 from salesrl_trl.timing import Span, Timing, TimingContext
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MAX_STEPS_PENDING = 8
 """Finished steps that wait for `drain_steps`. Beyond it, those that the device is done with are settled, so that marks
@@ -178,6 +182,16 @@ class Timeline:
             raise
         finally:
             self._close(phase)
+
+    def phased(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
+        """`function` as a phase: the time of each call is its own."""
+
+        @functools.wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self.phase(name):
+                return function(*args, **kwargs)
+
+        return timed
 
     def begin(self, name: str) -> None:
         """Open a phase that another function ends by `end`. `starts` and `close` end it too."""

@@ -21,13 +21,12 @@ class SkipAndStop(TrainerCallback):
             Decides.
         drop_gradients (`Callable[[], None]`):
             Sets all gradients to `None`.
-        agree_to_stop (`Callable[[int], None]`):
-            Called with the number of the step that has just ended; a collective. Stops `run_control` if any rank was
-            asked to stop.
+        agree_to_stop (`Callable[[], None]`):
+            Called when a step has ended; a collective. Stops `run_control` where any rank was asked to stop.
     """
 
     def __init__(
-        self, run_control: RunControl, drop_gradients: Callable[[], None], agree_to_stop: Callable[[int], None]
+        self, run_control: RunControl, drop_gradients: Callable[[], None], agree_to_stop: Callable[[], None]
     ) -> None:
         self._run_control = run_control
         self._drop_gradients = drop_gradients
@@ -40,7 +39,7 @@ class SkipAndStop(TrainerCallback):
             self._drop_gradients()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        self._agree_to_stop(state.global_step)
+        self._agree_to_stop()
         if self._run_control.error is not None:
             control.should_save = True
             control.should_training_stop = True

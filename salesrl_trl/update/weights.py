@@ -9,11 +9,13 @@ from typing import cast
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import reduce
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.errors import WeightSyncError
+from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import CHANGED_SHARE
 
 logger = logging.getLogger(__name__)
@@ -206,10 +208,13 @@ class WeightCheck:
     Args:
         limit (`float`):
             Largest mean absolute difference in nats.
+        hints (`str`):
+            What the reason of a difference may be, as sentences.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, hints: str = "") -> None:
         self._limit = limit
+        self._hints = hints
         self.is_done = False
 
     def skip(self, reason: str) -> None:
@@ -217,14 +222,28 @@ class WeightCheck:
         self.is_done = True
         _say(logging.INFO, f"off: the check that vLLM samples from the weights in training, because {reason}")
 
-    def see(self, sums: torch.Tensor, hints: str) -> None:
-        """Judge `logp_difference` over all ranks. Without a token in it, another batch is judged.
+    def check(self, output: dict[str, torch.Tensor], logps_of: Callable[..., torch.Tensor]) -> None:
+        """Check one of TRL's generation batches; a collective. A batch without a token that counts proves nothing.
 
         Args:
-            sums (`torch.Tensor`):
-                Shape (3,).
-            hints (`str`):
-                What may be the reason where they differ, as sentences.
+            output (`dict[str, torch.Tensor]`):
+                The batch.
+            logps_of (`Callable`):
+                Gives the trainer's log-probs of it, shape (B, T), where TRL has not computed them.
+
+        Raises:
+            `WeightSyncError`: log-probs are too far apart, or are no numbers.
+        """
+        sampled = output.get("sampling_per_token_logps")
+        if sampled is None:
+            self.skip("these rollouts come without log-probs")
+            return
+        ours = output.get("old_per_token_logps")
+        sums = logp_difference(logps_of(output) if ours is None else ours, sampled, loss_mask(output))
+        self.record(reduce(sums, "sum"))
+
+    def record(self, sums: torch.Tensor) -> None:
+        """Judge `logp_difference` over all ranks, shape (3,).
 
         Raises:
             `WeightSyncError`: log-probs are too far apart, or are no numbers.
@@ -238,13 +257,13 @@ class WeightCheck:
             raise WeightSyncError(
                 f"{missing:.0f} of the first {tokens + missing:.0f} sampled tokens have a log-prob that is no number, "
                 "in vLLM or in the trainer. Expected one for each: weights are broken, or overflow in their number "
-                f"format. {hints}"
+                f"format. {self._hints}"
             )
         if not mean <= self._limit:  # infinite too
             raise WeightSyncError(
                 f"vLLM's log-probs differ from the trainer's by {mean:.3f} nats on average over the first "
                 f"{tokens:.0f} tokens, expected at most {self._limit:g}: it samples from other weights, or in another "
-                f"number format, than the ones in training. {hints}"
+                f"number format, than the ones in training. {self._hints}"
             )
         _say(
             logging.INFO,

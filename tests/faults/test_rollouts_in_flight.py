@@ -88,14 +88,14 @@ def trainer_of(tiny, services, tmp_path):
 
 def pending(trainer):
     """Tasks on the loop of the rewards. A loop that is closed has none."""
-    if trainer._desk._loop.is_closed():
+    if trainer.rooms.desk._loop.is_closed():
         return []
 
     async def told():
         await asyncio.sleep(0.1)  # what was cancelled ends
         return [str(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
-    return asyncio.run_coroutine_threadsafe(told(), trainer._desk._loop).result(10)
+    return asyncio.run_coroutine_threadsafe(told(), trainer.rooms.desk._loop).result(10)
 
 
 def pending_rewards(trainer):
@@ -106,7 +106,7 @@ def assert_nothing_is_left(trainer, caplog):
     """No task of a reward is left when training has ended. Calls go on for the cache; none is left when the trainer is
     finished."""
     assert pending_rewards(trainer) == []
-    assert list(trainer._reward.batches) == []
+    assert list(trainer.rooms.reward.batches) == []
     trainer.finish()
     assert pending(trainer) == []
     gc.collect()
@@ -239,7 +239,7 @@ def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(traine
         again.train()
     interrupter.join()
     assert pending_rewards(again) == []
-    assert list(again._reward.batches) == []
+    assert list(again.rooms.reward.batches) == []
     services.hangs.clear()
     services.let_go.set()
     prompts[again].clear()

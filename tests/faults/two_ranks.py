@@ -59,7 +59,7 @@ class OfARank(ScriptedTrainer):
         self.order, self.samples, self.gradients, self.seconds = {}, [], [], []
         super().__init__(*args, **kwargs)
         self.add_callback(_Noted(self))
-        self.waits, wait = False, self._desk.wait
+        self.waits, wait = False, self.rooms.desk.wait
 
         def noted(*args):
             self.waits = True
@@ -68,7 +68,7 @@ class OfARank(ScriptedTrainer):
             finally:
                 self.waits = False
 
-        self._desk.wait = noted
+        self.rooms.desk.wait = noted
         self.quick = []  # reasons in quick evaluations, on the main process
         if self._quick_eval is not None:
             self._quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))

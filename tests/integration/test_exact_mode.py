@@ -493,7 +493,7 @@ class Streams:
 
     def __init__(self, services, trainer):
         self.services, self.ends = services, []
-        sampler = trainer._sampler
+        sampler = trainer.rooms.sampler
         generate = sampler._generate
 
         def timed(prompts):

@@ -108,12 +108,12 @@ def set_up(trainer, case):
     if isinstance(trainer, ScriptedTrainer):
         trainer.beta = 1.0  # what it has TRL load the reference by
         trainer.args.kl_estimator, trainer.args.kl_log_ratio_clamp = case.estimator, case.clamp
-        trainer._kl.settings = trainer.args.kl_penalty()
+        trainer.rooms.kl.settings = trainer.args.kl_penalty()
         coefficients(trainer, (BETA, BETA))
 
 
 def coefficients(trainer, betas):
-    for branch, beta in zip(trainer._kl.control.branches, betas, strict=True):
+    for branch, beta in zip(trainer.rooms.kl.control.branches, betas, strict=True):
         branch.beta = beta
 
 
@@ -245,7 +245,7 @@ def step(trainer, batches):
     """Loss and gradient of one optimizer step: sums over its micro-batches."""
     trainer._metrics["train"].clear()
     if isinstance(trainer, ScriptedTrainer):
-        trainer._ledger.flush("train")
+        trainer.rooms.ledger.flush("train")
     trainer.model.zero_grad()
     total = 0.0
     for index, batch in enumerate(batches):
@@ -269,7 +269,7 @@ def assert_equal_steps(ours, expected, tolerance=TOLERANCE):
 
 def assert_equal_kl(trainer, stock, batches):
     """Ours by branch, weighted by its tokens, against TRL's by micro-batch, weighted by its."""
-    logged = trainer._ledger.flush("train")
+    logged = trainer.rooms.ledger.flush("train")
     tokens = [logged[f"kl/{branch}_tokens"] for branch in BRANCHES]
     sums = [logged[f"kl/{branch}"] * count if count else 0.0 for branch, count in zip(BRANCHES, tokens, strict=True)]
     theirs = [counted(batch).sum().item() for batch in batches]
@@ -523,7 +523,7 @@ def test_a_step_in_which_no_token_counts_has_no_loss_and_no_gradient(pair, loss_
     loss, gradient = step(pair.ours, pair.inputs(case, completion_mask=nothing))
     assert loss == 0
     assert (gradient == 0).all()
-    logged = pair.ours._ledger.flush("train")
+    logged = pair.ours.rooms.ledger.flush("train")
     assert [logged[f"kl/{name}_tokens"] for name in BRANCHES] == [0, 0]
 
 
@@ -563,7 +563,7 @@ def test_beta_is_a_number_again_after_the_loss(pair, monkeypatch):
 def test_beta_is_a_number_again_after_a_loss_that_failed_and_nothing_was_measured(pair, monkeypatch, fails_in):
     pair.set_up(Case())
     pair.ours.beta = 0.125
-    pair.ours._ledger.flush("train")
+    pair.ours.rooms.ledger.flush("train")
     if fails_in == "loss":
         pair.ours.loss_type = "no such"
     else:
@@ -573,7 +573,7 @@ def test_beta_is_a_number_again_after_a_loss_that_failed_and_nothing_was_measure
     assert pair.ours.beta == 0.125
     with pytest.raises(RuntimeError, match="before `add`"):
         pair.ours._kl.drain_sums()
-    assert all(map(math.isnan, pair.ours._ledger.flush("train").values()))
+    assert all(map(math.isnan, pair.ours.rooms.ledger.flush("train").values()))
 
 
 class Steps(TrainerCallback):

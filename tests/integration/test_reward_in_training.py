@@ -94,8 +94,8 @@ def test_a_key_that_a_service_echoes_gets_nowhere(scripted_trainer, services, tm
         log_completions=True,
         chain={**stores, "providers": [{"name": "judge", "api_key": PLANTED}]},
     )
-    rewards, result = [], trainer._desk.result
-    trainer._desk.result = lambda *given: rewards.append(result(*given)) or rewards[-1]
+    rewards, result = [], trainer.rooms.desk.result
+    trainer.rooms.desk.result = lambda *given: rewards.append(result(*given)) or rewards[-1]
     with caplog.at_level(logging.DEBUG):
         trainer.train()
         trainer.save_model()

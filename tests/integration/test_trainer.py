@@ -11,7 +11,7 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 from transformers import TrainerCallback
 
-from salesrl_trl.checkpoint.identity import write_identity
+from salesrl_trl.checkpoint.identity import identity_of_run, write_identity
 from salesrl_trl.errors import ConfigError, RunStopped, TooFewRewardsError, WeightSyncError
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.update.ledger import Ledger
@@ -144,8 +144,12 @@ def test_a_run_that_is_told_to_stop_inside_an_epoch_evaluates_no_more(scripted_t
 
 def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer, monkeypatch):
     trainer = scripted_trainer(texts=DIFFERENT, max_steps=4, max_skipped_generations=5)
-    look = trainer._made_of
-    monkeypatch.setattr(trainer, "_made_of", lambda: [trainer.request_stop("SIGTERM"), look()][1])
+
+    def asked(*given):
+        trainer.request_stop("SIGTERM")
+        return identity_of_run(*given)
+
+    monkeypatch.setattr("salesrl_trl.trainer.identity_of_run", asked)
     with pytest.raises(RunStopped, match="SIGTERM after 1 steps"):
         trainer.train()
 
@@ -153,7 +157,8 @@ def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_checkpoint_of_another_run_is_refused_by_the_trainer_too(scripted_trainer, tmp_path, kind):
     trainer = scripted_trainer(texts=DIFFERENT, max_steps=1)
-    other = trainer._made_of()
+    rooms = trainer.rooms
+    other = identity_of_run(trainer.args, trainer.train_dataset, rooms.reward.branch_of, rooms.first_weights)
     other["decides"]["seed"] = 7
     write_identity(tmp_path, other, inside_a_batch=False)
     with pytest.raises(ConfigError, match="is of another run: seed was 7, is"):
@@ -257,7 +262,9 @@ def test_a_run_whose_sampler_has_other_weights_stops_at_its_first_batch(scripted
         return completions, [[logp] * len(each) for each in completions]  # None is a NaN, as TRL hands it on
 
     trainer._generate_single_turn = sampled
-    trainer._weight_check = WeightCheck(trainer.args.max_sampling_logp_difference)  # transformers has nothing to check
+    trainer.rooms.weight_check = WeightCheck(
+        trainer.args.max_sampling_logp_difference
+    )  # transformers has nothing to check
     trainer.vllm_generation = SimpleNamespace(temperature=trainer.temperature)
     before = weights(trainer)
     with pytest.raises(WeightSyncError, match=message):

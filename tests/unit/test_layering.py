@@ -28,6 +28,7 @@ ORDER = (
     "rollout",
     "config",
     "checkpoint",
+    "wiring",
     "trainer",
     "run",
     "train",

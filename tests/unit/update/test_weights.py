@@ -140,16 +140,16 @@ def test_log_probs_are_compared_where_a_token_counts_and_has_both():
     ids=["far", "infinite", "all NaN", "one NaN"],
 )
 def test_other_weights_and_log_probs_that_are_no_numbers_stop_a_run(sums, message):
-    check = WeightCheck(limit=0.5)
+    check = WeightCheck(limit=0.5, hints="The hint.")
     with pytest.raises(WeightSyncError, match=message + r".* The hint\.$"):
-        check.see(torch.tensor(sums), "The hint.")
+        check.record(torch.tensor(sums))
 
 
 def test_the_check_is_done_with_the_first_batch_that_has_a_token(caplog):
     caplog.set_level(logging.INFO)
     check = WeightCheck(limit=0.5)
-    check.see(torch.tensor([0.0, 0.0, 0.0]), "")
+    check.record(torch.tensor([0.0, 0.0, 0.0]))
     assert not check.is_done
-    check.see(torch.tensor([0.02, 10.0, 0.0]), "")
+    check.record(torch.tensor([0.02, 10.0, 0.0]))
     assert check.is_done
     assert "log-probs differ by 0.0020 nats on average over 10 tokens" in caplog.text

@@ -1,0 +1,103 @@
+"""From settings to what rollouts and their scoring depend on.
+
+Owns the mapping, and what settings rule out or make doubtful. Checks nothing that needs a model.
+"""
+
+from collections.abc import Sequence
+
+from salesrl_trl.config.training import SalesGRPOConfig
+from salesrl_trl.names import LEFT_OUT
+from salesrl_trl.rollout.groups import parts
+from salesrl_trl.rollout.scoring import ScoringSettings
+
+SHARED_BY_A_MICRO_BATCH = ("bnpo",)
+"""Loss types in which a completion's weight depends on the other completions of its micro-batch."""
+
+
+def scoring_settings(args: SalesGRPOConfig, stages: Sequence[str], reward_weight: float) -> ScoringSettings:
+    """What the scoring of a batch depends on.
+
+    Args:
+        args (`SalesGRPOConfig`):
+            Settings.
+        stages (`Sequence[str]`):
+            Stages of the reward beside the package's own.
+        reward_weight (`float`):
+            TRL's weight of the reward.
+    """
+    clips = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
+    return ScoringSettings(
+        branches=args.branches,
+        stages=stages,
+        group=args.num_generations,
+        micro_batch=args.per_device_train_batch_size,
+        hybrid_reference_weight=args.hybrid_reference_weight,
+        reward_weight=reward_weight,
+        scale_rewards=args.scale_rewards,
+        correction=(args.vllm_importance_sampling_mode, *clips),
+    )
+
+
+def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
+    """What these settings take out of the loss, or weigh otherwise than a reader may expect."""
+    warnings = []
+    if args.rollout_lookahead and args.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
+        warnings.append(
+            f"`rollout_lookahead` is {args.rollout_lookahead} with `vllm_importance_sampling_mode: "
+            f"{args.vllm_importance_sampling_mode}`, which takes tokens out of the loss that the policy has moved "
+            f"away from: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
+        )
+    reshaped = ", ".join(args.reshaped_sampling())
+    if args.use_vllm and reshaped and args.compares_with_sampler():
+        warnings.append(
+            f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, "
+            "so importance ratios are off by what it leaves out. They weigh each token's loss. "
+            "`vllm_importance_sampling_correction: false` uses none."
+        )
+    return warnings
+
+
+def why_not_divisible(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
+    """What makes an update depend on which of its completions share a micro-batch, or on their order.
+
+    Args:
+        args (`SalesGRPOConfig`):
+            Settings.
+        entropy_bonus (`bool`):
+            Whether the loss has one.
+        aux_loss (`bool`):
+            Whether the loss has the auxiliary loss of a mixture's router.
+
+    Returns:
+        `str`: the first hindrance; `None` if there is none.
+    """
+    size = args.per_device_train_batch_size
+    places = parts(size * args.steps_per_generation, size, args.num_generations)
+    hindrances = {
+        "`num_iterations` is above 1, so that a batch is trained on again": args.num_iterations > 1,
+        "an update has a part of a generation batch (`steps_per_generation`)":
+            args.gradient_accumulation_steps % args.steps_per_generation != 0,
+        "a micro-batch and a group share no border before the batch's end, so that it has one part":
+            len(places) <= 1,
+        f"`loss_type` {args.loss_type} weighs a completion by its micro-batch":
+            args.loss_type in SHARED_BY_A_MICRO_BATCH,
+        "`scale_rewards: batch` divides by the spread of all rewards": args.scale_rewards == "batch",
+        "`hybrid_reference_weight` is scaled by the spread of all rewards; not with `scale_rewards: none`":
+            bool(args.hybrid_reference_weight) and args.scale_rewards != "none",
+        f"`multi_objective_aggregation` is {args.multi_objective_aggregation}, which needs all rewards":
+            args.multi_objective_aggregation != "sum_then_normalize",
+        "`top_entropy_quantile` compares the tokens of a micro-batch": args.top_entropy_quantile != 1.0,
+        "the entropy bonus is taken over a micro-batch": entropy_bonus,
+        "the router's auxiliary loss is taken over a micro-batch": aux_loss,
+    }  # fmt: skip
+    return next((hindrance for hindrance, is_there in hindrances.items() if is_there), None)
+
+
+def sampling_hints(args: SalesGRPOConfig, has_tied_head: bool) -> str:
+    """What the reason may be where vLLM's log-probs differ from the trainer's."""
+    hints = "Check `vllm_dtype`, `vllm_engine_kwargs` and a server's `--logprobs-mode processed_logprobs`; a raised "
+    hints += "`max_sampling_logp_difference` only hides it."
+    if args.reshaped_sampling():
+        hints = f"Its log-probs are of what {', '.join(args.reshaped_sampling())} leaves. {hints}"
+    tied = "The output head is tied to the embedding: on a CPU use an untied model. "
+    return tied + hints if has_tied_head else hints

@@ -1,0 +1,39 @@
+"""Whether every rank can score, before anything waits for its services.
+
+Owns what the ranks conclude together. How a service is asked belongs to `warm_up`.
+"""
+
+import logging
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from salesrl_trl.errors import ServiceError, ServiceUnavailable
+from salesrl_trl.reward.desk import RewardDesk
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(desk: RewardDesk) -> None:
+    """Ask every service once, and log how long it took; a collective.
+
+    Raises:
+        `ServiceUnavailable`: the 8B endpoint, or every judge, did not answer; on all ranks alike.
+    """
+    answers: dict[str, float | ServiceError] = {}
+    try:
+        answers = desk.warm_up()
+        unusable = [str(error) for error in desk.reward.unusable(answers)]
+    except ServiceError as error:  # of the reward process itself: the other ranks wait below
+        unusable = [str(error)]
+    figures = [each.code if isinstance(each, ServiceError) else each for each in answers.values()]
+    everywhere, failures = gather_object([figures]), gather_object(unusable)
+    if PartialState().is_main_process and all(everywhere):
+        for name, *results in zip(answers, *everywhere, strict=True):
+            codes = sorted({result for result in results if isinstance(result, str)})
+            logger.info(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
+    if failures:
+        raise ServiceUnavailable(
+            f"the services did not pass their warm-up, so nothing could be scored: {failures[0]} Mend the service and "
+            "launch again (`warm_up_services: false` leaves the check out)."
+        )

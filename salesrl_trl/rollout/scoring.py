@@ -1,0 +1,270 @@
+"""The rewards of generation batches: awaited, counted over all ranks, and put where TRL's loss reads them.
+
+Owns which rollout TRL is at work on, and what is added to its output for a batch. Refuses to generate (the pipeline),
+to score a completion (the desk) and to compute the advantages of a loss (TRL).
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from accelerate.utils import gather, gather_object, reduce
+
+from salesrl_trl.names import Phase
+from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.figures import encode, encode_report
+from salesrl_trl.rollout.groups import ScoredGroups
+from salesrl_trl.rollout.pipeline import Example, Pipeline, Rollout
+from salesrl_trl.rollout.staleness import correction_sums
+from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.update.advantages import hybrid_advantages
+from salesrl_trl.update.ledger import Ledger
+from salesrl_trl.update.ranks import on_any_rank
+from salesrl_trl.update.run_control import RunControl
+
+logger = get_logger(__name__)
+
+Output = dict[str, torch.Tensor]
+"""TRL's output for a generation batch: tensors of shape (B, ...), and scalars."""
+
+_PENDING = Reward(outcome=Outcome.INFRA, value=None, reason="pending")
+"""Stands for a reward that has not come in yet, while the advantages of other groups are computed."""
+_VALUE, _REFERENCE_REWARD = 2, 4
+"""Columns of `reward.figures.encode`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoringSettings:
+    """What the scoring of a batch depends on."""
+
+    branches: Sequence[str]
+    """Branch names by id."""
+    stages: Sequence[str]
+    """Stages of the reward beside the package's own."""
+    group: int
+    """Completions of a prompt, in training."""
+    micro_batch: int
+    """Completions of a micro-batch."""
+    hybrid_reference_weight: float
+    """The reference's share of the baseline."""
+    reward_weight: float
+    """TRL's weight of the reward."""
+    scale_rewards: str
+    """TRL's setting: by what advantages are divided."""
+    correction: tuple[str, float | None, float | None]
+    """TRL's `vllm_importance_sampling_mode`, and its `_clip_min` and `_clip_max`."""
+
+
+class Scoring:
+    """The way of a generation batch through TRL's scoring.
+
+    Args:
+        pipeline (`Pipeline`):
+            Gives the rollouts.
+        desk (`RewardDesk`):
+            Scores completions.
+        ledger (`Ledger`), instruments (`Instruments`):
+            Get the figures.
+        run_control (`RunControl`):
+            Decides whether a batch counts.
+        settings (`ScoringSettings`):
+            Sizes and weights.
+        device (`torch.device`):
+            Of collectives.
+        score (`Callable[[Rollout], Output]`):
+            TRL's own method over a whole generation batch. It asks back for `rewards_so_far`, and calls `record`.
+        replace_advantages (`Callable[[list[float]], None]`):
+            Puts the advantages of all ranks in the place of TRL's in its table of completions.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        desk: RewardDesk,
+        ledger: Ledger,
+        instruments: Instruments,
+        run_control: RunControl,
+        settings: ScoringSettings,
+        device: torch.device,
+        score: Callable[[Rollout], Output],
+        replace_advantages: Callable[[list[float]], None],
+    ) -> None:
+        self._pipeline = pipeline
+        self._desk = desk
+        self._ledger = ledger
+        self._instruments = instruments
+        self._timeline = instruments.timeline
+        self._run_control = run_control
+        self._settings = settings
+        self._device = device
+        self._score = score
+        self._replace_advantages = replace_advantages
+        self.rollout: Rollout | None = None
+        """The one that TRL is at work on."""
+        self._waiting: Rollout | None = None
+
+    def forget(self) -> None:
+        """A run begins: nothing of an interrupted one is left."""
+        self.rollout = self._waiting = None
+
+    def train_on(self, inputs: list[Example], micro_step: int, update: int, in_groups: bool) -> Output:
+        """The batch of these inputs for training.
+
+        Args:
+            inputs (`list[Example]`):
+                B examples.
+            micro_step (`int`), update (`int`):
+                Micro-steps and optimizer steps done.
+            in_groups (`bool`):
+                Whether the batch is trained on part by part, scored groups first.
+        """
+        self._waiting = None
+        rollout, settings = self._pipeline.take(inputs, micro_step, update), self._settings
+        if in_groups:
+            rollout.groups = ScoredGroups(len(inputs), settings.micro_batch, settings.group)
+        output = self._scored(rollout, update)
+        if rollout.groups is None or rollout.groups.complete:
+            rollout.groups = None  # nothing to wait for: TRL's own way
+        else:
+            self._waiting = rollout
+            rollout.groups.release(output)
+        return output
+
+    def evaluate(self, inputs: list[Example], update: int) -> tuple[Rollout, Output]:
+        """The batch of these inputs for an evaluation."""
+        rollout = self._pipeline.evaluate(inputs, update)
+        return rollout, self._scored(rollout, update)
+
+    def next_micro_batch(self, following: Output, update: int) -> Output:
+        """A micro-batch to train on.
+
+        Args:
+            following (`Output`):
+                The next one in TRL's order. While rewards are pending, one whose groups are scored comes in its place.
+            update (`int`):
+                Optimizer steps done.
+        """
+        rollout = self._waiting
+        if rollout is None or rollout.groups is None:
+            return following
+        groups = rollout.groups
+        while not groups.complete and on_any_rank(not groups.has_next, self._device):  # all ranks wait together
+            with self._timeline.phase(Phase.REWARD_WAIT):
+                if not groups.has_next:
+                    self._desk.wait(rollout.rewards, groups.pending)
+                PartialState().wait_for_everyone()
+            groups.release(self._scored(rollout, update))
+        micro_batch = groups.next()
+        if groups.is_empty:
+            self._waiting = None
+        return micro_batch
+
+    def _scored(self, rollout: Rollout, update: int) -> Output:
+        """TRL's output, with the branch of each sample, and without effect where too little was scored."""
+        self.rollout = rollout
+        try:
+            output = self._score(rollout)
+        finally:
+            self.rollout = None
+        if rollout.is_complete:
+            self._record_staleness(rollout, output, update)
+        output["branch_ids"] = torch.tensor(self._branch_ids(rollout)).to(self._device, non_blocking=True)  # (B,)
+        if rollout.behaviour_logps is not None:
+            output["old_per_token_logps"] = rollout.behaviour_logps  # (B, C)
+        if self._settings.hybrid_reference_weight and rollout.is_trained_on:
+            output["advantages"] = self._hybrid_advantages(rollout)
+        if self._run_control.is_skipping and rollout.is_complete and rollout.is_trained_on:
+            # No token counts: the loss and its gradient are zero under every normaliser.
+            output["completion_mask"] = torch.zeros_like(output["completion_mask"])
+            output["advantages"] = torch.zeros_like(output["advantages"])
+        self._timeline.end(Phase.ADVANTAGES)
+        return output
+
+    def rewards_so_far(self, rollout: Rollout) -> torch.Tensor | None:
+        """The rewards that are in, NaN for the rest, shape (world size x B, 1); `None` once all are; a collective."""
+        groups = rollout.groups
+        if groups is None:
+            return None
+        rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
+        settled = torch.tensor([[float(reward is not _PENDING)] for reward in rewards], dtype=torch.float64)
+        table = torch.cat((self._encode(rewards, rollout), settled), dim=1)
+        gathered = gather(table.to(self._device))  # (world size x B, columns + 1)
+        rollout.scored = gathered[:, :-1].cpu()
+        values = gathered[:, _VALUE : _VALUE + 1].to(torch.float32)
+        scored_fraction = (~torch.isnan(values)).float().mean().item()
+        in_by_rank = gathered[:, -1].bool().view(-1, len(rewards)).cpu()  # (world size, B)
+        groups.record(in_by_rank, PartialState().process_index, scored_fraction, self._run_control.wanted_fraction)
+        return None if groups.complete else values
+
+    def record(self, rollout: Rollout, rewards: torch.Tensor) -> None:
+        """Count the rewards of a batch over all ranks, and decide whether it counts; a collective.
+
+        Args:
+            rollout (`Rollout`):
+                With its `result`.
+            rewards (`torch.Tensor`):
+                What TRL made of them, shape (world size x B, 1).
+        """
+        assert rollout.result is not None
+        result, mode = rollout.result, rollout.mode
+        rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
+        faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
+        failed = gather_object([(reward.reason, reward.value is None) for reward in faulty])
+        self._ledger.record_rewards(mode, rollout.scored, (reason for reason, _ in failed))
+        self._ledger.record_report(mode, gather(encode_report(result.report).to(self._device)).cpu())
+        if rollout.is_trained_on:
+            report = result.report
+            self._instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
+            scored = ~torch.isnan(rewards).all(dim=1)  # (world size x B,), the same on every rank
+            self._ledger.record_groups(scored, self._settings.group)
+            missing = Counter(reason for reason, is_missing in failed if is_missing)
+            skipped = self._run_control.record_batch(scored.float().mean().item(), missing)
+            if skipped is not None:
+                logger.warning(skipped)
+        self._ledger.record_update(mode, is_skipped=self._run_control.is_skipping and rollout.is_trained_on)
+
+    def _record_staleness(self, rollout: Rollout, output: Mapping[str, torch.Tensor], update: int) -> None:
+        """How far behind the sampler's weights are, and what the correction for them does; a collective."""
+        self._ledger.record_staleness(rollout.mode, update - rollout.step)
+        ratio = output.get("importance_sampling_ratio")
+        if ratio is not None:
+            sums = correction_sums(ratio, output["completion_mask"], *self._settings.correction)
+            self._ledger.record_correction(rollout.mode, *reduce(sums, "sum").tolist())
+
+    def _hybrid_advantages(self, rollout: Rollout) -> torch.Tensor:
+        """This rank's advantages against the hybrid baseline, shape (B,)."""
+        assert rollout.scored is not None
+        settings = self._settings
+        table = rollout.scored.to(torch.float32) * settings.reward_weight
+        values, references = table[:, _VALUE], table[:, _REFERENCE_REWARD]  # each (world size x B,)
+        share, scale = settings.hybrid_reference_weight, settings.scale_rewards
+        advantages, missing = hybrid_advantages(values, references, settings.group, share, scale)
+        if rollout.is_complete:
+            self._ledger.record_baselines(missing)
+            self._replace_advantages(advantages.tolist())
+        size = len(rollout.inputs)
+        first = PartialState().process_index * size
+        return advantages[first : first + size].to(self._device)
+
+    def _encode(self, rewards: Sequence[Reward], rollout: Rollout) -> torch.Tensor:
+        return encode(rewards, self._branch_ids(rollout), self._settings.stages)  # (B, columns)
+
+    def _branch_ids(self, rollout: Rollout) -> list[int]:
+        branch_of = self._desk.reward.branch_of
+        return [self._settings.branches.index(branch_of(example["row"])) for example in rollout.inputs]
+
+
+def copied(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """TRL's tables of completions. Additions to the copy leave the original as it is."""
+    copies = {}
+    for name, table in logs.items():
+        copies[name] = copy.copy(table)
+        if isinstance(table, dict):
+            copies[name].update({column: copy.copy(values) for column, values in table.items()})
+    return copies

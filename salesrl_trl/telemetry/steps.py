@@ -1,0 +1,49 @@
+"""Where the steps of a run begin and end.
+
+Owns the callback that marks them. What begins with a run beside the marks is handed in.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.telemetry.instruments import Instruments
+
+
+class StepMarks(TrainerCallback):
+    """Marks the start of a run, the end of each step, and the end of the run.
+
+    Args:
+        instruments (`Instruments`):
+            Measure between the marks.
+        prepare (`Callable[[], None]`), begin (`Callable[[], None]`), end (`Callable[[], None]`):
+            Called when a run begins: before its first mark, and after it; and when it has ended.
+    """
+
+    def __init__(
+        self,
+        instruments: Instruments,
+        prepare: Callable[[], None],
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._instruments = instruments
+        self._prepare = prepare
+        self._begin = begin
+        self._end = end
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._prepare()
+        self._instruments.timeline.end(StartUp.PREPARE)
+        self._instruments.run_begins(state.global_step, state.max_steps)
+        self._begin()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._instruments.timeline.end(Phase.OPTIMIZER)
+        self._instruments.step_ends()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._end()
+        self._instruments.timeline.stops()

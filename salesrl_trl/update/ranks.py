@@ -1,0 +1,15 @@
+"""Decisions that all ranks make together.
+
+Owns the one collective for them.
+"""
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather
+
+
+def on_any_rank(condition: bool, device: torch.device) -> bool:
+    """Whether it is true on any rank; a collective."""
+    if PartialState().num_processes == 1:
+        return condition
+    return bool(gather(torch.tensor([condition], device=device)).any())
