@@ -1,4 +1,8 @@
-"""Imports go one way, down the list in docs/ARCHITECTURE.md, and the cheap modules stay cheap."""
+"""Imports go one way, down the list in docs/ARCHITECTURE.md, and the cheap modules stay cheap.
+
+A parameter of type `Any` hides an import. So nothing outside of trainer.py may take a trainer for `Any`, or use its
+private members.
+"""
 
 import ast
 import subprocess
@@ -6,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import house
 
 PACKAGE = Path(__file__).parents[2] / "salesrl_trl"
 ORDER = (
@@ -78,3 +83,35 @@ def test_a_module_imports_only_from_above_itself(path):
 def test_a_module_does_not_drag_in_what_it_does_not_need(module, heavy):
     code = f"import sys, {module}; sys.exit({heavy!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+CIRCLES = """
+class Evaluator:
+    def __init__(self, trainer: "Any | None", t: SalesGRPOTrainer, accelerator: Any) -> None:
+        self._trainer: typing.Any = trainer
+        self.sampler = t._sampler
+
+    def evaluate(self):
+        with replaced(self._trainer, "_metrics", {}):
+            self._trainer.state, self.owner.trainer._step, self._private, trl.trainer._module
+        return lambda trainer: trainer._mode + trainer.__class__.__name__
+"""
+
+
+def test_a_circle_without_an_import_is_seen():
+    tree = ast.parse("import trl.trainer\n" + CIRCLES)
+    assert sorted(house.untyped_trainers(tree)) == ["_trainer", "trainer"]
+    assert house.private(house.members_of_trainer(tree)) == {"_sampler", "_metrics", "_step", "_mode"}
+
+
+def test_outside_of_the_trainer_nothing_takes_it_for_any_or_uses_its_private_members():
+    trees = {path: tree for path, tree in house.modules().items() if path != "trainer.py"}
+    untyped = {path: found for path, tree in trees.items() if (found := house.untyped_trainers(tree))}
+    private = {path: found for path, tree in trees.items() if (found := house.private(house.members_of_trainer(tree)))}
+    assert (untyped, private) == ({}, {})
+
+
+def test_the_files_and_settings_of_each_usual_change_are_there():
+    trees = house.modules()
+    assert [file for change in house.CHANGES for file in change.files if file not in trees] == []
+    assert {change.setting for change in house.CHANGES if change.setting} - house.settings(trees) == set()
