@@ -7,6 +7,7 @@ else is the script as users run it.
 
 import ast
 import configparser
+import json
 import os
 import re
 import signal
@@ -19,9 +20,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+from salesrl_trl.names import IDENTITY_FILE, LOG_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("scripts/install.sh", "scripts/test.sh", "scripts/demo.sh", ".ci/run")
@@ -166,6 +170,37 @@ def test_the_tests_that_run_with_the_lowest_versions_are_there() -> None:
     named = re.findall(r"\btests/[\w/.]+", (ROOT / "scripts/test.sh").read_text(encoding="utf-8"))
     assert len(named) > 10
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_what_hooks_and_a_dev_container_and_github_run_is_what_the_scripts_run(
+    setup_cfg: configparser.RawConfigParser,
+) -> None:
+    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    assert local["repo"] == "local"  # any other one is fetched from the network
+    tested = (ROOT / "scripts/test.sh").read_text("utf-8").replace('"', "")
+    hooks = [hook["entry"].removeprefix(".venv/bin/") for hook in local["hooks"]]
+    assert hooks == ["ruff check", "ruff format", "mypy"]
+    assert [hook for hook in hooks if f"$bin/{hook}" not in tested] == []
+
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text("utf-8"))
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text("utf-8"))["jobs"]
+    commands = {job: [step["run"] for step in each["steps"] if "run" in step] for job, each in jobs.items()}
+    assert commands == {"test": ["scripts/test.sh"], "demo": ["scripts/demo.sh"]}
+    assert container["postCreateCommand"] == "scripts/install.sh"
+    lowest = setup_cfg["options"]["python_requires"].removeprefix(">=")
+    assert f"python:{lowest}-" in container["image"]
+    given = [
+        step["with"]["python-version"] for job in jobs.values() for step in job["steps"] if "setup-python" in str(step)
+    ]
+    assert given == [lowest, lowest]
+
+
+def test_a_bug_report_asks_for_files_that_a_run_leaves_and_refuses_customers_text() -> None:
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug_report.yml").read_text("utf-8"))
+    fields = {field["id"]: field["attributes"] for field in form["body"] if "id" in field}
+    assert len(fields) == len(form["body"]) - 1  # ids differ; the first one is a text
+    assert LOG_FILE in fields["log"]["label"] and IDENTITY_FILE in fields["made_of"]["label"]
+    assert fields["safe"]["options"][0]["required"]
 
 
 # --------------------------------------------------------------------------------------------- install.sh, run
