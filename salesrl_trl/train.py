@@ -17,6 +17,7 @@ from salesrl_trl.errors import SalesRLError
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.process import collect_seldom, keep_freed_memory
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.readiness import warm_up
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.run.assembly import open_reward
 from salesrl_trl.run.building import build_instruments, build_trainer
@@ -78,12 +79,12 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
     collect_seldom()
     if config.reward.warm_up_services:
         with instruments.timeline.phase(StartUp.WARM_UP):
-            trainer.warm_up()
+            warm_up(trainer.rooms.desk)
     with _stops_on_sigterm(trainer):
         trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
     with instruments.timeline.phase(Phase.CHECKPOINT):
         trainer.save_model(config.training.output_dir)
-    trainer.raise_if_stopped()  # before the evaluation: without services it would score nothing
+    trainer.rooms.stopping.raise_if_asked()  # before the evaluation: without services it would score nothing
     if config.training.held_out_eval:
         trainer.evaluate()
 

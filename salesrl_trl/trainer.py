@@ -24,26 +24,22 @@ from trl.models.utils import disable_gradient_checkpointing
 from salesrl_trl.checkpoint.identity import check_on_all_ranks, identity_of_run, write_identity
 from salesrl_trl.checkpoint.under_way import load_on_all_ranks, save_under_way
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import engine_options
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.sampler import Finished, Sampled, Sampler, TokenSource, Upstream
-from salesrl_trl.generation.vllm import vllm_engine_options
+from salesrl_trl.hooks import Hooks
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.kl.reference import reference_wanted
-from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.names import Phase
 from salesrl_trl.replaced import replaced
 from salesrl_trl.reward.base import BatchedReward
-from salesrl_trl.reward.readiness import warm_up
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
 from salesrl_trl.rollout.scoring import Output, copied
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
 from salesrl_trl.telemetry.step_lines import take_over_the_console
-from salesrl_trl.wiring import Hooks, Wiring
+from salesrl_trl.wiring import Wiring
 
 _NO_TOOLS = (
     "`{}` does not work with this trainer: completions are generated before TRL has set up the tools that they would "
@@ -92,23 +88,13 @@ class SalesGRPOTrainer(GRPOTrainer):
         for name in ("tools", "environment_factory"):
             if kwargs.get(name):
                 raise ConfigError(_NO_TOOLS.format(name))
-        show_lines()
-        hide_unscorable_rows()
         rooms = self.rooms = Wiring(model, reward, args, instruments, kl_law, kwargs.get("peft_config") is not None)
         self._timeline = rooms.timeline
         self._tokens: TokenSource | None = None  # generates in place of TRL's engines
         self._epoch = 0
-        with vllm_engine_options(engine_options(args, model.dtype)), reference_wanted(args, rooms.kl is not None):
+        with rooms.building(model.dtype):
             super().__init__(model=model, reward_funcs=rooms.desk, args=args, **kwargs)
-        hooks = self._hooks()
-        rooms.connect(hooks, sampler)
-        first, printing, last = rooms.callbacks(hooks, self._evaluate_quickly)
-        for callback in first:
-            self.add_callback(callback)
-        take_over_the_console(self, *printing)
-        for callback in last:
-            self.add_callback(callback)
-        self._quick_eval = rooms.quick_evaluator(hooks, quick_eval)
+        take_over_the_console(self, *rooms.connect(self._hooks(), sampler, quick_eval))
 
     def _hooks(self) -> Hooks:
         return Hooks(
@@ -121,9 +107,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             engine=self.vllm_generation if self.use_vllm else self.generation_config,
             has_rollout_func=self.rollout_func is not None,
             tokenizer=self._tokenizer,
-            processing_class=self.processing_class,
+            pad_to_multiple_of=self.pad_to_multiple_of,
             eos_token_ids=self.eos_token_ids,
-            temperature=self.temperature,
             reward_weight=self.reward_weights[0].item(),
             has_entropy_bonus=self._entropy_bonus_enabled,
             has_aux_loss=self.aux_loss_enabled,
@@ -131,19 +116,16 @@ class SalesGRPOTrainer(GRPOTrainer):
             generate=self._sample,
             ask=self._ask_server,
             logps_of=self._logps_of,
-            behaviour_logps=self._behaviour_logps,
             score=self._score,
-            replace_advantages=self._replace_advantages,
+            advantages=lambda: self._logs["advantages"],
             set_aside=self._set_aside,
             drop_gradients=lambda: self.optimizer.zero_grad(set_to_none=True),
             save=lambda folder: self.save_model(str(folder), _internal_call=True),  # pushes to no hub
             log=functools.partial(Trainer.log, self),
             callbacks=self.callback_handler,
             eval_dataset=self.eval_dataset,
-            run_begins=self._run_begins,
+            position=lambda: (self._step, self._buffered_inputs is not None),
         )
-
-    # The run
 
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
@@ -156,42 +138,21 @@ class SalesGRPOTrainer(GRPOTrainer):
             `RunStopped`: after `request_stop`. A checkpoint was saved before.
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
-        rooms = self.rooms
-        self._start_over()  # first: a stop that is asked for from here on is this run's
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # TRL says that there is none
-        self._identity = identity_of_run(self.args, self.train_dataset, rooms.reward.branch_of, rooms.first_weights)
-        if isinstance(resume_from_checkpoint, str | os.PathLike):
-            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
-            check_on_all_ranks(Path(resume_from_checkpoint), self._identity, self.args.allow_changed_resume)
-        rooms.instruments.start(self.accelerator.is_main_process)
-        self._timeline.begin(StartUp.PREPARE)
-        try:
-            with rooms.stopping.watched():
-                output = super().train(resume_from_checkpoint, *args, **kwargs)
-        except BaseException:
-            rooms.close_failed_run()
-            raise
-        if rooms.run_control.error is not None:
-            raise rooms.run_control.error
-        return output
-
-    def _start_over(self) -> None:
-        self.rooms.forget_run()
+        self.rooms.forget_run()  # first: a stop that is asked for from here on is this run's
         for table in (*self._metrics.values(), *self._logs.values(), self._pending_extra_logs, self._pending_metrics):
             table.clear()
         self._current_train_step_time = 0.0
         if self.use_vllm:
             self._last_loaded_step = -1  # steps are counted anew, and weights have moved
-
-    def _run_begins(self) -> None:
-        if self.is_deepspeed_enabled:  # its optimizer steps inside `backward`
-            engine = self.accelerator.deepspeed_engine_wrapped.engine
-            engine.step = self._timeline.phased(Phase.OPTIMIZER, engine.step)
-        if self._quick_eval is not None:
-            self._quick_eval.run_begins(self.state.global_step)
-        self.rooms.pipeline.restart(self._step, self.state.global_step, self._buffered_inputs is not None)
-        self.rooms.instruments.record_model(self.accelerator.unwrap_model(self.model))
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # TRL says that there is none
+        rooms = self.rooms
+        self._identity = identity_of_run(self.args, self.train_dataset, rooms.reward.branch_of, rooms.first_weights)
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
+            check_on_all_ranks(Path(resume_from_checkpoint), self._identity, self.args.allow_changed_resume)
+        with rooms.running(self.accelerator.is_main_process):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _init_training_state(self, *args, **kwargs):
         """Counts micro-steps on from where the run stands: generation batches begin where they did."""
@@ -199,14 +160,6 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._step = micro_steps  # TRL counts from 0, and epochs are whole windows
         self._buffered_inputs = None
         return epochs, micro_steps
-
-    def warm_up(self) -> None:
-        """Ask every service once, on every rank, before anything waits for them.
-
-        Raises:
-            `ServiceUnavailable`: the 8B endpoint, or every judge, did not answer; on all ranks alike.
-        """
-        warm_up(self.rooms.desk)
 
     def request_stop(self, reason: str) -> None:
         """End training after the optimizer step under way, on all ranks, with a checkpoint. From a signal handler too.
@@ -217,15 +170,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         """
         self.rooms.stopping.request(reason)
 
-    def raise_if_stopped(self) -> None:
-        """Raise `RunStopped` on all ranks where any was asked to stop after its last step; a collective."""
-        self.rooms.stopping.raise_if_asked()
-
     def finish(self) -> None:
         """Close the reward's connections and the instruments. The trainer can't score after this."""
         self.rooms.close()
-
-    # Prompts and completions
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
         """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""
@@ -258,11 +205,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         """TRL's own `_generate`. What it measures goes with the completions, to be logged when they are trained on."""
         was_training, seen = self.model.training, self.state.num_input_tokens_seen
         measured: dict[str, list[float]] = defaultdict(list)
+        metrics = {**self._metrics, self._mode: measured}
         try:
-            with (
-                replaced(self, "_metrics", {**self._metrics, self._mode: measured}),
-                replaced(self, "_tokens", tokens),
-            ):
+            with replaced(self, "_metrics", metrics), replaced(self, "_tokens", tokens):
                 generated = super()._generate(list(prompts))
             tokens_seen = self.state.num_input_tokens_seen - seen
         finally:
@@ -286,7 +231,7 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts):
         """Returns what was generated before."""
-        rollout = self._rollout
+        rollout = self.rooms.scoring.current
         assert rollout.sampled is not None
         measured, tokens = rollout.drain_metrics()
         metrics = self._metrics[rollout.mode]
@@ -299,14 +244,6 @@ class SalesGRPOTrainer(GRPOTrainer):
     def _tool_call_loop(self, *args, **kwargs):
         """Refuses."""
         raise ConfigError(_NO_TOOLS.format("a `rollout_func` that calls `_tool_call_loop`"))
-
-    # Rewards and advantages
-
-    @property
-    def _rollout(self) -> Rollout:
-        """The one that TRL is at work on."""
-        assert self.rooms.scoring.rollout is not None
-        return self.rooms.scoring.rollout
 
     @property
     def _mode(self) -> str:
@@ -332,7 +269,7 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """Waits for rewards that are under way. While a batch is trained on part by part: takes those that are in."""
-        rollout = self._rollout
+        rollout = self.rooms.scoring.current
         so_far = self.rooms.scoring.rewards_so_far(rollout)
         if so_far is not None:
             self._metrics["train"], self._logs = defaultdict(list), copied(self._logs)  # logged when all are in
@@ -349,14 +286,6 @@ class SalesGRPOTrainer(GRPOTrainer):
                 self._log_completion_extra(name, values)
         return rewards
 
-    def _replace_advantages(self, advantages: Sequence[float]) -> None:
-        """In TRL's table of completions, whose last rows they belong to."""
-        logged = self._logs["advantages"]
-        for index, advantage in enumerate(advantages, start=len(logged) - len(advantages)):
-            logged[index] = advantage
-
-    # The loss
-
     def _compute_loss(self, model, inputs):
         """Puts the branches' penalty where TRL reads `beta`. Its sums over all ranks move the coefficients."""
         if self.model.training:
@@ -370,10 +299,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             loss = super()._compute_loss(model, penalty.inputs)
             kl.add(penalty)
         if self.accelerator.sync_gradients:
-            totals, betas = self.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist(), kl.betas
-            if self.model.training:
-                kl.end_step(totals, self.state.global_step + 1, is_logged=self.accelerator.is_main_process)
-            self.rooms.ledger.record_kl(self._mode, totals, betas, kl.control)
+            self.rooms.end_kl_step(kl, self._mode)
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
@@ -400,10 +326,6 @@ class SalesGRPOTrainer(GRPOTrainer):
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             return self._get_per_token_logps_and_entropies(self.model, ids, attended, length, batch_size=size)[0]
 
-    def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
-        device = self.accelerator.device
-        return self._logps_of(sampled.padded(self._tokenizer.pad_token_id, self.pad_to_multiple_of, device))
-
     def training_step(self, *args, **kwargs):
         """Marks the phases of a step around its passes."""
         with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
@@ -412,19 +334,6 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self.accelerator.sync_gradients:  # what comes until the step's end: clipping, the optimizer, the schedule
             self._timeline.begin(Phase.OPTIMIZER)
         return loss
-
-    # Checkpoints
-
-    @property
-    def _is_inside_a_window(self) -> bool:
-        """Whether the next micro-step goes on with the generation batch under way."""
-        return bool(self._step % self.args.window)
-
-    @property
-    def _arrangement(self) -> list[int]:
-        """What decides which completions of a generation batch a micro-step has."""
-        args, processes = self.args, self.accelerator.num_processes
-        return [processes, args.per_device_train_batch_size, args.steps_per_generation, self.num_iterations]
 
     def _save_checkpoint(self, *args, **kwargs):
         """Marks the phase."""
@@ -435,25 +344,22 @@ class SalesGRPOTrainer(GRPOTrainer):
         """Adds the state of the KL, what the run is made of, and the generation batch under way."""
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            write_identity(Path(output_dir), self._identity, self._is_inside_a_window)
+            write_identity(Path(output_dir), self._identity, bool(self._step % self.args.window))
             if self.rooms.kl is not None:
                 self.rooms.kl.save(Path(output_dir))
-        if self._is_inside_a_window and not self.rooms.run_control.is_skipping:
-            under_way: Any = self._buffered_inputs  # inside a window there are some
-            save_under_way(Path(output_dir), self.args.process_index, self._arrangement, under_way)
+        if self._step % self.args.window and not self.rooms.run_control.is_skipping:
+            save_under_way(
+                Path(output_dir), self.args.process_index, self.args.arrangement, self._buffered_inputs or []
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads them again."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        if self._is_inside_a_window:
-            rank, device = self.args.process_index, self.accelerator.device
-            self._buffered_inputs = load_on_all_ranks(Path(checkpoint), rank, self._arrangement, device)
-        if self.rooms.kl is not None:
-            self.rooms.kl.load(Path(checkpoint))
-
-    # Figures and evaluations
+        if checkpoint is not None:
+            self.rooms.load_kl(Path(checkpoint))
+            if self._step % self.args.window:  # it goes on with the generation batch under way
+                rank, arrangement = self.args.process_index, self.args.arrangement
+                self._buffered_inputs = load_on_all_ranks(Path(checkpoint), rank, arrangement, self.accelerator.device)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the package's figures, under the same keys at every step."""
@@ -461,11 +367,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             mode = self._mode
             is_measured = bool(self._metrics[mode])  # transformers also logs summaries, at which nothing was measured
             if is_measured:
-                figures = self.rooms.ledger.flush(mode)
-                if mode == "train":
-                    figures |= self.rooms.instruments.figures(self.accelerator)
-                for name, value in figures.items():
-                    self._metrics[mode][name] = [value]
+                self._metrics[mode] |= {name: [value] for name, value in self.rooms.figures(mode).items()}
             super().log(logs, start_time)
             failures = self.rooms.ledger.drain_failures(mode)
             if mode == "train" and is_measured and failures:
@@ -481,11 +383,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         """Adds a quick evaluation where one is due."""
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.rooms.run_control.error is None:
-            self._evaluate_quickly()
-
-    def _evaluate_quickly(self) -> None:
-        if self._quick_eval is not None:
-            self._quick_eval.evaluate_if_due(self.state.global_step)
+            self.rooms.evaluate_quickly()
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:
@@ -495,8 +393,6 @@ class SalesGRPOTrainer(GRPOTrainer):
         self.model.eval()
         try:
             with (
-                self.rooms.sampler.greedily(),
-                self.rooms.ledger.aside("eval"),
                 replaced(self, "num_generations_eval", 1),
                 replaced(self, "_metrics", {**self._metrics, "eval": defaultdict(list)}),
                 replaced(self, "_logs", copy.deepcopy(self._logs)),

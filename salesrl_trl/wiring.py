@@ -7,40 +7,40 @@ comes as values and bound callables.
 2. `connect` when TRL's trainer is there: what generates and scores by TRL's own methods (`Hooks`).
 """
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_callback import CallbackHandler
 
 from salesrl_trl.checkpoint.identity import weights_of
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.engine import engine_options
 from salesrl_trl.config.rollouts import sampling_hints, sampling_warnings, scoring_settings, why_not_divisible
 from salesrl_trl.evaluation.answers import Processes, Row
 from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.evaluation.sample import sample
-from salesrl_trl.generation.sampler import Ask, Generate, Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
-from salesrl_trl.generation.vllm import has_tied_head
+from salesrl_trl.generation.sampler import Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
+from salesrl_trl.generation.vllm import has_tied_head, vllm_engine_options
+from salesrl_trl.hooks import Hooks
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
-from salesrl_trl.kl.reference import Reference
-from salesrl_trl.names import Phase
+from salesrl_trl.kl.reference import Reference, reference_wanted
+from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
-from salesrl_trl.rollout.pipeline import Pipeline, Rollout
-from salesrl_trl.rollout.scoring import Output, Scoring
+from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.scoring import Scoring
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
 from salesrl_trl.telemetry.layout import ScalarLayout
+from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
 from salesrl_trl.telemetry.step_lines import StepLine
 from salesrl_trl.telemetry.steps import StepMarks
 from salesrl_trl.update.callbacks import SkipAndStop
@@ -50,70 +50,6 @@ from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import WeightChange, WeightCheck, raise_adapters
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hooks:
-    """TRL's trainer, as far as the rooms use it."""
-
-    model: torch.nn.Module
-    """The policy, with its adapter if there is one."""
-    unwrapped: Callable[[], torch.nn.Module]
-    """The policy without the wrappers of distributed training."""
-    ref_model: torch.nn.Module | None
-    """TRL's own copy of the reference policy."""
-    step: Callable[[], int]
-    """Optimizer steps done."""
-    accelerator: Any
-    """accelerate's `Accelerator`, which publishes no types."""
-    is_deepspeed: bool
-    """Whether DeepSpeed owns the optimizer."""
-    engine: Any
-    """What generates: TRL's `VLLMGeneration`, or transformers' `GenerationConfig`."""
-    has_rollout_func: bool
-    """Whether a `rollout_func` generates."""
-    tokenizer: Any
-    """The policy's tokenizer. transformers publishes no types."""
-    processing_class: Any
-    """TRL's, which decodes completions."""
-    eos_token_ids: Sequence[int]
-    """Tokens that end a completion."""
-    temperature: float
-    """Of sampling."""
-    reward_weight: float
-    """TRL's weight of the reward."""
-    has_entropy_bonus: bool
-    """Whether the loss has an entropy bonus."""
-    has_aux_loss: bool
-    """Whether the loss has the auxiliary loss of a mixture's router."""
-    num_generations_eval: int
-    """Completions of a held-out row."""
-    generate: Generate
-    """TRL's `_generate`."""
-    ask: Ask
-    """The same of a server, without waiting."""
-    logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-    """Log-probs of a batch's completions under the policy as it is, shape (B, T)."""
-    behaviour_logps: Callable[[Sampled], torch.Tensor]
-    """The same of completions that were just sampled."""
-    score: Callable[[Rollout], Output]
-    """TRL's `_generate_and_score_completions`."""
-    replace_advantages: Callable[[Sequence[float]], None]
-    """In TRL's table of completions."""
-    set_aside: Callable[[], AbstractContextManager[None]]
-    """While active: evaluation mode, one completion a prompt, and TRL's figures stay as they are."""
-    drop_gradients: Callable[[], None]
-    """Sets all gradients to `None`."""
-    save: Callable[[Path], None]
-    """Writes the policy into a folder."""
-    log: Callable[[Mapping[str, float | None]], None]
-    """Adds an entry to the log, without what TRL gathers for a step."""
-    callbacks: CallbackHandler
-    """TRL's callbacks."""
-    eval_dataset: Any
-    """Held-out rows."""
-    run_begins: Callable[[], None]
-    """Called before the first step of a run."""
 
 
 class Wiring:
@@ -143,6 +79,8 @@ class Wiring:
         kl_law: KLLaw | None,
         gets_adapter: bool,
     ) -> None:
+        show_lines()
+        hide_unscorable_rows()
         self.args = args
         self.reward = reward
         self.desk = RewardDesk(reward)
@@ -170,7 +108,21 @@ class Wiring:
         has_base = bool(targets) or gets_adapter or hasattr(model, "peft_config")
         self.first_weights = weights_of(model.named_parameters()) if has_base else None
 
-    def connect(self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None) -> None:
+    @contextlib.contextmanager
+    def building(self, model_dtype: torch.dtype) -> Iterator[None]:
+        """While active, TRL's trainer is built with the options and the reference policy that it does not know of."""
+        options = engine_options(self.args, model_dtype)
+        with vllm_engine_options(options), reference_wanted(self.args, self.kl is not None):
+            yield
+
+    def load_kl(self, checkpoint: Path) -> None:
+        """Go on with a checkpoint's coefficients."""
+        if self.kl is not None:
+            self.kl.load(checkpoint)
+
+    def connect(
+        self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
+    ) -> list[TrainerCallback]:
         """Build what works on TRL's own methods.
 
         Args:
@@ -178,8 +130,13 @@ class Wiring:
                 TRL's trainer.
             sampler (`Callable[[Upstream], Sampler]`, *optional*):
                 Makes another generation engine than TRL's.
+            quick_eval (`QuickEvalSettings`, *optional*):
+                Greedy evaluations every few steps.
+
+        Returns:
+            `list[TrainerCallback]`: the callbacks of a run, in their order.
         """
-        args = self.args
+        self._trl, args = trl, self.args
         self.stopping = Stopping(self.run_control, self.desk, trl.accelerator.device, trl.step)
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
@@ -188,7 +145,7 @@ class Wiring:
             logger.warning(warning)
         self.sampler = self._sampler(trl, sampler or args.sampler_class())
         # Threads share no tokenizer: completions of a server are decoded in another one than prompts are encoded in.
-        decoder = copy.deepcopy(trl.processing_class) if self._is_served else trl.processing_class
+        decoder = copy.deepcopy(trl.tokenizer) if self._is_served else trl.tokenizer
         self.pipeline = Pipeline(
             self.sampler,
             self.desk,
@@ -197,7 +154,7 @@ class Wiring:
             window=args.window,
             lookahead=args.rollout_lookahead,
             references_ahead=args.references_ahead,
-            behaviour_logps=trl.behaviour_logps,
+            behaviour_logps=self._behaviour_logps,
             record_span=self.instruments.record_generation,
         )
         self.scoring = Scoring(
@@ -209,13 +166,15 @@ class Wiring:
             scoring_settings(args, self.reward.names.stages, trl.reward_weight),
             trl.accelerator.device,
             score=trl.score,
-            replace_advantages=trl.replace_advantages,
+            advantages=trl.advantages,
         )
         hindrance = why_not_divisible(args, trl.has_entropy_bonus, trl.has_aux_loss)
         self.in_groups = args.scored_groups_first and hindrance is None
         if args.scored_groups_first and hindrance is not None:
             logger.info(f"off: scored groups first, because {hindrance}")
         self._wrap_phases(trl)
+        self.quick_eval = self._quick_evaluator(trl, quick_eval)
+        return self._callbacks(trl)
 
     @property
     def _is_served(self) -> bool:
@@ -232,7 +191,7 @@ class Wiring:
                 generate=trl.generate,
                 model=trl.unwrapped,
                 step=trl.step,
-                temperature=trl.temperature,
+                temperature=self.args.temperature,
                 max_completion_length=self.args.max_completion_length,
                 eos_token_ids=tuple(trl.eos_token_ids),
             )
@@ -246,32 +205,78 @@ class Wiring:
         trl.engine.sync_weights = self.timeline.phased(Phase.WEIGHT_PUSH, trl.engine.sync_weights)
         trl.engine.settle = self.timeline.phased(Phase.GENERATION, trl.engine.settle)
 
-    def callbacks(self, trl: Hooks, evaluate: Callable[[], None]) -> tuple[list[TrainerCallback], ...]:
-        """The callbacks of a run.
-
-        Args:
-            trl (`Hooks`):
-                TRL's trainer.
-            evaluate (`Callable[[], None]`):
-                Makes a quick evaluation where one is due.
-
-        Returns:
-            `tuple[list[TrainerCallback], ...]`: those that act first, those that print in place of transformers' own,
-            and those that act behind them.
-        """
+    def _callbacks(self, trl: Hooks) -> list[TrainerCallback]:
         args, failures = self.args, functools.partial(self.ledger.failures, "train")
-        first: list[TrainerCallback] = [
+        return [
             SkipAndStop(self.run_control, trl.drop_gradients, self.stopping.agree),
-            StepMarks(self.instruments, trl.run_begins, evaluate, self.pipeline.forget),
-        ]
-        printing: list[TrainerCallback] = [
+            StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(args.branches, self.reward.names.providers, failures),
             HeldOut(args.branches, Path(args.output_dir), self.ledger.drain_eval_rewards, trl.num_generations_eval),
             ScalarLayout(args.branches, self._banded, trl.callbacks.callbacks),
+            WeightChange(trl.accelerator, args.min_changed_weights, trl.log),
         ]
-        return first, printing, [WeightChange(trl.accelerator, args.min_changed_weights, trl.log)]
 
-    def quick_evaluator(self, trl: Hooks, settings: QuickEvalSettings | None) -> QuickEvaluator | None:
+    def _begin(self) -> None:
+        """The first step of a run is next."""
+        trl, (micro_step, has_batch) = self._trl, self._trl.position()
+        if trl.is_deepspeed:  # its optimizer steps inside `backward`
+            engine = trl.accelerator.deepspeed_engine_wrapped.engine
+            engine.step = self.timeline.phased(Phase.OPTIMIZER, engine.step)
+        if self.quick_eval is not None:
+            self.quick_eval.run_begins(trl.step())
+        self.pipeline.restart(micro_step, trl.step(), has_batch)
+        self.instruments.record_model(trl.unwrapped())
+
+    def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
+        trl = self._trl
+        device = trl.accelerator.device
+        return trl.logps_of(sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, device))
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """While active, answers are greedy, and figures of other evaluations stay as they are."""
+        with self._trl.set_aside(), self.sampler.greedily(), self.ledger.aside("eval"):
+            yield
+
+    def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
+        """An optimizer step's KL over all ranks moves the coefficients of the next step; a collective."""
+        trl = self._trl
+        totals, betas = trl.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist(), kl.betas
+        if mode == "train":
+            kl.end_step(totals, trl.step() + 1, is_logged=trl.accelerator.is_main_process)
+        self.ledger.record_kl(mode, totals, betas, kl.control)
+
+    def evaluate_quickly(self) -> None:
+        """Make a quick evaluation where one is due."""
+        if self.quick_eval is not None:
+            self.quick_eval.evaluate_if_due(self._trl.step())
+
+    def figures(self, mode: str) -> dict[str, float]:
+        """The figures of a log line. Starts over."""
+        figures = self.ledger.flush(mode)
+        return figures | self.instruments.figures(self._trl.accelerator) if mode == "train" else figures
+
+    @contextlib.contextmanager
+    def running(self, is_main: bool) -> Iterator[None]:
+        """A run. When it fails, nothing is lost that was measured of the step that failed.
+
+        Raises:
+            `SalesRLError`: what training stopped for.
+        """
+        self.instruments.start(is_main)
+        self.timeline.begin(StartUp.PREPARE)
+        try:
+            with self.stopping.watched():
+                yield
+        except BaseException:
+            self.timeline.add(self.desk.unreported_spans())
+            self.pipeline.forget()
+            self.instruments.close()
+            raise
+        if self.run_control.error is not None:
+            raise self.run_control.error
+
+    def _quick_evaluator(self, trl: Hooks, settings: QuickEvalSettings | None) -> QuickEvaluator | None:
         """Greedy evaluations every few steps, where there are any.
 
         Args:
@@ -284,7 +289,7 @@ class Wiring:
             return None
         args, kl, ranks = self.args, self.kl, Processes()
         subject = GreedySubject(
-            set_aside=trl.set_aside,
+            set_aside=self._set_aside,
             score=self._score_greedy_answers(trl),
             logps_of=trl.logps_of,
             decode=lambda ids: trl.tokenizer.batch_decode(ids, skip_special_tokens=True),
@@ -325,12 +330,6 @@ class Wiring:
         self.ledger.clear()
         self.run_control.restart()
         self.desk.resume()
-
-    def close_failed_run(self) -> None:
-        """A run has failed: nothing that was measured of the step that failed is lost."""
-        self.timeline.add(self.desk.unreported_spans())
-        self.pipeline.forget()
-        self.instruments.close()
 
     def close(self) -> None:
         """Close the reward's connections and the instruments. Nothing can be scored after this."""

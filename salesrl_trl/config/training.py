@@ -223,6 +223,11 @@ class SalesGRPOConfig(GRPOConfig):
         """Micro-steps between two generation batches."""
         return self.steps_per_generation * self.num_iterations  # type: ignore[no-any-return]
 
+    @property
+    def arrangement(self) -> list[int]:
+        """What decides which completions of a generation batch a micro-step has."""
+        return [self.world_size, self.per_device_train_batch_size, self.steps_per_generation, self.num_iterations]
+
     def compares_with_sampler(self) -> bool:
         """Whether the loss reads vLLM's own log-probs."""
         return bool(self.vllm_importance_sampling_correction) or self.off_policy_mask_threshold is not None

@@ -6,7 +6,7 @@ to score a completion (the desk) and to compute the advantages of a loss (TRL).
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,8 @@ class Scoring:
             Of collectives.
         score (`Callable[[Rollout], Output]`):
             TRL's own method over a whole generation batch. It asks back for `rewards_so_far`, and calls `record`.
-        replace_advantages (`Callable[[list[float]], None]`):
-            Puts the advantages of all ranks in the place of TRL's in its table of completions.
+        advantages (`Callable[[], MutableSequence[float]]`):
+            That column of TRL's table of completions, whose last rows are those of the batch.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Scoring:
         settings: ScoringSettings,
         device: torch.device,
         score: Callable[[Rollout], Output],
-        replace_advantages: Callable[[list[float]], None],
+        advantages: Callable[[], MutableSequence[float]],
     ) -> None:
         self._pipeline = pipeline
         self._desk = desk
@@ -104,10 +104,16 @@ class Scoring:
         self._settings = settings
         self._device = device
         self._score = score
-        self._replace_advantages = replace_advantages
+        self._advantages = advantages
         self.rollout: Rollout | None = None
-        """The one that TRL is at work on."""
+        """The one that TRL is at work on; `None` in between."""
         self._waiting: Rollout | None = None
+
+    @property
+    def current(self) -> Rollout:
+        """The rollout that TRL is at work on."""
+        assert self.rollout is not None
+        return self.rollout
 
     def forget(self) -> None:
         """A run begins: nothing of an interrupted one is left."""
@@ -247,7 +253,9 @@ class Scoring:
         advantages, missing = hybrid_advantages(values, references, settings.group, share, scale)
         if rollout.is_complete:
             self._ledger.record_baselines(missing)
-            self._replace_advantages(advantages.tolist())
+            logged = self._advantages()
+            for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
+                logged[index] = advantage
         size = len(rollout.inputs)
         first = PartialState().process_index * size
         return advantages[first : first + size].to(self._device)

@@ -70,8 +70,8 @@ class OfARank(ScriptedTrainer):
 
         self.rooms.desk.wait = noted
         self.quick = []  # reasons in quick evaluations, on the main process
-        if self._quick_eval is not None:
-            self._quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
+        if self.rooms.quick_eval is not None:
+            self.rooms.quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
 
     @property
     def trained(self):

@@ -9,6 +9,7 @@ from support.loopback import ACTION, ANSWER, BAD, VERDICT, action, chat_completi
 
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.reward.readiness import warm_up
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
 PLANTED = "sk-planted-4242424242"
@@ -63,18 +64,18 @@ def test_components_stand_beside_the_completions(scripted_trainer):
 def test_the_warm_up_stops_a_run_that_could_not_score(scripted_trainer, services, caplog):
     trainer = scripted_trainer()
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        trainer.warm_up()
+        warm_up(trainer.rooms.desk)
     assert "[WarmUp] rag_8b: 0." in caplog.text
     services.set("judge", {}, status=500)
     with pytest.raises(ServiceUnavailable, match="did not pass their warm-up"):
-        trainer.warm_up()
+        warm_up(trainer.rooms.desk)
 
 
 def test_the_warm_up_goes_on_without_the_reference(scripted_trainer, services, caplog):
     services.set("32b", {}, status=500)
     trainer = scripted_trainer()
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        trainer.warm_up()
+        warm_up(trainer.rooms.desk)
     assert "[WarmUp] rag_32b: rag_32b_http_500" in caplog.text
 
 

@@ -33,6 +33,7 @@ ORDER = (
     "rollout",
     "config",
     "checkpoint",
+    "hooks",
     "wiring",
     "trainer",
     "run",
