@@ -21,7 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from salesrl_trl.checkpoint.identity import check_on_all_ranks, identity_of_run, write_identity
+from salesrl_trl.checkpoint.identity import check_on_all_ranks, write_identity
 from salesrl_trl.checkpoint.under_way import load_on_all_ranks, save_under_way
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
@@ -146,12 +146,11 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # TRL says that there is none
-        rooms = self.rooms
-        self._identity = identity_of_run(self.args, self.train_dataset, rooms.reward.branch_of, rooms.first_weights)
+        self._identity = self.rooms.identity(self.train_dataset)
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
             check_on_all_ranks(Path(resume_from_checkpoint), self._identity, self.args.allow_changed_resume)
-        with rooms.running(self.accelerator.is_main_process):
+        with self.rooms.running(self.accelerator.is_main_process):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _init_training_state(self, *args, **kwargs):
@@ -345,12 +344,10 @@ class SalesGRPOTrainer(GRPOTrainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
             write_identity(Path(output_dir), self._identity, bool(self._step % self.args.window))
-            if self.rooms.kl is not None:
-                self.rooms.kl.save(Path(output_dir))
+            self.rooms.save_kl(Path(output_dir))
         if self._step % self.args.window and not self.rooms.run_control.is_skipping:
-            save_under_way(
-                Path(output_dir), self.args.process_index, self.args.arrangement, self._buffered_inputs or []
-            )
+            rank, slices = self.args.process_index, self._buffered_inputs or []
+            save_under_way(Path(output_dir), rank, self.args.arrangement, slices)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads them again."""

@@ -17,7 +17,7 @@ import torch
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel, TrainerCallback
 
-from salesrl_trl.checkpoint.identity import weights_of
+from salesrl_trl.checkpoint.identity import Identity, identity_of_run, weights_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.engine import engine_options
 from salesrl_trl.config.rollouts import sampling_hints, sampling_warnings, scoring_settings, why_not_divisible
@@ -114,6 +114,15 @@ class Wiring:
         options = engine_options(self.args, model_dtype)
         with vllm_engine_options(options), reference_wanted(self.args, self.kl is not None):
             yield
+
+    def identity(self, dataset: object) -> Identity:
+        """What a run on this dataset is made of."""
+        return identity_of_run(self.args, dataset, self.reward.branch_of, self.first_weights)
+
+    def save_kl(self, checkpoint: Path) -> None:
+        """Put the state of the KL into a checkpoint."""
+        if self.kl is not None:
+            self.kl.save(checkpoint)
 
     def load_kl(self, checkpoint: Path) -> None:
         """Go on with a checkpoint's coefficients."""
