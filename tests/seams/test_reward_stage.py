@@ -84,7 +84,7 @@ def test_settings_name_stages_by_their_dotted_paths(services, settings, result_o
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
-        (["seams.own_reward.Shortness"], "has no 'Shortness'"),
+        (["seams.own_reward.Absent"], "has no 'Absent'"),
         (["seams.nowhere.Brevity"], "no module 'seams.nowhere'"),
         (["seams.own_reward.ByLength"], "no salesrl_trl.reward.stage.RewardStage"),
         (["seams.own_reward.Needy"], "without arguments"),
