@@ -249,15 +249,3 @@ def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, hindranc
     losses = {name: settings.pop(name, False) for name in ("entropy_bonus", "aux_loss")}
     told = why_not_divisible(training(**settings), **losses)
     assert told is None if hindrance is None else told.startswith(hindrance)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"sampler": "salesrl_trl.errors.ConfigError"}, "has no `start` and no `greedily`"),
-        ({"sampler": "salesrl_trl.generation.sampler.WholeBatch", "use_vllm": True}, "vLLM would start beside it"),
-    ],
-)
-def test_a_generation_engine_that_can_not_work_is_refused(given, message):
-    with pytest.raises(ConfigError, match=message):
-        training(**given)

@@ -1,0 +1,58 @@
+"""Another generation engine is one class outside of the package, handed in or named by its dotted path."""
+
+import pytest
+from seams.own_engine import Writer
+from support.loopback import Services
+from support.scripted import build_trainer, default_rows, loopback_reward, settings, steps_of
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.trainer import SalesGRPOTrainer
+
+PATH = "seams.own_engine.Writer"
+
+
+@pytest.fixture
+def train(tiny, httpserver, tmp_path):
+    def train(**given):
+        rows = default_rows()
+        services = Services(httpserver)
+        reward = loopback_reward(services, rows)
+        given = {"max_completion_length": 128, **given}
+        trainer = build_trainer(tiny, reward, (), rows, tmp_path / "run", kind=SalesGRPOTrainer, **given)
+        try:
+            trainer.train()
+        finally:
+            trainer.finish()
+        return trainer, trainer.rooms.sampler
+
+    return train
+
+
+@pytest.mark.parametrize("given", [{"sampler": Writer}, {"engine": PATH}], ids=["object", "dotted path"])
+def test_another_engine_generates_what_is_scored_and_trained_on(train, given):
+    trainer, engine = train(**given, max_steps=3, quick_eval=QuickEvalSettings(steps=2, rows=2))
+    assert len(engine.written) == 3 * 4 + 2
+    assert engine.written.count("greedy") == 2
+    assert all(logs["outcome/ok"] == 1 for logs in steps_of(trainer))
+    assert len(set(engine.weights)) == 3  # before each step; the quick evaluation has those of the step behind it
+
+
+def test_completions_of_another_engine_may_be_generated_ahead(train):
+    trainer, engine = train(sampler=Writer, max_steps=4, rollout_lookahead=2)
+    assert [logs["rollout/staleness"] for logs in steps_of(trainer)] == [0, 1, 2, 2]
+    assert len(engine.written) == 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sampler": "seams.own_engine.NoEngine"}, "has no `start`"),
+        ({"sampler": "seams.nowhere.Writer"}, "no module 'seams.nowhere'"),
+        ({"sampler": PATH, "use_vllm": True}, "vLLM would start beside it"),
+    ],
+)
+def test_an_engine_that_can_not_work_is_refused_with_the_settings(tmp_path, given, message):
+    with pytest.raises(ConfigError, match=message):
+        SalesGRPOConfig(**settings(tmp_path, **given))

@@ -1,0 +1,152 @@
+"""Rollouts are launched when the schedule lets them, and each completion's reward starts when it is finished."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.generation.sampler import Ready, Sampled
+from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.telemetry.timeline import Timeline
+
+
+def sampled(prompts, logprobs=None):
+    texts = [f"answer to {prompt}" for prompt in prompts]
+    return Sampled(
+        generated=([], [[1]] * len(prompts), None, texts, logprobs, {}, None, []), metrics={"m": [1.0]}, tokens=3
+    )
+
+
+class Desk:
+    """Notes what it is told."""
+
+    def __init__(self):
+        self.started, self.references, self.given_up = [], [], 0
+
+    def begin(self, rows):
+        return tuple(rows)
+
+    def start(self, batch, place, text):
+        self.started.append((batch, place, text))
+
+    def start_all(self, batch, completions):
+        self.started += [(batch, place, text) for place, text in enumerate(completions)]
+
+    def fetch_references(self, rows):
+        self.references.append(list(rows))
+
+    def give_up(self):
+        self.given_up += 1
+
+
+class Now:
+    """Generates in `start`, and reports the first completion before the others."""
+
+    def __init__(self):
+        self.asked = []
+
+    def start(self, prompts, finished, *, ahead):
+        self.asked.append((list(prompts), ahead))
+        finished(0, [7])
+        return Ready(sampled(prompts))
+
+
+class Later:
+    """Generates when the result is asked for."""
+
+    is_ready = False
+
+    def __init__(self, logprobs=((0.0,),)):
+        self.logprobs, self.handles, self.collected = logprobs, [], 0
+
+    def start(self, prompts, finished, *, ahead):
+        self.handles.append(
+            SimpleNamespace(is_ready=False, result=lambda: self.collect(prompts), give_up=self.give_up)
+        )
+        self.given_up = 0
+        return self.handles[-1]
+
+    def collect(self, prompts):
+        self.collected += 1
+        return sampled(prompts, self.logprobs)
+
+    def give_up(self):
+        self.given_up += 1
+
+
+def examples(batch):
+    return [{"prompt": f"p{batch}", "row": batch}]
+
+
+def pipeline(sampler, lookahead=0, behaviour=lambda sampled: torch.zeros(1, 1)):
+    made = Pipeline(
+        sampler, Desk(), Timeline(), decode=str, window=1, lookahead=lookahead, references_ahead=True,
+        behaviour_logps=behaviour, record_span=pytest.fail,
+    )  # fmt: skip
+    made.restart(0, 0, False)
+    updates = iter([([examples(batch)], None) for batch in range(4)])
+    pull = lambda _: next(updates, ([], None))  # noqa: E731
+    made.next_update(0, iter(()), pull, 4)
+    return made
+
+
+def test_without_lookahead_only_the_batch_in_training_is_generated():
+    sampler = Now()
+    made = pipeline(sampler)
+    made.launch_due(0, 0)
+    assert sampler.asked == [(["p0"], False)]
+    assert made._desk.references == [[0], [1]]  # the references of the next step are asked for already
+
+
+def test_with_lookahead_later_batches_are_generated_too():
+    sampler = Now()
+    pipeline(sampler, lookahead=2).launch_due(0, 0)
+    assert sampler.asked == [(["p0"], True), (["p1"], True), (["p2"], True)]
+
+
+def test_a_completion_is_scored_from_the_moment_it_is_finished():
+    made = pipeline(Now())
+    made.launch_due(0, 0)
+    assert made._desk.started == [((0,), 0, "[7]"), ((0,), 0, "answer to p0")]  # reported, then with the whole batch
+
+
+def test_a_rollout_of_the_background_is_collected_when_it_is_trained_on():
+    sampler = Later()
+    made = pipeline(sampler, lookahead=1)
+    made.launch_due(0, 0)
+    assert sampler.collected == 0
+    inputs = made._schedule._windows[0].inputs
+    rollout = made.take(inputs, 0, 0)
+    assert sampler.collected == 1
+    assert rollout.sampled.completions == ["answer to p0"]
+    assert rollout.drain_metrics() == ({"m": [1.0]}, 3)
+    assert rollout.drain_metrics() == ({}, 0)  # once, however often TRL goes over the batch
+
+
+def test_completions_of_earlier_weights_need_log_probs():
+    made = pipeline(Later(logprobs=None), lookahead=1)
+    made.launch_due(0, 0)
+    with pytest.raises(ConfigError, match="gives no log-probs"):
+        made.take(made._schedule._windows[0].inputs, 0, 0)
+    seen = []
+    made = pipeline(Now(), lookahead=1, behaviour=lambda each: seen.append(each) or torch.ones(1, 1))
+    made.launch_due(0, 0)
+    assert len(seen) == 2  # of a sampler that generates at once they are computed at once
+
+
+def test_an_evaluation_waits_for_its_completions_whatever_the_lookahead():
+    sampler = Later()
+    rollout = pipeline(sampler, lookahead=2).evaluate(examples(9), 5)
+    assert sampler.collected == 1
+    assert (rollout.mode, rollout.step) == ("eval", 5)
+
+
+def test_what_nobody_will_train_on_is_given_up():
+    sampler = Later()
+    made = pipeline(sampler, lookahead=1)
+    made.launch_due(0, 0)
+    before = made._desk.given_up
+    made.forget()
+    assert sampler.given_up == 2
+    assert made._desk.given_up == before + 1
