@@ -96,7 +96,7 @@ class Switch(TrainerCallback):
         if self._step >= 0:
             self.seconds.setdefault(self._step // self._updates, []).append(moment - self._started)
         self._step += 1
-        self._instruments.enabled = ORDER[self._step // self._updates % len(ORDER)]
+        self._instruments.timeline.enabled = ORDER[self._step // self._updates % len(ORDER)]
         self._started = time.perf_counter()
 
 

@@ -74,7 +74,7 @@ class AnswerStore:
             return at_hand
         return await self._look_ups.get().get(key)
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: object) -> None:
         """Keep a value. It is in the file some time after the next `flush`."""
         with self._guard:
             self._memory.pop(key, None)
@@ -98,7 +98,7 @@ class AnswerStore:
         if thread is not None:
             thread.shutdown(wait=False)
 
-    def _submit(self, work: Callable[..., T], *given: Any) -> "Future[T]":
+    def _submit(self, work: Callable[..., T], *given: object) -> "Future[T]":
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
         return self._thread.submit(work, *given)

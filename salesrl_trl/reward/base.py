@@ -16,10 +16,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.batch import BatchReport, BatchResult, RewardBatch
+from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, RewardBatch
 from salesrl_trl.reward.open_batches import OpenBatches
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stages import Stages
@@ -119,7 +118,7 @@ class BatchedReward(ABC):
             batch.cancel()
 
     async def __call__(
-        self, *, prompts: list[Any], completions: list[Any], row: list[int], **_: Any
+        self, *, prompts: list[object], completions: list[Completion], row: list[int], **_: object
     ) -> list[float | None]:
         """Score a batch.
 
@@ -136,11 +135,11 @@ class BatchedReward(ABC):
         """
         return (await self.score_all(row, completions)).values
 
-    async def score_all(self, rows: Sequence[int], completions: Sequence[Any]) -> BatchResult:
+    async def score_all(self, rows: Sequence[int], completions: Sequence[Completion]) -> BatchResult:
         """Score a batch of completions to these rows."""
         return await self.result(self.batches.begin(rows), completions)
 
-    async def result(self, batch: RewardBatch, completions: Sequence[Any]) -> BatchResult:
+    async def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
         """Wait for all rewards of a batch, and report on it.
 
         Starts what has not been started with the very same text. A waiter that is cancelled cancels the batch.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.judge.base import JudgeRecord, ProviderUsage
@@ -21,6 +21,8 @@ from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 
 T = TypeVar("T")
+Completion: TypeAlias = str | Sequence[Mapping[str, str]]
+"""As TRL has it: a text, or in the conversational form a list with one message."""
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +163,7 @@ class RewardBatch:
         loop = asyncio.get_running_loop()
         self._timers[place] = loop.call_later(self._deadline_s, self._overdue, place)
 
-    def start_all(self, completions: Sequence[Any]) -> None:
+    def start_all(self, completions: Sequence[Completion]) -> None:
         """Begin to score all completions that are not scored yet.
 
         Args:
@@ -272,6 +274,6 @@ class RewardBatch:
             timer.cancel()
 
 
-def completion_text(completion: Any) -> str:
-    """The text of a completion, which in TRL's conversational form is a list with one message."""
+def completion_text(completion: Completion) -> str:
+    """The text of a completion."""
     return completion if isinstance(completion, str) else str(completion[0]["content"])

@@ -21,7 +21,7 @@ CLOSE_TIMEOUT_S = 1.0
 """Patience with calls that were cancelled at the end."""
 
 
-def cache_key(*parts: Any) -> str:
+def cache_key(*parts: object) -> str:
     """A hash of everything that decides an answer. `parts` must be JSON values."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -8,11 +8,11 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.base import BatchedReward
-from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchResult, RewardBatch
+from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchResult, Completion, RewardBatch
 from salesrl_trl.timing import Span
 
 T = TypeVar("T")
@@ -45,7 +45,9 @@ class RewardDesk:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
 
-    def __call__(self, *, prompts: list[Any], completions: list[Any], row: list[int], **_: Any) -> list[float | None]:
+    def __call__(
+        self, *, prompts: list[object], completions: list[Completion], row: list[int], **_: object
+    ) -> list[float | None]:
         """A reward function as TRL calls it. Inside `answering`, the result given there; else a batch of its own.
 
         Args:
@@ -75,7 +77,7 @@ class RewardDesk:
         """Begin to score the completion at `place`. Does not wait."""
         self._loop.call_soon_threadsafe(batch.start, place, completion)
 
-    def start_all(self, batch: RewardBatch, completions: Sequence[Any]) -> None:
+    def start_all(self, batch: RewardBatch, completions: Sequence[Completion]) -> None:
         """Begin to score all completions that have not been started with the same text. Does not wait.
 
         Args:
@@ -97,7 +99,7 @@ class RewardDesk:
         """
         self._run(lambda: batch.settled(groups))
 
-    def result(self, batch: RewardBatch, completions: Sequence[Any]) -> BatchResult:
+    def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
         """Wait for all rewards of a batch, and report on it. The desk forgets the batch then.
 
         A completion whose text is another one than was started is scored anew. An interrupted wait cancels the batch.

@@ -4,7 +4,6 @@ Owns what counts as a valid action. Strict on purpose: what is let through here 
 """
 
 import json
-from typing import Any
 
 from salesrl_trl.data.rows import is_unicode
 from salesrl_trl.reward.empty_answers import is_hollow
@@ -59,7 +58,7 @@ def _unfenced(text: str) -> str:
     return text if first.strip() else content
 
 
-def _fault(value: Any, wanted: ActionFormat) -> str | None:
+def _fault(value: object, wanted: ActionFormat) -> str | None:
     if not isinstance(value, dict):
         return "not_an_object"
     if any(name not in value for name in wanted.fields):

@@ -63,7 +63,7 @@ class Channel:
         self._reader = reader
         self._writer = writer
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: object) -> None:
         """Send, without waiting."""
         self.send_bytes(pickle.dumps(message))
 
@@ -101,12 +101,12 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._heard = False  # since the latest ping
 
-    async def ask(self, kind: str, *what: Any) -> Any:
+    async def ask(self, kind: str, *what: object) -> Any:
         """The answer to a question. Raises `ServiceUnavailable` where the child ends before."""
         _, answer = await self.asked(kind, *what)
         return await answer
 
-    async def asked(self, kind: str, *what: Any) -> tuple[int, "asyncio.Future[Any]"]:
+    async def asked(self, kind: str, *what: object) -> tuple[int, "asyncio.Future[Any]"]:
         """Ask. Returns the question's number and its answer to come."""
         channel = await self._open()
         number = next(self._numbers)
@@ -114,7 +114,7 @@ class _Child:
         channel.send(kind, number, *what)
         return number, answer
 
-    async def send(self, kind: str, *what: Any) -> None:
+    async def send(self, kind: str, *what: object) -> None:
         """Send a message that has no answer. Does nothing where the child does not start: a question raises then."""
         with contextlib.suppress(ServiceUnavailable):
             (await self._open()).send(kind, None, *what)
@@ -211,13 +211,13 @@ class _Child:
 class _Pickler(pickle.Pickler):
     """Refuses classes and functions of the program that was started: a child does not find them."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if getattr(value, "__module__", None) == "__main__" and isinstance(value, type | FunctionType):
             raise pickle.PicklingError(f"{value.__qualname__} is defined in the program that was started")
         return NotImplemented
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: object) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
@@ -324,7 +324,7 @@ class RemoteReward(BatchedReward):
         stages.adopt(spans)
         return reward  # type: ignore[no-any-return]
 
-    def _send(self, kind: str, *what: Any) -> None:
+    def _send(self, kind: str, *what: object) -> None:
         task = asyncio.ensure_future(self._child().send(kind, *what))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)

@@ -77,7 +77,7 @@ class Worker:
             task = asyncio.ensure_future(self._chain.score(index, completion, stages))
         self._in_hand_by[number] = (task, stages)
 
-    async def _score(self, number: int, *_: Any) -> tuple[Reward, list[Span]]:
+    async def _score(self, number: int, *_: object) -> tuple[Reward, list[Span]]:
         task, stages = self._in_hand_by[number]
         await asyncio.wait([task])
         del self._in_hand_by[number]

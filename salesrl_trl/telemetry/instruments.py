@@ -98,15 +98,6 @@ class Instruments:
         self.last_step = 0
         """The last step of training, for heartbeats."""
 
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is measured now. May be switched between steps."""
-        return self.timeline.enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self.timeline.enabled = value
-
     def start(self, is_main: bool) -> None:
         """Start the heartbeat and the trace, on the main rank. A second call does nothing."""
         if self._running or not is_main or not self._settings.enabled:
@@ -150,7 +141,7 @@ class Instruments:
             completion_mask (`torch.Tensor`):
                 Shape (B, C).
         """
-        if not self.enabled:
+        if not self.timeline.enabled:
             return
         self._lengths.append((prompt_mask.sum(dim=1), completion_mask.sum(dim=1)))  # each (B,)
         if len(self._lengths) >= BATCHES_KEPT:
@@ -158,7 +149,7 @@ class Instruments:
 
     def record_generation(self, span: Span) -> None:
         """Record when the batch of this step was generated in the background."""
-        if self.enabled:
+        if self.timeline.enabled:
             self._trace.add(self.step + 1, [span])
 
     def record_rewards(
@@ -176,7 +167,7 @@ class Instruments:
             spans (`Sequence[Span]`):
                 The stages of its completions, for the trace.
         """
-        if self.enabled:
+        if self.timeline.enabled:
             cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
             self._batches.append(_Scored(seconds, [each for each in cut if each[0] < each[1]]))
             self._trace.add(self.step + 1, spans)  # they may have begun in earlier steps
@@ -192,7 +183,7 @@ class Instruments:
         Returns:
             `dict[str, float]`: the same on every rank. Empty while nothing is measured.
         """
-        if not self.enabled:
+        if not self.timeline.enabled:
             return {}
         steps = self.timeline.drain_steps()
         spans = self.timeline.drain_spans()

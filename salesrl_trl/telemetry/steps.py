@@ -4,7 +4,6 @@ Owns the callback that marks them. What begins with a run beside the marks is ha
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -34,16 +33,18 @@ class StepMarks(TrainerCallback):
         self._begin = begin
         self._end = end
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self._prepare()
         self._instruments.timeline.end(StartUp.PREPARE)
         self._instruments.run_begins(state.global_step, state.max_steps)
         self._begin()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._instruments.timeline.end(Phase.OPTIMIZER)
         self._instruments.step_ends()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._end()
         self._instruments.timeline.stops()

@@ -215,7 +215,7 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
              "peak_tflops": 400, "output_dir": tmp_path}  # fmt: skip
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     instruments = build_instruments(parse([*arguments], ROOT / "recipes/debug.yaml"))
-    assert not instruments.enabled
+    assert not instruments.timeline.enabled
     assert instruments._settings == InstrumentSettings(
         enabled=False, perf_steps=3, trace_steps=range(4, 7), trace_bytes=2_500_000, heartbeat_s=7.0, peak_flops=4e14
     )

@@ -8,7 +8,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
@@ -23,7 +23,7 @@ QUERY_CHARS = 300
 class Case(NamedTuple):
     """One way to write an action, good or bad."""
 
-    content: Any
+    content: object
     """The completion: a text stays as it is, anything else becomes JSON."""
     reason: str = ""
     """Reason code if it is no valid action, else empty."""
