@@ -82,7 +82,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         quick_eval: QuickEvalSettings | None = None,
         kl_law: KLLaw | None = None,
         sampler: Callable[[Upstream], Sampler] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Gives vLLM the engine options that TRL does not pass through, and builds everything beside TRL."""
         for name in ("tools", "environment_factory"):
@@ -128,7 +128,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         )
 
     def train(
-        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: Any
     ) -> Any:
         """Checks the checkpoint, keeps what was measured of a step that fails, and raises what training stopped for.
 
@@ -200,7 +200,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         self.rooms.pipeline.launch_due(self._step, self.state.global_step)
         return self.rooms.scoring.next_micro_batch(super()._prepare_inputs(generation_batch), self.state.global_step)
 
-    def _sample(self, prompts: Sequence[Any], tokens: TokenSource | None = None) -> Sampled:
+    def _sample(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
         """TRL's own `_generate`. What it measures goes with the completions, to be logged when they are trained on."""
         was_training, seen = self.model.training, self.state.num_input_tokens_seen
         measured: dict[str, list[float]] = defaultdict(list)
@@ -215,7 +215,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         measured.pop("num_tokens")
         return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
 
-    def _ask_server(self, prompts: Sequence[Any], finished: Finished) -> Requests:
+    def _ask_server(self, prompts: Sequence[object], finished: Finished) -> Requests:
         """Push the weights if they moved, as TRL's `_generate` does, and ask for completions without waiting."""
         with self.vllm_generation.begun(finished) as begun:
             self._generate_single_turn(*self._tokenize_prompts(copy.deepcopy(list(prompts))), self.num_generations)
@@ -371,7 +371,7 @@ class SalesGRPOTrainer(GRPOTrainer):
                 # An entry of its own: the entry of a step has the same keys at every step, but new reasons may come.
                 Trainer.log(self, {**failures})
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
         """Marks the phase."""
         with self._timeline.phase(Phase.EVALUATION):
             return super().evaluate(*args, **kwargs)

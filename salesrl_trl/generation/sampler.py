@@ -93,7 +93,7 @@ class Sampled:
 class Generate(Protocol):
     """TRL's `_generate`: encodes prompts, generates, decodes, measures."""
 
-    def __call__(self, prompts: Sequence[Any], tokens: TokenSource | None = None) -> Sampled:
+    def __call__(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
         """Generate one completion for each prompt.
 
         Args:
@@ -107,7 +107,7 @@ class Generate(Protocol):
 class Ask(Protocol):
     """Asks vLLM's server for completions and does not wait for them."""
 
-    def __call__(self, prompts: Sequence[Any], finished: Finished) -> Requests: ...
+    def __call__(self, prompts: Sequence[object], finished: Finished) -> Requests: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +147,7 @@ class Handle(Protocol):
 class Sampler(Protocol):
     """A generation engine."""
 
-    def start(self, prompts: Sequence[Any], finished: Finished, *, ahead: bool) -> Handle:
+    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
         """Generate one completion for each prompt, or begin to.
 
         Args:
@@ -191,11 +191,11 @@ class WholeBatch:
             Holds the settings of sampling: transformers' `GenerationConfig`, or TRL's `VLLMGeneration`.
     """
 
-    def __init__(self, generate: Generate, owner: Any) -> None:
+    def __init__(self, generate: Generate, owner: object) -> None:
         self._generate = generate
         self._owner = owner
 
-    def start(self, prompts: Sequence[Any], finished: Finished, *, ahead: bool) -> Handle:
+    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
         """Generate; no completion is reported."""
         return Ready(self._generate(prompts))
 
@@ -223,7 +223,7 @@ class Streamed(WholeBatch):
 
     _owner: SalesVLLMGeneration
 
-    def start(self, prompts: Sequence[Any], finished: Finished, *, ahead: bool) -> Handle:
+    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
         """Generate, and report each completion."""
         with self._owner.streamed(finished, len(prompts)):
             return Ready(self._generate(prompts))
@@ -245,13 +245,13 @@ class Background(Streamed):
         super().__init__(generate, owner)
         self._ask = ask
 
-    def start(self, prompts: Sequence[Any], finished: Finished, *, ahead: bool) -> Handle:
+    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
         """Ask the server. Where the trainer has nothing else to do, wait for it."""
         if not ahead:
             return super().start(prompts, finished, ahead=ahead)
         return _Asked(self._ask(prompts, finished), prompts, self._collect)
 
-    def _collect(self, requests: Requests, prompts: Sequence[Any]) -> Sampled:
+    def _collect(self, requests: Requests, prompts: Sequence[object]) -> Sampled:
         with self._owner.answered(requests):
             return self._generate(prompts)
 
@@ -261,8 +261,8 @@ class _Asked:
     """A `Handle` of requests to a server."""
 
     requests: Requests
-    prompts: Sequence[Any]
-    collect: Callable[[Requests, Sequence[Any]], Sampled]
+    prompts: Sequence[object]
+    collect: Callable[[Requests, Sequence[object]], Sampled]
 
     @property
     def is_ready(self) -> bool:

@@ -126,7 +126,7 @@ class Memo:
             self._store.put(key, value)
         return answer, False
 
-    def _read(self, value: Any, check: Callable[[T], object]) -> T | None:
+    def _read(self, value: object, check: Callable[[T], object]) -> T | None:
         try:
             answer: T | None = None if value is None else self._from_json(value)
             if answer is not None:

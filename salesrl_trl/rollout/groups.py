@@ -80,7 +80,7 @@ class ScoredGroups:
         # are missing. A rank that waited for its own last group would hold up the others, which have enough by then.
         self.pending = own if enough or len(own) == max(map(len, pending_by_rank)) else []
 
-    def release(self, output: Mapping[str, Any]) -> None:
+    def release(self, output: Mapping[str, object]) -> None:
         """Put the micro-batches of the ready parts in line.
 
         Args:

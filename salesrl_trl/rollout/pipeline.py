@@ -121,7 +121,7 @@ class Pipeline:
         self._behaviour_logps = behaviour_logps
         self._record_span = record_span
         self._window = window
-        self._dataloader: Iterable[Any] = ()
+        self._dataloader: Iterable[object] = ()
         self.set_lookahead(lookahead)
 
     def set_lookahead(self, lookahead: int) -> None:
@@ -157,19 +157,19 @@ class Pipeline:
             rollout.handle.give_up()
         self._desk.give_up()
 
-    def epoch_begins(self, dataloader: Iterable[Any]) -> None:
+    def epoch_begins(self, dataloader: Iterable[object]) -> None:
         """Training goes through `dataloader` once, and then perhaps once more."""
         self._dataloader = dataloader
 
     def next_update(
-        self, epoch: int, iterator: Iterator[Any], pull: Callable[[Iterator[Any]], Update], steps_left: int
+        self, epoch: int, iterator: Iterator[object], pull: Callable[[Iterator[object]], Update], steps_left: int
     ) -> Update:
         """The micro-batches of the next optimizer step. Those of later steps are pulled too."""
         return self._updates.next(
             epoch, iterator, self._next_epoch, pull, steps_left, self._record_update, _draw_as_a_dataloader
         )
 
-    def _next_epoch(self) -> Iterator[Any]:
+    def _next_epoch(self) -> Iterator[object]:
         """The micro-batches of the epoch behind the one in training.
 
         Leaves torch's generator as it is: a dataloader draws from it when it begins, and that draw is made when the

@@ -60,7 +60,7 @@ class Schedule:
         self._micro_step, self._update, self._generates = micro_step, update, not has_batch
         return left
 
-    def add(self, micro_batches: Sequence[Any]) -> list[Window]:
+    def add(self, micro_batches: Sequence[object]) -> list[Window]:
         """The next optimizer step will have these micro-batches. Returns the generation batches among them."""
         new = [
             Window(first=number, update=self._update, inputs=inputs)
@@ -84,7 +84,7 @@ class Schedule:
             return [window for window in waiting if window.first == micro_step]
         return [window for window in waiting if window.update - update <= self._lookahead]
 
-    def take(self, micro_step: int, inputs: Any) -> Any:
+    def take(self, micro_step: int, inputs: object) -> Any:
         """The rollout of these inputs, which leaves the schedule; `None` where there is none."""
         while self._windows and self._windows[0].first < micro_step:
             self._windows.popleft()
@@ -107,7 +107,7 @@ class UpdatesAhead:
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._pulled: deque[tuple[Update, bool]] = deque()  # and whether an epoch begins with it that was begun here
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[object] | None = None
         self.epoch = 0
         """Epoch that is pulled from; ahead of the one in training at its end."""
 
@@ -119,9 +119,9 @@ class UpdatesAhead:
     def next(
         self,
         epoch: int,
-        iterator: Iterator[Any],
-        following: Callable[[], Iterator[Any]],
-        pull: Callable[[Iterator[Any]], Update],
+        iterator: Iterator[object],
+        following: Callable[[], Iterator[object]],
+        pull: Callable[[Iterator[object]], Update],
         left: int,
         seen: Callable[[list[Any]], None],
         begins: Callable[[], None] = lambda: None,

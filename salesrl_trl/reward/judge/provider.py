@@ -74,7 +74,7 @@ class JudgeProvider:
     """`None` for models that take none."""
     max_completion_tokens: int = 512
     """Room for the verdict, and for a reasoning model's thoughts."""
-    extra_body: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    extra_body: Mapping[str, object] = field(default_factory=dict, repr=False)
     """Further fields of every request: `{"chat_template_kwargs": {"enable_thinking": False}}`."""
     usd_per_million_prompt_tokens: float = 0.0
     """Price, for the cost metrics."""
@@ -232,7 +232,7 @@ class ProviderClient:
         refuse_stated_error(service, value)
         return value
 
-    def _count_tokens(self, stated: Any) -> None:
+    def _count_tokens(self, stated: object) -> None:
         try:
             usage = _Usage.model_validate(stated)
         except ValidationError:
@@ -245,7 +245,7 @@ class ProviderClient:
         ) / 1e6
 
 
-def _text_of(completion: Any) -> str:
+def _text_of(completion: object) -> str:
     """The text of a chat completion that came to its end, which a broken endpoint may not have.
 
     Raises:

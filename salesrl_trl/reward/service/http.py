@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import aiohttp
 
@@ -99,7 +99,7 @@ class HttpClient:
     async def post(
         self,
         path: str,
-        body: Mapping[str, Any],
+        body: Mapping[str, object],
         read: Callable[[bytes], T] = bytes,  # type: ignore[assignment]
         *,
         request_id: str | None = None,
@@ -109,7 +109,7 @@ class HttpClient:
         Args:
             path (`str`):
                 Appended to the base URL.
-            body (`Mapping[str, Any]`):
+            body (`Mapping[str, object]`):
                 The request's content.
             read (`Callable[[bytes], T]`, *optional*):
                 Reads the answer's body. If it raises `ForeignReply`, the connection is closed.
@@ -220,7 +220,7 @@ def make_request_id() -> str:
     return f"salesrl-{secrets.token_hex(8)}"
 
 
-def check_echo(service: str, request_id: str, *echoes: Any) -> None:
+def check_echo(service: str, request_id: str, *echoes: object) -> None:
     """Refuse the reply to another request.
 
     Args:
@@ -244,7 +244,7 @@ def check_echo(service: str, request_id: str, *echoes: Any) -> None:
             )
 
 
-def refuse_stated_error(service: str, answer: Any) -> None:
+def refuse_stated_error(service: str, answer: object) -> None:
     """Refuse a 200 whose body says that it is an error, whatever else it holds.
 
     A body says so by one of these fields:
@@ -273,7 +273,7 @@ def refuse_stated_error(service: str, answer: Any) -> None:
         )
 
 
-def _is_failed_status(value: Any) -> bool:
+def _is_failed_status(value: object) -> bool:
     return type(value) is int and 400 <= value < 600
 
 
