@@ -109,7 +109,9 @@ def test_the_same_phase_once_more_is_told_of_anew(lines):
 
 
 def test_stopping_ends_the_thread():
+    others = set(threading.enumerate())  # another test's trainer may not be finished yet
     beat = heartbeat(lambda: None, after_s=60.0)
     beat.start()
+    assert set(threading.enumerate()) - others
     beat.stop()
-    assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
+    assert not set(threading.enumerate()) - others
