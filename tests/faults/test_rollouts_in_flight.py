@@ -235,8 +235,12 @@ def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(traine
     again.add_callback(AtStep(at_1=interrupter.start if given is WINDOWS else services.hangs.set))
     if given is IN_PARTS:
         interrupter.start()
-    with pytest.raises(KeyboardInterrupt):
-        again.train()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            again.train()
+    finally:
+        signal.signal(signal.SIGINT, before)
     interrupter.join()
     assert pending_rewards(again) == []
     assert list(again.rooms.reward.batches) == []
