@@ -35,6 +35,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    # Qwen2.5-1.5B
+    "1.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     # Qwen2.5-7B
     "7b": {
         "vocab_size": 152_064,
@@ -62,9 +72,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,  # heads of 32, the smallest that vLLM takes on a CPU
     },
 }
-TOKENS = {"0.5b": 512, "7b": 512, "demo": 32, "tiny": 16}
+TOKENS = {"0.5b": 512, "1.5b": 512, "7b": 512, "demo": 32, "tiny": 16}
 """Longest completion of a trainer that only trains. The shortest is half as long."""
-BATCH = {"0.5b": (16, 4), "7b": (8, 8), "demo": (48, 1), "tiny": (8, 2)}
+BATCH = {"0.5b": (16, 4), "1.5b": (16, 4), "7b": (8, 8), "demo": (48, 1), "tiny": (8, 2)}
 """Completions of a micro-batch, and micro-batches of an update, for such a trainer."""
 
 

@@ -26,7 +26,7 @@ from salesrl_trl.fencing import read_nonce
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.service.http import HttpClient
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.reward.stages import Stages
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +140,7 @@ class InstantReward(BatchedReward):
     def __init__(self) -> None:
         super().__init__(deadline_s=60.0)
 
-    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
+    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
         return Reward(outcome=Outcome.OK, value=(index * 37 + len(completion)) % 100 / 100)
 
     def branch_of(self, index: int) -> str:
@@ -159,7 +159,7 @@ class SlowReward(InstantReward):
         self._transports = {name: Transport(name, max_attempts=2, hedge_fraction=0.0, **limits) for name in CALLS}
         self._clients = {name: HttpClient(name, url) for name in CALLS}
 
-    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
+    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
         body = {"row": index, "text": completion}
         found = await stages.timed(self._ask("rag", body), "rag_8b")
         body |= {"sample": found["sample"], "answer": found["text"]}

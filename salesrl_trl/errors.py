@@ -17,6 +17,7 @@
     │       └── JudgeInvalid           a verdict that breaks its schema
     │           └── ForeignVerdict         with the nonce of another request; also a ForeignReply
     ├── WeightSyncError        vLLM samples from other weights than the ones in training
+    ├── DivergedError          gradients or the KL are no usable numbers any more, several log lines in a row
     ├── TooFewRewardsError     too few completions could be scored, several steps in a row
     └── RunStopped             the run was told to stop, and has saved its state
 
@@ -144,6 +145,10 @@ class ForeignVerdict(JudgeInvalid, ForeignReply):
 
 class WeightSyncError(SalesRLError, RuntimeError):
     """vLLM samples from other weights than the ones in training."""
+
+
+class DivergedError(SalesRLError, ArithmeticError):
+    """Gradients or the KL are no usable numbers any more, several log lines in a row."""
 
 
 class TooFewRewardsError(SalesRLError, RuntimeError):

@@ -1,18 +1,20 @@
-"""TRL's trainer, as far as the rooms use it.
+"""The parts of TRL's trainer that the rooms use.
 
-Owns the list of values and bound callables. Neither this package's trainer nor TRL's is handed to any room.
+Owns their list: values and bound callables. No room gets this package's trainer, or TRL's.
 """
 
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from accelerate import Accelerator
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.trainer_callback import CallbackHandler
 
 from salesrl_trl.generation.sampler import Ask, Generate
+from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.scoring import Output
 
@@ -29,18 +31,16 @@ class Hooks:
     """TRL's own copy of the reference policy."""
     step: Callable[[], int]
     """Optimizer steps done."""
-    accelerator: Any
-    """accelerate's `Accelerator`, which publishes no types."""
+    accelerator: Accelerator
     is_deepspeed: bool
     """Whether DeepSpeed owns the optimizer."""
-    engine: Any
-    """What generates: TRL's `VLLMGeneration`, or transformers' `GenerationConfig`."""
+    engine: SalesVLLMGeneration | GenerationConfig
+    """The engine, or the settings with which the policy itself generates."""
     has_rollout_func: bool
     """Whether a `rollout_func` generates."""
-    tokenizer: Any
-    """The policy's tokenizer. transformers publishes no types."""
+    tokenizer: PreTrainedTokenizerBase
     pad_to_multiple_of: int | None
-    """TRL's setting: by which columns of tensors are padded."""
+    """TRL's setting: padded tensors have a multiple of this many columns."""
     eos_token_ids: Sequence[int]
     """Tokens that end a completion."""
     reward_weight: float
@@ -54,13 +54,13 @@ class Hooks:
     generate: Generate
     """TRL's `_generate`."""
     ask: Ask
-    """The same of a server, without waiting."""
+    """The same for a server, without waiting."""
     logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-    """Log-probs of a batch's completions under the policy as it is, shape (B, T)."""
+    """Log-probs of a batch's completions under the current policy, shape (B, T)."""
     score: Callable[[Rollout], Output]
     """TRL's `_generate_and_score_completions`."""
     advantages: Callable[[], MutableSequence[float]]
-    """That column of TRL's table of completions."""
+    """The column `advantages` of TRL's table of completions."""
     set_aside: Callable[[], AbstractContextManager[None]]
     """While active: evaluation mode, one completion a prompt; TRL's figures and tables stay as they are."""
     drop_gradients: Callable[[], None]
@@ -68,10 +68,10 @@ class Hooks:
     save: Callable[[Path], None]
     """Writes the policy into a folder."""
     log: Callable[[Mapping[str, float | None]], None]
-    """Adds an entry to the log, without what TRL gathers for a step."""
+    """Adds an entry to the log, without the figures that TRL gathers for a step."""
     callbacks: CallbackHandler
     """TRL's callbacks."""
-    eval_dataset: Any
+    eval_dataset: object
     """Held-out rows."""
     position: Callable[[], tuple[int, bool]]
-    """Micro-steps done, and whether a generation batch is at hand to go on with."""
+    """Returns the micro-steps done, and whether a generation batch is there to go on with."""

@@ -1,10 +1,12 @@
-"""Settings of one process: how it handles memory, how many files it may open, and the environment of its children.
+"""Settings of one process: memory, open files, the environment of its children, the folder of cached files, and the
+files of earlier starts.
 
 Owns these settings only. Does not start children. Standard library only.
 """
 
 import ctypes
 import gc
+import itertools
 import os
 import resource
 import sys
@@ -65,6 +67,13 @@ def allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def cache_dir() -> Path:
+    """The folder of files that runs share: `$SALESRL_CACHE_DIR`, or `salesrl_trl` in the user's cache folder."""
+    if "SALESRL_CACHE_DIR" in os.environ:
+        return Path(os.environ["SALESRL_CACHE_DIR"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "salesrl_trl"
+
+
 def child_environment(*, with_gpu: bool = False) -> dict[str, str]:
     """The environment of a child process: a copy of this one, without its accelerators.
 
@@ -84,3 +93,10 @@ def child_environment(*, with_gpu: bool = False) -> dict[str, str]:
     chosen = {name: environment[name] for name in VISIBLE_DEVICES if name in environment}
     chosen = chosen or {"CUDA_VISIBLE_DEVICES": "0"}  # AMD's runtime reads it too
     return environment | {name: value.partition(",")[0] for name, value in chosen.items()}
+
+
+def put_aside(path: Path) -> None:
+    """Rename an existing file to one with a number, so that the file of an earlier start is kept."""
+    if path.exists():
+        number = next(n for n in itertools.count(1) if not path.with_stem(f"{path.stem}-{n}").exists())
+        path.rename(path.with_stem(f"{path.stem}-{number}"))

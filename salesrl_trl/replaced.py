@@ -1,6 +1,6 @@
-"""One attribute of somebody else's object, replaced for a while.
+"""An attribute of another library's object, replaced for a while.
 
-Owns the one function that this package changes TRL, vLLM and transformers with. Standard library only.
+Owns the one function with which this package changes TRL, vLLM and transformers. Standard library only.
 """
 
 import contextlib

@@ -5,11 +5,13 @@ Owns the wall time of one piece of code. `telemetry.timeline` owns the phases of
 
 import functools
 import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -25,7 +27,7 @@ class Span:
     """Something that began and ended: `Span(name="judge", started=12.0, ended=15.2, track="reward 3")`."""
 
     name: str
-    """The name of what was timed."""
+    """Name of the timed work."""
     started: float
     """Seconds on `time.perf_counter`'s scale."""
     ended: float
@@ -37,7 +39,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.ended - self.started
 
 
@@ -68,6 +70,12 @@ class Timing:
 _open: ContextVar[tuple[tuple["TimingContext", Timing], ...]] = ContextVar("timings_under_way", default=())
 
 
+def _calling_line() -> str:
+    """The line that makes a context: `"prepare.py:42"`."""
+    frame = sys._getframe(2)
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
 class Spans(Protocol):
     """Keeps spans."""
 
@@ -93,15 +101,22 @@ class TimingContext:
     ```
 
     Args:
-        name (`str`):
-            What is timed.
+        name (`str`, *optional*):
+            Name of the timed work. Defaults to the decorated function's name, or to the place in the code:
+            `"prepare.py:42"`.
         timeline (`Spans`, *optional*):
             Gets a span for each entry, on the track of its thread: a `telemetry.timeline.Timeline`.
+        log (`Callable[[str], object]`, *optional*):
+            Gets a line at the end of each entry, `"[Timing] rerank: 1.204 s"`: `logger.info` or `print`, for example.
     """
 
-    def __init__(self, name: str, timeline: Spans | None = None) -> None:
-        self.name = name
+    def __init__(
+        self, name: str | None = None, timeline: Spans | None = None, log: Callable[[str], object] | None = None
+    ) -> None:
+        self._is_named = name is not None
+        self.name = _calling_line() if name is None else name
         self._timeline = timeline
+        self._log = log
         self._latest: Timing | None = None
 
     @property
@@ -129,6 +144,8 @@ class TimingContext:
         if timing is None:
             raise RuntimeError(f"TimingContext({self.name!r}) was left without having been entered")
         timing.ended, timing.failed = ended, kind is not None
+        if self._log is not None:
+            self._log(f"[Timing] {self.name}: {timing.cost_time:.3f} s{', failed' * timing.failed}")
         if self._timeline is not None:
             track = threading.current_thread().name
             self._timeline.add(
@@ -149,6 +166,8 @@ class TimingContext:
                 f"{function.__qualname__} is a generator: calling it takes no time. Expected a function or a "
                 "coroutine function. Use the context inside it."
             )
+        if not self._is_named:
+            self.name = function.__qualname__
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)

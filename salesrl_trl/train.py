@@ -11,21 +11,39 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from salesrl_trl.process import collect_seldom, keep_freed_memory
+
+# First of all: torch, TRL and vLLM make a million objects that stay. Their import takes 5.9 s of CPU, not 7.3 s
+collect_seldom()
+
 from accelerate import PartialState
 
-from salesrl_trl.errors import SalesRLError
+from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
-from salesrl_trl.process import collect_seldom, keep_freed_memory
-from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.readiness import warm_up
-from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.run.assembly import open_reward
-from salesrl_trl.run.building import build_instruments, build_trainer
+from salesrl_trl.run.assembly import launched_services, open_reward
+from salesrl_trl.run.building import build_instruments, build_trainer, take_policy
 from salesrl_trl.run.checks.folders import check_output_dir
-from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED, exit_with, keep_console, set_up_logging
-from salesrl_trl.run.preflight import Prepared, prepare
+from salesrl_trl.run.console import (
+    EXIT_BAD_INPUT,
+    EXIT_STOPPED,
+    exit_with,
+    keep_console,
+    set_log_level,
+    set_up_logging,
+)
+from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.preflight.runner import prepare
+from salesrl_trl.run.read_ahead import begin_read_ahead
+from salesrl_trl.run.record import write_record
 from salesrl_trl.run.settings import RunConfig, parse
+from salesrl_trl.run.simulation.command import SimulationConfig
+from salesrl_trl.run.simulation.command import main as simulate
 from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.telemetry.start_up import imports_so_far
+from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.timing import TimingContext
 
 if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
@@ -41,29 +59,72 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
             Command-line arguments. Defaults to those of the process.
     """
     set_up_logging()
-    try:
-        config = parse(sys.argv[1:] if argv is None else argv, default_recipe)
-        check_output_dir(config.training.output_dir)
-        if config.training.process_index == config.training.local_process_index:  # the processes of the first node
-            keep_console(Path(config.training.output_dir) / LOG_FILE)
-        prepared = prepare(config)
-    except SalesRLError as error:
-        exit_with(error, EXIT_BAD_INPUT)
-    try:
-        with open_reward(config.reward, config.training, prepared.rows, prepared.reward) as reward:
-            run(config, prepared, reward)
-    except SalesRLError as error:
-        exit_with(error, EXIT_STOPPED)
+    argv = sys.argv[1:] if argv is None else argv
+    start = Timeline()  # by the host's clock: the device is not asked before the checks have passed
+    start.add([imports_so_far()])
+    with contextlib.ExitStack() as stack:
+        try:
+            with start.phase(StartUp.CHECKS):
+                config = parse(argv, default_recipe)
+                set_log_level(config.training.log_level)
+                if config.training.mode == "rewards":
+                    raise SystemExit(_simulate(config, default_recipe, argv))
+                check_output_dir(config.training.output_dir)
+                if config.training.process_index == config.training.local_process_index:  # of the first node
+                    keep_console(Path(config.training.output_dir) / LOG_FILE)
+                services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
+                _read_ahead(config, start)
+                plan = prepare(config)
+                if config.training.process_index == 0:
+                    command, processes = [sys.argv[0], *argv], config.training.world_size
+                    write_record(Path(config.training.output_dir), config.recipe, command, processes)
+        except Exception as error:
+            exit_with(error, EXIT_BAD_INPUT)
+        try:
+            run(plan, services, start)
+        except Exception as error:
+            exit_with(error, EXIT_STOPPED)
 
 
-def run(config: RunConfig, prepared: Prepared, reward: SalesReward | RemoteReward) -> None:
-    """Load, train, evaluate before and after, save."""
+def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> int:
+    """Score made-up completions, as many as a step has, for 5 steps or `max_steps`. Returns the exit code."""
+    training = config.training
+    completions = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    recipe = [] if any(each.startswith("--config") for each in argv) else ["--config", str(default_recipe)]
+    shape = {"prompts_per_step": max(completions // training.num_generations, 1)}
+    if 0 < training.max_steps < SimulationConfig.steps:
+        shape["steps"] = training.max_steps
+    return simulate([*recipe, *argv, *(part for name, value in shape.items() for part in (f"--{name}", str(value)))])
+
+
+def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
+    """Load, train, evaluate before and after, save.
+
+    The embedded services start while the policy is loaded. All services are asked once while vLLM starts.
+
+    Args:
+        plan (`Plan`):
+            Settings and rows.
+        services (`EmbeddedServices`):
+            From `launched_services`.
+        start (`Timeline`):
+            The phases until now.
+    """
+    config = plan.config
     if config.training.device.type == "cpu":
         keep_freed_memory()
-    instruments = build_instruments(config)
-    try:
+    with contextlib.ExitStack() as stack:
+        instruments = stack.enter_context(contextlib.closing(build_instruments(config)))
         instruments.start(PartialState().is_main_process)
-        trainer = build_trainer(config, prepared, reward, instruments)
+        take_policy(plan, instruments)
+        with instruments.timeline.phase(StartUp.SERVICES):
+            opened = open_reward(config.reward, config.training, plan.rows, plan.reward, services)
+            desk = RewardDesk(stack.enter_context(opened))
+        if config.reward.warm_up_services:
+            desk.begin_warm_up(TimingContext(StartUp.WARM_UP, instruments.timeline))
+        trainer = build_trainer(plan, desk, instruments)
+        start.close()
+        instruments.timeline.add(start.drain_spans())
         try:
             _train(config, trainer, instruments)
         except BaseException:
@@ -71,8 +132,13 @@ def run(config: RunConfig, prepared: Prepared, reward: SalesReward | RemoteRewar
                 trainer.finish()
             raise
         trainer.finish()
-    finally:
-        instruments.close()
+
+
+def _read_ahead(config: RunConfig, start: Timeline) -> None:
+    """On each node, one process reads the policy's files while the checks run and vLLM is imported."""
+    name, training = config.model.model_name_or_path, config.training
+    if name is not None and training.local_process_index == 0:
+        begin_read_ahead(name, config.model.model_revision, TimingContext(StartUp.READ_AHEAD, start))
 
 
 def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instruments) -> None:
@@ -82,6 +148,9 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
             warm_up(trainer.rooms.desk)
     with _stops_on_sigterm(trainer):
         trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
+    if config.training.mode == "rollouts":
+        trainer.rooms.stopping.raise_if_asked()
+        return
     with instruments.timeline.phase(Phase.CHECKPOINT):
         trainer.save_model(config.training.output_dir)
     trainer.rooms.stopping.raise_if_asked()  # before the evaluation: without services it would score nothing

@@ -1,7 +1,7 @@
-"""The trainer: TRL's `GRPOTrainer` with a handful of hooks overridden.
+"""The trainer: TRL's `GRPOTrainer` with overrides.
 
-Owns the overrides, each with the one thing that it changes, and the bound callables that the rooms get of TRL.
-Whatever needs no TRL lies in the rooms; `wiring` builds them.
+Owns the overrides, each of which says what it changes, and the bound callables of TRL that the rooms get. Code that
+needs no TRL lies in the rooms; `wiring` builds them.
 """
 
 import contextlib
@@ -17,13 +17,14 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from salesrl_trl.checkpoint.identity import check_on_all_ranks, write_identity
 from salesrl_trl.checkpoint.under_way import load_on_all_ranks, save_under_way
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.schedule import follow
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.generation.requests import Requests
@@ -34,6 +35,7 @@ from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
 from salesrl_trl.replaced import replaced
 from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
 from salesrl_trl.rollout.scoring import Output, copied
@@ -53,12 +55,12 @@ class SalesGRPOTrainer(GRPOTrainer):
     Args:
         model (`PreTrainedModel` or `PeftModel`):
             The policy.
-        reward (`BatchedReward`):
-            The reward chain: a `SalesReward`, or one in a process of its own.
+        reward (`BatchedReward` or `RewardDesk`):
+            The reward chain: a `SalesReward`, or one in a process of its own; perhaps at its desk already.
         args (`SalesGRPOConfig`):
             Settings.
         instruments (`Instruments`, *optional*):
-            What is measured of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
+            Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
         quick_eval (`QuickEvalSettings`, *optional*):
             Greedy evaluations every few steps on a sample of `eval_dataset`. None when not given.
         kl_law (`KLLaw`, *optional*):
@@ -66,7 +68,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         sampler (`Callable[[Upstream], Sampler]`, *optional*):
             Makes another generation engine than TRL's. A class, for example.
         kwargs:
-            `GRPOTrainer`'s own. The datasets hold the columns `prompt` and `row`.
+            Further arguments of `GRPOTrainer`. The datasets have the columns `prompt` and `row`.
     """
 
     args: SalesGRPOConfig
@@ -76,7 +78,7 @@ class SalesGRPOTrainer(GRPOTrainer):
     def __init__(
         self,
         model: PreTrainedModel,
-        reward: BatchedReward,
+        reward: BatchedReward | RewardDesk,
         args: SalesGRPOConfig,
         instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None,
@@ -84,7 +86,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         sampler: Callable[[Upstream], Sampler] | None = None,
         **kwargs: object,
     ) -> None:
-        """Gives vLLM the engine options that TRL does not pass through, and builds everything beside TRL."""
+        """Gives vLLM the engine options that TRL does not pass through, and builds the rooms."""
         for name in ("tools", "environment_factory"):
             if kwargs.get(name):
                 raise ConfigError(_NO_TOOLS.format(name))
@@ -92,8 +94,10 @@ class SalesGRPOTrainer(GRPOTrainer):
         self._timeline = rooms.timeline
         self._tokens: TokenSource | None = None  # generates in place of TRL's engines
         self._epoch = 0
-        with rooms.building(model.dtype):
+        with rooms.building(model):
             super().__init__(model=model, reward_funcs=rooms.desk, args=args, **kwargs)
+        for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
+            setattr(self, name, self._timeline.phased(phase, getattr(self, name)))
         take_over_the_console(self, *rooms.connect(self._hooks(), sampler, quick_eval))
 
     def _hooks(self) -> Hooks:
@@ -128,9 +132,9 @@ class SalesGRPOTrainer(GRPOTrainer):
         )
 
     def train(
-        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: Any
-    ) -> Any:
-        """Checks the checkpoint, keeps what was measured of a step that fails, and raises what training stopped for.
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: object
+    ) -> TrainOutput:
+        """Checks the checkpoint, keeps the measurements of a failed step, and raises the reason of a stop.
 
         Raises:
             `ConfigError`: the checkpoint is of other rows, branches or weights, or of another order of prompts.
@@ -178,7 +182,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.rooms.pipeline.epoch)
 
     def _run_epoch(self, *args, epoch: int, train_dataloader, **kwargs):
-        """Tells the pipeline which prompts come when this epoch is over."""
+        """Gives the pipeline the prompts that come when this epoch is over."""
         self._epoch = epoch
         self.rooms.pipeline.epoch_begins(train_dataloader)
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
@@ -194,14 +198,14 @@ class SalesGRPOTrainer(GRPOTrainer):
             )
 
     def _prepare_inputs(self, generation_batch):
-        """Generates what is due before TRL's part. Then gives a scored micro-batch in place of the next in order."""
+        """Generates the rollouts that are due. Then a scored micro-batch replaces the next one in order."""
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         self.rooms.pipeline.launch_due(self._step, self.state.global_step)
         return self.rooms.scoring.next_micro_batch(super()._prepare_inputs(generation_batch), self.state.global_step)
 
     def _sample(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
-        """TRL's own `_generate`. What it measures goes with the completions, to be logged when they are trained on."""
+        """TRL's own `_generate`. Its measurements go with the completions, to be logged when these train."""
         was_training, seen = self.model.training, self.state.num_input_tokens_seen
         measured: dict[str, list[float]] = defaultdict(list)
         metrics = {**self._metrics, self._mode: measured}
@@ -216,20 +220,20 @@ class SalesGRPOTrainer(GRPOTrainer):
         return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
 
     def _ask_server(self, prompts: Sequence[object], finished: Finished) -> Requests:
-        """Push the weights if they moved, as TRL's `_generate` does, and ask for completions without waiting."""
+        """Push changed weights, as TRL's `_generate` does, and ask for completions without waiting."""
         with self.vllm_generation.begun(finished) as begun:
             self._generate_single_turn(*self._tokenize_prompts(copy.deepcopy(list(prompts))), self.num_generations)
         [requests] = begun
         return requests
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
-        """Lets another engine generate, where there is one."""
+        """Lets another engine generate, if there is one."""
         if self._tokens is not None:
             return self._tokens(prompt_ids, num_generations)
         return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def _generate(self, prompts):
-        """Returns what was generated before."""
+        """Returns the completions of the rollout, which exist already."""
         rollout = self.rooms.scoring.current
         assert rollout.sampled is not None
         measured, tokens = rollout.drain_metrics()
@@ -249,7 +253,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         return "train" if self.model.training else "eval"
 
     def _generate_and_score_completions(self, inputs):
-        """Goes over the rollout of these inputs, which may have been launched before."""
+        """Scores the rollout of these inputs, which may have been launched before."""
         if not self.model.training:
             return self.rooms.scoring.evaluate(inputs, self.state.global_step)[1]
         in_groups = self.rooms.in_groups and self.rooms.weight_check.is_done
@@ -267,7 +271,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         return output
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        """Waits for rewards that are under way. While a batch is trained on part by part: takes those that are in."""
+        """Waits for the rewards of the batch. While it is trained on part by part: takes those that are in."""
         rollout = self.rooms.scoring.current
         so_far = self.rooms.scoring.rewards_so_far(rollout)
         if so_far is not None:
@@ -286,7 +290,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         return rewards
 
     def _compute_loss(self, model, inputs):
-        """Puts the branches' penalty where TRL reads `beta`. Its sums over all ranks move the coefficients."""
+        """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients."""
         if self.model.training:
             self.rooms.instruments.record_batch(inputs["prompt_mask"], inputs["completion_mask"])
         kl = self.rooms.kl
@@ -317,8 +321,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             rollout.logps[is_reference] = output[0]
         return output
 
-    def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
-        """Log-probs of a generation batch's completions under the policy as it is, shape (B, T)."""
+    def _logps_of(self, output: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Log-probs of a generation batch's completions under the current policy, shape (B, T)."""
         ids = torch.cat((output["prompt_ids"], output["completion_ids"]), dim=1)  # (B, P + T)
         attended = torch.cat((output["prompt_mask"], output["completion_mask"]), dim=1)  # (B, P + T)
         size, length = self.args.per_device_train_batch_size, output["completion_ids"].size(1)
@@ -334,13 +338,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._timeline.begin(Phase.OPTIMIZER)
         return loss
 
-    def _save_checkpoint(self, *args, **kwargs):
-        """Marks the phase."""
-        with self._timeline.phase(Phase.CHECKPOINT):
-            return super()._save_checkpoint(*args, **kwargs)
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Adds the state of the KL, what the run is made of, and the generation batch under way."""
+        """Adds the state of the KL, the run's identity, and the generation batch under way."""
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
             write_identity(Path(output_dir), self._identity, bool(self._step % self.args.window))
@@ -350,7 +349,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             save_under_way(Path(output_dir), rank, self.args.arrangement, slices)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads them again."""
+        """Loads the state of the KL and the generation batch under way."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.rooms.load_kl(Path(checkpoint))
@@ -362,22 +361,23 @@ class SalesGRPOTrainer(GRPOTrainer):
         """Adds the package's figures, under the same keys at every step."""
         with self._timeline.phase(Phase.LOGGING):
             mode = self._mode
-            is_measured = bool(self._metrics[mode])  # transformers also logs summaries, at which nothing was measured
+            is_measured = bool(self._metrics[mode])  # False for the summaries of transformers
             if is_measured:
                 self._metrics[mode] |= {name: [value] for name, value in self.rooms.figures(mode).items()}
             super().log(logs, start_time)
             failures = self.rooms.ledger.drain_failures(mode)
             if mode == "train" and is_measured and failures:
-                # An entry of its own: the entry of a step has the same keys at every step, but new reasons may come.
+                # A separate entry: a step's entry has the same keys at every step, but new reasons may come.
                 Trainer.log(self, {**failures})
 
-    def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
-        """Marks the phase."""
-        with self._timeline.phase(Phase.EVALUATION):
-            return super().evaluate(*args, **kwargs)
+    def _evaluate(self, *args, skip_scheduler=False, **kwargs):
+        """Lets an adaptive learning rate follow evaluations that could be scored, and no others."""
+        metrics = super()._evaluate(*args, skip_scheduler=True, **kwargs)
+        follow(metrics, self.args, None if skip_scheduler else self.lr_scheduler)
+        return metrics
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
-        """Adds a quick evaluation where one is due."""
+        """Adds a quick evaluation when one is due."""
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.rooms.run_control.error is None:
             self.rooms.evaluate_quickly()

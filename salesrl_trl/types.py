@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypedDict
 
 
 class Outcome(StrEnum):
@@ -92,6 +93,15 @@ class SalesRow:
     def context(self) -> str:
         """The conversation as text, a line per turn: `"customer: ...\\nseller: ..."`."""
         return "\n".join(f"{message.role}: {message.content}" for message in self.conversation)
+
+
+class Example(TypedDict):
+    """A row of the dataset that goes through the trainer."""
+
+    prompt: object
+    """The prompt, as TRL takes it."""
+    row: int
+    """Index of the `SalesRow`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

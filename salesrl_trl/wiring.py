@@ -1,10 +1,10 @@
-"""Everything beside TRL that a trainer works with, built and wired.
+"""The rooms of a trainer, built and connected.
 
-Owns the order in which the rooms are built, and which of them gets which. Owns no logic, and no trainer: TRL's part
-comes as values and bound callables.
+Owns the order in which the rooms are built, and which room gets which. Owns no logic, and no trainer: TRL's part comes
+as values and bound callables (`Hooks`).
 
-1. `Wiring` before TRL's trainer is built: all that needs settings alone.
-2. `connect` when TRL's trainer is there: what generates and scores by TRL's own methods (`Hooks`).
+1. `Wiring`, before TRL's trainer is built: the rooms that need settings alone.
+2. `connect`, after it is built: the rooms that generate and score by TRL's own methods.
 """
 
 import contextlib
@@ -19,13 +19,15 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run, weights_of
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.compiling import compiled_engine
 from salesrl_trl.config.engine import engine_options
 from salesrl_trl.config.rollouts import sampling_hints, sampling_warnings, scoring_settings, why_not_divisible
-from salesrl_trl.evaluation.answers import Processes, Row
+from salesrl_trl.evaluation.answers import Processes
 from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.evaluation.sample import sample
+from salesrl_trl.generation import compiled
 from salesrl_trl.generation.sampler import Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
 from salesrl_trl.generation.vllm import has_tied_head, vllm_engine_options
 from salesrl_trl.hooks import Hooks
@@ -38,11 +40,13 @@ from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.scoring import Scoring
+from salesrl_trl.telemetry.epoch_lines import EpochLine
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
 from salesrl_trl.telemetry.layout import ScalarLayout
 from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
 from salesrl_trl.telemetry.step_lines import StepLine
 from salesrl_trl.telemetry.steps import StepMarks
+from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
@@ -58,12 +62,12 @@ class Wiring:
     Args:
         model (`PreTrainedModel` or `PeftModel`):
             The policy.
-        reward (`BatchedReward`):
+        reward (`BatchedReward` or `RewardDesk`):
             Scores completions.
         args (`SalesGRPOConfig`):
             Settings.
         instruments (`Instruments`, *optional*):
-            What is measured of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
+            Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
         kl_law (`KLLaw`, *optional*):
             Moves the KL coefficients in place of the law that `args` sets.
         gets_adapter (`bool`):
@@ -73,7 +77,7 @@ class Wiring:
     def __init__(
         self,
         model: PreTrainedModel,
-        reward: BatchedReward,
+        reward: BatchedReward | RewardDesk,
         args: SalesGRPOConfig,
         instruments: Instruments | None,
         kl_law: KLLaw | None,
@@ -81,9 +85,9 @@ class Wiring:
     ) -> None:
         show_lines()
         hide_unscorable_rows()
-        self.args = args
-        self.reward = reward
-        self.desk = RewardDesk(reward)
+        self._args = args
+        self.desk = reward if isinstance(reward, RewardDesk) else RewardDesk(reward)
+        reward = self.reward = self.desk.reward
         self.instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
@@ -101,38 +105,42 @@ class Wiring:
             with_baseline=bool(args.hybrid_reference_weight),
         )
         self.run_control = RunControl(
-            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places
+            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl
         )
         self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args, has_tied_head(model)))
-        # The reference policy, or an adapter's base: the run is as long as it lasts about these weights
+        # The weights of the reference policy, or of an adapter's base: a resumed run must have the same
         has_base = bool(targets) or gets_adapter or hasattr(model, "peft_config")
         self.first_weights = weights_of(model.named_parameters()) if has_base else None
 
     @contextlib.contextmanager
-    def building(self, model_dtype: torch.dtype) -> Iterator[None]:
-        """While active, TRL's trainer is built with the options and the reference policy that it does not know of."""
-        options = engine_options(self.args, model_dtype)
-        with vllm_engine_options(options), reference_wanted(self.args, self.kl is not None):
+    def building(self, model: PreTrainedModel) -> Iterator[None]:
+        """While active, a TRL trainer under construction gets our engine options and reference policy."""
+        args = self._args
+        options = engine_options(args, model)
+        with vllm_engine_options(options), reference_wanted(args, self.kl is not None):
             yield
+        is_compiled = args.use_vllm and args.vllm_mode == "colocate" and not options["enforce_eager"]
+        if args.compiled is not None and is_compiled:
+            compiled.keep_engine(args.compiled, compiled_engine(args, model.name_or_path))
 
     def identity(self, dataset: object) -> Identity:
-        """What a run on this dataset is made of."""
-        return identity_of_run(self.args, dataset, self.reward.branch_of, self.first_weights)
+        """The identity of a run on this dataset."""
+        return identity_of_run(self._args, dataset, self.reward.branch_of, self.first_weights)
 
     def save_kl(self, checkpoint: Path) -> None:
-        """Put the state of the KL into a checkpoint."""
+        """Write the state of the KL into a checkpoint, if the loss has a KL."""
         if self.kl is not None:
             self.kl.save(checkpoint)
 
     def load_kl(self, checkpoint: Path) -> None:
-        """Go on with a checkpoint's coefficients."""
+        """Go on with a checkpoint's coefficients, if the loss has a KL."""
         if self.kl is not None:
             self.kl.load(checkpoint)
 
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
     ) -> list[TrainerCallback]:
-        """Build what works on TRL's own methods.
+        """Build the rooms that use TRL's own methods.
 
         Args:
             trl (`Hooks`):
@@ -145,7 +153,7 @@ class Wiring:
         Returns:
             `list[TrainerCallback]`: the callbacks of a run, in their order.
         """
-        self._trl, args = trl, self.args
+        self._trl, args = trl, self._args
         self.stopping = Stopping(self.run_control, self.desk, trl.accelerator.device, trl.step)
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
@@ -153,7 +161,7 @@ class Wiring:
         for warning in sampling_warnings(args):
             logger.warning(warning)
         self.sampler = self._sampler(trl, sampler or args.sampler_class())
-        # Threads share no tokenizer: completions of a server are decoded in another one than prompts are encoded in.
+        # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if self._is_served else trl.tokenizer
         self.pipeline = Pipeline(
             self.sampler,
@@ -187,12 +195,12 @@ class Wiring:
 
     @property
     def _is_served(self) -> bool:
-        return bool(self.args.use_vllm) and self.args.vllm_mode == "server"
+        return bool(self._args.use_vllm) and self._args.vllm_mode == "server"
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         if build is None:
             hindrance = why_not_streamed(
-                use_vllm=self.args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
+                use_vllm=self._args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
             )
             return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=self._is_served, hindrance=hindrance)
         return build(
@@ -200,33 +208,35 @@ class Wiring:
                 generate=trl.generate,
                 model=trl.unwrapped,
                 step=trl.step,
-                temperature=self.args.temperature,
-                max_completion_length=self.args.max_completion_length,
+                temperature=self._args.temperature,
+                max_completion_length=self._args.max_completion_length,
                 eos_token_ids=tuple(trl.eos_token_ids),
             )
         )
 
     def _wrap_phases(self, trl: Hooks) -> None:
         trl.accelerator.backward = self.timeline.phased(Phase.BACKWARD, trl.accelerator.backward)
-        if not self.args.use_vllm:
+        if not self._args.use_vllm:
             self.weight_check.skip("transformers generates with the trainer's own model")
             return
-        trl.engine.sync_weights = self.timeline.phased(Phase.WEIGHT_PUSH, trl.engine.sync_weights)
-        trl.engine.settle = self.timeline.phased(Phase.GENERATION, trl.engine.settle)
+        for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
+            setattr(trl.engine, name, self.timeline.phased(phase, getattr(trl.engine, name)))
 
     def _callbacks(self, trl: Hooks) -> list[TrainerCallback]:
-        args, failures = self.args, functools.partial(self.ledger.failures, "train")
+        args, failures = self._args, functools.partial(self.ledger.failures, "train")
+        quick = () if self.quick_eval is None else self.quick_eval.figure_names
         return [
             SkipAndStop(self.run_control, trl.drop_gradients, self.stopping.agree),
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(args.branches, self.reward.names.providers, failures),
+            EpochLine(args.branches, failures),
             HeldOut(args.branches, Path(args.output_dir), self.ledger.drain_eval_rewards, trl.num_generations_eval),
-            ScalarLayout(args.branches, self._banded, trl.callbacks.callbacks),
+            ScalarLayout(args.branches, self._banded, quick, trl.callbacks.callbacks),
             WeightChange(trl.accelerator, args.min_changed_weights, trl.log),
         ]
 
     def _begin(self) -> None:
-        """The first step of a run is next."""
+        """Prepare for the first step of a run."""
         trl, (micro_step, has_batch) = self._trl, self._trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
             engine = trl.accelerator.deepspeed_engine_wrapped.engine
@@ -241,6 +251,19 @@ class Wiring:
         device = trl.accelerator.device
         return trl.logps_of(sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, device))
 
+    def check_sampler(self, prompts: Sequence[object]) -> Sampled:
+        """Sample a completion for each prompt. Check that the sampler has the weights in training; a collective.
+
+        Raises:
+            `WeightSyncError`: it has other ones.
+        """
+        trl = self._trl
+        sampled = self.sampler.start(prompts, lambda place, ids: None, ahead=False).result()
+        batch = sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
+        with trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
+            self.weight_check.check(batch, trl.logps_of)
+        return sampled
+
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:
         """While active, answers are greedy, and figures of other evaluations stay as they are."""
@@ -248,7 +271,7 @@ class Wiring:
             yield
 
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
-        """An optimizer step's KL over all ranks moves the coefficients of the next step; a collective."""
+        """Move the coefficients of the next step by this step's KL over all ranks; a collective."""
         trl = self._trl
         totals, betas = trl.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist(), kl.betas
         if mode == "train":
@@ -256,7 +279,7 @@ class Wiring:
         self.ledger.record_kl(mode, totals, betas, kl.control)
 
     def evaluate_quickly(self) -> None:
-        """Make a quick evaluation where one is due."""
+        """Make a quick evaluation if one is due."""
         if self.quick_eval is not None:
             self.quick_eval.evaluate_if_due(self._trl.step())
 
@@ -267,10 +290,10 @@ class Wiring:
 
     @contextlib.contextmanager
     def running(self, is_main: bool) -> Iterator[None]:
-        """A run. When it fails, nothing is lost that was measured of the step that failed.
+        """Inside the block a run goes on. If it fails, the measurements of the failed step are kept.
 
         Raises:
-            `SalesRLError`: what training stopped for.
+            `SalesRLError`: the reason for which training stopped.
         """
         self.instruments.start(is_main)
         self.timeline.begin(StartUp.PREPARE)
@@ -286,20 +309,12 @@ class Wiring:
             raise self.run_control.error
 
     def _quick_evaluator(self, trl: Hooks, settings: QuickEvalSettings | None) -> QuickEvaluator | None:
-        """Greedy evaluations every few steps, where there are any.
-
-        Args:
-            trl (`Hooks`):
-                TRL's trainer.
-            settings (`QuickEvalSettings`, *optional*):
-                When and on how much.
-        """
         if settings is None or not settings.steps:
             return None
-        args, kl, ranks = self.args, self.kl, Processes()
+        args, kl, ranks = self._args, self.kl, Processes()
         subject = GreedySubject(
             set_aside=self._set_aside,
-            score=self._score_greedy_answers(trl),
+            score=self._score_greedily,
             logps_of=trl.logps_of,
             decode=lambda ids: trl.tokenizer.batch_decode(ids, skip_special_tokens=True),
             branch_of=self.reward.branch_of,
@@ -321,17 +336,14 @@ class Wiring:
             timeline=self.timeline,
         )
 
-    def _score_greedy_answers(self, trl: Hooks) -> Callable[[Sequence[Row]], ScoredBatch]:
-        def score(rows: Sequence[Row]) -> ScoredBatch:
-            rollout, output = self.scoring.evaluate([dict(row) for row in rows], trl.step())
-            assert rollout.sampled is not None and rollout.result is not None
-            ids, rewards = rollout.sampled.completion_ids, rollout.result.rewards
-            return ScoredBatch(output=output, completion_ids=ids, rewards=rewards)
-
-        return score
+    def _score_greedily(self, rows: Sequence[Example]) -> ScoredBatch:
+        rollout, output = self.scoring.evaluate(list(rows), self._trl.step())
+        assert rollout.sampled is not None and rollout.result is not None
+        ids, rewards = rollout.sampled.completion_ids, rollout.result.rewards
+        return ScoredBatch(output=output, completion_ids=ids, rewards=rewards)
 
     def forget_run(self) -> None:
-        """Leave nothing of an earlier run in the next: it may have ended anywhere, by an interruption too."""
+        """Forget an earlier run. It may have ended anywhere, also by an interruption."""
         self.pipeline.forget()
         self.scoring.forget()
         if self.kl is not None:

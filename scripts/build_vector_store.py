@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from salesrl_trl.data.knowledge import load_documents
+from salesrl_trl.data.rows import is_unicode
 from salesrl_trl.errors import ConfigError, DataError, ServiceError
 from salesrl_trl.reward.rag.embedding import SERVICE, Embedder
 from salesrl_trl.reward.rag.vector_store import StoredDocument, has_table, write_table
@@ -60,7 +61,7 @@ def failed(error: Exception, code: int) -> int:
 
 
 async def build(options: argparse.Namespace) -> None:
-    """Read, embed, write. Print how many documents, and the seconds."""
+    """Read, embed, write. Print the number of documents and the seconds."""
     documents = read_documents(options.documents)
     key = read_key(options.embedding_key_env)
     check_out(options.out, options.overwrite)
@@ -118,10 +119,8 @@ def tenant_of(line: str) -> str:
 
 def checked(document: StoredDocument) -> StoredDocument:
     """Raise `DataError` for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
-    try:
-        "".join(dataclasses.astuple(document)).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"document {document.id!r}: holds half a surrogate pair; write the whole character") from error
+    if not is_unicode("".join(dataclasses.astuple(document))):
+        raise DataError(f"document {document.id!r}: holds half a surrogate pair; write the whole character")
     return document
 
 

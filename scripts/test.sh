@@ -77,11 +77,11 @@ else
   "$bin/mypy" &
   types=$!
   trap 'kill "$types" 2>/dev/null || true' EXIT
-  # A process for each core, to four, each with a thread: they hold torch and now and then a vLLM engine.
+  # One process more than cores, to four, each with a thread: tests wait now and then, and each process holds torch.
   # A file is one worker's; tests/conftest.py begins with the long ones.
   cores="$(nproc)"
   OMP_NUM_THREADS=1 run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu)" \
-    -n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
+    -n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
   run "mypy, beside the tests" wait "$types"
   trap - EXIT
   run "tests with the lowest versions" test_lowest

@@ -377,7 +377,7 @@ TCP_ADVICE = {
     "timed out": "Timed out: a firewall drops it, or a VPN is off. Try `nc -vz HOST PORT` from another machine.",
     "no way": "No way there: another network, or IPv6 without a route. Look at the VPN and at `ip route`.",
 }
-"""By the failure of an address, the usual causes and what to try."""
+"""Usual causes and remedies, by the failure of an address."""
 
 
 def connect_to_each(target: Target, timeout_s: float) -> str:
@@ -423,7 +423,7 @@ CERTIFICATE_FAULTS = {
     62: ("it is for another host name", "use a name that it is for, or have one made for this name"),
     64: ("it is for another address", "use the host's name in place of its address"),
 }
-"""By OpenSSL's verify code: the fault, and what to do."""
+"""The fault and its remedy, by OpenSSL's verify code."""
 STORE_ADVICE = (
     "(Debian: /usr/local/share/ca-certificates and update-ca-certificates), or name its file in SSL_CERT_FILE, for "
     "training too"
@@ -435,7 +435,7 @@ TLS_FAULTS = {
     "TLSV1_ALERT_PROTOCOL_VERSION": "the service shares no TLS version with this machine; have it offer TLS 1.2",
     "TLSV1_UNRECOGNIZED_NAME": "the service knows no such host name; use the name that it is configured for",
 }
-"""By OpenSSL's reason: the usual cause, and what to try."""
+"""The usual cause and its remedy, by OpenSSL's reason."""
 
 
 def shake_hands(target: Target, timeout_s: float) -> str:
@@ -537,7 +537,7 @@ class Contract:
     took_ms: float | None = None
     retry_after: str | None = None
     id_returned: list[str] = field(default_factory=list)
-    """Where the request's id came back: `header`, `body`. A service need not return it."""
+    """The places that returned the request's id: `header`, `body`. A service need not return it."""
     answer: str | None = None
     """Only with --show-answers."""
 
@@ -672,7 +672,7 @@ def is_text(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number. JSON's true and false are none, although they are numbers in Python."""
+    """Whether it is a finite number. JSON's true and false are no numbers, although Python's are."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -786,7 +786,7 @@ class Latency:
     took_ms: dict[str, float] = field(default_factory=dict)
     """Percentiles of the service's own `took_ms`, over the answers that meet the contract."""
     retry_after: dict[str, list[str]] = field(default_factory=dict)
-    """By status, the different values of Retry-After."""
+    """The different values of Retry-After, by status."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from pytest_httpserver import HTTPServer
+from support.loopback import Services
 from support.seconds import TookTooLong
 
 WARM_START_STEPS = 40
@@ -33,6 +34,12 @@ def make_httpserver(httpserver_listen_address):
     host, port = httpserver_listen_address
     with HTTPServer(host=host or "127.0.0.1", port=port or 0, threaded=True) as server:
         yield server
+
+
+@pytest.fixture
+def services(httpserver):
+    """A RAG service and a judge on loopback, whose answers a test sets."""
+    return Services(httpserver)
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,12 @@ are differences that would repeat or lose a prompt, or change the reference: row
 decide the order of prompts, and the first weights.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 UNDER_WAY = "processes x batch, steps x iterations of the generation batch under way"
 """Ignored in a checkpoint between two generation batches."""
-TOLD = (
+LOGGED_SETTINGS = (
     "learning_rate", "lr_scheduler_type", "optim", "max_steps", "num_train_epochs", "num_generations",
     "num_iterations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "loss_type", "scale_rewards",
     "beta", "branch_kl", "kl_control", "kl_law", "kl_estimator", "hybrid_reference_weight", "rollout_lookahead",
@@ -34,7 +34,7 @@ TOLD = (
 _PER_WEIGHT = 32
 """Values of each weight that the digest contains. Training changes some of them in every weight."""
 
-Identity = dict[str, dict[str, Any]]
+Identity = dict[str, dict[str, object]]
 """`decides`: inputs whose differences are refused. `told`: settings whose differences are logged. Both JSON."""
 
 
@@ -47,14 +47,30 @@ def rows_of(prompts: Iterable[object], branches: Iterable[str]) -> str:
 
 
 def weights_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A digest of a few values of each weight. It is the same in every number format that can hold bfloat16."""
+    """A digest of a few values of each weight. It is the same in every number format that can hold bfloat16.
+
+    Under ZeRO-3 this is a collective.
+    """
     digest = hashlib.sha256()
     for name, weight in weights:
         if "lora_" not in name:  # an adapter's weights start at random
-            values = weight.detach().flatten()
-            values = values[:: max(1, len(values) // _PER_WEIGHT)][:_PER_WEIGHT].to(torch.bfloat16)
-            digest.update(values.view(torch.int16).cpu().numpy().tobytes())
+            with _gathered(weight):
+                values = weight.detach().flatten()
+                values = values[:: max(1, len(values) // _PER_WEIGHT)][:_PER_WEIGHT].to(torch.bfloat16)
+                digest.update(values.view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def _gathered(weight: torch.Tensor) -> Iterator[None]:
+    """While active, each process has the whole weight. ZeRO-3 splits a model over the processes while it is loaded."""
+    if not hasattr(weight, "ds_id"):
+        yield
+        return
+    import deepspeed  # a run without DeepSpeed does without it
+
+    with deepspeed.zero.GatheredParameters([weight]):
+        yield
 
 
 def identity_of(args: SalesGRPOConfig, rows: str | None, weights: str | None = None) -> Identity:
@@ -74,15 +90,15 @@ def identity_of(args: SalesGRPOConfig, rows: str | None, weights: str | None = N
     }
     return {
         "decides": {name: value for name, value in decides.items() if value is not None},
-        "told": {name: json.loads(json.dumps(getattr(args, name), default=str)) for name in TOLD},
+        "told": {name: json.loads(json.dumps(getattr(args, name), default=str)) for name in LOGGED_SETTINGS},
     }
 
 
 def identity_of_run(
     args: SalesGRPOConfig, dataset: object, branch_of: Callable[[int], str], weights: str | None
 ) -> Identity:
-    """What a run on this dataset is made of. The rows of other than `datasets.Dataset` can't be read twice: they are
-    left out."""
+    """The identity of a run on this dataset. Only rows of a `datasets.Dataset` are included: others can't be read
+    twice."""
     rows = None
     if isinstance(dataset, Dataset):
         rows = rows_of(dataset["prompt"], map(branch_of, dataset["row"]))
@@ -90,7 +106,7 @@ def identity_of_run(
 
 
 def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -> None:
-    """Write the identity to a checkpoint, which is inside a generation batch or between two."""
+    """Write the identity to a checkpoint. `inside_a_batch`: the checkpoint lies inside a generation batch."""
     decides = {name: value for name, value in identity["decides"].items() if inside_a_batch or name != UNDER_WAY}
     text = json.dumps({**identity, "decides": decides}, indent=2, ensure_ascii=False)
     (checkpoint / IDENTITY_FILE).write_text(text + "\n", encoding="utf-8")
@@ -115,7 +131,7 @@ def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[
     """
     path = checkpoint / IDENTITY_FILE
     if not path.is_file():
-        return [f"{checkpoint} holds no {IDENTITY_FILE}: whether it is of these rows and branches is not known"]
+        return [f"{checkpoint} holds no {IDENTITY_FILE}: its rows and branches can't be compared with this run's"]
     try:
         saved: Identity = json.loads(path.read_text(encoding="utf-8"))
         other = _differences(saved["decides"], identity["decides"])
@@ -123,24 +139,24 @@ def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} can't be read ({type(error).__name__}): the run may have ended while the checkpoint was written. "
-            "Expected what the run was made of. Go on from an earlier checkpoint, or delete the file to go on "
-            "unchecked."
+            "Expected the inputs of the checkpoint's run. Resume from an earlier checkpoint, or delete the file to "
+            "resume without this check."
         ) from None
     if other and not allowed:
         raise ConfigError(
-            f"{checkpoint} is of another run: {'; '.join(other)}. Expected what it was made of. Give that again; or "
-            "begin anew, without `resume_from_checkpoint` and in another `output_dir`; or set "
-            "`allow_changed_resume: true`, where prompts may come twice or not at all."
+            f"{checkpoint} is of another run: {'; '.join(other)}. Expected the same inputs. Give the earlier ones "
+            "again; or start from the beginning, without `resume_from_checkpoint` and in another `output_dir`; or set "
+            "`allow_changed_resume: true`, with which prompts may come twice or not at all."
         )
     other += settings
     return [f"going on from {checkpoint} with other settings: {'; '.join(other)}"] if other else []
 
 
 def check_on_all_ranks(checkpoint: Path, identity: Identity, allowed: bool) -> None:
-    """`check_identity`, with the differences logged; a collective.
+    """`check_identity` on all ranks, with the differences logged. A collective.
 
     Raises:
-        `ConfigError`: on all ranks, where any rank refuses the checkpoint.
+        `ConfigError`: on all ranks, if any rank refuses the checkpoint.
     """
     refused, notes = None, []
     try:

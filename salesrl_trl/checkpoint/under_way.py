@@ -1,10 +1,10 @@
 """The generation batch under way, in a checkpoint.
 
-Owns its file. A run that stopped inside a generation batch resumes with the completions that it had not trained on.
+Owns the file of this batch. A run that stopped inside a generation batch resumes with the completions that it had not
+trained on.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -14,7 +14,7 @@ from salesrl_trl.update.ranks import on_any_rank
 
 logger = get_logger(__name__)
 
-Batches = list[dict[str, Any]]
+Batches = list[dict[str, object]]
 """The slices of a generation batch, as TRL keeps them."""
 
 
@@ -45,15 +45,15 @@ def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torc
 
 
 def load_on_all_ranks(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> Batches | None:
-    """`load_under_way`; `None` on all ranks, with a warning, where any rank has nothing to load; a collective.
+    """`load_under_way` on all ranks. `None` on all of them, with a warning, if any rank has nothing to load.
 
-    Where there is nothing, TRL generates, which is a collective too: all ranks must do the same.
+    A collective. Without a batch TRL generates one, which is a collective too, so all ranks must do the same.
     """
     batches = load_under_way(folder, rank, arrangement, device)
     if not on_any_rank(batches is None, device):
         return batches
     logger.warning(
-        f"{folder} lies inside a generation batch whose completions it does not hold, or not for this number of "
-        "processes and these batch sizes: they are generated anew, from the same prompts"
+        f"{folder} lies inside a generation batch. It does not hold the completions of this batch, or holds them for "
+        "another number of processes or other batch sizes: they are generated anew, from the same prompts"
     )
     return None

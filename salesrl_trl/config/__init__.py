@@ -3,15 +3,32 @@
 Owns validation and nothing else. Other classes receive plain arguments, never these objects. Fields of TRL and
 transformers stay in `GRPOConfig` and `ModelConfig`.
 
-Each concern has a module. The modules share `checks` and do not import each other. Other rooms import from here.
+Each concern has a module. The modules share `checks` and do not import each other. Other rooms import from here. A
+class is imported when it is first named: `SalesGRPOConfig` brings torch, which takes seconds, and a tool that asks
+services needs none.
 """
 
-from salesrl_trl.config.data import DataConfig
-from salesrl_trl.config.judge import JudgeProviderConfig
-from salesrl_trl.config.policy import WarmStartConfig
-from salesrl_trl.config.reward import RewardConfig
-from salesrl_trl.config.telemetry import ALL_STEPS, TelemetryConfig
-from salesrl_trl.config.training import DEFAULT_BRANCHES, SalesGRPOConfig
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from salesrl_trl.config.data import DataConfig
+    from salesrl_trl.config.judge import JudgeProviderConfig
+    from salesrl_trl.config.policy import WarmStartConfig
+    from salesrl_trl.config.reward import RewardConfig
+    from salesrl_trl.config.telemetry import ALL_STEPS, TelemetryConfig
+    from salesrl_trl.config.training import DEFAULT_BRANCHES, SalesGRPOConfig
+
+_MODULES = {
+    "ALL_STEPS": "telemetry",
+    "DEFAULT_BRANCHES": "training",
+    "DataConfig": "data",
+    "JudgeProviderConfig": "judge",
+    "RewardConfig": "reward",
+    "SalesGRPOConfig": "training",
+    "TelemetryConfig": "telemetry",
+    "WarmStartConfig": "policy",
+}
 
 __all__ = [
     "ALL_STEPS",
@@ -23,3 +40,9 @@ __all__ = [
     "TelemetryConfig",
     "WarmStartConfig",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

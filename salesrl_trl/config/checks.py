@@ -7,7 +7,7 @@ import math
 import re
 import urllib.parse
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.service.http import address_fault
@@ -17,7 +17,7 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Kind = TypeVar("Kind", bound=list[Any] | dict[str, Any])
+Kind = TypeVar("Kind", bound=list[object] | dict[str, object])
 
 
 def about(text: str) -> dict[str, str]:
@@ -118,7 +118,7 @@ def build_object(path: str, setting: str, kind: Callable[..., T]) -> T:
         ) from error
 
 
-def load_object(path: str, setting: str) -> Any:
+def load_object(path: str, setting: str) -> object:
     """The class or function that a dotted path names: `"my_package.my_module.MyClass"`.
 
     Args:
@@ -135,7 +135,7 @@ def load_object(path: str, setting: str) -> Any:
     if not module:
         raise ConfigError(f"{where}. Expected a dotted path, such as `my_package.my_module.MyClass`.")
     try:
-        return getattr(importlib.import_module(module), name)
+        return cast(object, getattr(importlib.import_module(module), name))
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{where}, and there is no module {error.name!r}. Expected one that Python finds. Install it, or add its "

@@ -20,6 +20,9 @@ class DataConfig:
             Source of the held-out rows. Defaults to `dataset`.
         eval_split (`str`, *optional*, defaults to `"heldout"`):
             Split to evaluate on.
+        data_copy_dir (`str`, *optional*):
+            Folder on a faster disk. `dataset`, `eval_dataset` and `vector_store_path`, where they are local, are
+            copied there once and read from there. Rows are read once a start, a vector store all through the run.
         max_train_rows (`int`, *optional*):
             Number of training rows to take, from the first one on. Defaults to all.
         max_eval_rows (`int`, *optional*):
@@ -41,6 +44,9 @@ class DataConfig:
     train_split: str = field(default="train", metadata=about("Split to train on."))
     eval_dataset: str | None = field(default=None, metadata=about("Source of the held-out rows; default: `dataset`."))
     eval_split: str = field(default="heldout", metadata=about("Split to evaluate on."))
+    data_copy_dir: str | None = field(
+        default=None, metadata=about("Folder on a faster disk, for copies of local rows and vector store.")
+    )
     max_train_rows: int | None = field(default=None, metadata=about("Number of training rows to take; default: all."))
     max_eval_rows: int | None = field(default=None, metadata=about("Number of held-out rows to take; default: all."))
     prompt_style: str = field(default="instruct", metadata=about("Packaged prompt: `instruct` or `compact`."))

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from salesrl_trl.config.checks import check, check_finite, check_url
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
@@ -52,7 +51,7 @@ class JudgeProviderConfig:
     response_format: str = "auto"
     temperature: float | None = 0.0
     max_completion_tokens: int = 512
-    extra_body: dict[str, Any] = field(default_factory=dict)
+    extra_body: dict[str, object] = field(default_factory=dict)
     usd_per_million_prompt_tokens: float = 0.0
     usd_per_million_completion_tokens: float = 0.0
 

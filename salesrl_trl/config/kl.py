@@ -1,15 +1,15 @@
-"""From the KL settings of a recipe to what the KL works with. Owns their messages, and no KL itself."""
+"""From the KL settings of a recipe to targets and a law. Owns the messages about wrong settings, and no KL itself."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from salesrl_trl.config.checks import check, load_object, structure
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget, check_law
 
 
-def targets_of(branches: Sequence[str], branch_kl: dict[str, Any] | str | None, beta: float) -> dict[str, KLTarget]:
+def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[str, KLTarget]:
     """Coefficient and band of every branch, in the order of `branches`; empty if all coefficients are 0.
 
     Raises:
@@ -43,7 +43,7 @@ def targets_of(branches: Sequence[str], branch_kl: dict[str, Any] | str | None, 
 
 
 def law_of(
-    packaged: ControlLaw, path: str | None, settings: dict[str, Any] | str | None, given: KLLaw | None
+    packaged: ControlLaw, path: str | None, settings: dict[str, object] | str | None, given: KLLaw | None
 ) -> KLLaw:
     """The law that moves the coefficients.
 
@@ -76,17 +76,16 @@ def law_of(
     return given
 
 
-def _is_changed(law: ControlLaw, field: dataclasses.Field[Any]) -> bool:
+def _is_changed(law: ControlLaw, field: dataclasses.Field[object]) -> bool:
     return bool(getattr(law, field.name) != field.default)
 
 
-def _made(path: str, arguments: dict[str, Any]) -> KLLaw:
-    made_by = load_object(path, "kl_law")
+def _made(path: str, arguments: Mapping[str, object]) -> KLLaw:
+    make = cast(Callable[..., KLLaw], load_object(path, "kl_law"))
     try:
-        law: KLLaw = made_by(**arguments)
+        return make(**arguments)
     except TypeError as error:
         raise ConfigError(
             f"`kl_law: {path}` can't be made with `kl_law_settings: {arguments}`: {error}. Expected a class, and its "
             "keyword arguments."
         ) from error
-    return law

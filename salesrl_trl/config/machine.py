@@ -1,4 +1,4 @@
-"""Device and number format of a run: from the recipe's wish to the machine's abilities.
+"""Device and number format of a run: those of the recipe, if the machine has them.
 
 Owns this decision and the lines that report it. Builds no model and starts nothing.
 """
@@ -40,25 +40,46 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
             Whether to use fp16 mixed precision.
 
     Raises:
-        `ConfigError`: this node has more processes than GPUs.
+        `ConfigError`: this node has more processes than GPUs, or FSDP can't work as it is set up.
     """
     wish = "bf16" if (not fp16 if bf16 is None else bf16) else "fp16" if fp16 else "float32"
     launched_on_cpu = str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false")) == 1
     on_cpu = use_cpu or launched_on_cpu or not torch.accelerator.is_available()
+    if has_fsdp():
+        _check_fsdp(on_cpu)
     precision, notes = wish, list[str]()
     if on_cpu and wish != "float32":
         precision = "float32"
         if bf16 is not None:
-            notes.append(f"precision: float32. The recipe wishes for {wish}, and this run is on a CPU")
+            notes.append(f"precision: float32. The recipe asks for {wish}, and this run is on a CPU")
     elif not on_cpu:
         _check_processes()
         if wish == "bf16" and not _has_bf16():
             precision = "float32"
-            notes.append(f"precision: float32. The recipe wishes for bf16, which {torch.cuda.get_device_name()} lacks")
-    told = _hand_to_accelerate("no" if precision == "float32" else precision)
-    if told is not None and told not in ("no", wish):
-        notes.append(f"accelerate's configuration says mixed_precision {told}: not used, the recipe decides")
+            notes.append(f"precision: float32. The recipe asks for bf16, which {torch.cuda.get_device_name()} lacks")
+    configured = _hand_to_accelerate("no" if precision == "float32" else precision)
+    if configured is not None and configured not in ("no", wish):
+        notes.append(f"accelerate's configuration has mixed_precision {configured}: not used, the recipe decides")
     return Settled(on_cpu, precision == "bf16", precision == "fp16", notes)
+
+
+def has_fsdp() -> bool:
+    """Whether an accelerate configuration asks for FSDP."""
+    return bool(str_to_bool(os.environ.get("ACCELERATE_USE_FSDP", "false")))
+
+
+def _check_fsdp(on_cpu: bool) -> None:
+    if on_cpu:
+        raise ConfigError(
+            "the accelerate configuration asks for FSDP, and this run is on a CPU, where accelerate would train whole "
+            "copies without a word. Expected GPUs. On a CPU use accelerate_configs/zero3.yaml."
+        )
+    if str_to_bool(os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")):
+        raise ConfigError(
+            "the accelerate configuration has `fsdp_cpu_ram_efficient_loading: true`, with which one process alone "
+            "loads weights, and the reference policy of all others has none. Expected false, as in "
+            "accelerate_configs/fsdp2.yaml."
+        )
 
 
 def _has_bf16() -> bool:
@@ -83,14 +104,14 @@ def _check_processes() -> None:
 
 def _hand_to_accelerate(precision: str) -> str | None:
     """Write the precision to the variables of accelerate and DeepSpeed. Returns accelerate's earlier value."""
-    told = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if told is not None:
+    earlier = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if earlier is not None:
         os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS")
     if fields is not None:  # with `mixed_precision` in this list, DeepSpeed refuses another precision than the file's
         kept = [name for name in fields.split(",") if name != "mixed_precision"]
         os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(kept)
-    return told
+    return earlier
 
 
 def device_line(device: torch.device, processes: int) -> str:

@@ -7,12 +7,14 @@ branches.
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from salesrl_trl.config.checks import about, check, check_choice, check_finite, check_positive, check_url, structure
 from salesrl_trl.config.judge import JudgeProviderConfig
 from salesrl_trl.reward.judge.client import AGGREGATIONS
+from salesrl_trl.reward.judge.noise import MIN_CALLS
+from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
 from salesrl_trl.reward.rag.client import RESERVED_FIELDS
+from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
 from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
 
@@ -46,6 +48,10 @@ class RewardConfig:
             OpenAI-style address of the judge, `/v1` included. Without one the recipe starts the embedded judge.
         judge_model (`str`, *optional*, defaults to `"salesrl-judge"`):
             Name of the judge's model.
+        judge_response_format (`str`, *optional*, defaults to `"auto"`):
+            `response_format` of the one judge, as in `JudgeProviderConfig`.
+        judge_max_completion_tokens (`int`, *optional*, defaults to `512`):
+            Most tokens of a verdict of the one judge. A model that thinks needs more.
         judge_api_key_env (`str`, *optional*):
             Name of the environment variable that holds the judge's key.
         judge_providers (`list`, *optional*):
@@ -85,6 +91,9 @@ class RewardConfig:
             Seconds that one attempt at the judge may take.
         max_attempts (`int`, *optional*, defaults to `3`):
             Attempts of a call, the first included. An answer that says when to come back is not counted.
+        judge_max_attempts (`int`, *optional*):
+            The same for calls to a judge. Defaults to `max_attempts`. 1 for no retries: a completion whose verdict
+            failed is then missing at once.
         rag_max_concurrency (`int`, *optional*, defaults to `64`):
             Most calls in flight to each RAG endpoint, of all processes together.
         judge_max_concurrency (`int`, *optional*, defaults to `64`):
@@ -107,6 +116,9 @@ class RewardConfig:
         warm_up_services (`bool`, *optional*, defaults to `True`):
             Whether to ask both RAG endpoints and every judge once before the first step. The run stops if a necessary
             one can't answer.
+        preflight_calls (`int`, *optional*):
+            Calls of a preflight to each RAG endpoint and each judge: 0 for a single one, else 8 or more. Defaults to
+            the calls that a step has in flight, from 32 to 128. Each judge is asked for so many verdicts.
         cache_answers (`bool`, *optional*, defaults to `True`):
             Whether to keep the 8B answers of a configured RAG service, and their verdicts, in `output_dir`. A resumed
             run then does not ask again. The files hold texts of customers and services in plain form. Without it only
@@ -119,6 +131,9 @@ class RewardConfig:
         reward_deadline_s (`float`, *optional*, defaults to `300.0`):
             Seconds that a completion's reward may take from its start, and a batch from the start of its last one.
             Keep it well below the time-out of the process group (600 s for NCCL).
+        verbose (`list[str]`, *optional*, defaults to none):
+            Lines about every single completion, with its row's id. `scoring` shows rewards, failures and seconds.
+            `completions` and `rag` show the texts of the policy and of the RAG service, which quote customers.
         invalid_action_reward (`float`, *optional*, defaults to `0.0`):
             Reward of a completion that is no valid action. The judge's scores are in [0, 1].
     """
@@ -144,8 +159,16 @@ class RewardConfig:
         default=None, metadata=about("Address of the judge, with /v1; default: embedded.")
     )
     judge_model: str = field(default="salesrl-judge", metadata=about("Name of the judge's model."))
+    judge_response_format: str = field(
+        default="auto", metadata=about("How the judge is held to the schema: auto, json_schema, text.")
+    )
+    judge_max_completion_tokens: int = field(
+        default=512, metadata=about("Most tokens of a verdict, the judge's thoughts included.")
+    )
     judge_api_key_env: str | None = field(default=None, metadata=about("Environment variable with the judge's key."))
-    judge_providers: list[Any] | str | None = field(default=None, metadata=about("Several judges, in fallback order."))
+    judge_providers: list[object] | str | None = field(
+        default=None, metadata=about("Several judges, in fallback order.")
+    )
     judge_repeats: int = field(default=1, metadata=about("Verdicts for each answer."))
     judge_aggregation: str = field(
         default="mean", metadata=about("Score of several verdicts: `mean`, `median` or `min`.")
@@ -155,7 +178,7 @@ class RewardConfig:
         default_factory=list, metadata=about("Dotted paths of reward stages of your own.")
     )
     rubric_dir: str | None = field(default=None, metadata=about("Folder of <branch>.txt rubrics."))
-    branch_reward_weights: dict[str, Any] | str | None = field(
+    branch_reward_weights: dict[str, object] | str | None = field(
         default=None, metadata=about("Branch to component to weight; default: the judge alone.")
     )
     missing_component: str = field(
@@ -171,6 +194,9 @@ class RewardConfig:
     rag_timeout_s: float = field(default=30.0, metadata=about("Seconds of one attempt at a RAG endpoint."))
     judge_timeout_s: float = field(default=60.0, metadata=about("Seconds of one attempt at the judge."))
     max_attempts: int = field(default=3, metadata=about("Attempts of a call, the first included."))
+    judge_max_attempts: int | None = field(
+        default=None, metadata=about("Attempts of a call to a judge; default: `max_attempts`.")
+    )
     rag_max_concurrency: int = field(
         default=64, metadata=about("Most calls in flight to each RAG endpoint, of all processes.")
     )
@@ -187,9 +213,15 @@ class RewardConfig:
     )
     reward_process: bool | None = field(default=None, metadata=about("Run the reward chain in a process of its own."))
     warm_up_services: bool = field(default=True, metadata=about("Ask every service once before the first step."))
+    preflight_calls: int | None = field(
+        default=None, metadata=about("Calls of a preflight to each service; default: those of a step.")
+    )
     cache_answers: bool = field(default=True, metadata=about("Keep answers and verdicts in `output_dir`."))
     reference_cache: str | None = field(default=None, metadata=about("File that keeps 32B answers; empty for none."))
     reward_deadline_s: float = field(default=300.0, metadata=about("Seconds that a completion's reward may take."))
+    verbose: list[str] = field(
+        default_factory=list, metadata=about(f"Lines about single completions: {', '.join(KINDS)}.")
+    )
     invalid_action_reward: float = field(default=0.0, metadata=about("Reward of a completion that is no action."))
 
     def action_format(self) -> ActionFormat:
@@ -251,14 +283,27 @@ class RewardConfig:
             "judge_max_concurrency",
             "initial_concurrency",
             "judge_repeats",
+            "judge_max_completion_tokens",
             "embedding_max_chars",
             "reward_deadline_s",
             "denied_cooldown_s",
         )
+        for kind in self.verbose:
+            check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
+        attempts = self.judge_max_attempts
+        check(
+            attempts is None or attempts > 0, f"`judge_max_attempts` is {attempts}. Expected at least 1, or nothing."
+        )
         check(0 <= self.hedge_fraction <= 1, f"`hedge_fraction` is {self.hedge_fraction}. Expected 0 to 1.")
+        check(
+            self.preflight_calls is None or self.preflight_calls == 0 or self.preflight_calls >= MIN_CALLS,
+            f"`preflight_calls` is {self.preflight_calls}. Expected 0, or {MIN_CALLS} or more: fewer verdicts show no "
+            "noise.",
+        )
         check(self.outage_patience_s >= 0, f"`outage_patience_s` is {self.outage_patience_s}. Expected 0 or more.")
         self._check_action()
         check_choice(self, "judge_aggregation", AGGREGATIONS)
+        check_choice(self, "judge_response_format", RESPONSE_FORMATS)
         check_choice(self, "missing_component", MISSING_RULES)
         check_url("rag_base_url", self.rag_base_url)
         check_url("judge_base_url", self.judge_base_url)

@@ -1,6 +1,6 @@
-"""From settings to what rollouts and their scoring depend on.
+"""From settings to the arguments of rollouts and their scoring.
 
-Owns the mapping, and what settings rule out or make doubtful. Checks nothing that needs a model.
+Owns this mapping, and the warnings about settings that do not suit each other. Checks nothing that needs a model.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ SHARED_BY_A_MICRO_BATCH = ("bnpo",)
 
 
 def scoring_settings(args: SalesGRPOConfig, stages: Sequence[str], reward_weight: float) -> ScoringSettings:
-    """What the scoring of a batch depends on.
+    """Settings of the scoring of a batch.
 
     Args:
         args (`SalesGRPOConfig`):
             Settings.
         stages (`Sequence[str]`):
-            Stages of the reward beside the package's own.
+            Names of the user's own stages of the reward.
         reward_weight (`float`):
             TRL's weight of the reward.
     """
@@ -39,26 +39,26 @@ def scoring_settings(args: SalesGRPOConfig, stages: Sequence[str], reward_weight
 
 
 def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
-    """What these settings take out of the loss, or weigh otherwise than a reader may expect."""
+    """Warnings about settings that leave tokens out of the loss, or give them unexpected weights."""
     warnings = []
     if args.rollout_lookahead and args.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
         warnings.append(
             f"`rollout_lookahead` is {args.rollout_lookahead} with `vllm_importance_sampling_mode: "
-            f"{args.vllm_importance_sampling_mode}`, which takes tokens out of the loss that the policy has moved "
-            f"away from: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
+            f"{args.vllm_importance_sampling_mode}`, which leaves tokens out of the loss if the policy's probability "
+            f"of them has changed much: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
         )
     reshaped = ", ".join(args.reshaped_sampling())
     if args.use_vllm and reshaped and args.compares_with_sampler():
         warnings.append(
             f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, "
-            "so importance ratios are off by what it leaves out. They weigh each token's loss. "
-            "`vllm_importance_sampling_correction: false` uses none."
+            "so the importance ratios, which weigh the loss of each token, are wrong by the part that is left out. "
+            "`vllm_importance_sampling_correction: false` uses no ratios."
         )
     return warnings
 
 
 def why_not_divisible(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
-    """What makes an update depend on which of its completions share a micro-batch, or on their order.
+    """The first reason why an update depends on the order of its completions, or on their micro-batches.
 
     Args:
         args (`SalesGRPOConfig`):
@@ -69,7 +69,7 @@ def why_not_divisible(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool
             Whether the loss has the auxiliary loss of a mixture's router.
 
     Returns:
-        `str`: the first hindrance; `None` if there is none.
+        `str`, *optional*: the reason; `None` if there is none.
     """
     size = args.per_device_train_batch_size
     places = parts(size * args.steps_per_generation, size, args.num_generations)
@@ -94,7 +94,7 @@ def why_not_divisible(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool
 
 
 def sampling_hints(args: SalesGRPOConfig, has_tied_head: bool) -> str:
-    """What the reason may be where vLLM's log-probs differ from the trainer's."""
+    """Possible reasons for a difference between the log-probs of vLLM and of the trainer."""
     hints = "Check `vllm_dtype`, `vllm_engine_kwargs` and a server's `--logprobs-mode processed_logprobs`; a raised "
     hints += "`max_sampling_logp_difference` only hides it."
     if args.reshaped_sampling():

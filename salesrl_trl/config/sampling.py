@@ -1,9 +1,12 @@
 """The sampling settings: parameters that reshape the distribution of tokens, and a generation engine of the user's."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from salesrl_trl.config.checks import check, load_object
+
+if TYPE_CHECKING:
+    from salesrl_trl.generation.sampler import Sampler, Upstream
 
 RESHAPING: dict[str, tuple[object, ...]] = {
     "top_p": (None, 1),
@@ -26,17 +29,17 @@ def reshaping(parameters: Mapping[str, object]) -> list[str]:
     return [f"`{name}: {value}`" for name, value in parameters.items() if value not in RESHAPING[name]]
 
 
-def load_sampler(path: str) -> Callable[[Any], Any]:
+def load_sampler(path: str) -> "Callable[[Upstream], Sampler]":
     """The class that the setting `sampler` names.
 
     Raises:
         `ConfigError`: there is no such class, or it lacks a method.
     """
-    sampler: Callable[[Any], Any] = load_object(path, "sampler")
+    sampler = load_object(path, "sampler")
     lacking = [name for name in ("start", "greedily") if not callable(getattr(sampler, name, None))]
     check(
         not lacking,
         f"`sampler` is {path!r}, which has no {' and no '.join(f'`{name}`' for name in lacking)}. "
         "Expected a class with the methods of `salesrl_trl.generation.sampler.Sampler`.",
     )
-    return sampler
+    return cast("Callable[[Upstream], Sampler]", sampler)

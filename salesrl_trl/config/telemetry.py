@@ -14,7 +14,7 @@ ALL_STEPS = 2**62
 
 @dataclass
 class TelemetryConfig:
-    """What a run measures and logs, and how often.
+    """Measurements, logs and quick evaluations of a run, and how often they come.
 
     Args:
         timing (`bool`, *optional*, defaults to `True`):
@@ -84,7 +84,7 @@ class TelemetryConfig:
         return steps
 
     def quick_eval(self) -> QuickEvalSettings:
-        """When quick evaluations are due, and their figures."""
+        """The steps and the figures of quick evaluations."""
         return QuickEvalSettings(
             steps=self.quick_eval_steps,
             rows=self.quick_eval_rows,

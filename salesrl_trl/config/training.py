@@ -3,20 +3,28 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl import GRPOConfig
 
 from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
 from salesrl_trl.config.kl import law_of, targets_of
-from salesrl_trl.config.machine import settle
+from salesrl_trl.config.loader import settle_loader
+from salesrl_trl.config.machine import has_fsdp, settle
 from salesrl_trl.config.sampling import RESHAPING, load_sampler, reshaping
+from salesrl_trl.config.schedule import settle_schedule
+from salesrl_trl.config.sizes import check_sizes
+from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
 
+if TYPE_CHECKING:
+    from salesrl_trl.generation.sampler import Sampler, Upstream
+
 DEFAULT_BRANCHES = ("fairness", "hallucination")
+RUN_MODES = ("train", "rollouts", "rewards")
 
 
 @dataclass
@@ -67,13 +75,25 @@ class SalesGRPOConfig(GRPOConfig):
             `salesrl_trl.generation.sampler.Sampler` describes such a class.
         vllm_enforce_eager (`bool`, *optional*):
             Whether to start vLLM without compilation and CUDA graphs. It then starts faster and generates two to three
-            times slower on a GPU. Defaults to `True` on a CPU, where compilation takes 20 s or more, and to `False` on
-            a GPU.
-        vllm_load_format (`str`, *optional*, defaults to `"auto"`):
-            `dummy` starts vLLM with random weights. The trainer pushes its own before the first generation. A vLLM
+            times slower on a GPU. When not given: `True` on a CPU, where compilation takes 20 s or more; on a GPU
+            `False`, but with `compile_cache_dir` only if that folder holds the compiled engine.
+        vllm_load_format (`str`, *optional*):
+            How the colocated engine gets its first weights. `dummy` makes random ones, `auto` reads the model from
+            disk, and vLLM has further names (`runai_streamer`, `fastsafetensors`). When not given: `dummy` if the
+            trainer's first push, before the first generation, sets every weight of the engine; else `auto`. A vLLM
             server has its own setting.
+        compile_cache_dir (`str`, *optional*):
+            One folder for the compiled code of vLLM, torch, Triton, FlashInfer and CUDA, so that later starts load
+            it. It may be copied to another machine. `auto` is `compiled` in the package's cache folder
+            (`SALESRL_CACHE_DIR`). Each library uses its own place when not given, or empty.
         vllm_dtype (`str`, *optional*, defaults to `"auto"`):
             vLLM's number format. `auto` is the format that training computes in.
+        vllm_enable_prefix_caching (`bool`, *optional*):
+            Whether vLLM keeps the keys and values of prompts that begin alike, such as the completions of a group.
+            Dropped at each weight push. Defaults to vLLM's own choice.
+        vllm_enable_chunked_prefill (`bool`, *optional*):
+            Whether vLLM reads long prompts in pieces, between which other completions go on. Defaults to vLLM's own
+            choice. A vLLM server has its own settings for both.
         vllm_engine_kwargs (`str`, *optional*, defaults to `"{}"`):
             Further `vllm.LLM` arguments as a JSON object. They replace TRL's.
         max_sampling_logp_difference (`float`, *optional*, defaults to `0.5`):
@@ -87,6 +107,9 @@ class SalesGRPOConfig(GRPOConfig):
             Smallest share of scored completions in a generation batch. A batch below it does not move the policy.
         max_skipped_generations (`int`, *optional*, defaults to `3`):
             Skipped batches in a row after which the run saves a checkpoint and stops with the reason.
+        max_kl (`float`, *optional*, defaults to `1000.0`):
+            KL of all branches, in nats per token. Three log lines in a row above it end the run without a checkpoint,
+            as a gradient that is not finite does: the policy is broken. Usual bands end below 1.
         rollout_lookahead (`int`, *optional*, defaults to `0`):
             Optimizer steps that rollouts may be ahead of training. Rollouts of so many later steps are generated and
             scored meanwhile. 0 is on-policy, with TRL's own results. A higher number hides slow rewards, and the
@@ -103,10 +126,13 @@ class SalesGRPOConfig(GRPOConfig):
             may then come twice or not at all.
         held_out_eval (`bool`, *optional*, defaults to `True`):
             Whether to evaluate on the held-out rows before the first step. The recipes also do so after the last one.
+        mode (`str`, *optional*, defaults to `"train"`):
+            Extent of a recipe. `rollouts` generates and scores as in training, without passes, update and evaluation.
+            `rewards` scores made-up completions, without a model, as `scripts/simulate_training_rewards.py` does.
     """
 
     branches: list[str] = field(default_factory=lambda: list(DEFAULT_BRANCHES), metadata=about("Names of branches."))
-    branch_kl: dict[str, Any] | str | None = field(
+    branch_kl: dict[str, object] | str | None = field(
         default=None, metadata=about("Branch to KL coefficient and band (nats per token); default: `beta` for all.")
     )
     kl_control: bool = field(default=True, metadata=about("Move each coefficient so that the KL stays in its band."))
@@ -119,14 +145,21 @@ class SalesGRPOConfig(GRPOConfig):
     kl_recentre: float = field(default=0.5, metadata=about("Share of a step taken inside the band."))
     kl_trend_windows: float = field(default=2.0, metadata=about("Windows by which the KL's trend is extended."))
     kl_law: str | None = field(default=None, metadata=about("Dotted path of a KL law of your own."))
-    kl_law_settings: dict[str, Any] | str | None = field(
+    kl_law_settings: dict[str, object] | str | None = field(
         default=None, metadata=about("Keyword arguments of `kl_law`.")
     )
     hybrid_reference_weight: float = field(default=0.0, metadata=about("The 32B reference's share of the baseline."))
     sampler: str | None = field(default=None, metadata=about("Dotted path of a generation engine of your own."))
     vllm_enforce_eager: bool | None = field(default=None, metadata=about("No compilation and no CUDA graphs."))
-    vllm_load_format: str = field(default="auto", metadata=about("`auto`, or `dummy` for a fast start."))
+    vllm_load_format: str | None = field(
+        default=None, metadata=about("vLLM's first weights: `dummy`, `auto` (from disk), or a streamer of vLLM.")
+    )
+    compile_cache_dir: str | None = field(
+        default=None, metadata=about("Folder of compiled code, or `auto`; empty: each library's own place.")
+    )
     vllm_dtype: str = field(default="auto", metadata=about("vLLM's number format."))
+    vllm_enable_prefix_caching: bool | None = field(default=None, metadata=about("Keep what prompts have in common."))
+    vllm_enable_chunked_prefill: bool | None = field(default=None, metadata=about("Read long prompts in pieces."))
     vllm_engine_kwargs: str = field(default="{}", metadata=about("Further vllm.LLM arguments, as a JSON object."))
     max_sampling_logp_difference: float = field(
         default=0.5, metadata=about("Largest difference of vLLM's log-probs in the first step, in nats.")
@@ -138,6 +171,7 @@ class SalesGRPOConfig(GRPOConfig):
         default=0.5, metadata=about("Share of scored completions below which a generation batch is skipped.")
     )
     max_skipped_generations: int = field(default=3, metadata=about("Skipped batches in a row that stop the run."))
+    max_kl: float = field(default=1000.0, metadata=about("KL in nats per token above which a run is broken."))
     rollout_lookahead: int = field(default=0, metadata=about("Optimizer steps that rollouts may be ahead."))
     scored_groups_first: bool = field(
         default=True, metadata=about("Train on scored groups while other rewards are missing.")
@@ -145,16 +179,23 @@ class SalesGRPOConfig(GRPOConfig):
     references_ahead: bool = field(default=True, metadata=about("Ask for reference answers one step ahead."))
     allow_changed_resume: bool = field(default=False, metadata=about("Resume a checkpoint of other rows or branches."))
     held_out_eval: bool = field(default=True, metadata=about("Evaluate before and after training."))
+    mode: str = field(default="train", metadata=about("Extent of a recipe: `train`, `rollouts` or `rewards`."))
 
     def __post_init__(self) -> None:
         check(
             len(self.branches) > 0 and len(set(self.branches)) == len(self.branches),
             f"`branches` is {self.branches}. Expected at least one name, and each name once.",
         )
-        self._check_groups()
+        check_sizes(self)
+        self._check_mode()
+        self.compiled = compiled.folder_of(self.compile_cache_dir)
+        if self.compiled is not None:
+            compiled.use(self.compiled)  # before the device is asked for: CUDA's driver reads its variable then
         self.eval_on_start: bool = self.eval_on_start or self.held_out_eval
-        args: Any = self  # these fields are transformers'
+        args: Any = self  # mypy does not know the fields of transformers
         args.use_cpu, args.bf16, args.fp16, self.machine_notes = settle(args.use_cpu, args.bf16, args.fp16)
+        settle_loader(args)
+        settle_schedule(args)
         super().__post_init__()
         # One process trains on one GPU. With several visible, transformers would split batches by DataParallel.
         self._n_gpu: int = min(self._n_gpu, 1)
@@ -164,7 +205,7 @@ class SalesGRPOConfig(GRPOConfig):
         )
         share = self.min_changed_weights
         check(0 <= share <= 1, f"`min_changed_weights` is {share}. Expected 0 to 1.")
-        check_positive(self, "max_sampling_logp_difference", "max_skipped_generations")
+        check_positive(self, "max_sampling_logp_difference", "max_skipped_generations", "max_kl")
         check_url("vllm_server_base_url", self.vllm_server_base_url)
         check(
             self.use_vllm or not self.use_transformers_continuous_batching or not (self.bf16 or self.fp16),
@@ -177,6 +218,17 @@ class SalesGRPOConfig(GRPOConfig):
         self.parsed_engine_kwargs()
         self.sampler_class()
 
+    def _check_mode(self) -> None:
+        check_choice(self, "mode", RUN_MODES)
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        check(
+            self.mode != "rewards" or processes == 1,
+            f"`mode: rewards` was launched with {processes} processes, and needs no GPU. Expected one: launch with "
+            "`python recipes/RECIPE.py --mode rewards`.",
+        )
+        if self.mode != "train":
+            self.held_out_eval, self.save_strategy = False, "no"
+
     def _check_lookahead(self) -> None:
         ahead = self.rollout_lookahead
         check(ahead >= 0, f"`rollout_lookahead` is {ahead}. Expected a number of optimizer steps, 0 or more.")
@@ -187,6 +239,9 @@ class SalesGRPOConfig(GRPOConfig):
         )
 
     def _check_sampling(self) -> None:
+        check_positive(self, "temperature", "repetition_penalty")
+        check(0 < self.top_p <= 1, f"`top_p` is {self.top_p}. Expected more than 0, and at most 1 for all tokens.")
+        check(0 <= (self.min_p or 0) <= 1, f"`min_p` is {self.min_p}. Expected 0 to 1, or nothing for all tokens.")
         temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)
         check(
             temperature == self.temperature,
@@ -225,8 +280,13 @@ class SalesGRPOConfig(GRPOConfig):
 
     @property
     def arrangement(self) -> list[int]:
-        """What decides which completions of a generation batch a micro-step has."""
+        """Figures that decide which completions of a generation batch belong to a micro-step."""
         return [self.world_size, self.per_device_train_batch_size, self.steps_per_generation, self.num_iterations]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether DeepSpeed or FSDP splits the policy's training over processes."""
+        return self.deepspeed_plugin is not None or bool(self.fsdp) or has_fsdp()
 
     def compares_with_sampler(self) -> bool:
         """Whether the loss reads vLLM's own log-probs."""
@@ -238,7 +298,7 @@ class SalesGRPOConfig(GRPOConfig):
         named = reshaping({name: extra.get(name, getattr(self, name, None)) for name in RESHAPING})
         return named + ["`vllm_structured_outputs_regex`"] * bool(self.vllm_structured_outputs_regex)
 
-    def sampler_class(self) -> Callable[[Any], Any] | None:
+    def sampler_class(self) -> "Callable[[Upstream], Sampler] | None":
         """The generation engine that `sampler` names, if any."""
         if self.sampler is None:
             return None
@@ -302,25 +362,6 @@ class SalesGRPOConfig(GRPOConfig):
             off_policy=self.rollout_lookahead > 0,
         )
 
-    def parsed_engine_kwargs(self) -> dict[str, Any]:
+    def parsed_engine_kwargs(self) -> dict[str, object]:
         """`vllm_engine_kwargs` as Python values."""
         return structure("vllm_engine_kwargs", self.vllm_engine_kwargs, dict)
-
-    def _check_groups(self) -> None:
-        """TRL checks this too, but later, after it has touched the devices, and without advice."""
-        check(
-            self.num_generations >= 2,
-            f"`num_generations` is {self.num_generations}. Expected at least 2: GRPO compares a prompt's completions.",
-        )
-        if self.generation_batch_size is not None:
-            return
-        steps = self.steps_per_generation or self.gradient_accumulation_steps
-        processes = int(os.environ.get("WORLD_SIZE", "1"))  # transformers' own number is set later
-        batch = self.per_device_train_batch_size * processes * steps
-        check(
-            batch % self.num_generations == 0,
-            f"a generation batch holds {batch} completions ({self.per_device_train_batch_size} per device x "
-            f"{processes} processes x {steps} steps), which `num_generations` {self.num_generations} does not divide. "
-            "Expected whole groups. Change `per_device_train_batch_size`, `gradient_accumulation_steps` or "
-            "`num_generations`.",
-        )

@@ -40,7 +40,7 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
         if line.strip():
             document = _read_document(line, f"{path}, line {number}")
             if document.id in documents:
-                raise DataError(f"{path}, line {number}: id {document.id!r} stands twice; make every id unique")
+                raise DataError(f"{path}, line {number}: id {document.id!r} is used twice; make every id unique")
             documents[document.id] = document
     if not documents:
         raise DataError(f"{path}: got no documents, expected at least one JSON line; add one")

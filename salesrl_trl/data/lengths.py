@@ -46,8 +46,15 @@ class FittingPrompts:
 
     rows: list[SalesRow]
     prompts: list[Prompt]
+    lengths: list[int]
+    """Tokens of each prompt."""
     note: str | None
     """Line for the banner about rows or turns that were left out; `None` if there are none."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt; 0 without rows."""
+        return max(self.lengths, default=0)
 
 
 def token_counter(
@@ -111,21 +118,22 @@ def fit_prompts(
     lengths = count(prompts) if rows else []
     long = [] if limit is None else [at for at, length in enumerate(lengths) if length > limit.tokens]
     if limit is None or not long:
-        return FittingPrompts(rows=list(rows), prompts=prompts, note=None)
-    told = f"{_share(long, rows)} {name} rows have prompts of more than {limit.tokens} tokens ({limit.reason})"
+        return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=None)
+    found = f"{_share(long, rows)} {name} rows have prompts of more than {limit.tokens} tokens ({limit.reason})"
     if rule == "error":
         raise DataError(
-            f"{told}: {_named(long, lengths)}. Expected room for prompt and completion. Shorten the rows, raise the "
+            f"{found}: {_named(long, lengths)}. Expected room for prompt and completion. Shorten the rows, raise the "
             "limit, or set `long_prompts: drop` or `long_prompts: truncate_oldest_turns`."
         )
     if rule == "drop":
         kept = sorted(set(range(len(rows))).difference(long))
         if not kept:
-            raise DataError(f"{told}: no row is left. Expected some that fit. Raise the limit, or shorten the rows.")
+            raise DataError(f"{found}: no row is left. Expected some that fit. Raise the limit, or shorten the rows.")
         return FittingPrompts(
             rows=[rows[at] for at in kept],
             prompts=[prompts[at] for at in kept],
-            note=f"{told} and are left out (`long_prompts: drop`): {_named(long, lengths)}.",
+            lengths=[lengths[at] for at in kept],
+            note=f"{found} and are left out (`long_prompts: drop`): {_named(long, lengths)}.",
         )
     shortened = _without_oldest_turns([rows[at] for at in long], prompt, count, limit.tokens)
     unfit = [at for at, short in zip(long, shortened, strict=True) if short is None]
@@ -135,15 +143,14 @@ def fit_prompts(
             f"with the last turn alone: {_named(unfit, lengths)}. Shorten them, raise the limit, or set "
             "`long_prompts: drop`."
         )
-    for at, short in zip(long, shortened, strict=True):
-        assert short is not None
-        prompts[at] = short
-    return FittingPrompts(
-        rows=list(rows),
-        prompts=prompts,
-        note=f"{told} and lack their oldest turns (`long_prompts: truncate_oldest_turns`; services and judge "
-        f"still see the whole conversation): {_named(long, lengths)}.",
+    note = (
+        f"{found} and lack their oldest turns (`long_prompts: truncate_oldest_turns`; services and judge still see "
+        f"the whole conversation): {_named(long, lengths)}."
     )
+    short_prompts = [each for each in shortened if each is not None]
+    for at, short, length in zip(long, short_prompts, count(short_prompts), strict=True):
+        prompts[at], lengths[at] = short, length
+    return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=note)
 
 
 def _without_oldest_turns(

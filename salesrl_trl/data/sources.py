@@ -42,7 +42,7 @@ def load_rows(source: str, split: str, branches: Sequence[str], limit: int | Non
     Raises:
         `DataError`: there is no such source, it has no rows, a column is missing, or a row is malformed.
     """
-    records, name = _records(source, split)
+    records, name = load_records(source, split)
     if limit is not None:
         records = records[:limit]
     if len(records) == 0:
@@ -88,28 +88,39 @@ def is_file(source: str) -> bool:
     return Path(source).suffix in _LOADERS
 
 
+def check_source(source: str) -> None:
+    """Raise `DataError` if a source is a local file that is not there."""
+    path = Path(source).expanduser()
+    if is_file(source) and not path.is_file():
+        raise DataError(
+            f"there is no dataset file {path}. Expected an existing {', '.join(_LOADERS)} file. "
+            f"Correct the path, which is taken relative to {Path.cwd()}."
+        )
+
+
 def demo_path(name: str) -> Path:
     """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl` or `protected_terms.json`."""
     return Path(str(resources.files("salesrl_trl.data.demo") / name))
 
 
-def _records(source: str, split: str) -> tuple[list[Record], str]:
+def load_records(source: str, split: str) -> tuple[list[Record], str]:
+    """The rows of a source as they are, with all columns, and a name of the source for messages.
+
+    Raises:
+        `DataError`: there is no such source, or it can't be read.
+    """
     if source == DEMO:
         if split not in _DEMO_FILES:
             raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(_DEMO_FILES)}.")
         return _with_documents(_read_jsonl(demo_path(_DEMO_FILES[split]))), f"the demo's {split} split"
     if is_file(source):
+        check_source(source)
         path = Path(source).expanduser()
         return _local_records(path), str(path)
     return _hub_records(source, split), f"{source} [{split}]"
 
 
 def _local_records(path: Path) -> list[Record]:
-    if not path.is_file():
-        raise DataError(
-            f"there is no dataset file {path}. Expected an existing {', '.join(_LOADERS)} file. "
-            f"Correct the path, which is taken relative to {Path.cwd()}."
-        )
     if path.stat().st_size == 0:
         return []
     if path.suffix == ".jsonl":

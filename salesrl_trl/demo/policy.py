@@ -1,10 +1,10 @@
-"""The policy without a hub: a small Qwen2 model and tokenizer, made from a config and warm-started on the demo.
+"""The policy of a run that names no model: a small Qwen2 model and its tokenizer. It needs no hub.
 
-Owns how that policy is made and where it is cached. Its warm start imitates the demo's draft actions, which annotators
-of mixed care wrote, so that its actions are mostly valid JSON and there is much left to learn.
+Owns how this policy is made, and its place in the cache. The warm start imitates the demo's draft actions. They are
+valid, and many are careless, so that GRPO has much to improve.
 
-`python -m salesrl_trl.demo.policy DIR` makes one; `cached_policy` runs that in a process of its own, so that the warm
-start neither joins a distributed run's process group nor leaves memory behind.
+`python -m salesrl_trl.demo.policy DIR` makes one. `cached_policy` runs this command in a process of its own. So the
+warm start joins no process group of a distributed run, and leaves no memory behind.
 """
 
 import argparse
@@ -17,15 +17,19 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import filelock
 
 from salesrl_trl.data.prompts import action_text, build_prompt, template_path
 from salesrl_trl.data.sources import demo_path, load_drafts
 from salesrl_trl.errors import SalesRLError
-from salesrl_trl.process import child_environment, keep_freed_memory
+from salesrl_trl.process import cache_dir, child_environment, keep_freed_memory
 from salesrl_trl.types import Action
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +37,17 @@ VOCAB_SIZE = 3072
 HIDDEN_SIZE = 128
 LAYERS = 2
 HEADS = 4
-"""Heads of size 32, the least that vLLM's CPU attention takes."""
+"""Each head has size 32, the smallest that vLLM's CPU attention accepts."""
 MLP_SIZE = 384
 MAX_POSITIONS = 512
 BATCH_SIZE = 32
 LEARNING_RATE = 8e-3
 WARMUP_FRACTION = 0.05
 PROMPT_STYLE = "compact"
-"""What the warm start teaches; a run that uses this policy must prompt alike."""
+"""Prompts of the warm start. A run with this policy must use the same style."""
 
 _PIECES = ('{"user_profile": "', '", "rewritten_query": "', '", "history_summary": "', '"}')
-"""The action's fixed text, a token each: it costs 4 tokens instead of about 30, which the CPU generates one by one."""
+"""Fixed texts of an action. Each is one token: 4 tokens instead of about 30, which the CPU generates one by one."""
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -52,9 +56,9 @@ _DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 
 
 def cached_policy(steps: int, seed: int) -> Path:
-    """The small policy's folder, made now if it is not in the cache.
+    """The folder of the small policy. It is made now if the cache does not hold it.
 
-    Several processes may ask at once: one makes it, the others wait.
+    Several processes may ask at once: one makes the policy, and the others wait.
 
     Args:
         steps (`int`):
@@ -76,8 +80,8 @@ def cached_policy(steps: int, seed: int) -> Path:
     return target
 
 
-def policy_tokenizer(steps: int, seed: int) -> Any:
-    """The small policy's tokenizer, which needs no warm start: from its folder, or made anew and alike."""
+def policy_tokenizer(steps: int, seed: int) -> "PreTrainedTokenizerBase":
+    """The tokenizer of the small policy. It needs no warm start: without the folder, an equal one is made."""
     from transformers import AutoTokenizer
 
     folder = _policy_folder(steps, seed)
@@ -88,15 +92,8 @@ def _policy_folder(steps: int, seed: int) -> Path:
     return cache_dir() / "policies" / f"seed{seed}-steps{steps}-{_recipe_hash()}"
 
 
-def cache_dir() -> Path:
-    """`$SALESRL_CACHE_DIR`, else `salesrl_trl` under the user's cache folder."""
-    if "SALESRL_CACHE_DIR" in os.environ:
-        return Path(os.environ["SALESRL_CACHE_DIR"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "salesrl_trl"
-
-
 def _recipe_hash() -> str:
-    """Of all that decides the policy: constants and functions of this module, the prompt, the drafts."""
+    """A hash of everything that decides the policy: constants and functions of this module, prompt, rows, drafts."""
     digest = hashlib.sha256(repr([(name, value) for name, value in globals().items() if name.isupper()]).encode())
     for function in (make_policy, build_tokenizer, build_model, _demonstrations):
         digest.update(inspect.getsource(function).encode())
@@ -107,10 +104,10 @@ def _recipe_hash() -> str:
 
 def _make_in_subprocess(target: Path, steps: int, seed: int) -> None:
     logger.info(f"warm start: {steps} SFT steps of the small policy (once; kept in {target})")
-    # One GPU, where there is one: over several, the Trainer of a single process multiplies the batch by their number.
+    # One GPU at most: with several, the Trainer of a single process multiplies the batch by their number.
     inherited = child_environment(with_gpu=True)
     environment = {name: value for name, value in inherited.items() if not _belongs_to_launcher(name)}
-    # accelerate leaves a process one thread; nothing else runs meanwhile
+    # accelerate sets one thread for each process, and nothing else runs meanwhile
     environment["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     work = Path(tempfile.mkdtemp(dir=target.parent))
     try:
@@ -119,8 +116,9 @@ def _make_in_subprocess(target: Path, steps: int, seed: int) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SalesRLError(
-                f"the warm start of the small policy failed with exit code {done.returncode}. Its last words:\n"
-                f"{done.stderr[-2000:]}\nRun `{' '.join(command)}` to see all, or give --model_name_or_path."
+                f"the warm start of the small policy failed with exit code {done.returncode}. Expected 0. Run "
+                f"`{' '.join(command)}` to see all of its output, or give --model_name_or_path. The output ends:\n"
+                f"{done.stderr[-2000:]}"
             )
         (work / "policy").rename(target)
     finally:
@@ -167,7 +165,7 @@ def make_policy(target: Path, steps: int, seed: int) -> None:
     tokenizer.save_pretrained(target)
 
 
-def build_tokenizer() -> Any:
+def build_tokenizer() -> "PreTrainedTokenizerBase":
     """A byte-level BPE tokenizer of `VOCAB_SIZE` entries, trained on the demo's conversations and drafts."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -198,8 +196,8 @@ def build_tokenizer() -> Any:
     )
 
 
-def build_model(tokenizer: Any) -> Any:
-    """A Qwen2 of about 1.2 million parameters with random weights, its output head untied (see `has_tied_head`)."""
+def build_model(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
+    """A Qwen2 of about 1.2 million random weights. Its output head is not tied (see `has_tied_head`)."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -218,7 +216,7 @@ def build_model(tokenizer: Any) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-def _demonstrations() -> Any:
+def _demonstrations() -> "Dataset":
     from datasets import Dataset
 
     rows = [

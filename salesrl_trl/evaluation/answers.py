@@ -1,28 +1,19 @@
-"""The answers of a quick evaluation, and the two things that an evaluation is given: a subject and the ranks.
+"""The answers of a quick evaluation, and the protocols of its subject and of the ranks.
 
-Owns the protocols. A subject generates the answers and has them scored; nothing here does.
+Refuses to generate answers, and to score them: a subject does both.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from salesrl_trl.types import Reward
+from salesrl_trl.types import Example, Reward
 
 T = TypeVar("T")
-
-
-class Row(TypedDict):
-    """A row of the held-out dataset, as the trainer takes it."""
-
-    prompt: object
-    """The prompt, as TRL takes it."""
-    row: int
-    """Index of the `SalesRow`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +25,11 @@ class Answered:
     text: str
     """The policy's answer, without special tokens. It may quote a customer: not for logs."""
     reward: Reward
-    """Its value, or the reason why there is none; and its components."""
+    """Its value or the reason for a missing value, and its components."""
     tokens: int
     """Length of the answer."""
     truncated: bool
-    """Whether it came to `max_completion_length` without an end."""
+    """Whether it reached `max_completion_length` without an end."""
     kl: float | None = None
     """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
     kl_tokens: int = 0
@@ -46,16 +37,16 @@ class Answered:
 
 
 class Subject(Protocol):
-    """The policy that is evaluated: everything that a quick evaluation knows of a trainer. All ranks call each method
+    """The policy that is evaluated. A quick evaluation knows no more of a trainer. All ranks call each method
     together."""
 
-    def answer(self, rows: Sequence[Row], /) -> list[Answered]:
+    def answer(self, rows: Sequence[Example], /) -> list[Answered]:
         """Answer this rank's rows greedily and have the answers scored, in the order of the rows. Training and the
         figures of other evaluations stay as they are."""
         ...
 
     def betas(self) -> Mapping[str, float]:
-        """The KL coefficients of now by branch. Empty without a KL target."""
+        """The current KL coefficients by branch. Empty without a KL target."""
         ...
 
     def save(self, folder: Path, /) -> None:
@@ -72,12 +63,12 @@ class Ranks(Protocol):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Their number."""
         ...
 
     @property
     def index(self) -> int:
-        """The number of this one, from 0. The main process has 0."""
+        """The number of this process. The main process has 0."""
         ...
 
     def gather(self, items: Sequence[T]) -> list[T]:
@@ -89,7 +80,7 @@ class Ranks(Protocol):
         ...
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks call it."""
         ...
 
 

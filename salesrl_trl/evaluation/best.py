@@ -1,7 +1,7 @@
 """The best policy so far, in a folder of its own.
 
-Owns how it gets there: it is saved beside the one before and then takes its place, so that the folder is always whole.
-Which policy is the best, the record decides.
+Owns the way into the folder: a policy is saved beside the one before, and then takes its place. So the folder is
+always whole. The record decides which policy is the best.
 """
 
 import json
@@ -39,7 +39,7 @@ class BestPolicy:
 
     @property
     def step(self) -> int | None:
-        """The step of the policy in the folder, 0 where its note does not say it; `None` without a policy."""
+        """The step of the policy in the folder; 0 without a note of it, `None` without a policy."""
         if not self.folder.is_dir():
             return None
         note = self.folder / BEST_NOTE_FILE
@@ -55,8 +55,7 @@ class BestPolicy:
                 Writes the policy into a folder; called on all ranks.
 
         Returns:
-            `bool`: whether this rank put it there, which is the main one's work. `False` also where saving left no
-            weights.
+            `bool`: whether this rank put it there, which the main rank does. `False` also if saving left no weights.
         """
         fresh = self._beside("new")
         if self._ranks.index == 0:

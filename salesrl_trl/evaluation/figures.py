@@ -1,8 +1,8 @@
 """Figures of a quick evaluation: each turns the answers of a branch into a number with a name.
 
 Owns the protocol of a figure and the package's own figures. A figure of your own needs no change of the package: name
-its class in `quick_eval_figures`. It then stands in the record, in the line and on TensorBoard, and `quick_eval_best`
-may name it.
+its class in `quick_eval_figures`. It then stands in the record, in the line, in the report and on TensorBoard, and
+`quick_eval_best` may name it.
 
 Example:
 
@@ -47,12 +47,12 @@ class Figure(Protocol):
 
     @property
     def form(self) -> str:
-        """How the line shows it, a format of Python: `".2f"`, `".0%"`."""
+        """Python's format of the figure in the line: `".2f"`, `".0%"`."""
         ...
 
     def __call__(self, answers: Sequence[Answered]) -> float | None:
-        """The figure of at least one answer; `None` where it could not be measured. Where it selects the best policy,
-        higher is better."""
+        """The figure of at least one answer; `None` if it could not be measured. If it selects the best policy, higher
+        is better."""
         ...
 
 
@@ -67,13 +67,13 @@ class _Own:
 
 
 def mean_reward(answers: Iterable[Answered]) -> float | None:
-    """Mean reward of the answers that could be scored; `None` where none could."""
+    """Mean reward of the answers that could be scored; `None` without such answers."""
     return _mean([each.reward.value for each in answers if each.reward.value is not None])
 
 
 def kl_per_token(answers: Iterable[Answered]) -> float | None:
-    """Nats per token to the reference policy, as the loss estimates it, along the greedy answers; `None` without a
-    reference, or where it is not finite."""
+    """KL to the reference policy in nats per token, as the loss estimates it, along the greedy answers. `None` without
+    a reference."""
     measured = [(each.kl, each.kl_tokens) for each in answers if each.kl is not None and each.kl_tokens]
     return sum(kl for kl, _ in measured) / sum(tokens for _, tokens in measured) if measured else None
 
@@ -90,7 +90,7 @@ TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *(ea
 
 
 def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:
-    """A figure of some answers; `None` without answers, or where it is no finite number."""
+    """A figure of some answers; `None` without answers, or if the figure is not finite."""
     value = figure(answers) if answers else None
     return float(value) if value is not None and math.isfinite(value) else None
 
@@ -100,7 +100,7 @@ def checked_figures(given: Iterable[object], branches: Sequence[str] = ()) -> tu
 
     Args:
         given (`Iterable[object]`):
-            The objects and classes, such as `load_object` finds them.
+            The objects and classes, as `load_object` returns them.
         branches (`Sequence[str]`, *optional*):
             Branch names, which no figure may have.
 

@@ -31,7 +31,7 @@ class HeldOut(TrainerCallback):
         output_dir (`Path`):
             Folder of `held_out.json`.
         drain_rewards (`Callable[[], Sequence[float]]`):
-            The rewards of an evaluation's completions in their order, NaN where there is none.
+            Returns the rewards of an evaluation's completions in their order, NaN for a missing one.
         num_generations (`int`):
             Completions of a row. They are neighbours.
     """
@@ -87,15 +87,15 @@ class _Evaluation:
     step: int
     figures: Figures
     rows: Sequence[float]
-    """Mean reward of each row, NaN without one. Empty where the order of rows is not known."""
+    """Mean reward of each row, NaN without one. Empty if the order of rows is not known."""
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
-    """Mean reward of each row; NaN where none of its completions could be scored.
+    """Mean reward of each row; NaN if none of its completions could be scored.
 
     Args:
         rewards (`Sequence[float]`):
-            By completion, NaN where there is none. Those of a row are neighbours.
+            By completion, NaN for a missing one. Completions of a row are neighbours.
         num_generations (`int`):
             Completions of a row.
     """
@@ -116,7 +116,7 @@ def standard_error_of_change(before: Sequence[float], after: Sequence[float]) ->
             The same rows later.
 
     Returns:
-        `float` or `None`: `None` with fewer than two rows, or where the rows are not the same.
+        `float` or `None`: `None` with fewer than two rows, or if the rows are not the same.
     """
     if len(before) != len(after):
         return None

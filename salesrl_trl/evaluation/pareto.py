@@ -1,6 +1,6 @@
-"""Which points no other point beats: the Pareto front over the branches' scores.
+"""The points that no other point beats: the Pareto front over the branches' scores.
 
-Pure, standard library only. Owns neither where the scores come from nor what is done with the front.
+Pure, standard library only. Knows neither the source of the scores nor the use of the front.
 """
 
 import math
@@ -36,11 +36,11 @@ def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...
 
 
 def _scores(point: Mapping[str, float | None], branches: Sequence[str]) -> tuple[float, ...]:
-    """A point's scores in the branches' order; empty where one is missing."""
+    """A point's scores in the order of the branches; empty if one is missing."""
     scores = tuple(score for branch in branches if (score := point.get(branch)) is not None and not math.isnan(score))
     return scores if len(scores) == len(branches) else ()
 
 
 def _dominates(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Whether `one` is nowhere lower and somewhere higher: for tuples that are nowhere lower, that they differ."""
+    """Whether `one` is nowhere lower and somewhere higher. If it is nowhere lower, it is higher where they differ."""
     return one != other and all(a >= b for a, b in zip(one, other, strict=True))

@@ -1,6 +1,7 @@
 """Quick evaluations: a fixed held-out sample, answered greedily every few steps.
 
-Owns when one is due, and its order: answer, measure, record, keep the best policy, log. Answers come from a `Subject`.
+Owns the steps at which one is due, and its order: answer, measure, record, keep the best policy, log. A `Subject`
+answers.
 """
 
 import logging
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from salesrl_trl.evaluation.answers import Answered, Ranks, Row, Subject
+from salesrl_trl.evaluation.answers import Answered, Ranks, Subject
 from salesrl_trl.evaluation.best import BestPolicy
 from salesrl_trl.evaluation.figures import BETA, OWN_FIGURES, checked_figures
 from salesrl_trl.evaluation.record import (
@@ -20,7 +21,7 @@ from salesrl_trl.evaluation.record import (
 )
 from salesrl_trl.names import QUICK_EVAL, QUICK_EVAL_FILE, QUICK_SECONDS, REWARD, Phase, quick_of
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.types import Outcome
+from salesrl_trl.types import Example, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,12 @@ class QuickEvaluator:
     Args:
         subject (`Subject`):
             The policy: it answers, is saved, and logs.
-        rows (`Sequence[Row]`):
+        rows (`Sequence[Example]`):
             This rank's held-out rows, the same all through the run.
         branches (`Sequence[str]`):
             Branch names.
         settings (`QuickEvalSettings`):
-            When an evaluation is due, its figures, and the one that selects the best policy.
+            Steps between two evaluations, figures, and the figure that selects the best policy.
         output_dir (`Path`):
             Folder of the record and of the best policy.
         least_scored (`float`):
@@ -53,7 +54,7 @@ class QuickEvaluator:
     def __init__(
         self,
         subject: Subject,
-        rows: Sequence[Row],
+        rows: Sequence[Example],
         *,
         branches: Sequence[str],
         settings: QuickEvalSettings,
@@ -67,6 +68,8 @@ class QuickEvaluator:
         self._branches = branches
         self._settings = settings
         self._figures = checked_figures(settings.figures, branches)
+        self.figure_names = tuple(figure.name for figure in (*OWN_FIGURES, *self._figures))
+        """Names of the figures of each branch."""
         self._ranks = ranks
         self._timeline = timeline
         self._history = QuickEvalHistory(output_dir / QUICK_EVAL_FILE, settings.best, least_scored)
@@ -83,19 +86,19 @@ class QuickEvaluator:
         is_main = self._ranks.index == 0
         records, kept_step = self._ranks.from_main((self._history.read(), self._best.step) if is_main else ([], None))
         self._history.resume(records, step)
-        # A run may have ended between a step's checkpoint and its evaluation, which is then still due
+        # A run may have ended between a step's checkpoint and its evaluation. Then this evaluation is still due
         self._evaluated_step = step if self._history.has(step) else 0
         best = self._history.best
         if kept_step is None or (best is not None and best.step == kept_step):
             return
-        # The policy in the folder is of an earlier run, or of a step that this run goes back behind
+        # The policy in the folder is from an earlier run, or from a later step than the one this run resumes at
         self._history.best = None
         if is_main:
             aside = self._best.put_aside()
             logger.info(f"the best policy of an earlier start (step {kept_step}) is now in {aside}")
 
     def evaluate_if_due(self, step: int) -> None:
-        """Evaluate after this step where an evaluation is due and was not made yet.
+        """Evaluate after this step, if an evaluation is due and was not made yet.
 
         Args:
             step (`int`):
@@ -111,7 +114,7 @@ class QuickEvaluator:
             answers = self._ranks.gather(self._subject.answer(self._rows))
             betas, seconds = self._subject.betas(), time.perf_counter() - started
             evaluation = evaluation_of(answers, self._branches, betas, step, seconds, self._figures)
-            # All ranks go by the main one's figures: whether to save is decided alike, whatever a figure is made of
+            # All ranks use the figures of the main rank, so that all of them save the policy, or none
             evaluation = self._ranks.from_main(evaluation)
             is_best = self._history.add(evaluation)
         with self._timeline.phase(Phase.CHECKPOINT):
@@ -130,16 +133,15 @@ class QuickEvaluator:
             logger.info(f"[Best@{evaluation.step}] {by} {evaluation.score(by):.3f}, saved in {self._best.folder}")
         try:
             self._history.write()
-        except OSError as error:  # this rank's disk is full: the other ranks are not kept waiting
+        except OSError as error:  # a full disk must not keep the other ranks waiting
             logger.warning(f"{self._history.path} can't be written ({type(error).__name__})")
 
     def _logged(self, evaluation: QuickEvaluation) -> dict[str, float | None]:
-        names = [*(figure.name for figure in OWN_FIGURES), BETA, *(figure.name for figure in self._figures)]
         overall = {REWARD: evaluation.reward, **evaluation.figures}
         logged = {f"{QUICK_EVAL}{name}": value for name, value in overall.items()}
         logged[QUICK_SECONDS] = evaluation.seconds
         for branch, found in evaluation.branches.items():
-            logged |= {quick_of(branch, name): found.values[name] for name in names}
+            logged |= {quick_of(branch, name): found.values[name] for name in (*self.figure_names, BETA)}
         return logged
 
 

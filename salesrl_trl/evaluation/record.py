@@ -30,7 +30,7 @@ SHOWN_ON_FRONT = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickEvalSettings:
-    """When quick evaluations are due, and on how much: `QuickEvalSettings(steps=20, best="worst_branch")`."""
+    """Settings of quick evaluations: `QuickEvalSettings(steps=20, best="worst_branch")`."""
 
     steps: int = 0
     """Optimizer steps from one to the next; 0 for none."""
@@ -40,7 +40,7 @@ class QuickEvalSettings:
     """The figure that selects the best policy: `reward`, `worst_branch`, a branch's name or a figure's name. `None`
     keeps no policy."""
     figures: tuple[Figure, ...] = ()
-    """Figures of your own, beside the package's."""
+    """Figures of your own, beside those of the package."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class BranchFigures:
     """Answers that could be scored."""
     values: Mapping[str, float | None]
     """Figures by name: `score` (mean reward of those), `truncated` (share), `length` (mean tokens), `kl` (nats per
-    token), `beta`, and your own. `None` where one could not be measured."""
+    token), `beta`, and your own. `None` if it could not be measured."""
 
     @property
     def score(self) -> float | None:
@@ -74,7 +74,7 @@ class QuickEvaluation:
     seconds: float
     """Its duration."""
     mode: str = "greedy"
-    """How tokens were chosen."""
+    """The way of sampling."""
     figures: Mapping[str, float | None] = field(default_factory=dict)
     """Figures of your own over the answers of all branches, by name."""
 
@@ -85,11 +85,10 @@ class QuickEvaluation:
             by (`str`):
                 `reward`, `worst_branch`, a branch's name or the name of one of `figures`.
             least_scored (`float`):
-                Share in [0, 1] of each branch's answers that have to be scored: a few lucky ones are no evaluation.
+                Share in [0, 1] of each branch's answers that have to be scored: a few lucky answers are no evaluation.
 
         Returns:
-            `float` or `None`: `None` where it could not be measured, or where too little of a branch that it is about
-            was scored.
+            `float` or `None`: `None` if it could not be measured, or if too little of one of its branches was scored.
         """
         about = [figures for name, figures in self.branches.items() if figures.rows and by in self._names(name)]
         scores = [figures.score for figures in about if figures.scored >= least_scored * figures.rows]
@@ -101,11 +100,11 @@ class QuickEvaluation:
         return self.reward if by == REWARD else min(known)
 
     def _names(self, branch: str) -> tuple[str, ...]:
-        """What selects by this branch, alone or together with the others."""
+        """The values of `by` that depend on this branch, alone or together with others."""
         return branch, WORST_BRANCH, REWARD, *self.figures
 
     def scores(self, least_scored: float) -> dict[str, float | None]:
-        """By branch, to be compared with other evaluations; `None` as in `score`."""
+        """Scores by branch, for the comparison with other evaluations; `None` as in `score`."""
         return {name: self.score(name, least_scored) for name in self.branches}
 
     def line(self, figures: Sequence[Figure] = ()) -> str:
@@ -176,7 +175,7 @@ def evaluation_of(
         branches (`Sequence[str]`):
             Branch names.
         betas (`Mapping[str, float]`):
-            Coefficient by branch, where there is one.
+            Coefficient of each branch that has one.
         step (`int`):
             Optimizer steps done.
         seconds (`float`):

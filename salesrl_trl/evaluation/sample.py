@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from datasets import Dataset
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.answers import Ranks, Row
+from salesrl_trl.evaluation.answers import Ranks
+from salesrl_trl.types import Example
 
 
 def sample(
     dataset: object, branch_of: Callable[[int], str], rows: int, branches: Sequence[str], ranks: Ranks
-) -> list[Row]:
+) -> list[Example]:
     """This rank's rows.
 
     Args:
@@ -22,7 +23,7 @@ def sample(
         branch_of (`Callable[[int], str]`):
             The branch of a row, by the index in its column `row`.
         rows (`int`):
-            How many are wanted on all ranks. Each rank has at least one.
+            Number of rows on all ranks together. Each rank has at least one.
         branches (`Sequence[str]`):
             Branch names.
         ranks (`Ranks`):
@@ -54,15 +55,15 @@ def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) 
         branch_ids (`Sequence[int]`):
             Branch of each held-out row.
         rows (`int`):
-            How many are wanted.
+            Number of rows.
         branches (`int`):
-            How many branches there are.
+            Number of branches.
         processes (`int`):
             Processes that share the work.
 
     Returns:
-        `list[int]`: as many for each process, and at least one. Where there are too few rows: all of them, less the
-        rest of that division.
+        `list[int]`: equally many for each process, and at least one. With too few rows: all of them, less the rest of
+        that division.
     """
     by_branch = [[place for place, each in enumerate(branch_ids) if each == branch] for branch in range(branches)]
     turns = max((len(each) for each in by_branch), default=0)

@@ -1,6 +1,6 @@
-"""Completions that a vLLM server is asked for one by one, in the background.
+"""Completions that are requested from a vLLM server one by one, in the background.
 
-Knows neither vLLM nor TRL: `generation/vllm.py` says what one request is.
+Owns the threads, and their order. Knows neither vLLM nor TRL: `generation/vllm.py` sends a single request.
 """
 
 import contextlib
@@ -14,31 +14,33 @@ from threading import Semaphore, Thread
 from typing import Any
 
 MOST_REQUESTS = 1024
-"""In flight from a process to a server: as many sequences as vLLM's generates at once by default, on the GPUs where it
-is most."""
+"""Requests in flight from a process to a server. By default a vLLM server generates at most as many sequences at once.
+"""
+Completions = dict[str, Any]
+"""Result of `VLLMClient.generate`: by name a list with an entry for each completion, or `None`."""
 
 
 class Requests:
-    """Completions that a server is being asked for, each in a request of its own.
+    """Requests to a server, one for each completion.
 
-    Threads are daemons: where one request fails, or the thread that waits is interrupted, nobody waits for the others.
+    Threads are daemons: if one request fails, or the waiting thread is interrupted, nobody waits for the others.
 
     Args:
-        ask (`Callable[[int], dict]`):
-            Asks for the completion of this place; returns what `VLLMClient.generate` does, of one completion.
+        ask (`Callable[[int], Completions]`):
+            Asks for the completion at this place.
         count (`int`):
-            Completions.
+            Number of completions.
         finished (`Callable[[int, Sequence[int]], None]`):
-            Told of each completion's place and token ids as it comes, one after another, in a thread of its own.
+            Called with each completion's place and token ids as it comes, one after another, in a thread of its own.
         slots (`Semaphore`):
-            How many requests may be in flight, these and others.
+            Limits the requests in flight, these and others together.
         lane (`int`, *optional*, defaults to 0):
-            A number that no others have which may be in flight at the same time.
+            A number that differs from those of other `Requests` in flight at the same time.
     """
 
     def __init__(
         self,
-        ask: Callable[[int], dict[str, Any]],
+        ask: Callable[[int], Completions],
         count: int,
         finished: Callable[[int, Sequence[int]], None],
         slots: Semaphore,
@@ -46,23 +48,23 @@ class Requests:
     ) -> None:
         self._ask, self._finished, self._count, self._slots = ask, finished, count, slots
         self._places = deque(range(count))
-        self._came: queue.SimpleQueue[tuple[int, dict[str, Any]] | BaseException] = queue.SimpleQueue()
-        self._result: Future[dict[str, Any]] = Future()
+        self._came: queue.SimpleQueue[tuple[int, Completions] | BaseException] = queue.SimpleQueue()
+        self._result: Future[Completions] = Future()
         self.lane = lane
         self._given_up = False
         self.started = time.perf_counter()
         self.ended = math.nan
-        """When the last one had come, on the same clock."""
+        """When the last completion had come, on the same clock."""
         self._threads = [Thread(target=self._work, daemon=True) for _ in range(min(count, MOST_REQUESTS))]
         self._threads.append(Thread(target=self._collect, daemon=True))
         for thread in self._threads:
             thread.start()
 
-    def result(self) -> dict[str, Any]:
-        """All of them, as `VLLMClient.generate` returns those of as many prompts; waits.
+    def result(self) -> Completions:
+        """Wait for all completions, and return them as one request for all prompts would.
 
         Raises:
-            Whatever a request did, the first that failed. No other is begun then.
+            The error of the first request that failed. No other request is begun after it.
         """
         try:
             return self._result.result()
@@ -71,18 +73,18 @@ class Requests:
             raise
 
     def give_up(self) -> None:
-        """Ask for no more, and tell of no more; what is being asked for is left to itself."""
+        """Begin no more requests, and report no more completions. Requests in flight are left to themselves."""
         self._given_up = True
         self._places.clear()
         self._came.put(CancelledError())
 
     @property
     def in_flight(self) -> bool:
-        """Whether there is something to wait for."""
+        """Whether `join` would wait."""
         return any(thread.is_alive() for thread in self._threads)
 
     def join(self) -> None:
-        """Wait until no request is in flight, whatever comes of it."""
+        """Wait until no request is in flight, with or without success."""
         for thread in self._threads:
             thread.join()
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate.logging import get_logger
+from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
 from salesrl_trl.generation.requests import Requests
@@ -33,10 +34,10 @@ logger = get_logger(__name__)
 Finished = Callable[[int, Sequence[int]], None]
 """Called with a completion's place in the batch and its token ids."""
 Tokens = tuple[list[list[int]], list[list[float]] | None]
-"""Token ids of B completions, and the sampler's log-probs of them, or `None` where it gives none."""
+"""Token ids of B completions, and the sampler's log-probs of them, or `None` if it gives none."""
 TokenSource = Callable[[list[list[int]], int], Tokens]
-"""Generates: from token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt comes as
-often as it has completions: there is one completion to each of the B."""
+"""Generates: from token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt is
+repeated for each of its completions, so that each of the B has one completion."""
 
 SAMPLING_KWARGS = frozenset({"temperature", "top_p", "top_k", "min_p", "n", "best_of"})
 """Entries of `generation_kwargs` that greedy sampling leaves out."""
@@ -47,13 +48,13 @@ class Sampled:
     """Completions of one batch, as TRL's `_generate` returns them."""
 
     generated: tuple[Any, ...]
-    """Eight lists. Those that are not empty have length B."""
+    """Eight lists. Each has length B, or is empty."""
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
-    """What TRL measured while it generated. Logged with the step that trains on the batch."""
+    """TRL's figures of this generation. Logged with the step that trains on the batch."""
     tokens: int = 0
     """Tokens of prompts and completions on all ranks, as TRL counts them."""
     span: Span | None = None
-    """When a server generated in the background."""
+    """The time of a generation in the background."""
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -67,17 +68,18 @@ class Sampled:
 
     @property
     def completions(self) -> list[Any]:
-        """Texts, or TRL's conversational form."""
+        """Texts, or lists of chat messages."""
         return self.generated[3]  # type: ignore[no-any-return]
 
     @property
     def logprobs(self) -> list[list[float]] | None:
-        """The sampler's log-probs of the completions, where it gives them."""
+        """The sampler's log-probs of the completions, if it gives them."""
         return self.generated[4]  # type: ignore[no-any-return]
 
     def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, torch.Tensor]:
         """Prompts and completions as TRL pads them: `prompt_ids` and `prompt_mask` (B, P), padded on the left;
-        `completion_ids` and `completion_mask` (B, C), on the right."""
+        `completion_ids`, `completion_mask` and, if the sampler gives them, `sampling_per_token_logps` (B, C), on the
+        right."""
         tensors = {}
         for name, sequences, side in (
             ("prompt", self.prompt_ids, "left"),
@@ -87,11 +89,14 @@ class Sampled:
             for kind, columns, value in (("ids", ids, pad_token_id), ("mask", [*map(torch.ones_like, ids)], 0)):
                 rows = pad(columns, padding_value=value, padding_side=side, pad_to_multiple_of=multiple)
                 tensors[f"{name}_{kind}"] = rows.to(device)
+        if self.logprobs is not None:
+            logps = [torch.tensor(each) for each in self.logprobs]
+            tensors["sampling_per_token_logps"] = pad(logps, 0.0, pad_to_multiple_of=multiple).to(device)
         return tensors
 
 
 class Generate(Protocol):
-    """TRL's `_generate`: encodes prompts, generates, decodes, measures."""
+    """TRL's `_generate`: encodes prompts, generates, decodes and measures."""
 
     def __call__(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
         """Generate one completion for each prompt.
@@ -105,25 +110,25 @@ class Generate(Protocol):
 
 
 class Ask(Protocol):
-    """Asks vLLM's server for completions and does not wait for them."""
+    """Asks a vLLM server for completions, and does not wait for them."""
 
     def __call__(self, prompts: Sequence[object], finished: Finished) -> Requests: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upstream:
-    """The parts of TRL that a sampler of one's own may use."""
+    """The parts of TRL that a sampler of your own may use."""
 
     generate: Generate
     """TRL's own generation around the sampler's tokens."""
-    model: Callable[[], Any]
-    """The policy as it is now, without the wrappers of distributed training."""
+    model: Callable[[], PreTrainedModel]
+    """Returns the current policy, without the wrappers of distributed training."""
     step: Callable[[], int]
-    """Optimizer steps done: the weights move with it."""
+    """Returns the number of optimizer steps done. The weights change with it."""
     temperature: float
-    """Of sampling."""
+    """Temperature of sampling."""
     max_completion_length: int
-    """In tokens."""
+    """Largest number of tokens in a completion."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a completion."""
 
@@ -140,7 +145,7 @@ class Handle(Protocol):
         """Wait for all completions. Called once."""
 
     def give_up(self) -> None:
-        """Nobody will ask for the result."""
+        """Drop the result: nobody will ask for it."""
 
 
 @runtime_checkable
@@ -154,7 +159,7 @@ class Sampler(Protocol):
             prompts (`Sequence`):
                 B prompts, as the dataset has them.
             finished (`Finished`):
-                May be called with each completion when it is finished, from any thread: its reward then starts before
+                May be called with each completion when it is finished, from any thread. Then its reward starts before
                 the rest is generated.
             ahead (`bool`):
                 Whether the trainer has other work before it asks for the result.
@@ -186,12 +191,12 @@ class WholeBatch:
 
     Args:
         generate (`Generate`):
-            TRL's.
-        owner (`Any`):
-            Holds the settings of sampling: transformers' `GenerationConfig`, or TRL's `VLLMGeneration`.
+            TRL's `_generate`.
+        owner (`SalesVLLMGeneration` or `GenerationConfig`):
+            The settings of sampling.
     """
 
-    def __init__(self, generate: Generate, owner: object) -> None:
+    def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig) -> None:
         self._generate = generate
         self._owner = owner
 
@@ -216,7 +221,7 @@ class Streamed(WholeBatch):
 
     Args:
         generate (`Generate`):
-            TRL's.
+            TRL's `_generate`.
         owner (`SalesVLLMGeneration`):
             The engine.
     """
@@ -234,7 +239,7 @@ class Background(Streamed):
 
     Args:
         generate (`Generate`):
-            TRL's.
+            TRL's `_generate`.
         owner (`SalesVLLMGeneration`):
             The server's client.
         ask (`Ask`):
@@ -246,7 +251,7 @@ class Background(Streamed):
         self._ask = ask
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        """Ask the server. Where the trainer has nothing else to do, wait for it."""
+        """Ask the server. Wait for it if the trainer has nothing else to do."""
         if not ahead:
             return super().start(prompts, finished, ahead=ahead)
         return _Asked(self._ask(prompts, finished), prompts, self._collect)
@@ -279,7 +284,7 @@ class _Asked:
 
 
 def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: object) -> str | None:
-    """What keeps single completions from being known, with the texts that TRL will have; `None` if nothing does."""
+    """The reason why completions can't be reported one by one with the texts of TRL. `None` if they can."""
     if not use_vllm:
         return "transformers generates, a whole batch at once: they start when it is done"
     if has_rollout_func:
@@ -289,20 +294,27 @@ def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: objec
     return None
 
 
-def trl_sampler(generate: Generate, ask: Ask, owner: Any, *, is_served: bool, hindrance: str | None) -> Sampler:
+def trl_sampler(
+    generate: Generate,
+    ask: Ask,
+    owner: SalesVLLMGeneration | GenerationConfig,
+    *,
+    is_served: bool,
+    hindrance: str | None,
+) -> Sampler:
     """TRL's own generation.
 
     Args:
         generate (`Generate`):
-            TRL's.
+            TRL's `_generate`.
         ask (`Ask`):
             Asks a server.
-        owner (`Any`):
-            TRL's `VLLMGeneration`, or transformers' `GenerationConfig`.
+        owner (`SalesVLLMGeneration` or `GenerationConfig`):
+            The engine, or the settings of sampling.
         is_served (`bool`):
             Whether vLLM is a server.
         hindrance (`str`, *optional*):
-            What keeps single completions from being known.
+            From `why_not_streamed`.
     """
     if hindrance is not None:
         logger.info(f"off: rewards start as soon as a completion is finished, because {hindrance}")

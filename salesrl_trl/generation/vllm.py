@@ -1,15 +1,21 @@
-"""vLLM, in the trainer's process or as a server: the engine options TRL does not pass through, completions that are
-told of one by one, requests that go on in the background, and the weight push on a CPU.
+"""vLLM, in the trainer's process or as a server.
 
-Owns what differs from TRL's `VLLMGeneration`; when to generate and what to do with a completion stay TRL's and the
-trainer's. vLLM is imported only while an engine is built, so that this module costs nothing without it.
+Owns what differs from TRL's `VLLMGeneration`:
+
+- engine options that TRL does not pass through;
+- each completion is reported when it is finished;
+- requests to a server go on in the background;
+- the weight push on a CPU.
+
+Refuses to decide when to generate, and what to do with a completion. vLLM is imported only while an engine is built,
+so that this module costs nothing without it.
 """
 
 import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Semaphore
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +28,7 @@ from accelerate.utils.other import get_free_port
 from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration
 
-from salesrl_trl.generation.requests import MOST_REQUESTS, Requests
+from salesrl_trl.generation.requests import MOST_REQUESTS, Completions, Requests
 from salesrl_trl.process import allow_files
 from salesrl_trl.replaced import replaced
 
@@ -33,22 +39,22 @@ def engine_kwargs(
     load_format: str,
     dtype: str,
     seed: int,
-    extra: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The engine options TRL 1.16 does not pass through, for `vllm.LLM`.
+    extra: Mapping[str, object] | None = None,
+) -> dict[str, object]:
+    """The engine options that TRL 1.16 does not pass through, for `vllm.LLM`.
 
     Args:
         enforce_eager (`bool`):
-            Skip compilation and CUDA graphs: starts fast, generates two to three times slower on a GPU.
+            Skip compilation and CUDA graphs: the engine starts fast, and generates two to three times slower on a GPU.
         load_format (`str`):
             `"auto"` reads the checkpoint. `"dummy"` leaves the weights random until the first push, which TRL always
-            makes before the first generation.
+            makes before the first generation; see `pushes_all_weights`.
         dtype (`str`):
             Number format of vLLM's weights and activations, for example `"bfloat16"`.
         seed (`int`):
-            Seed of the sampler. TRL's is the rank alone, so two runs with different seeds would sample alike.
-        extra (`dict`, *optional*):
-            Further `vllm.LLM` arguments; they win over all others, TRL's own included.
+            Seed of the sampler. TRL takes the rank alone, so two runs with different seeds would sample alike.
+        extra (`Mapping`, *optional*):
+            Further `vllm.LLM` arguments. They replace all others, those of TRL too.
     """
     return {
         "enforce_eager": enforce_eager,
@@ -60,33 +66,36 @@ def engine_kwargs(
 
 
 _ALONE = SimpleNamespace(is_main_process=True, process_index=0)
-"""Of a process's `Accelerator`, what TRL's `generate` reads where a server is asked."""
+"""The only process: the members of `Accelerator` that TRL's `generate` reads before it asks a server."""
+_Single = Callable[[int], Completions]
+"""Asks the server for the completion at this place."""
 
 
 class SalesVLLMGeneration(VLLMGeneration):
-    """TRL's vLLM generation with engine options, a server that is asked for each completion by itself, and a weight
-    push that works on a CPU.
+    """TRL's vLLM generation, with engine options, single requests to a server, and a weight push on a CPU.
 
-    Changes three things only, and adds `streamed`, `begun`, `answered` and `settle`:
-    - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments, and gives every process a client
-      of the server that keeps as many connections as it has requests in flight;
-    - `generate` asks a server for completions one by one, from every process, while those are active;
-    - `sync_weights` waits for the server's answers first, so that a completion is of one policy. On a CPU it reloads
-      all weights through the worker, because vLLM's CPU backend repacks parameters after loading and TRL's
-      parameter-by-parameter push then fails.
+    Changes three methods, and adds `streamed`, `begun`, `answered` and `settle`:
+
+    - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments. Every process gets a client of
+      the server, with as many connections as it has requests in flight.
+    - While `streamed`, `begun` or `answered` is active, `generate` asks a server for completions one by one, from
+      every process.
+    - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU
+      it reloads all weights through the worker: vLLM's CPU backend repacks parameters after loading, so that TRL's
+      push of single parameters fails.
 
     Args:
-        engine_options (`dict[str, Any]`):
+        engine_options (`Mapping[str, object]`):
             From `engine_kwargs`.
-        kwargs:
+        args, kwargs:
             TRL's own.
     """
 
     vllm_client: Any
 
-    def __init__(self, *args: Any, engine_options: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(self, *args: object, engine_options: Mapping[str, object], **kwargs: object) -> None:
         self.engine_options = engine_options
-        self._ask: Callable[..., dict[str, Any]] | None = None
+        self._collect: Callable[[_Single, int], Completions] | None = None  # asks for so many completions, one by one
         self._waits = True
         self._under_way: list[Requests] = []
         self._slots = Semaphore(MOST_REQUESTS)
@@ -96,11 +105,11 @@ class SalesVLLMGeneration(VLLMGeneration):
         stock = upstream_vllm.LLM
 
         @functools.wraps(stock)
-        def build(**kwargs: Any) -> Any:
+        def build(**kwargs: object) -> object:
             return stock(**{**kwargs, **self.engine_options})
 
-        # Without a named port TRL takes the first free one of a short list, and two runs that start together take the
-        # same. A launcher of several processes has named one.
+        # Without a named port, TRL takes the first free one of a short list. Two runs that start together would take
+        # the same one. A launcher of several processes has named a port.
         if os.environ.get("MASTER_PORT", "").strip().lower() in ("", "0", "auto"):
             os.environ["MASTER_PORT"] = str(get_free_port())
         with replaced(upstream_vllm, "LLM", build):
@@ -119,7 +128,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         if self.mode == "server":
             self.settle()
             super().sync_weights()
-            self.accelerator.wait_for_everyone()  # nobody asks before the weights are there
+            self.accelerator.wait_for_everyone()  # no process asks before the weights are there
             return
         if self.accelerator.device.type != "cpu":
             super().sync_weights()
@@ -131,110 +140,93 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def streamed(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
-        """While active, tell of each completion as soon as it is finished.
+        """While active, report each completion as soon as it is finished.
 
         Args:
             finished (`Callable[[int, Sequence[int]], None]`):
-                Called with a completion's place in the batch and its token ids, in between two steps of a colocated
-                engine; of a server, in another thread.
+                Called with a completion's place in the batch and its token ids. With a colocated engine it is called
+                between two steps; with a server, from another thread.
             size (`int`):
-                Completions of this process. Under tensor parallelism every process of a group generates those of all;
-                others' are not told.
+                Completions of this process. Under tensor parallelism every process of a group generates those of the
+                whole group. Those of other processes are not reported.
         """
-        with self._served(finished) if self.mode == "server" else self._stepped(finished, size):
+        if self.mode != "server":
+            with self._stepped(finished, size):
+                yield
+            return
+        with replaced(self, "_collect", lambda single, count: self._request(single, count, finished).result()):
             yield
 
     @contextlib.contextmanager
     def begun(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[list[Requests]]:
-        """While active, `generate` asks the server for this process's completions and returns none of them: what was
-        asked for is in the list that this yields, for `answered`.
+        """While active, `generate` asks the server for the completions of this process and returns none of them.
 
         Args:
             finished (`Callable[[int, Sequence[int]], None]`):
-                As of `streamed`; called from another thread.
+                As in `streamed`. Called from another thread.
+
+        Yields:
+            `list[Requests]`: the requests, for `answered`.
         """
         begun: list[Requests] = []
 
-        def ask(send: Any, samples: list[int], **request: Any) -> dict[str, Any]:
-            begun.append(self._request(send, samples, finished, **request))
+        def begin(single: _Single, count: int) -> Completions:
+            begun.append(self._request(single, count, finished))
             return {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
-        with replaced(self, "_ask", ask), replaced(self, "_waits", False):
+        with replaced(self, "_collect", begin), replaced(self, "_waits", False):
             yield begun
 
     @contextlib.contextmanager
     def answered(self, requests: Requests) -> Iterator[None]:
-        """While active, `generate` returns what came of these, once all of it is there."""
-        with replaced(self, "_ask", lambda send, samples, **request: requests.result()):
+        """While active, `generate` waits for these requests and returns their completions."""
+        with replaced(self, "_collect", lambda single, count: requests.result()):
             yield
 
     def settle(self) -> None:
-        """Wait until the server has answered everything that any process asked it for; a collective."""
+        """Wait until the server has answered all requests of all processes; a collective."""
         while self._under_way:
             self._under_way[-1].join()
             self._under_way.pop()
         self.accelerator.wait_for_everyone()
 
     def generate(
-        self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any = None
+        self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: object = None
     ) -> tuple[Any, ...]:
-        """TRL's `generate`; of a server, where it is streamed, each process asks for its own completions.
+        """TRL's `generate`. Where completions are reported, each process asks a server for its own completions.
 
-        TRL gathers all prompts in the first process, whose one request is answered when the last completion is
-        finished. Here each completion is a request of its own. The server batches them all the same.
+        TRL gathers all prompts in the first process. Its one request is answered when the last completion is finished.
+        Here each completion is a request of its own. The server batches them all the same.
         """
-        if self._ask is None:
+        if self._collect is None:
             return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
         first = self.accelerator.process_index * len(prompts)
         samples = [place % num_generations for place in range(first, first + len(prompts))]
+        collect, send = self._collect, self.vllm_client.generate
+
+        def ask(*, prompts: list[list[int]], **request: Any) -> Completions:
+            return collect(_single(send, samples, prompts, **request), len(prompts))
+
         with (
-            replaced(self.vllm_client, "generate", functools.partial(self._ask, self.vllm_client.generate, samples)),
+            replaced(self.vllm_client, "generate", ask),
             replaced(self, "accelerator", _ALONE),
             replaced(upstream_vllm, "gather_object", lambda each: each),
             replaced(upstream_vllm, "broadcast_object_list", lambda each, from_process: each),
         ):
             return super().generate(prompts, images, 1, profiler if self._waits else None)  # type: ignore[no-any-return]
 
-    def _request(
-        self,
-        send: Callable[..., dict[str, Any]],
-        samples: list[int],
-        finished: Callable[[int, Sequence[int]], None],
-        *,
-        prompts: list[list[int]],
-        features: list[Any] | None,
-        n: int,
-        generation_kwargs: dict[str, Any],
-        **sampling: Any,
-    ) -> Requests:
-        """Ask for one completion of each prompt, which is such a sample of it, by `VLLMClient.generate`."""
-
-        def one(place: int) -> dict[str, Any]:
-            further = dict(generation_kwargs)
-            if further.get("seed") is not None:
-                further["seed"] += samples[place]  # as vLLM seeds the samples of a prompt
-            chosen = None if features is None else [features[place]]
-            return send([prompts[place]], features=chosen, n=n, generation_kwargs=further, **sampling)
-
+    def _request(self, single: _Single, count: int, finished: Callable[[int, Sequence[int]], None]) -> Requests:
         self._under_way = [each for each in self._under_way if each.in_flight]
         taken = {each.lane for each in self._under_way}
         lane = next(number for number in itertools.count() if number not in taken)
-        requests = Requests(one, len(prompts), finished, self._slots, lane)
+        requests = Requests(single, count, finished, self._slots, lane)
         self._under_way.append(requests)
         return requests
 
     @contextlib.contextmanager
-    def _served(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[None]:
-        def ask(send: Any, samples: list[int], **request: Any) -> dict[str, Any]:
-            return self._request(send, samples, finished, **request).result()
-
-        with replaced(self, "_ask", ask):
-            yield
-
-    @contextlib.contextmanager
     def _stepped(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
-        """`LLM.generate` adds all its requests in order and then asks the engine for one step after another; both are
-        listened to."""
+        """`LLM.generate` adds all its requests in order, and then asks the engine for one step after another. Both
+        methods are watched."""
         first = 0
         if self.tensor_parallel_size > 1:
             first = torch.distributed.get_rank(group=self.tp_group) * size
@@ -242,28 +234,58 @@ class SalesVLLMGeneration(VLLMGeneration):
         add_request, step = engine.add_request, engine.step
         places: dict[str, int] = {}
 
-        def noted(request_id: str, *args: Any, **kwargs: Any) -> Any:
+        def add_watched(request_id: str, *args: object, **kwargs: object) -> object:
             places[request_id] = len(places) - first
             return add_request(request_id, *args, **kwargs)
 
-        def told() -> Any:
+        def step_watched() -> object:
             outputs = step()
             for output in outputs:
                 if output.finished and 0 <= (place := places[output.request_id]) < size:
                     finished(place, output.outputs[0].token_ids)
             return outputs
 
-        with replaced(engine, "add_request", noted), replaced(engine, "step", told):
+        with replaced(engine, "add_request", add_watched), replaced(engine, "step", step_watched):
             try:
                 yield
-            except BaseException:  # an interruption: the next generation would be told of these too
-                with contextlib.suppress(Exception):  # of an engine that is gone: the first error is the one to tell
+            except BaseException:  # an interruption: these requests would finish in the next generation
+                with contextlib.suppress(Exception):  # the engine may be gone: the first error is the one to raise
                     engine.abort_request(list(places))
                 raise
 
 
+def _single(
+    send: Callable[..., Completions],
+    samples: Sequence[int],
+    prompts: Sequence[list[int]],
+    *,
+    features: Sequence[object] | None,
+    generation_kwargs: Mapping[str, Any],
+    **sampling: object,
+) -> _Single:
+    """Single requests out of one for many prompts.
+
+    Args:
+        send (`Callable`):
+            `VLLMClient.generate`.
+        samples (`Sequence[int]`):
+            By place, the number of the completion among those of its prompt.
+        prompts (`Sequence[list[int]]`), features, generation_kwargs, sampling:
+            Arguments of `VLLMClient.generate`.
+    """
+
+    def ask(place: int) -> Completions:
+        further = dict(generation_kwargs)
+        if further.get("seed") is not None:
+            further["seed"] += samples[place]  # as vLLM seeds the samples of a prompt
+        chosen = None if features is None else [features[place]]
+        return send([prompts[place]], features=chosen, generation_kwargs=further, **sampling)
+
+    return ask
+
+
 @contextlib.contextmanager
-def vllm_engine_options(options: dict[str, Any]) -> Iterator[None]:
+def vllm_engine_options(options: Mapping[str, object]) -> Iterator[None]:
     """While active, a `GRPOTrainer` under construction builds `SalesVLLMGeneration` with these engine options."""
     build = functools.partial(SalesVLLMGeneration, engine_options=options)
     with replaced(upstream_trainer, "VLLMGeneration", build):
@@ -273,15 +295,32 @@ def vllm_engine_options(options: dict[str, Any]) -> Iterator[None]:
 def has_tied_head(model: PreTrainedModel) -> bool:
     """Whether the output head shares the input embedding's weights.
 
-    vLLM's CPU backend leaves such a head at its initial values on `reload_weights` (seen with 0.31: a mean log-prob
-    difference of 2.02 where an untied model has 0.002), so that every completion is noise.
+    On `reload_weights`, vLLM's CPU backend leaves such a head at its initial values, so that every completion is
+    noise. With vLLM 0.31 the mean log-prob difference was 2.02, against 0.002 of an untied model.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and embedding is not None and head.weight is embedding.weight
 
 
+def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
+    """Whether the trainer's push sets every weight of a colocated engine.
+
+    TRL pushes parameters. So a model with saved buffers, such as a router's bias, keeps those that the engine has. A
+    quantised engine quantises its weights while it reads them.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`):
+            The policy.
+        on_cpu (`bool`):
+            Whether the engine runs on a CPU, where a tied head is not set (`has_tied_head`).
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    is_whole = parameters.issuperset(model.state_dict())
+    return is_whole and not getattr(model, "is_quantized", False) and not (on_cpu and has_tied_head(model))
+
+
 def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dtype | None) -> str:
-    """The number format vLLM should sample in, so that it agrees with the training forward.
+    """The number format in which vLLM should sample, so that it agrees with the training forward pass.
 
     Args:
         requested (`str`):
@@ -291,7 +330,7 @@ def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dty
         fp16 (`bool`):
             Training runs under fp16 autocast.
         model_dtype (`torch.dtype`, *optional*):
-            Of the training weights; decides where neither flag is set.
+            Number format of the training weights. It decides if neither flag is set.
     """
     if requested != "auto":
         return requested

@@ -112,7 +112,7 @@ class BranchedKL:
         (checkpoint / KL_STATE_FILE).write_text(text + "\n", encoding="utf-8")
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint; as configured, with a warning, where it has no state of the KL."""
+        """Go on from a checkpoint. Without a state of the KL in it, start as configured, with a warning."""
         path = checkpoint / KL_STATE_FILE
         if not path.is_file():
             logger.warning(f"{checkpoint} holds no {KL_STATE_FILE}: the KL coefficients start as configured")

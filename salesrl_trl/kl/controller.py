@@ -14,7 +14,7 @@ from salesrl_trl.kl.law import KLLaw, KLTarget, State, moved, name_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSettings:
-    """Which optimizer steps belong to a window.
+    """The optimizer steps of a window.
 
     Raises:
         `ConfigError`: for numbers that can't work.
@@ -62,7 +62,7 @@ class BranchController:
         branch (`str`):
             Its name.
         target (`KLTarget`):
-            Where its KL is to be.
+            The target of its KL.
         law (`KLLaw`, *optional*):
             Moves the coefficient. Without a law the coefficient stays, and only the share of steps in the band is
             counted.

@@ -5,7 +5,7 @@ Pure functions of tensors. With x = log pi_ref(token) - log pi(token) of a token
 
     k1 = -x              unbiased, high variance
     k2 = x^2 / 2         biased, low variance
-    k3 = e^x - 1 - x     unbiased, never negative; TRL's
+    k3 = e^x - 1 - x     unbiased, never negative; TRL has this one
 
 The average gradient of each depends on whether the importance ratio is a factor of it (`use_bias_correction_kl`):
 

@@ -1,4 +1,4 @@
-"""Where a branch's KL is to be, and the law that moves its coefficient there.
+"""The target of a branch's KL, and the law that moves the branch's coefficient.
 
 Owns the band (`KLTarget`), the interface of a law (`KLLaw`) and the packaged law (`ControlLaw`). A law of your own is
 one class with the method `move`; docs/KL.md has an example.
@@ -37,7 +37,7 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLTarget:
-    """Where a branch's KL is to be: `KLTarget(beta=0.1, low=0.02, high=0.06)`.
+    """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`.
 
     Raises:
         `ConfigError`: for a target that can't work.

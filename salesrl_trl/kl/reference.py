@@ -1,6 +1,6 @@
-"""The reference policy that the KL is measured to.
+"""The reference policy, to which the KL is measured.
 
-Owns how TRL is made to load it, and which model stands for it at the moment. Refuses to compute log-probs: TRL does.
+Owns its loading by TRL, and which model stands for it at the moment. Refuses to compute log-probs: TRL does.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from salesrl_trl.replaced import replaced
 def reference_wanted(args: GRPOConfig, wanted: bool) -> Iterator[None]:
     """While active, a `GRPOTrainer` under construction loads a reference model, and takes its log-probs, if wanted.
 
-    TRL does so if `args.beta` is not 0. A single process would spread the model over all GPUs in sight
-    (`device_map="auto"`); here the model goes where the policy is.
+    TRL does so if `args.beta` is not 0. In a single process TRL would spread the model over all visible GPUs
+    (`device_map="auto"`). Here the model goes to the device of the policy.
     """
     on_one_device = functools.partial(upstream_trainer.create_model_from_path, device_map=None)
     with (
@@ -38,7 +38,7 @@ class Reference:
         model (`torch.nn.Module`):
             The policy, with its adapter if there is one.
         ref_model (`torch.nn.Module`, *optional*):
-            TRL's own copy. With an adapter there is none: the policy without its adapter is the reference.
+            TRL's copy. `None` with an adapter: then the policy without its adapter is the reference.
     """
 
     def __init__(self, model: torch.nn.Module, ref_model: torch.nn.Module | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from salesrl_trl.names import DATA_LOADING_RATIO, REWARD_EXPOSED, Phase, time_of
 from salesrl_trl.report.figures import (
+    OTHERS,
     POLICY,
     SERVICES,
     failures_of,
@@ -34,7 +35,7 @@ DATA_LOADING_SHARE = 0.05
 
 
 def advice(run: Run) -> tuple[str, ...]:
-    """What to look at, the most costly first; empty if all figures are in their usual range."""
+    """Sentences of advice, the most costly problem first; empty if all figures are in their usual range."""
     found = (
         _skipped(run), _unscored(run), _exposed(run), _outside(run), _invalid(run), _loading(run), _unmeasured(run)
     )  # fmt: skip
@@ -86,14 +87,18 @@ def _invalid(run: Run) -> str:
 
 
 def _unscored(run: Run) -> str:
-    found, share = failures_of(run, SERVICES)
-    if not found or (share is not None and share <= FAILED_SHARE):
-        return ""
-    of = "Completions" if share is None else f"{percent(share)} of the completions"
-    return (
-        f"{of} could not be scored because a service failed{_mostly(found)}. That is no fault of the policy: look at "
-        "that service (docs/SERVICES.md)."
-    )
+    told = []
+    for who, why, where in (
+        (SERVICES, " because a service failed", "that service (docs/SERVICES.md)"),
+        (OTHERS, "", "that reason code (docs/SERVICES.md), or at your own reward"),
+    ):
+        found, share = failures_of(run, who)
+        if found and (share is None or share > FAILED_SHARE):
+            of = "Completions" if share is None else f"{percent(share)} of the completions"
+            told.append(
+                f"{of} could not be scored{why}{_mostly(found)}. That is no fault of the policy: look at {where}."
+            )
+    return " ".join(told)
 
 
 def _mostly(found: Mapping[str, float]) -> str:

@@ -27,8 +27,11 @@ from salesrl_trl.report.records import QuickEval, Run
 from salesrl_trl.reward.parsing import INVALID_REASONS
 from salesrl_trl.types import Outcome
 
-POLICY, SERVICES = "the policy", "services"
-"""Who failed."""
+POLICY, SERVICES, OTHERS = "the policy", "services", "others"
+"""The sources of failures. `OTHERS`: the run itself, an error in code, or a reason code of the user's own reward."""
+_SERVICE_REASON = re.compile(
+    "(rag_8b|rag_32b|embedding|judge)_.+|vector_store_failed|no_passages|no_reference|deadline"
+)
 EDGE_SHARE = 0.1
 """Share of the steps at each end whose mean stands for the start or the end. A single step is mostly noise."""
 
@@ -162,18 +165,22 @@ def failed_share(run: Run) -> float | None:
 
 
 def whose(reason: str) -> str:
-    """Who failed: `POLICY`, with a completion that is no valid action, or `SERVICES`."""
-    return POLICY if reason in INVALID_REASONS else SERVICES
+    """The source of a failure: `POLICY`, with a completion that is no valid action, `SERVICES`, or `OTHERS`."""
+    if reason in INVALID_REASONS:
+        return POLICY
+    return SERVICES if _SERVICE_REASON.fullmatch(reason) else OTHERS
 
 
 def failures_of(run: Run, who: str) -> tuple[dict[str, float], float | None]:
-    """The failures of the policy or of the services by reason, and their share of all completions; `None` if outcomes
-    were not logged."""
+    """The failures of the policy, the services or the others by reason, and their share of all completions; `None` if
+    outcomes were not logged. Services and others have the same outcomes, so their reasons divide the share."""
     failed = [outcome for outcome in Outcome if outcome is not Outcome.OK]
     outcomes = [outcome for outcome in failed if (outcome is Outcome.INVALID_ACTION) == (who == POLICY)]
     shares = [share for outcome in outcomes if (share := mean(run.of(outcome_of(outcome)).values())) is not None]
-    found = {reason: times for reason, times in failures(run).items() if whose(reason) == who}
-    return found, sum(shares) if shares else None
+    alike = {reason: times for reason, times in failures(run).items() if (whose(reason) == POLICY) == (who == POLICY)}
+    found = {reason: times for reason, times in alike.items() if whose(reason) == who}
+    part = sum(found.values()) / sum(alike.values()) if alike else 1.0
+    return found, part * sum(shares) if shares else None
 
 
 def skipped_updates(run: Run) -> float:

@@ -183,7 +183,7 @@ def _image(picture: bytes, words: str) -> str:
 
 
 def _table(head: Cells, rows: Iterable[Cells]) -> str:
-    """A table. The first column names the row, the others are numbers."""
+    """A table. The first column has the names of the rows, the others have numbers."""
     cells = "".join(f'<th scope="col"{_right(at)}>{escape(cell)}</th>' for at, cell in enumerate(head))
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>'
@@ -217,9 +217,9 @@ def _advice(run: Run) -> str:
 def _reward(run: Run, pictures: Pictures) -> str:
     if pictures.reward is None:
         return _paragraph("No reward was logged.")
-    told = "; ".join(f"{name.removeprefix('Reward, ')} {value}" for name, value in summary(run)
-                     if name.startswith("Reward"))  # fmt: skip
-    return _image(pictures.reward, f"Mean reward over the steps. {told}")
+    values = "; ".join(f"{name.removeprefix('Reward, ')} {value}" for name, value in summary(run)
+                       if name.startswith("Reward"))  # fmt: skip
+    return _image(pictures.reward, f"Mean reward over the steps. {values}")
 
 
 def _kl(run: Run, pictures: Pictures) -> str:
@@ -228,9 +228,9 @@ def _kl(run: Run, pictures: Pictures) -> str:
     values = dict(summary(run))
     parts = []
     for branch, picture in pictures.kl.items():
-        told = values[f"KL in band, {shown(branch)}"]
-        parts.append(f"<h3>{escape(shown(branch))}</h3>\n{_remark(told)}")
-        parts.append(_image(picture, f"KL of {shown(branch)} over the steps, with its coefficient. {told}"))
+        value = values[f"KL in band, {shown(branch)}"]
+        parts.append(f"<h3>{escape(shown(branch))}</h3>\n{_remark(value)}")
+        parts.append(_image(picture, f"KL of {shown(branch)} over the steps, with its coefficient. {value}"))
     return "".join(parts)
 
 
@@ -294,16 +294,18 @@ def _quick_evals(run: Run, pictures: Pictures) -> str:
 
 
 def _eval_table(evals: Sequence[QuickEval], best: Sequence[int]) -> str:
-    branches = sorted({branch for each in evals for branch in each.branches})
+    branches = sorted({branch for each in evals for branch in each.scores})
+    own = sorted({name for each in evals for name in each.figures})
     top = figures.best_eval(evals)
-    told = {*best, len(evals) - 1, *(at for at, each in enumerate(evals) if each is top)}
-    kept = [at for at in range(len(evals)) if len(evals) <= MOST_ROWS or at in told]
-    head = ("Step", "Reward", *map(shown, branches), "On the front", "Best")
+    chosen = {*best, len(evals) - 1, *(at for at, each in enumerate(evals) if each is top)}
+    kept = [at for at in range(len(evals)) if len(evals) <= MOST_ROWS or at in chosen]
+    head = ("Step", "Reward", *map(shown, branches), *map(shown, own), "On the front", "Best")
     rows = [
         (
             str(evals[at].step),
             number(evals[at].reward),
             *(number(evals[at].scores.get(branch)) for branch in branches),
+            *(figure(evals[at].figures.get(name)) for name in own),
             "yes" if at in best else "",
             "yes" if evals[at] is top else "",
         )
@@ -322,7 +324,7 @@ def _stages(run: Run) -> str:
     ]
     head = ("Stage", "p50", "p95", "Longest", "In the slowest completion")
     return _table(head, rows) + _remark(
-        "p50, p95 and the slowest completion of each step are means over the steps; the longest is the whole run's."
+        "p50, p95 and the slowest completion of each step are means over the steps; the longest is of the whole run."
     )
 
 

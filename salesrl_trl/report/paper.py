@@ -118,7 +118,7 @@ def _running_means(values: Sequence[float], window: int) -> list[float]:
 
 
 def marker_of(series: Mapping[int, float]) -> str:
-    """A dot for each point where there are few of them."""
+    """A dot for each point, if there are few of them."""
     return "o" if len(series) <= FEW_POINTS else "None"
 
 

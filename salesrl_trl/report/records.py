@@ -31,24 +31,6 @@ RUNS = "runs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuickBranch:
-    """One branch in a quick evaluation; `None` for a figure that was not measured."""
-
-    score: float | None
-    """Mean score of the branch's rows."""
-    truncated: float | None = None
-    """Share of completions that reached the length limit."""
-    length: float | None = None
-    """Mean length of a completion, in tokens."""
-    kl: float | None = None
-    """KL to the reference, in nats per token."""
-    beta: float | None = None
-    """The branch's KL coefficient at that step."""
-    rows: float | None = None
-    """Number of rows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class QuickEval:
     """One line of `quick_eval.jsonl`."""
 
@@ -58,17 +40,12 @@ class QuickEval:
     """The way of sampling: `"greedy"`."""
     reward: float | None
     """Mean reward over all branches."""
-    seconds: float | None
-    """Its seconds."""
     best: bool
     """Whether it is marked as the best."""
-    branches: Mapping[str, QuickBranch]
-    """By branch name."""
-
-    @property
-    def scores(self) -> dict[str, float | None]:
-        """Score by branch, for `pareto_front`."""
-        return {branch: each.score for branch, each in self.branches.items()}
+    scores: Mapping[str, float | None]
+    """Mean score by branch. `None` where no row was scored."""
+    figures: Mapping[str, float | None]
+    """The user's own figures over all rows, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,12 +243,8 @@ def _quick_evals(path: Path) -> tuple[tuple[QuickEval, ...], tuple[str, ...]]:
             bad += 1
         else:
             found[evaluation.step, evaluation.mode] = evaluation
-    lines = (
-        f"1 line of {QUICK_EVAL_FILE} could not be read and counts"
-        if bad == 1
-        else (f"{bad} lines of {QUICK_EVAL_FILE} could not be read and count")
-    )
-    unread = (f"{lines} for nothing",) if bad else ()
+    lines = "1 line" if bad == 1 else f"{bad} lines"
+    unread = (f"{lines} of {QUICK_EVAL_FILE} could not be read, left out",) if bad else ()
     return tuple(found[key] for key in sorted(found)), unread
 
 
@@ -292,19 +265,19 @@ def _parsed(text: str) -> object:
 def _quick_eval(record: object) -> QuickEval | None:
     if not isinstance(record, dict) or (step := _number(record.get("step"))) is None:
         return None
-    branches = record.get("branches")
+    branches, figures = _mapping(record.get("branches")), _mapping(record.get("figures"))
     return QuickEval(
         step=int(step),
         mode=str(record.get("mode") or "evaluation"),
         reward=_number(record.get("reward")),
-        seconds=_number(record.get("seconds")),
         best=record.get("best") is True,
-        branches={
-            branch: QuickBranch(**{name: _number(each.get(name)) for name in QuickBranch.__slots__})
-            for branch, each in (branches.items() if isinstance(branches, dict) else ())
-            if isinstance(each, dict)
-        },
+        scores={branch: _number(each.get("score")) for branch, each in branches.items() if isinstance(each, dict)},
+        figures={name: _number(value) for name, value in figures.items()},
     )
+
+
+def _mapping(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
 
 
 def _held_out(path: Path) -> tuple[tuple[HeldOut, ...], tuple[str, ...]]:

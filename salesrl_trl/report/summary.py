@@ -25,6 +25,7 @@ from salesrl_trl.names import (
     time_of,
 )
 from salesrl_trl.report.figures import (
+    OTHERS,
     POLICY,
     SERVICES,
     band,
@@ -125,8 +126,8 @@ def _branch_kl(run: Run, branch: str) -> str:
 def _failure_total(run: Run) -> str:
     if not failures(run) and (share := failed_share(run)) is not None:
         return "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
-    told = [words for who in (POLICY, SERVICES) if (words := _failures_of(run, who))]
-    return "; ".join(told) or "were not logged"
+    counts = [words for who in (POLICY, SERVICES, OTHERS) if (words := _failures_of(run, who))]
+    return "; ".join(counts) or "were not logged"
 
 
 def _failures_of(run: Run, who: str) -> str:
@@ -176,5 +177,5 @@ def _best(run: Run) -> str:
 def _held_out(evaluations: Sequence[HeldOut]) -> str:
     if not evaluations:
         return "no held-out evaluation was written"
-    told = [f"{number(each.figures.get(REWARD))} at step {each.step}" for each in (evaluations[0], evaluations[-1])]
-    return f"reward {' → '.join(told if len(evaluations) > 1 else told[:1])}"
+    rewards = [f"{number(each.figures.get(REWARD))} at step {each.step}" for each in (evaluations[0], evaluations[-1])]
+    return f"reward {' → '.join(rewards if len(evaluations) > 1 else rewards[:1])}"

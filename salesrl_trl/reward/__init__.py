@@ -1,7 +1,8 @@
 """From a completion's text to its reward.
 
 Owns:
-- one completion: `parsing`, the order of the stages (`chain`), a stage of your own (`stage`), the number (`scoring`);
+- one completion: `parsing`, the order of the stages (`chain`), a stage of your own (`stage`), the times of all stages
+  (`stage_times`), the number (`scoring`);
 - a batch: rewards while they come in (`batch`, `open_batches`), any reward (`base`), the trainer's side (`desk`);
 - answers that are kept (`cache`, `answer_store`, `answer_file`);
 - the reward in a process of its own (`remote`, `worker`);

@@ -15,23 +15,23 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 0.1
-"""Patience with another process that writes to the file: a commit takes milliseconds."""
+"""Longest wait for another process that writes to the file. A commit takes milliseconds."""
 LOCK_PAUSE_S = 1.0
-"""For so long a locked file counts as empty, without another look at it."""
+"""Seconds for which a locked file counts as empty, without another look at it."""
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 class AnswerFile:
-    """The file, used on one thread. Logs once why it is of no use.
+    """The file, used on one thread. Logs once why it can't be used.
 
     Args:
         path (`Path`):
@@ -46,9 +46,9 @@ class AnswerFile:
         self._said_locked = False
         self._open: sqlite3.Connection | None = None
 
-    def read(self, keys: Iterable[str]) -> dict[str, Any]:
+    def read(self, keys: Iterable[str]) -> dict[str, object]:
         """The values of those keys that are in the file."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         if not self._may_be_read or time.monotonic() < self._locked_until:
             return found
         try:
@@ -91,7 +91,7 @@ class AnswerFile:
         return True
 
     def use(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
-        """What `work` makes of the file; `None` where it is locked or broken."""
+        """Run `work` on the file. Returns `None` if the file is locked or broken."""
         try:
             return work(self._opened())
         except (sqlite3.Error, OSError) as error:
@@ -118,7 +118,7 @@ class AnswerFile:
         return self._open
 
     def _is_locked(self, error: Exception) -> bool:
-        """By another process, for the moment."""
+        """Whether another process locks the file for the moment."""
         if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _LOCKED:  # the lowest byte says what, the others why
             return False
         self._locked_until = time.monotonic() + LOCK_PAUSE_S

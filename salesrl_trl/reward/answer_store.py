@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from salesrl_trl.reward.answer_file import AnswerFile
 from salesrl_trl.reward.service.deadline import remaining_s
@@ -24,11 +24,11 @@ from salesrl_trl.reward.service.per_event_loop import PerLoop
 T = TypeVar("T")
 
 LOOK_UP_TIMEOUT_S = 1.0
-"""Patience with a disk that does not answer."""
+"""Longest wait for a disk that does not answer."""
 KEPT_IN_MEMORY = 20_000
-"""Answers that are kept where there is no file, the latest ones: some 60 MB, and many batches."""
+"""Answers that are kept without a file, the latest ones: about 60 MB, and many batches."""
 LAST_WRITE_TIMEOUT_S = 5.0
-"""Patience with a locked file, or a slow disk, at the end."""
+"""Longest wait for a locked file, or a slow disk, at the end."""
 
 
 class AnswerStore:
@@ -46,12 +46,12 @@ class AnswerStore:
     def __init__(self, path: Path | None = None, *, keep: int = KEPT_IN_MEMORY) -> None:
         self._keep = keep
         self._file = None if path is None else AnswerFile(path)
-        self._memory: dict[str, Any] = {}  # what is not in the file yet; without a file, everything
+        self._memory: dict[str, object] = {}  # what is not in the file yet; without a file, everything
         self._guard = threading.Lock()  # of `_memory`, for moments
         self._thread: ThreadPoolExecutor | None = None
         self._look_ups: PerLoop[_LookUps] = PerLoop(partial(_LookUps, self._look_up))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return partial(AnswerStore, keep=self._keep), (None if self._file is None else self._file.path,)
 
     @property
@@ -60,14 +60,14 @@ class AnswerStore:
         return None if self._file is None else self._file.path
 
     async def use(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
-        """What `work` makes of the file, on its thread; `None` without one, or where it is locked or broken."""
+        """Run `work` on the file, on its thread. Returns `None` without a file, or if it is locked or broken."""
         return None if self._file is None else await asyncio.wrap_future(self._submit(self._file.use, work))
 
-    def at_hand(self, key: str) -> Any:
-        """The value where it is in memory, or `None`."""
+    def at_hand(self, key: str) -> object:
+        """The value in memory, or `None`."""
         return self._memory.get(key)
 
-    async def get(self, key: str) -> Any:
+    async def get(self, key: str) -> object:
         """The value, or `None`. Takes at most `LOOK_UP_TIMEOUT_S`."""
         at_hand = self.at_hand(key)
         if at_hand is not None or self._file is None:
@@ -105,7 +105,7 @@ class AnswerStore:
 
     # On the file's thread
 
-    def _look_up(self, keys: list[str]) -> "Future[dict[str, Any]]":
+    def _look_up(self, keys: list[str]) -> "Future[dict[str, object]]":
         assert self._file is not None
         return self._submit(self._file.read, keys)
 
@@ -125,20 +125,20 @@ class AnswerStore:
         assert self._file is not None
         end = time.monotonic() + LAST_WRITE_TIMEOUT_S / 2
         while not self._write() and self._file.may_be_written and time.monotonic() < end:
-            pass  # it is locked, which was waited for
+            pass  # it is locked, and the attempt has waited for it
         self._file.close()
 
 
 class _LookUps:
-    """Those of one event loop. The ones that come while some are out go together."""
+    """The look-ups of one event loop. Those that come during a look-up share the next one."""
 
-    def __init__(self, look_up: Callable[[list[str]], "Future[dict[str, Any]]"]) -> None:
+    def __init__(self, look_up: Callable[[list[str]], "Future[dict[str, object]]"]) -> None:
         self._look_up = look_up
-        self._wanted: dict[str, asyncio.Future[Any]] = {}
+        self._wanted: dict[str, asyncio.Future[object]] = {}
         self._working: asyncio.Task[None] | None = None
         self._stuck = False
 
-    async def get(self, key: str) -> Any:
+    async def get(self, key: str) -> object:
         if self._stuck:
             return None
         if key not in self._wanted:
@@ -156,9 +156,9 @@ class _LookUps:
     async def _work(self) -> None:
         try:
             while self._wanted:
-                await asyncio.sleep(0)  # those that come at this moment come along
+                await asyncio.sleep(0)  # the look-ups of this moment share one
                 wanted, self._wanted = self._wanted, {}
-                found: dict[str, Any] = {}
+                found: dict[str, object] = {}
                 try:
                     found = await asyncio.wrap_future(self._look_up(list(wanted)))
                 finally:

@@ -20,15 +20,16 @@ from dataclasses import dataclass, field
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, RewardBatch
 from salesrl_trl.reward.open_batches import OpenBatches
+from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scoring import missing
-from salesrl_trl.reward.stages import Stages
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 300.0
-"""Seconds a completion may take, where nothing else is said."""
+"""Seconds that a completion may take by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +39,13 @@ class RewardNames:
     providers: tuple[str, ...] = ()
     """Judge providers, in fallback order."""
     components: tuple[str, ...] = ()
-    """Everything a reward may be made of."""
+    """The components that a reward may have."""
     stages: tuple[str, ...] = ()
     """The user's stages, in their order."""
     services: tuple[str, ...] = ()
-    """Everything that has traffic of its own."""
+    """The services with traffic of their own."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """Where each service is, and for which model it is asked."""
+    """The address of each service, with its model."""
 
 
 class BatchedReward(ABC):
@@ -64,25 +65,31 @@ class BatchedReward(ABC):
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
         self.batches = OpenBatches(self._batch, self.under_way)
-        """Those without a result."""
+        """Batches without a result."""
+        self.lines = SampleLines()
+        """Logs what happens to single completions."""
         self._logged_faults: set[tuple[str, str]] = set()
 
     @abstractmethod
-    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
+    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
         """The reward of one completion.
 
         Args:
             index (`int`):
-                Of its row.
+                Index of its row.
             completion (`str`):
-                What the policy wrote.
-            stages (`Stages`):
-                Times what is awaited: `await stages.timed(call, "judge")`.
+                The policy's text.
+            stages (`StageTimes`):
+                Times the calls that are awaited: `await stages.timed(call, "judge")`.
         """
 
     @abstractmethod
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
+
+    def row_id(self, index: int) -> str:
+        """The name of the row at `index`, for log lines."""
+        return f"row {index}"
 
     @property
     def names(self) -> RewardNames:
@@ -90,10 +97,11 @@ class BatchedReward(ABC):
         return RewardNames()
 
     def fetch_references(self, rows: Iterable[int]) -> None:  # noqa: B027  for those that have references
-        """Ask for what does not depend on the policy, before the completions to these rows come. Does not wait."""
+        """Ask for answers that do not depend on the policy, before these rows' completions come. Does not wait."""
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        """Ask every service once. Returns by service the seconds its answer took, or what went wrong and where."""
+        """Ask every service once. Returns by service the seconds of its answer, or its error, which names
+        the place."""
         return {}
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
@@ -142,7 +150,7 @@ class BatchedReward(ABC):
     async def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
         """Wait for all rewards of a batch, and report on it.
 
-        Starts what has not been started with the very same text. A waiter that is cancelled cancels the batch.
+        Starts completions that were not started with the very same text. A waiter that is cancelled cancels the batch.
 
         Args:
             batch (`RewardBatch`):
@@ -157,10 +165,10 @@ class BatchedReward(ABC):
         return BatchResult(rewards=tuple(reward for reward in batch.rewards if reward is not None), report=report)
 
     def conclude(self, scoring: "asyncio.Task[Reward]") -> Reward:
-        """The reward of a `score` that has ended, however it did.
+        """The reward of a `score` that returned, raised or was cancelled.
 
-        An error that is none of a service's is a fault in code. It is logged once by its place, without its message,
-        which may hold a customer's text. The completion is missing, and the run goes on.
+        An error is a fault in code. It is logged once by its place, without its message, which may hold a customer's
+        text. The completion is missing, and the run goes on.
         """
         if scoring.cancelled():
             return missing(Outcome.INFRA, "cancelled", {})
@@ -178,4 +186,7 @@ class BatchedReward(ABC):
         return missing(Outcome.INFRA, f"raised_{name}", {})
 
     def _batch(self, rows: Sequence[int], lane: int) -> RewardBatch:
-        return RewardBatch(rows, self.score, self.conclude, self.deadline_s, lane)
+        def record(index: int, completion: str | None, reward: Reward) -> None:
+            self.lines.scored(self.row_id(index), completion, reward)
+
+        return RewardBatch(rows, self.score, self.conclude, self.deadline_s, lane, record)

@@ -1,7 +1,7 @@
 """The rewards of a batch while they come in: started one by one, awaited together or group by group.
 
-Owns the tasks of a batch, the time that each may take, and the report of a batch. How a single completion is scored is
-the reward's (`base`). A method that does not say otherwise belongs to the event loop's thread.
+Owns the tasks of a batch, the time that each may take, and the report of a batch. The reward (`base`) owns how a
+single completion is scored. Methods are called on the event loop's thread, unless they say otherwise.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from salesrl_trl.names import Stage
 from salesrl_trl.reward.judge.base import JudgeRecord, ProviderUsage
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.deadline import deadline
-from salesrl_trl.reward.stages import Stages, TimeRange, time_of
+from salesrl_trl.reward.stage_times import StageTimes, TimeRange, time_of
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 
@@ -27,21 +27,21 @@ Completion: TypeAlias = str | Sequence[Mapping[str, str]]
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 1.0
-"""Patience with a call that was cancelled. One that goes on longer is left behind, and the step goes on."""
+"""Longest wait for a call that was cancelled. After it the step goes on without the call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchReport:
-    """What happened beside the rewards while a batch was scored."""
+    """Times, traffic and verdicts of a batch, beside its rewards."""
 
     seconds: float
-    """From the first call to the last answer."""
+    """Seconds from the first call to the last answer."""
     judge_seconds: float
-    """From the first verdict asked for to the last that came."""
+    """Seconds from the first request for a verdict to the last verdict."""
     usage: Mapping[str, ProviderUsage] = field(default_factory=dict)
-    """By judge provider."""
+    """Usage by judge provider."""
     traffic: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """By service, then by the names of `transport.TRAFFIC` and `"slots"`."""
+    """Counts by service, then by the names of `transport.TRAFFIC` and `"slots"`."""
     records: Sequence[JudgeRecord] = ()
     """Every verdict."""
     cache_hits: Mapping[str, int] = field(default_factory=lambda: {"answers": 0, "references": 0})
@@ -73,7 +73,7 @@ class BatchResult:
         return [reward.value for reward in self.rewards]
 
     def columns(self, components: Sequence[str]) -> dict[str, list[str | float | None]]:
-        """What each reward was made of, by column: outcome, reason, and these components."""
+        """Columns for a table of the rewards: outcome, reason, and these components."""
         table: dict[str, list[str | float | None]] = {
             "outcome": [reward.outcome.value for reward in self.rewards],
             "reason": [reward.reason for reward in self.rewards],
@@ -81,8 +81,8 @@ class BatchResult:
         return table | {name: [reward.components.get(name) for reward in self.rewards] for name in components}
 
 
-Chain = Callable[[int, str, Stages], Awaitable[Reward]]
-"""From a row's index, a completion, and where its stages are timed, to its reward."""
+Chain = Callable[[int, str, StageTimes], Awaitable[Reward]]
+"""Scores one completion: takes the index of its row, its text, and the times of its stages."""
 
 
 class RewardBatch:
@@ -97,11 +97,13 @@ class RewardBatch:
         chain (`Chain`):
             Scores one completion.
         conclude (`Callable[[asyncio.Task[Reward]], Reward]`):
-            The reward of a chain that has ended, however it did.
+            Makes the reward of a chain that returned, raised or was cancelled.
         deadline_s (`float`):
             Seconds a completion may take.
         lane (`int`, *optional*, defaults to `0`):
             Number among the batches in flight. Each lane has tracks of its own in the trace.
+        record (`Callable[[int, str | None, Reward], None]`, *optional*):
+            Called with the row, the text and the reward of each completion that is settled.
     """
 
     def __init__(
@@ -111,16 +113,18 @@ class RewardBatch:
         conclude: Callable[["asyncio.Task[Reward]"], Reward],
         deadline_s: float,
         lane: int = 0,
+        record: Callable[[int, str | None, Reward], None] = lambda *_: None,
     ) -> None:
         self.lane = lane
         self.rows = tuple(rows)
         self.rewards: list[Reward | None] = [None] * len(self.rows)
         """The rewards so far, by place. May be read from any thread."""
         self.times = TimeRange()
-        """From the first start to the last reward so far."""
+        """From the first start to the last reward so far. May be read from any thread."""
         self.waits: list[tuple[float, float]] = []
         self._chain = chain
         self._conclude = conclude
+        self._record = record
         self._deadline_s = deadline_s
         self.stages = [self._stages_of(place) for place in range(len(self.rows))]
         self._texts: list[str | None] = [None] * len(self.rows)
@@ -132,11 +136,6 @@ class RewardBatch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def is_started(self) -> bool:
-        """Whether any completion was started. From any thread."""
-        return self.times.first is not None
-
     def is_settled(self, places: Sequence[int] | None = None) -> bool:
         """Whether the rewards at `places`, or all, are in. From any thread."""
         rewards = self.rewards if places is None else [self.rewards[place] for place in places]
@@ -146,7 +145,7 @@ class RewardBatch:
         """Begin to score the completion at `place`. Does nothing where this very text is under way or scored."""
         if self._texts[place] == completion:
             return
-        if self._texts[place] is not None:  # of another text than the streamed one the score says nothing
+        if self._texts[place] is not None:  # that score is of another text
             self._drop(place)
             self.stages[place] = self._stages_of(place)
         self._texts[place] = completion
@@ -191,7 +190,7 @@ class RewardBatch:
             self.waits.append((began, time.perf_counter()))
 
     def cut_off(self, reason: str) -> None:
-        """Score no more: what is not settled is missing with this reason, and so is whatever is started later."""
+        """Score no more: completions that are not settled, and all later ones, are missing with this reason."""
         self._cut_off = reason
         for place in range(len(self.rows)):
             if self.rewards[place] is None:
@@ -221,23 +220,19 @@ class RewardBatch:
         )
 
     def spans_so_far(self) -> list[Span]:
-        """Stages that are over, and as failed those that are not. From any thread."""
+        """The stages so far. One that is under way counts as failed. From any thread."""
         return [span for stages in self.stages for span in stages.so_far()]
 
     def _ended(self, place: int, chain: "asyncio.Task[Reward]") -> None:
-        if self._chains.get(place) is not chain:  # dropped
-            if not chain.cancelled():
-                chain.exception()  # seen
-            return
-        if place in self._timers:
+        if self._chains.get(place) is chain and place in self._timers:
             self._settle(place, self._conclude(chain))
             return
         if not chain.cancelled():
-            chain.exception()  # seen
+            chain.exception()  # marked as seen: a late or dropped one concerns nobody
         self._settle_late(place, chain)
 
     def _overdue(self, place: int) -> None:
-        """The time of a completion is up: cancel it. It is missing when it has ended, or after `CANCEL_GRACE_S`."""
+        """A completion's time is up: cancel it. It is missing once it has ended, or after `CANCEL_GRACE_S`."""
         del self._timers[place]
         chain = self._chains[place]
         chain.cancel()
@@ -252,11 +247,12 @@ class RewardBatch:
         self.rewards[place] = reward
         now = time.perf_counter()
         self.times.include(now, now)
+        self._record(self.rows[place], self._texts[place], reward)
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
-    def _stages_of(self, place: int) -> Stages:
-        return Stages(f"reward {place} ahead {self.lane}" if self.lane else f"reward {place}")
+    def _stages_of(self, place: int) -> StageTimes:
+        return StageTimes(f"reward {place} ahead {self.lane}" if self.lane else f"reward {place}")
 
     def _drop(self, place: int) -> None:
         """Cancel what is under way for a place, and forget its text and its reward."""

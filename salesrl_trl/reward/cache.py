@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError
 from salesrl_trl.reward.answer_store import AnswerStore
@@ -18,7 +18,7 @@ from salesrl_trl.reward.service.per_event_loop import PerLoop
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 1.0
-"""Patience with calls that were cancelled at the end."""
+"""Longest wait, at the end, for calls that were cancelled."""
 
 
 def cache_key(*parts: object) -> str:
@@ -27,25 +27,27 @@ def cache_key(*parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Memo:
+class Memo(Generic[T]):
     """Asks once: equal calls share one that is under way, and later ones its answer.
 
     Args:
         store (`AnswerStore`):
             Where answers are kept.
-        to_json (`Callable[[T], Any]`), from_json (`Callable[[Any], T]`):
-            The way of an answer into the store and back. `from_json` may raise `ValueError`, `TypeError` or `KeyError`
-            for what another version or somebody else wrote; it is then asked for again, and overwritten.
+        to_json (`Callable[[T], object]`):
+            Makes a JSON value of an answer, for the store.
+        from_json (`Callable[[object], T]`):
+            Makes the answer of a value again. It raises `ValueError`, `TypeError` or `KeyError` for a value that
+            another version wrote. The answer is then asked for again, and replaces that value.
     """
 
-    def __init__(self, store: AnswerStore, to_json: Callable[[Any], Any], from_json: Callable[[Any], Any]) -> None:
+    def __init__(self, store: AnswerStore, to_json: Callable[[T], object], from_json: Callable[[object], T]) -> None:
         self._store = store
         self._to_json = to_json
         self._from_json = from_json
-        self._under_way: PerLoop[dict[str, asyncio.Task[Any]]] = PerLoop(dict)
+        self._under_way: PerLoop[dict[str, asyncio.Task[tuple[T, bool]]]] = PerLoop(dict)
         self._fetched: set[str] = set()  # ahead, and not used yet
         self.hits = 0
-        """Answers that cost no call, since whoever reads it last set it to 0."""
+        """Answers that cost no call. The reader sets it back to 0."""
 
     async def get(
         self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object] = lambda answer: None
@@ -58,8 +60,8 @@ class Memo:
             ask (`Callable[[], Awaitable[T]]`):
                 Asks the service, and refuses what is no answer.
             check (`Callable[[T], object]`, *optional*):
-                Refuses what is not to be kept, by `ValueError` or `ServiceError`: an answer that came is not put into
-                the store, one that lies there is asked for again.
+                Refuses an answer that is not to be kept, by `ValueError` or `ServiceError`. A new one is not put into
+                the store. One that lies there is asked for again.
         """
         answer, saved = await self._obtain(key, ask, check)
         if saved:
@@ -69,13 +71,13 @@ class Memo:
     async def fetch(
         self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object] = lambda answer: None
     ) -> None:
-        """Have the answer for `key` ready, or under way, for those who will want it. Raises what `ask` raises."""
+        """Ask for the answer of `key` ahead of those who need it. Raises what `ask` raises."""
 
         async def ahead() -> T:
             self._fetched.add(key)
             try:
                 return await ask()
-            except BaseException:  # no call was made for anybody
+            except BaseException:  # no call that a later one could have saved
                 self._fetched.discard(key)
                 raise
 
@@ -95,14 +97,14 @@ class Memo:
                 of_the_deadline = isinstance(error, DeadlineExceeded) or error.out_of_time
                 if not of_the_deadline or remaining_s() <= 0:
                     raise
-                # it was under way for somebody with less time
+                # that call had less time than this one
         task = under_way[key] = asyncio.ensure_future(self._ask(key, ask, check))
         task.add_done_callback(lambda done: _forget(under_way, key, done))
         # Shielded, here and above: others wait for the same task, and one that is cut off must not cancel it.
         return await asyncio.shield(task)
 
     def _count(self, key: str) -> None:
-        """An answer that cost no call, or the call that was made ahead for it."""
+        """Count an answer that cost no call, except the first use of one that was fetched ahead."""
         if key in self._fetched:
             self._fetched.discard(key)
         else:
@@ -136,7 +138,7 @@ class Memo:
             return None
 
 
-def _forget(under_way: dict[str, asyncio.Task[Any]], key: str, task: asyncio.Task[Any]) -> None:
+def _forget(under_way: dict[str, asyncio.Task[T]], key: str, task: asyncio.Task[T]) -> None:
     under_way.pop(key, None)
     if not task.cancelled():
-        task.exception()  # seen, also where everybody who waited has been cut off
+        task.exception()  # marked as seen: all who waited may have been cut off

@@ -28,11 +28,12 @@ from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.reward.rag.answers import RagAnswers
 from salesrl_trl.reward.rag.checks import check_verdict
 from salesrl_trl.reward.rag.client import RagBackend
+from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.service.deadline import deadline, remaining_s
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage import Case, Missing, RewardStage
-from salesrl_trl.reward.stages import Stages
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.warm_up import add_places, ask_every_service, check_kept_references
 from salesrl_trl.types import (
     DEFAULT_FORMAT,
@@ -48,12 +49,12 @@ from salesrl_trl.types import (
 
 T = TypeVar("T")
 
-Step: TypeAlias = Callable[[Case, Stages], Awaitable[Case | InvalidAction | Missing]]
+Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | Missing]]
 """A part of the chain behind the answers: from a case to what is known then, or to a refusal."""
 
 
 class SalesReward(BatchedReward):
-    """The async reward function handed to TRL: both RAG endpoints, the judge, a score.
+    """The packaged reward: both RAG endpoints, the judge, a score.
 
     Args:
         rows (`Sequence[SalesRow]`):
@@ -81,10 +82,12 @@ class SalesReward(BatchedReward):
             What an action consists of.
         announces (`bool`, *optional*, defaults to `True`):
             Whether this is the process that logs what became of kept references.
+        lines (`SampleLines`, *optional*):
+            Logs what happens to single completions. Failures alone, at the level DEBUG, when not given.
 
     Raises:
-        `ConfigError`: a judge or a stage is none, stages can't be told apart, or a weight is of a component that no
-            stage adds.
+        `ConfigError`: the judge is no `Judge`, a stage is no `RewardStage`, two stages have one name, or no stage adds
+            a component that is weighed.
     """
 
     __name__ = "sales"  # TRL names the reward's metrics after it
@@ -104,8 +107,10 @@ class SalesReward(BatchedReward):
         references: AnswerStore | None = None,
         action_format: ActionFormat = DEFAULT_FORMAT,
         announces: bool = True,
+        lines: SampleLines | None = None,
     ) -> None:
         super().__init__(deadline_s)
+        self.lines = lines or self.lines
         if not isinstance(judge, Judge):
             raise ConfigError(f"the judge of the reward is a {type(judge).__name__}. Expected a `Judge`.")
         self._rows = rows
@@ -136,8 +141,8 @@ class SalesReward(BatchedReward):
         )
 
     def fetch_references(self, rows: Iterable[int]) -> None:
-        """Ask for the 32B answers of these rows ahead of their completions, each once. Completions that come while one
-        is under way share what becomes of it, as those of a group do; after a failure the next one asks again."""
+        """Ask for the 32B answers of these rows ahead of their completions, each once. Completions that come meanwhile
+        share the answer or the error. After an error the next completion asks again."""
         if self.batches.is_stopped:
             return
         for index in dict.fromkeys(rows):
@@ -149,18 +154,22 @@ class SalesReward(BatchedReward):
                 task.add_done_callback(self._ahead.discard)
 
     async def _fetch_reference(self, row: SalesRow) -> None:
-        with contextlib.suppress(Exception):  # who needs it meets the same, or asks again, and reports it
+        with contextlib.suppress(Exception):  # the completion that needs it reports it
             await self._answers.fetch_reference(row)
 
     def branch_of(self, index: int) -> str:
         """The branch of the row at `index`."""
         return self._rows[index].branch
 
-    async def drained(self, report: BatchReport) -> BatchReport:
-        """The report, with all traffic since the last one; what is new in the caches begins to be written.
+    def row_id(self, index: int) -> str:
+        """The id of the row at `index`."""
+        return self._rows[index].row_id
 
-        Every provider and service is in it, also those that were not asked. Where several batches are in flight, a
-        call is counted in the report that comes after it, whichever batch it was for.
+    async def drained(self, report: BatchReport) -> BatchReport:
+        """The report, with all traffic since the last one. Begins to write new answers to the caches.
+
+        The report has every provider and service, also those that were not asked. With several batches in flight, a
+        call is counted in the next report, whichever batch it was for.
         """
         for store in self._stores:
             store.flush()
@@ -183,7 +192,7 @@ class SalesReward(BatchedReward):
         some of the references that are kept.
 
         Returns:
-            `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong and where.
+            `dict[str, float | ServiceError]`: by service, the seconds of its answer, or its error with the place.
         """
         needs_judge = any(self._scoring.rubrics(branch) for branch in self._scoring.weights)
         reference_service = list(self._rag.transports)[1]
@@ -199,8 +208,8 @@ class SalesReward(BatchedReward):
         return found
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
-        """The errors of a `warm_up` after which nothing could be scored: the 8B endpoint's, or all judges'. A run can
-        go on without the 32B endpoint."""
+        """The errors of a `warm_up` after which nothing could be scored: that of the 8B endpoint, and those of all
+        judges if none answered. A run can go on without the 32B endpoint."""
         needed = [warm_up[name] for name in list(self._rag.transports)[:1]]
         judges = [warm_up[name] for name in self._judge.places if name in warm_up]
         if judges and all(isinstance(result, ServiceError) for result in judges):
@@ -223,7 +232,7 @@ class SalesReward(BatchedReward):
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **self._judge.transports}
 
-    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
+    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
         began = time.perf_counter()
         action = parse_action(completion, self._format)
         stages.record(Stage.PARSE, began)
@@ -233,6 +242,7 @@ class SalesReward(BatchedReward):
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
         try:
             answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
+            self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
             if not answer.passages and not await self._answers.index_has_some(row):
                 return missing(Outcome.INFRA, "no_passages", stages.seconds)
             if is_hollow(answer.text):
@@ -241,10 +251,10 @@ class SalesReward(BatchedReward):
         except ServiceError as error:
             return missing(Outcome.INFRA, error.code, stages.seconds)
         finally:
-            reference_asked.cancel()  # and what it raised, if it did, is reported by nobody
+            reference_asked.cancel()  # nobody needs it any more, so its error is not reported
 
     async def _stepped(
-        self, row: SalesRow, action: Action, answer: Answer, reference: Answer | None, stages: Stages
+        self, row: SalesRow, action: Action, answer: Answer, reference: Answer | None, stages: StageTimes
     ) -> Reward:
         case = Case(row=row, action=action, answer=answer, reference=reference)
         for step in self._steps:
@@ -256,20 +266,24 @@ class SalesReward(BatchedReward):
             case = found
         return self._scoring.score(case, stages.seconds)
 
-    async def _reference_or_none(self, row: SalesRow, stages: Stages) -> Answer | None:
+    async def _reference_or_none(self, row: SalesRow, stages: StageTimes) -> Answer | None:
         """The reference answer, or `None`: without it the judge scores the candidate alone. It has half of the time
         that is left, so that a judge still has some."""
         if not self._scoring.rubrics(row.branch):
             return None
         with deadline(remaining_s() / 2):
             try:
-                async with asyncio.timeout(remaining_s()):  # what another one asked for may go on for longer
-                    return await stages.timed(self._answers.reference(row), Stage.RAG_32B)
-            except (ServiceError, TimeoutError):
+                async with asyncio.timeout(remaining_s()):  # a call that others share may take longer
+                    answer = await stages.timed(self._answers.reference(row), Stage.RAG_32B)
+            except (ServiceError, TimeoutError) as error:
+                reason = error.code if isinstance(error, ServiceError) else "deadline"
+                self.lines.no_answer(row.row_id, Stage.RAG_32B, reason)
                 return None
+        self.lines.answer(row.row_id, Stage.RAG_32B, stages.seconds[Stage.RAG_32B], answer)
+        return answer
 
-    async def _judged(self, case: Case, stages: Stages) -> Case:
-        """Every judgement the branch weighs, at once."""
+    async def _judged(self, case: Case, stages: StageTimes) -> Case:
+        """Ask for all verdicts that the branch weighs at the same time."""
         wanted = self._scoring.rubrics(case.row.branch)
         asked = (_or_error(functools.partial(self._verdict, rubric, case)) for rubric in wanted.values())
         results = await stages.timed(asyncio.gather(*asked), Stage.JUDGE)
@@ -294,12 +308,12 @@ class SalesReward(BatchedReward):
         )
 
 
-async def _run(stage: RewardStage, case: Case, stages: Stages) -> Case | InvalidAction | Missing:
+async def _run(stage: RewardStage, case: Case, stages: StageTimes) -> Case | InvalidAction | Missing:
     return stage.of(case, await stages.timed(stage.run(case), stage.name))
 
 
 async def _or_error(call: Callable[[], Awaitable[T]]) -> T | ServiceError:
-    """Calls only when it runs: cancelled before that, it leaves nothing that was never awaited."""
+    """Makes the call only when it runs. Cancelled before, it leaves no coroutine that was never awaited."""
     try:
         return await call()
     except ServiceError as error:

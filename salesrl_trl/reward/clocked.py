@@ -1,18 +1,18 @@
-"""A call with its seconds, or with what went wrong: for calls whose failure is no end, such as those of a warm-up."""
+"""A call's answer with its seconds, or its error: for calls that may fail, such as those of a warm-up."""
 
-import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from salesrl_trl.errors import ServiceError
+from salesrl_trl.reward.service.deadline import now
 
 T = TypeVar("T")
 
 
 async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
-    """The answer and its seconds, or the error. A fault in somebody's code is an error of the service too, because
-    other ranks wait for this one."""
-    started = time.perf_counter()
+    """The answer and its seconds, or the error. Any other exception becomes a `ServiceError`, because other ranks
+    wait for this one."""
+    started = now()
     try:
         answer = await call()
     except ServiceError as error:
@@ -20,7 +20,7 @@ async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | Service
     except Exception as error:
         name = type(error).__name__
         return ServiceError(f"the call raised {name}", f"raised_{name}")
-    return answer, time.perf_counter() - started
+    return answer, now() - started
 
 
 async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | ServiceError:

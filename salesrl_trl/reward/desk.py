@@ -8,12 +8,13 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchResult, Completion, RewardBatch
-from salesrl_trl.timing import Span
+from salesrl_trl.timing import Span, TimingContext
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ class RewardDesk:
         self.reward = reward
         """For its names and places, which may be read from any thread."""
         self._answer: BatchResult | None = None
+        self._warming_up: Future[dict[str, float | ServiceError]] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
@@ -48,16 +50,7 @@ class RewardDesk:
     def __call__(
         self, *, prompts: list[object], completions: list[Completion], row: list[int], **_: object
     ) -> list[float | None]:
-        """A reward function as TRL calls it. Inside `answering`, the result given there; else a batch of its own.
-
-        Args:
-            prompts (`list`):
-                Not used: the row says more.
-            completions (`list`):
-                Texts, or TRL's conversational form `[{"role": "assistant", "content": text}]`.
-            row (`list[int]`):
-                Index of each completion's row.
-        """
+        """As `BatchedReward.__call__`, but blocks. Inside `answering` it returns that result."""
         return (self._answer or self.result(self.begin(row), completions)).values
 
     @contextlib.contextmanager
@@ -110,7 +103,6 @@ class RewardDesk:
             completions (`Sequence`):
                 The batch's completions as TRL has them, one for each place.
         """
-
         return self._run(lambda: self.reward.result(batch, completions))
 
     def give_up(self) -> None:
@@ -123,7 +115,7 @@ class RewardDesk:
         self._loop.call_soon_threadsafe(self.reward.fetch_references, list(rows))
 
     def cut_off(self, reason: str) -> None:
-        """Score no more: what is not scored by now, and all that comes, is missing with this reason code. Does not
+        """Score no more: completions without a reward, and all later ones, are missing with this reason code. Does not
         wait, so that a signal handler may call it."""
         self._loop.call_soon_threadsafe(self.reward.batches.cut_off, reason)
 
@@ -132,7 +124,7 @@ class RewardDesk:
         self.reward.batches.resume()
 
     def status(self) -> str:
-        """Where the oldest batch is, for a person who waits."""
+        """The state of the oldest batch, in words for the console."""
         if self._answer is not None:  # TRL gathers over all ranks inside `answering`
             return "this rank's are scored, another's may be out"
         return self.reward.batches.status()
@@ -141,13 +133,23 @@ class RewardDesk:
         """The stages of all batches without a result. A stage that is under way counts as failed."""
         return self.reward.unreported_spans()
 
+    def begin_warm_up(self, timed: TimingContext) -> None:
+        """Ask every service once, and do not wait. `warm_up` has the answers.
+
+        Args:
+            timed (`TimingContext`):
+                Times it, on the loop's thread.
+        """
+        self._warming_up = self._begin(timed(self.reward.warm_up))
+
     def warm_up(self) -> dict[str, float | ServiceError]:
-        """Ask every service once, and wait for it.
+        """Ask every service once, unless that has begun, and wait for it.
 
         Returns:
-            `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong and where.
+            `dict[str, float | ServiceError]`: by service, the seconds of its answer, or its error with the place.
         """
-        return self._run(self.reward.warm_up)
+        begun, self._warming_up = self._warming_up, None
+        return _result(begun or self._begin(self.reward.warm_up))
 
     def close(self) -> None:
         """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""
@@ -160,17 +162,22 @@ class RewardDesk:
         self._loop.close()
 
     def _run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Wait for a coroutine on the loop. Where the wait is interrupted, the coroutine is cancelled."""
+        return _result(self._begin(call))
 
+    def _begin(self, call: Callable[[], Awaitable[T]]) -> "Future[T]":
         async def called() -> T:
             return await call()
 
-        waiting = asyncio.run_coroutine_threadsafe(called(), self._loop)
-        try:
-            return waiting.result()
-        except BaseException:
-            waiting.cancel()
-            raise
+        return asyncio.run_coroutine_threadsafe(called(), self._loop)
+
+
+def _result(waiting: "Future[T]") -> T:
+    """Wait for a coroutine on the loop. Where the wait is interrupted, the coroutine is cancelled."""
+    try:
+        return waiting.result()
+    except BaseException:
+        waiting.cancel()
+        raise
 
 
 async def _cancel_the_others() -> None:

@@ -17,6 +17,8 @@ _OPENERS = """
 """
 _HOLLOW = frozenset(opener.strip() for opener in _OPENERS.replace("\n", "").split("|"))
 _WORD = re.compile(r"[^\W_]")
+_MANY_LETTERS = re.compile(r"(?:[^0-9A-Za-z\u4e00-\u9fff]*+[0-9A-Za-z\u4e00-\u9fff]){64}")
+"""Matches a text with more plain letters than any opener has. Normalisation keeps plain letters as they are."""
 _LONG_GAP = re.compile(r"([\W_]{64})[\W_]+")
 MAX_OPENER_CHARS = 4096
 """Longer texts, long gaps between words aside, say more than any of these."""
@@ -26,8 +28,11 @@ def is_hollow(text: str) -> bool:
     """Whether a text is empty, holds no letter and no digit, or is one of the known openers alone. Width, case,
     markup around it and invisible characters make no difference.
 
-    Of a gap between words 64 characters are looked at: to normalise a run of combining marks takes its square.
+    Only 64 characters of a gap between words are read: the time to normalise combining marks grows with the square of
+    their number.
     """
+    if _MANY_LETTERS.match(text):  # usual answers, of which there are thousands in a step
+        return False
     text = _LONG_GAP.sub(r"\1", text)
     if len(text) > MAX_OPENER_CHARS:
         return False

@@ -69,14 +69,14 @@ class OpenBatches:
         self._stopped = None
 
     def status(self) -> str:
-        """How many completions of the oldest batch are in which stage, for a person who waits. From any thread."""
+        """The oldest batch in words for the console: its completions by stage. From any thread."""
         batches = list(self)
         if not batches:
             return "none is being scored"
         batch = batches[0]
         stages = ", ".join(f"{count} in {name}" for name, count in Counter(self._under_way(batch)).items())
         behind = f"; {len(batches) - 1} more batches in flight" if len(batches) > 1 else ""
-        if not batch.is_started:
+        if batch.times.first is None:
             return f"none is being scored yet{behind}"
         if batch.is_settled():
             return f"this rank's are scored, another's may be out{behind}"

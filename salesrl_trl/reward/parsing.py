@@ -18,7 +18,7 @@ MAX_FIELD_CHARS = 4000
 """Longest field that is sent to a RAG service; the embedded one refuses more with a 422."""
 
 MAX_COMPLETION_CHARS = 200_000
-"""Longest completion that is read: three such fields in JSON's longest spelling, 12 characters for one, and room."""
+"""Longest completion that is read. Three such fields fit, even if JSON spells each character with 12."""
 
 
 def parse_action(completion: str, wanted: ActionFormat = DEFAULT_FORMAT) -> Action | InvalidAction:
@@ -50,8 +50,8 @@ def parse_action(completion: str, wanted: ActionFormat = DEFAULT_FORMAT) -> Acti
 
 
 def _unfenced(text: str) -> str:
-    """What lies in a Markdown code fence that is all of a text, or the text. No regular expression: it would take the
-    square of the blank lines."""
+    """The content of a Markdown code fence around the whole text, else the text. No regular expression: its time would
+    grow with the square of the number of blank lines."""
     if not (text.startswith("```") and text.endswith("\n```")):
         return text
     first, _, content = text[3:-4].removeprefix("json").partition("\n")

@@ -21,7 +21,7 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.process import child_environment
@@ -29,7 +29,7 @@ from salesrl_trl.reward.base import BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, RewardBatch
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.per_event_loop import PerLoop
-from salesrl_trl.reward.stages import Stages
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 _REMEDY = "Its own messages stand above; `reward_process: false` keeps the chain in the trainer's process."
 LAST_WORD_S = 0.5
-"""Patience with a cancelled call, for the stages that it had come through."""
+"""Longest wait for the spans of a call that was cancelled."""
 ANSWER_S = 10.0
-"""Patience with the child's answer to a question about itself. It answers at once unless the machine is overloaded."""
+"""Longest wait for the child's answer about itself. It answers at once unless the machine is overloaded."""
 
 PING_S = 5.0
 """Time between two looks at whether the child is alive. One that was stopped, or hangs, keeps its socket open."""
@@ -49,6 +49,11 @@ machine stands still, neither process does anything."""
 MOST_SILENT_PINGS_AT_START = 24
 """The same before its first answer: it still imports, perhaps on a busy machine."""
 _PING = -1  # number of a question without a waiter
+
+InHand: TypeAlias = tuple[int, list[str], list[Span]]
+"""A completion that the child scores: its number, its stages under way, its spans so far."""
+Scored: TypeAlias = tuple[Reward, list[Span]]
+"""The child's answer for a completion."""
 
 
 class Channel:
@@ -72,7 +77,7 @@ class Channel:
         self._writer.write(len(content).to_bytes(8, "big") + content)
 
     async def messages(self) -> AsyncIterator[Any]:
-        """The other side's messages, until it is gone."""
+        """The other side's messages, as they were sent, until it is gone."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 size = int.from_bytes(await self._reader.readexactly(8), "big")
@@ -94,19 +99,19 @@ class _Child:
     def __init__(self, chain: bytes) -> None:
         self._chain = chain
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, asyncio.Future[object]] = {}
         self._channel: Channel | None = None
         self._starting: asyncio.Task[Channel] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._heard = False  # since the latest ping
 
-    async def ask(self, kind: str, *what: object) -> Any:
+    async def ask(self, kind: str, *what: object) -> object:
         """The answer to a question. Raises `ServiceUnavailable` where the child ends before."""
         _, answer = await self.asked(kind, *what)
         return await answer
 
-    async def asked(self, kind: str, *what: object) -> tuple[int, "asyncio.Future[Any]"]:
+    async def asked(self, kind: str, *what: object) -> tuple[int, "asyncio.Future[object]"]:
         """Ask. Returns the question's number and its answer to come."""
         channel = await self._open()
         number = next(self._numbers)
@@ -145,9 +150,10 @@ class _Child:
         try:
             ends += socket.socketpair()
             ours, theirs = ends
+            level = logging.getLogger("salesrl_trl").getEffectiveLevel()
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "salesrl_trl.reward.worker", str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", "salesrl_trl.reward.worker", str(theirs.fileno()), str(level)],
                     pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=child_environment(),
                 )  # fmt: skip
         except OSError as error:
@@ -238,6 +244,7 @@ class RemoteReward(BatchedReward):
 
     def __init__(self, chain: BatchedReward) -> None:
         super().__init__(chain.deadline_s)
+        self.lines = chain.lines
         self._local = chain
         try:
             content = _pickled(chain)
@@ -248,7 +255,7 @@ class RemoteReward(BatchedReward):
             ) from None
         self._children: PerLoop[_Child] = PerLoop(lambda: _Child(content))
         self._loop: asyncio.AbstractEventLoop | None = None  # the one in use
-        self._asked: dict[int, Stages] = {}  # the completions that the child scores, by number
+        self._asked: dict[int, StageTimes] = {}  # the completions that the child scores, by number
         self._sending: set[asyncio.Task[None]] = set()
 
     @property
@@ -259,13 +266,17 @@ class RemoteReward(BatchedReward):
         """The branch of the row at `index`."""
         return self._local.branch_of(index)
 
+    def row_id(self, index: int) -> str:
+        """The id of the row at `index`."""
+        return self._local.row_id(index)
+
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
         """As `BatchedReward.unusable`."""
         return self._local.unusable(warm_up)
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
         """As `BatchedReward.warm_up`; starts the child."""
-        return await self._child().ask("warm_up")  # type: ignore[no-any-return]
+        return cast(dict[str, float | ServiceError], await self._child().ask("warm_up"))
 
     def fetch_references(self, rows: Iterable[int]) -> None:
         """As `BatchedReward.fetch_references`."""
@@ -278,7 +289,7 @@ class RemoteReward(BatchedReward):
         drained: BatchReport | None = None
         if self._loop is not None:
             try:
-                drained = await asyncio.wait_for(self._child().ask("drained"), ANSWER_S)
+                drained = cast(BatchReport, await asyncio.wait_for(self._child().ask("drained"), ANSWER_S))
             except (TimeoutError, ServiceError) as error:
                 _warn_of_silence(error)
         if drained is None:  # nothing was asked yet, or the child is gone and its counts with it
@@ -302,7 +313,7 @@ class RemoteReward(BatchedReward):
         self._loop = asyncio.get_running_loop()
         return self._children.get()
 
-    async def score(self, index: int, completion: str, stages: Stages) -> Reward:
+    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
         child = self._child()
         try:
             number, answer = await child.asked("score", index, completion, stages.track)
@@ -310,19 +321,19 @@ class RemoteReward(BatchedReward):
             return missing(Outcome.INFRA, error.code, stages.seconds)
         self._asked[number] = stages
         try:
-            reward, spans = await asyncio.shield(answer)
+            reward, spans = cast(Scored, await asyncio.shield(answer))
         except ServiceError as error:  # the child is gone
             return missing(Outcome.INFRA, error.code, stages.seconds)
         except asyncio.CancelledError:
             await child.send("cancel", number)
             with contextlib.suppress(TimeoutError, ServiceError):
-                _, spans = await asyncio.wait_for(asyncio.shield(answer), LAST_WORD_S)
+                _, spans = cast(Scored, await asyncio.wait_for(asyncio.shield(answer), LAST_WORD_S))
                 stages.adopt(spans)
             raise
         finally:
             del self._asked[number]
         stages.adopt(spans)
-        return reward  # type: ignore[no-any-return]
+        return reward
 
     def _send(self, kind: str, *what: object) -> None:
         task = asyncio.ensure_future(self._child().send(kind, *what))
@@ -337,24 +348,20 @@ class RemoteReward(BatchedReward):
         """As `BatchedReward.unreported_spans`. Not from the event loop's own thread."""
         return [*super().unreported_spans(), *(span for *_, spans in self._in_hand() for span in spans)]
 
-    def _in_hand(self) -> list[tuple[int, list[str], list[Span]]]:
-        """What the child is at: number, stages under way, spans so far."""
-        return (self._question("in_hand") or []) if self._asked else []
-
-    def _question(self, kind: str) -> Any:
-        """The child's answer, from another thread than the loop's; `None` without a child that answers."""
+    def _in_hand(self) -> list[InHand]:
+        """The completions that the child scores; empty if it does not answer. Not from the event loop's own thread."""
         loop = self._loop
-        if loop is None or not loop.is_running():
-            return None
+        if not self._asked or loop is None or not loop.is_running():
+            return []
 
-        async def ask() -> Any:
-            return await asyncio.wait_for(self._children.get().ask(kind), ANSWER_S)
+        async def ask() -> list[InHand]:
+            return cast(list[InHand], await asyncio.wait_for(self._children.get().ask("in_hand"), ANSWER_S))
 
         try:
             return asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * ANSWER_S)
         except (TimeoutError, ServiceError) as error:
             _warn_of_silence(error)
-            return None
+            return []
 
 
 def _warn_of_silence(error: Exception) -> None:

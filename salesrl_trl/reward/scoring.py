@@ -18,14 +18,14 @@ COMPONENTS = {
     "retrieval": "score of the best passage the action found, in [0, 1]; 0 where it found none",
     "format": "1: the completion is a valid action",
 }
-"""What a branch may weigh, beside `judge_<rubric>`: the score by another rubric."""
+"""The components that a branch may weigh, beside `judge_<rubric>`, the score by another rubric."""
 OTHER_RUBRIC = "judge_"
 REFERENCE = "reference"
-"""The reference's own score by the branch's rubric: shown beside the components, never weighed."""
+"""The reference's own score by the branch's rubric. Logged beside the components, never weighed."""
 MAX_WEIGHT = 1e6
-"""Judges' scores lie in [0, 1]: far more than a reward is scaled by, and far from where sums become infinite."""
+"""Largest weight, and largest reward of an invalid action. Sums stay far from infinity."""
 MISSING_RULES = ("none", "reweight")
-"""What becomes of a completion that lacks a weighed component."""
+"""Rules for a completion that lacks a weighed component."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +129,7 @@ class Scoring:
         )
 
     def _reference_value(self, case: Case, unknown: Mapping[str, float | None]) -> float | None:
-        """The reference answer's reward: the same components of it, which lies no margin above itself."""
+        """The reward of the reference answer, from the same components. Its margin above itself is 0."""
         if case.reference is None:
             return None
         scores = {name: None if verdict is None else verdict.reference for name, verdict in case.verdicts.items()}

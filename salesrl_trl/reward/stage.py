@@ -31,7 +31,7 @@ class Case:
     row: SalesRow
     """The conversation, its branch and the documents known to answer it."""
     action: Action
-    """What the policy wrote."""
+    """The policy's action."""
     answer: Answer
     """The 8B endpoint's answer to the action."""
     reference: Answer | None
@@ -52,9 +52,9 @@ class Added:
     """The components that a stage adds. `None`, or a name that is left out, stands for a missing component."""
 
     components: Mapping[str, float | None] = field(default_factory=dict)
-    """Of the answer: `{"brevity": 1.0}`."""
+    """Components of the answer: `{"brevity": 1.0}`."""
     reference: Mapping[str, float | None] = field(default_factory=dict)
-    """Of the reference answer. A hybrid baseline needs them where a branch weighs them."""
+    """Components of the reference answer. A hybrid baseline needs them where a branch weighs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Missing:
 
 
 Result: TypeAlias = Added | InvalidAction | Missing
-"""What a stage may return. `InvalidAction` is the policy's own fault: the reward is `invalid_action_reward`."""
+"""The results of a stage. `InvalidAction` is the policy's own fault: the reward is `invalid_action_reward`."""
 
 
 class RewardStage(ABC):
@@ -87,7 +87,7 @@ class RewardStage(ABC):
     components: Sequence[str] = ()
     """The components that it may add, for `branch_reward_weights`."""
     after_judge: bool = False
-    """Whether it runs behind the judge. Before the judge it knows no verdict, and spares the judge what it refuses."""
+    """Whether it runs behind the judge. Before the judge it knows no verdict, and what it refuses is not judged."""
 
     @abstractmethod
     async def run(self, case: Case) -> Result:

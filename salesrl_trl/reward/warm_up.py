@@ -76,7 +76,7 @@ async def check_kept_references(
         logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
 
 
-def add_places(found: Mapping[str, float | ServiceError], places: Mapping[str, str]) -> None:
+def add_places(found: Mapping[str, object], places: Mapping[str, str]) -> None:
     """Let each error's message say where its service is."""
     for name, result in found.items():
         if isinstance(result, ServiceError):

@@ -1,6 +1,6 @@
 """The child of `remote`: a reward, and one socket for questions to it.
 
-    python -m salesrl_trl.reward.worker FD
+    python -m salesrl_trl.reward.worker FD LOG_LEVEL
 
 It ends when the other side of the socket is gone. It ignores signals that a terminal or a scheduler sends to all
 processes: the parent answers those.
@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import stamina
@@ -19,10 +20,9 @@ import stamina
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport
-from salesrl_trl.reward.remote import Channel
+from salesrl_trl.reward.remote import Channel, InHand, Scored
 from salesrl_trl.reward.service.deadline import deadline
-from salesrl_trl.reward.stages import Stages
-from salesrl_trl.timing import Span
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Reward
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ class Worker:
     def __init__(self, chain: BatchedReward, channel: Channel) -> None:
         self._chain = chain
         self._channel = channel
-        self._in_hand_by: dict[int, tuple[asyncio.Task[Reward], Stages]] = {}
+        self._in_hand_by: dict[int, tuple[asyncio.Task[Reward], StageTimes]] = {}
 
-    async def run(self, messages: Any) -> None:
+    async def run(self, messages: AsyncIterator[Any]) -> None:
         """Answer until the parent is gone."""
         others: set[asyncio.Task[None]] = set()
         async for kind, number, *what in messages:
@@ -58,7 +58,7 @@ class Worker:
             answering.add_done_callback(others.discard)
         await self._chain.aclose()
 
-    async def _answer(self, kind: str, number: int | None, what: Any) -> None:
+    async def _answer(self, kind: str, number: int | None, what: Sequence[object]) -> None:
         """Answer one question. Of an error only the type is sent and logged: its message may hold a customer's
         text."""
         try:
@@ -72,12 +72,12 @@ class Worker:
             self._channel.send_bytes(content)
 
     def _start(self, number: int, index: int, completion: str, track: str) -> None:
-        stages = Stages(track)
+        stages = StageTimes(track)
         with deadline(self._chain.deadline_s):
             task = asyncio.ensure_future(self._chain.score(index, completion, stages))
         self._in_hand_by[number] = (task, stages)
 
-    async def _score(self, number: int, *_: object) -> tuple[Reward, list[Span]]:
+    async def _score(self, number: int, *_: object) -> Scored:
         task, stages = self._in_hand_by[number]
         await asyncio.wait([task])
         del self._in_hand_by[number]
@@ -89,7 +89,7 @@ class Worker:
     async def _drained(self, number: int) -> BatchReport:
         return await self._chain.drained(NOTHING_SCORED)
 
-    async def _in_hand(self, number: int) -> list[tuple[int, list[str], list[Span]]]:
+    async def _in_hand(self, number: int) -> list[InHand]:
         return [(each, stages.under_way, stages.so_far()) for each, (_, stages) in self._in_hand_by.items()]
 
     async def _warm_up(self, number: int) -> dict[str, float | ServiceError]:
@@ -119,6 +119,6 @@ if __name__ == "__main__":
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("salesrl_trl").setLevel(logging.INFO)
+    logging.getLogger("salesrl_trl").setLevel(int(sys.argv[2]))
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, and not logged call by call
     asyncio.run(serve(int(sys.argv[1])))

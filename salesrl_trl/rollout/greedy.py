@@ -1,7 +1,7 @@
 """The policy in training as the subject of quick evaluations.
 
 Owns the way from TRL's output for a batch of rows to answers: rewards, lengths, and the KL along each answer. The
-trainer hands in, as callables, how a batch is generated and scored without a trace in training.
+wiring hands in callables that generate and score a batch without a trace in training.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from salesrl_trl.evaluation.answers import Answered, Row
+from salesrl_trl.evaluation.answers import Answered
 from salesrl_trl.kl.estimators import penalty
 from salesrl_trl.kl.penalty import PenaltySettings
-from salesrl_trl.types import Reward
+from salesrl_trl.types import Example, Reward
 
 Tensors = Mapping[str, torch.Tensor]
 """TRL's output for a batch: `completion_mask` of shape (B, C), and log-probs of that shape where TRL computed them."""
@@ -39,7 +39,7 @@ class GreedySubject:
     set_aside: Callable[[], AbstractContextManager[None]]
     """While active: the policy is in evaluation mode, each prompt has one greedy answer, and the figures of training
     and of other evaluations stay as they are."""
-    score: Callable[[Sequence[Row]], ScoredBatch]
+    score: Callable[[Sequence[Example]], ScoredBatch]
     """Answers a batch of rows and has it scored."""
     logps_of: Callable[[Tensors], torch.Tensor]
     """Log-probs of a batch's answers under the policy, shape (B, C). Called where TRL has not computed them."""
@@ -54,19 +54,19 @@ class GreedySubject:
     kl: PenaltySettings
     """How the KL of a token is estimated."""
     betas: Callable[[], Mapping[str, float]]
-    """KL coefficients of now by branch."""
+    """The current KL coefficients by branch."""
     save: Callable[[Path], None]
     """Writes the policy into a folder."""
     log: Callable[[Mapping[str, float | None]], None]
     """Logs figures, without those that TRL gathers for a step."""
 
-    def answer(self, rows: Sequence[Row]) -> list[Answered]:
+    def answer(self, rows: Sequence[Example]) -> list[Answered]:
         """Answer the rows greedily, batch by batch."""
         batches = [rows[first : first + self.batch_size] for first in range(0, len(rows), self.batch_size)]
         with self.set_aside():
             return [answered for batch in batches for answered in self._answer(batch)]
 
-    def _answer(self, rows: Sequence[Row]) -> list[Answered]:
+    def _answer(self, rows: Sequence[Example]) -> list[Answered]:
         batch = self.score(rows)
         texts = self.decode(batch.completion_ids)
         kls = self._kl(batch.output)

@@ -1,15 +1,16 @@
-"""A generation batch that is trained on part by part: those groups first whose rewards are in.
+"""A generation batch that is trained on part by part: groups whose rewards are in come first.
 
-Owns which parts are ready, and the line of micro-batches. Refuses to wait and to compute advantages: the trainer
-waits, TRL computes.
+Owns which parts are ready, and the queue of micro-batches. Refuses to wait and to compute advantages: `scoring` waits,
+TRL computes.
 """
 
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import torch
+
+from salesrl_trl.kl.penalty import MicroBatch
 
 
 def parts(size: int, micro_batch: int, group: int) -> list[range]:
@@ -36,34 +37,30 @@ class ScoredGroups:
     """The parts of a generation batch, and the micro-batches of those whose advantages are final.
 
     Args:
-        size (`int`):
-            Completions of this rank's generation batch.
-        micro_batch (`int`):
-            Completions of a micro-batch.
-        group (`int`):
-            Completions of a prompt.
+        size (`int`), micro_batch (`int`), group (`int`):
+            As in `parts`.
     """
 
     def __init__(self, size: int, micro_batch: int, group: int) -> None:
         self.remaining = parts(size, micro_batch, group)
-        """Parts of which no micro-batch is in line yet."""
+        """Parts without a micro-batch in the queue so far."""
         self.complete = False
         """Whether every reward was in, on every rank, at the last `record`."""
         self.pending: list[range] = []
-        """Parts of which this rank waits for one. They were not settled at the last `record`. Empty where another rank
+        """This rank waits for one of these parts. They were not settled at the last `record`. Empty if another rank
         has more to wait for, as long as too little is scored for any part to be trained on."""
         self._micro_batch = micro_batch
         self._ready: list[range] = []
-        self._queue: deque[dict[str, Any]] = deque()
+        self._queue: deque[MicroBatch] = deque()
 
     def record(self, settled: torch.Tensor, rank: int, scored_fraction: float, wanted_fraction: float) -> None:
-        """Record which rewards are in by now. Each rank has an order of its own: no group lies on two ranks.
+        """Record which rewards are in. Each rank has its own order, because no group lies on two ranks.
 
         Args:
             settled (`torch.Tensor`):
                 Shape (world size, B), bool.
             rank (`int`):
-                This one.
+                Number of this rank.
             scored_fraction (`float`):
                 Share of all completions that have a reward so far.
             wanted_fraction (`float`):
@@ -76,12 +73,12 @@ class ScoredGroups:
         own = pending_by_rank[rank]
         enough = scored_fraction >= wanted_fraction
         self._ready = [part for part in self.remaining if enough and part not in own]
-        # Too little is scored: no rank releases a part yet, and the next reward most likely comes where most rewards
-        # are missing. A rank that waited for its own last group would hold up the others, which have enough by then.
+        # While too little is scored, no rank releases a part. The next reward most likely comes where most rewards are
+        # missing. A rank that waited for its own last group would hold up the others, although enough is scored.
         self.pending = own if enough or len(own) == max(map(len, pending_by_rank)) else []
 
     def release(self, output: Mapping[str, object]) -> None:
-        """Put the micro-batches of the ready parts in line.
+        """Put the micro-batches of the ready parts into the queue.
 
         Args:
             output (`Mapping`):
@@ -100,7 +97,7 @@ class ScoredGroups:
 
     @property
     def has_next(self) -> bool:
-        """Whether a micro-batch is in line."""
+        """Whether the queue has a micro-batch."""
         return bool(self._queue)
 
     @property
@@ -108,6 +105,6 @@ class ScoredGroups:
         """Whether every micro-batch was taken."""
         return not self.remaining and not self._queue
 
-    def next(self) -> dict[str, Any]:
-        """The next micro-batch in line."""
+    def next(self) -> MicroBatch:
+        """The next micro-batch of the queue."""
         return self._queue.popleft()

@@ -1,14 +1,13 @@
 """Rollouts in flight: launched early, collected late.
 
 Owns what lies between a generation batch's prompts and the moment it is trained on: the generation, and each
-completion's reward from the moment the completion is finished. Refuses to say when a rollout may be launched (the
-schedule) and what is done with completions and rewards afterwards (TRL).
+completion's reward from the moment the completion is finished. Refuses to decide when a rollout may be launched (the
+schedule does), and to use completions and rewards (TRL does).
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -18,12 +17,10 @@ from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import BatchResult, RewardBatch
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.rollout.groups import ScoredGroups
-from salesrl_trl.rollout.schedule import Schedule, Update, UpdatesAhead
+from salesrl_trl.rollout.schedule import MicroBatches, Schedule, Update, UpdatesAhead
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.timing import Span
-
-Example = dict[str, Any]
-"""A row of the trainer's dataset, with `prompt` and `row`."""
+from salesrl_trl.types import Example
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -52,13 +49,13 @@ class Rollout:
     result: BatchResult | None = None
     """All rewards, once they are in."""
     scored: torch.Tensor | None = None
-    """The rewards of all ranks so far, as `encode` tells them: shape (world size x B, columns), on the CPU."""
+    """Table of `encode` with the rewards of all ranks so far: shape (world size x B, columns), on the CPU."""
     is_reported: bool = False
     """Whether TRL's figures of the generation were drained."""
 
     @property
     def mode(self) -> str:
-        """TRL's name of what it is for: `"train"` or `"eval"`."""
+        """TRL's name of its purpose: `"train"` or `"eval"`."""
         return "train" if self.is_trained_on else "eval"
 
     @property
@@ -87,15 +84,15 @@ class Pipeline:
         timeline (`Timeline`):
             Gets the phase of generation.
         decode (`Callable[[Sequence[int]], str]`):
-            From a completion's token ids to its text. Called from whatever thread the sampler reports from.
+            From a completion's token ids to its text. Called from the thread in which the sampler reports.
         window (`int`):
             Micro-steps between two generation batches, `steps_per_generation * num_iterations`.
         lookahead (`int`):
             Optimizer steps that rollouts may be ahead.
         references_ahead (`bool`):
-            Ask for the reference answers of the step behind those, before it is generated.
+            Ask for the reference answers one step earlier than for the completions.
         behaviour_logps (`Callable[[Sampled], torch.Tensor]`):
-            Log-probs of completions under the policy as it is. Called with a lookahead, where the sampler gives none.
+            Log-probs of completions under the current policy. Called with a lookahead, if the sampler gives none.
         record_span (`Callable[[Span], None]`):
             Gets the time of a generation that went on beside training.
     """
@@ -127,7 +124,7 @@ class Pipeline:
     def set_lookahead(self, lookahead: int) -> None:
         """Change the lookahead, between two runs."""
         self._lookahead = lookahead
-        self._schedule = Schedule(lookahead, self._window)
+        self._schedule: Schedule[Rollout] = Schedule(lookahead, self._window)
         self._updates = UpdatesAhead(lookahead + self._references_ahead)
 
     @property
@@ -144,13 +141,13 @@ class Pipeline:
             update (`int`):
                 Optimizer steps done.
             has_batch (`bool`):
-                Whether a generation batch is at hand, to go on with in the middle of a window.
+                Whether a generation batch is there to go on with in the middle of a window.
         """
         self.forget()
         self._schedule.restart(micro_step, update, has_batch)
 
     def forget(self) -> None:
-        """Give up everything in flight that will not be trained on, also a batch that an interrupted step was at."""
+        """Give up everything in flight, with the batch of an interrupted step."""
         self._updates.restart()
         self._dataloader = ()
         for rollout in self._schedule.restart(0, 0, False):
@@ -170,17 +167,17 @@ class Pipeline:
         )
 
     def _next_epoch(self) -> Iterator[object]:
-        """The micro-batches of the epoch behind the one in training.
+        """The micro-batches of the epoch after the one in training.
 
-        Leaves torch's generator as it is: a dataloader draws from it when it begins, and that draw is made when the
-        epoch begins (`_draw_as_a_dataloader`). So nothing is sampled otherwise than without a lookahead.
+        Leaves torch's generator as it is. A dataloader draws from it when it begins; here that draw is made when the
+        epoch begins (`_draw_as_a_dataloader`). So all samples are the same as without a lookahead.
         """
         with torch.random.fork_rng(devices=[]):
             iterator = iter(self._dataloader)
             first = list(itertools.islice(iterator, 1))
         return itertools.chain(first, iterator)
 
-    def _record_update(self, micro_batches: list[Any]) -> None:
+    def _record_update(self, micro_batches: MicroBatches) -> None:
         for window in self._schedule.add(micro_batches):
             if self._references_ahead:
                 self._desk.fetch_references(_rows(window.inputs))
@@ -191,8 +188,8 @@ class Pipeline:
             window.rollout = self.launch(window.inputs, update)
 
     def take(self, inputs: list[Example], micro_step: int, update: int) -> Rollout:
-        """The rollout of these inputs, with all its completions. Generated now where it was not before."""
-        rollout: Rollout | None = self._schedule.take(micro_step, inputs)
+        """The rollout of these inputs, with all its completions. It is generated now, if it was not before."""
+        rollout = self._schedule.take(micro_step, inputs)
         if rollout is None:
             rollout = self.launch(inputs, update)
         if rollout.sampled is not None:
@@ -222,7 +219,7 @@ class Pipeline:
         return rollout
 
     def evaluate(self, inputs: list[Example], update: int) -> Rollout:
-        """Generate for an evaluation, and start the reward of each completion when it is finished. As `launch`."""
+        """Generate for an evaluation, and start the reward of each completion when it is finished."""
         if self._references_ahead:
             self._desk.fetch_references(_rows(inputs))
         return self._start(inputs, update, ahead=False, is_trained_on=False)
@@ -238,7 +235,7 @@ class Pipeline:
         return rollout
 
     def _record(self, rollout: Rollout, sampled: Sampled) -> None:
-        """The completions are there. Rewards that have not started yet start now."""
+        """Keep the completions. Rewards that have not started yet start now."""
         rollout.sampled = sampled
         if sampled.span is not None:
             self._record_span(sampled.span)
@@ -255,7 +252,7 @@ def _rows(inputs: Sequence[Example]) -> list[int]:
     return [example["row"] for example in inputs]
 
 
-def _prompts(inputs: Sequence[Example]) -> list[Any]:
+def _prompts(inputs: Sequence[Example]) -> list[object]:
     return [example["prompt"] for example in inputs]
 
 

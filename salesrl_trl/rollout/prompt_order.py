@@ -1,7 +1,6 @@
 """The order of prompts.
 
-Owns one thing: that an epoch's order depends on the seed and the epoch alone. How prompts are repeated for their
-groups is TRL's.
+Owns one thing: an epoch's order depends on the seed and the epoch alone. TRL repeats the prompts for their groups.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,14 +12,14 @@ from trl.trainer.utils import RepeatSampler
 class OrderByEpoch(Sampler[int]):
     """TRL's sampler, shuffled anew from `seed + epoch` at the start of each epoch.
 
-    TRL's own draws each epoch's order from where its generator stands, so that a run that resumes in its second epoch
-    sees the order of the first one again.
+    TRL's sampler goes on with its generator from epoch to epoch. So a run that resumes in its second epoch would get
+    the order of the first one again.
 
     Args:
         sampler (`RepeatSampler`):
-            TRL's; epoch 0 is as it would be without this.
+            TRL's sampler. The order of epoch 0 is unchanged.
         epoch (`Callable[[], int]`):
-            The epoch that begins.
+            Returns the epoch that begins.
     """
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]) -> None:

@@ -1,6 +1,6 @@
 """The rewards of generation batches: awaited, counted over all ranks, and put where TRL's loss reads them.
 
-Owns which rollout TRL is at work on, and what is added to its output for a batch. Refuses to generate (the pipeline),
+Owns which rollout TRL is at work on, and the additions to its output for a batch. Refuses to generate (the pipeline),
 to score a completion (the desk) and to compute the advantages of a loss (TRL).
 """
 
@@ -19,10 +19,10 @@ from salesrl_trl.names import Phase
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.figures import encode, encode_report
 from salesrl_trl.rollout.groups import ScoredGroups
-from salesrl_trl.rollout.pipeline import Example, Pipeline, Rollout
+from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.staleness import correction_sums
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import on_any_rank
@@ -41,7 +41,7 @@ _VALUE, _REFERENCE_REWARD = 2, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringSettings:
-    """What the scoring of a batch depends on."""
+    """Settings for the scoring of a batch."""
 
     branches: Sequence[str]
     """Branch names by id."""
@@ -80,7 +80,7 @@ class Scoring:
         score (`Callable[[Rollout], Output]`):
             TRL's own method over a whole generation batch. It asks back for `rewards_so_far`, and calls `record`.
         advantages (`Callable[[], MutableSequence[float]]`):
-            That column of TRL's table of completions, whose last rows are those of the batch.
+            Returns this column of TRL's table of completions. Its last rows are those of the batch.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Scoring:
         self._score = score
         self._advantages = advantages
         self.rollout: Rollout | None = None
-        """The one that TRL is at work on; `None` in between."""
+        """The rollout that TRL is at work on; `None` in between."""
         self._waiting: Rollout | None = None
 
     @property
@@ -116,7 +116,7 @@ class Scoring:
         return self.rollout
 
     def forget(self) -> None:
-        """A run begins: nothing of an interrupted one is left."""
+        """Forget the batch of an interrupted run."""
         self.rollout = self._waiting = None
 
     def train_on(self, inputs: list[Example], micro_step: int, update: int, in_groups: bool) -> Output:
@@ -152,7 +152,7 @@ class Scoring:
 
         Args:
             following (`Output`):
-                The next one in TRL's order. While rewards are pending, one whose groups are scored comes in its place.
+                The next one in TRL's order. While rewards are pending, a micro-batch of scored groups replaces it.
             update (`int`):
                 Optimizer steps done.
         """
@@ -172,7 +172,7 @@ class Scoring:
         return micro_batch
 
     def _scored(self, rollout: Rollout, update: int) -> Output:
-        """TRL's output, with the branch of each sample, and without effect where too little was scored."""
+        """TRL's output, with the branch of each sample, and without an effect if too little was scored."""
         self.rollout = rollout
         try:
             output = self._score(rollout)
@@ -193,7 +193,7 @@ class Scoring:
         return output
 
     def rewards_so_far(self, rollout: Rollout) -> torch.Tensor | None:
-        """The rewards that are in, NaN for the rest, shape (world size x B, 1); `None` once all are; a collective."""
+        """The rewards so far, NaN for the rest: shape (world size x B, 1). `None` when all are in. A collective."""
         groups = rollout.groups
         if groups is None:
             return None
@@ -209,13 +209,13 @@ class Scoring:
         return None if groups.complete else values
 
     def record(self, rollout: Rollout, rewards: torch.Tensor) -> None:
-        """Count the rewards of a batch over all ranks, and decide whether it counts; a collective.
+        """Count the rewards of a batch over all ranks, and decide whether the batch counts; a collective.
 
         Args:
             rollout (`Rollout`):
-                With its `result`.
+                A rollout with a `result`.
             rewards (`torch.Tensor`):
-                What TRL made of them, shape (world size x B, 1).
+                TRL's table of these rewards, shape (world size x B, 1).
         """
         assert rollout.result is not None
         result, mode = rollout.result, rollout.mode
@@ -236,7 +236,7 @@ class Scoring:
         self._ledger.record_update(mode, is_skipped=self._run_control.is_skipping and rollout.is_trained_on)
 
     def _record_staleness(self, rollout: Rollout, output: Mapping[str, torch.Tensor], update: int) -> None:
-        """How far behind the sampler's weights are, and what the correction for them does; a collective."""
+        """Record the age of the sampler's weights, and the effect of the correction for it; a collective."""
         self._ledger.record_staleness(rollout.mode, update - rollout.step)
         ratio = output.get("importance_sampling_ratio")
         if ratio is not None:
@@ -269,7 +269,7 @@ class Scoring:
 
 
 def copied(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """TRL's tables of completions. Additions to the copy leave the original as it is."""
+    """A copy of TRL's tables of completions. Additions to it leave the original as it is."""
     copies = {}
     for name, table in logs.items():
         copies[name] = copy.copy(table)

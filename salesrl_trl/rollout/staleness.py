@@ -1,6 +1,6 @@
-"""How far sampled completions lie behind the policy, and what TRL's correction for it does.
+"""The effect of TRL's correction for completions that an earlier policy sampled.
 
-Owns the figures. Refuses to correct anything: the importance ratio and its bounds are TRL's.
+Owns the figures. Refuses to correct anything: TRL computes the importance ratio and bounds it.
 """
 
 import torch
@@ -9,7 +9,7 @@ import torch
 def correction_sums(
     ratio: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
 ) -> torch.Tensor:
-    """What TRL's correction for the sampler's distribution has left out or bounded.
+    """Count what TRL's correction for the sampler's distribution left out or bounded.
 
     Args:
         ratio (`torch.Tensor`):
@@ -22,7 +22,7 @@ def correction_sums(
             `vllm_importance_sampling_clip_min` and `_max`.
 
     Returns:
-        `torch.Tensor` of shape (3,), float64: tokens or completions left out, those bounded, and how many there are.
+        `torch.Tensor` of shape (3,), float64: number of tokens or completions left out, bounded, and in all.
     """
     counts = mask.any(dim=1, keepdim=True) if ratio.size(1) == 1 else mask.bool()
     left_out = (ratio == 0) if mode.endswith("_mask") else torch.zeros_like(counts)

@@ -7,32 +7,57 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from accelerate import PartialState
-from accelerate.utils import gather_object
-
-from salesrl_trl.config import JudgeProviderConfig, RewardConfig, SalesGRPOConfig
-from salesrl_trl.demo.policy import cache_dir
+from salesrl_trl.config import JudgeProviderConfig, RewardConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.process import cache_dir
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import JudgeClient
 from salesrl_trl.reward.judge.provider import JudgeProvider
 from salesrl_trl.reward.rag.client import RagBackend, RagClient
 from salesrl_trl.reward.rag.embedding import SERVICE as EMBEDDING
 from salesrl_trl.reward.rag.vector_store import VectorStoreRag
 from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.run.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.types import SalesRow
+
+if TYPE_CHECKING:
+    from salesrl_trl.config import SalesGRPOConfig
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
+def launched_services(config: RewardConfig) -> Iterator[EmbeddedServices]:
+    """The embedded services, which stop on exit. Where no address is configured, they begin to start now.
+
+    One process of each node starts them.
+    """
+    from accelerate import PartialState  # brings torch, which configured services do not need
+
+    knowledge = config.knowledge_file
+    services = EmbeddedServices(documents=None if knowledge is None else Path(knowledge).expanduser())
+    try:
+        if (config.embeds_rag or config.embeds_judge) and PartialState().is_local_main_process:
+            services.launch()
+        yield services
+    finally:
+        services.stop()
+
+
+@contextlib.contextmanager
 def open_reward(
-    config: RewardConfig, training: SalesGRPOConfig, rows: Sequence[SalesRow], parts: RewardParts | None = None
+    config: RewardConfig,
+    training: "SalesGRPOConfig",
+    rows: Sequence[SalesRow],
+    parts: RewardParts | None = None,
+    services: EmbeddedServices | None = None,
 ) -> Iterator[SalesReward | RemoteReward]:
     """Check the settings, start the embedded services where no address is configured, and build the reward chain.
 
@@ -50,13 +75,15 @@ def open_reward(
             Training rows and held-out rows.
         parts (`RewardParts`, *optional*):
             From `prepare_reward`, which is called without them.
+        services (`EmbeddedServices`, *optional*):
+            From `launched_services`, which is called without them.
 
     Raises:
         `SalesRLError`: a setting or a service is not as expected.
     """
     if parts is None:
         parts = prepare_reward(config, training.branches, training.hybrid_reference_weight > 0)
-    with addresses(config) as (rag_base_url, judge_base_url):
+    with addresses(config, services) as (rag_base_url, judge_base_url):
         chain = build_reward(
             config,
             parts,
@@ -71,25 +98,34 @@ def open_reward(
 
 
 @contextlib.contextmanager
-def addresses(config: RewardConfig) -> Iterator[tuple[str, str]]:
+def addresses(config: RewardConfig, services: EmbeddedServices | None = None) -> Iterator[tuple[str, str]]:
     """The addresses of the RAG service and the judge. Embedded ones are started where no address is configured.
 
-    One process of each node starts and stops them. All ranks learn the addresses of their own node.
+    All ranks learn the addresses of their own node.
+
+    Args:
+        config (`RewardConfig`):
+            Settings of the services.
+        services (`EmbeddedServices`, *optional*):
+            From `launched_services`, which is called without them.
     """
     if not (config.embeds_rag or config.embeds_judge):
         yield config.rag_base_url or "", config.judge_base_url or ""
         return
+    from accelerate import PartialState  # brings torch, which configured services do not need
+    from accelerate.utils import gather_object
+
     state = PartialState()
-    knowledge = config.knowledge_file
-    services = EmbeddedServices(documents=None if knowledge is None else Path(knowledge).expanduser())
-    started: ServiceAddresses | SalesRLError | None = None
-    if state.is_local_main_process:
-        try:
-            started = services.start()
-            logger.info(f"embedded services: RAG {started.rag_base_url}, judge {started.judge_base_url}")
-        except SalesRLError as error:
-            started = error
-    try:
+    with contextlib.ExitStack() as stack:
+        if services is None:
+            services = stack.enter_context(launched_services(config))
+        started: ServiceAddresses | SalesRLError | None = None
+        if state.is_local_main_process:
+            try:
+                started = services.start()
+                logger.info(f"embedded services: RAG {started.rag_base_url}, judge {started.judge_base_url}")
+            except SalesRLError as error:
+                started = error
         everywhere: list[ServiceAddresses | SalesRLError | None] = gather_object([started])
         failed = [each for each in everywhere if isinstance(each, SalesRLError)]
         if failed:
@@ -97,8 +133,6 @@ def addresses(config: RewardConfig) -> Iterator[tuple[str, str]]:
         mine = everywhere[state.process_index - state.local_process_index]  # of this node's main process
         assert isinstance(mine, ServiceAddresses)
         yield config.rag_base_url or mine.rag_base_url, config.judge_base_url or mine.judge_base_url
-    finally:
-        services.stop()
 
 
 def placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:
@@ -126,6 +160,13 @@ def placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> Sales
         return chain
 
 
+class Services(NamedTuple):
+    """The clients of the reward's services."""
+
+    rag: RagBackend
+    judge: Judge
+
+
 def build_reward(
     config: RewardConfig,
     parts: RewardParts,
@@ -140,30 +181,61 @@ def build_reward(
     """Build the reward chain.
 
     Args:
+        rows (`Sequence[SalesRow]`):
+            Training rows and held-out rows.
+        output_dir (`Path`):
+            Folder of the run's own cache of answers.
+        process_index (`int`, *optional*):
+            Index of this process.
+
+    The other arguments are those of `build_services`.
+    """
+    rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes)
+    # the embedded service has a new address in every run, so its answers are not kept
+    lasting = config.rag_base_url is not None or config.vector_store_path is not None
+    return SalesReward(
+        rows,
+        rag,
+        judge,
+        parts.scoring,
+        stages=parts.stages,
+        score_threshold=config.rag_score_threshold,
+        top_k=config.rag_top_k,
+        deadline_s=config.reward_deadline_s,
+        action_format=config.action_format(),
+        announces=process_index == 0,
+        lines=SampleLines(config.verbose),
+        answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
+        references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
+    )
+
+
+def build_services(
+    config: RewardConfig, parts: RewardParts, rag_base_url: str, judge_base_url: str, processes: int = 1
+) -> Services:
+    """Build the clients of the services, without a connection.
+
+    Args:
         config (`RewardConfig`):
             Settings.
         parts (`RewardParts`):
             From `prepare_reward`.
-        rows (`Sequence[SalesRow]`):
-            Training rows and held-out rows.
         rag_base_url (`str`):
             Address of the configured RAG service, or of the embedded one.
         judge_base_url (`str`):
             Address of the configured judge, or of the embedded one. Not used with `judge_providers`.
-        output_dir (`Path`):
-            Folder of the run's own cache of answers.
         processes (`int`, *optional*, defaults to `1`):
             Number of processes that share the limits.
-        process_index (`int`, *optional*, defaults to `0`):
-            Index of this process.
     """
 
-    def transport(service: str, max_concurrency: int, timeout_s: float, patience_s: float | None = None) -> Transport:
+    def transport(
+        service: str, max_concurrency: int, timeout_s: float, max_attempts: int, patience_s: float | None = None
+    ) -> Transport:
         return Transport(
             service,
             max_concurrency=max(max_concurrency // processes, 1),
             attempt_timeout_s=timeout_s,
-            max_attempts=config.max_attempts,
+            max_attempts=max_attempts,
             initial_concurrency=config.initial_concurrency,
             outage_patience_s=config.outage_patience_s if patience_s is None else patience_s,
             denied_cooldown_s=config.denied_cooldown_s,
@@ -171,7 +243,7 @@ def build_reward(
         )
 
     def retrieval(service: str, patience_s: float | None = None) -> Transport:
-        return transport(service, config.rag_max_concurrency, config.rag_timeout_s, patience_s)
+        return transport(service, config.rag_max_concurrency, config.rag_timeout_s, config.max_attempts, patience_s)
 
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
     patience_32b_s = None if parts.reference_weighed else 0.0
@@ -181,26 +253,11 @@ def build_reward(
         transport_32b=retrieval("rag_32b", patience_32b_s),
         api_key=parts.rag_key,
     )
-    # the embedded service has a new address in every run, so its answers are not kept
-    lasting = config.rag_base_url is not None or config.vector_store_path is not None
-    return SalesReward(
-        rows,
-        rag,
-        parts.judge or _judge(config, parts, transport, judge_base_url),
-        parts.scoring,
-        stages=parts.stages,
-        score_threshold=config.rag_score_threshold,
-        top_k=config.rag_top_k,
-        deadline_s=config.reward_deadline_s,
-        action_format=config.action_format(),
-        announces=process_index == 0,
-        answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
-        references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
-    )
+    return Services(rag, parts.judge or _judge(config, parts, transport, judge_base_url))
 
 
 def _judge(
-    config: RewardConfig, parts: RewardParts, transport: Callable[[str, int, float], Transport], base_url: str
+    config: RewardConfig, parts: RewardParts, transport: Callable[[str, int, float, int], Transport], base_url: str
 ) -> JudgeClient:
     configured = config.parsed_judge_providers()
     providers = [
@@ -211,6 +268,7 @@ def _judge(
                 f"{JUDGE}_{each.name}" if configured else JUDGE,
                 each.max_concurrency or config.judge_max_concurrency,
                 each.timeout_s or config.judge_timeout_s,
+                config.judge_max_attempts or config.max_attempts,
             ),
         )
         for each in configured or [_only_provider(config, base_url)]
@@ -238,7 +296,13 @@ def _vector_store(
 
 
 def _only_provider(config: RewardConfig, base_url: str) -> JudgeProviderConfig:
-    return JudgeProviderConfig(name=JUDGE, base_url=base_url, model=config.judge_model)
+    return JudgeProviderConfig(
+        name=JUDGE,
+        base_url=base_url,
+        model=config.judge_model,
+        response_format=config.judge_response_format,
+        max_completion_tokens=config.judge_max_completion_tokens,
+    )
 
 
 def _provider(config: JudgeProviderConfig, api_key: str | None, transport: Transport) -> JudgeProvider:

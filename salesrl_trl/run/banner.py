@@ -1,23 +1,25 @@
-"""The banner: lines at the start of a run that say what it consists of.
+"""The banner: lines at the start of a run about its parts.
 
 Owns their wording. The figures come from the settings and the checks. Loads a tokenizer and a model's configuration,
 and no weights.
 """
 
-import contextlib
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 from trl import ModelConfig
 
 from salesrl_trl import __version__
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
+from salesrl_trl.config.compiling import compiled_engine, starts_eager
 from salesrl_trl.config.machine import device_line
+from salesrl_trl.generation import compiled
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
-from salesrl_trl.run.checks.model import parameter_count
+from salesrl_trl.run.checks.model import generation_config_of
+from salesrl_trl.run.memory.shape import parameter_count
+from salesrl_trl.run.software import installed
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
@@ -51,10 +53,12 @@ def banner(
         ("prompt", _prompt(data, reward)),
         ("step", _step(training)),
         ("rollouts", _rollouts(training)),
-        *(("branch", _branch(name, training.kl_targets().get(name))) for name in training.branches),
+        *(("branch", _branch(name, training.kl_targets().get(name), training)) for name in training.branches),
         ("RAG service", _rag(reward)),
         ("judge", _judge(reward)),
+        *(("stage", stage) for stage in reward.reward_stages),
         ("devices", device_line(training.device, training.world_size)),
+        *([("compiled", _compiled(training, policy_path))] if training.compiled else []),
         ("versions", _versions(training.use_vllm)),
         ("output", f"{training.output_dir} ({LOG_FILE} keeps what is shown here)"),
         *(("note", note) for note in notes),
@@ -77,13 +81,11 @@ def _count(number: int) -> str:
 
 
 def _end_tokens(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:
-    """The tokens that end a completion, from the tokenizer and from the model's generation settings."""
+    """The tokens that end a completion, by the tokenizer and by the model's generation settings."""
     where = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(path, **where)
-    try:
-        ids = GenerationConfig.from_pretrained(path, revision=model.model_revision).eos_token_id
-    except OSError:  # the model has no such file
-        ids = None
+    generation = generation_config_of(path, model.model_revision)
+    ids = None if generation is None else generation.eos_token_id
     listed = [ids] if isinstance(ids, int) else ids or []
     ends = dict.fromkeys([tokenizer.eos_token_id, *listed])
     return ", ".join(f"{tokenizer.convert_ids_to_tokens(each)} ({each})" for each in ends if each is not None)
@@ -109,7 +111,7 @@ def _step(training: SalesGRPOConfig) -> str:
 
 def _rollouts(training: SalesGRPOConfig) -> str:
     if not training.use_vllm:
-        engine = "transformers"
+        engine = training.sampler or "transformers"
     elif training.vllm_mode == "server":
         engine = "a vLLM server"
     else:
@@ -124,11 +126,13 @@ def _rollouts(training: SalesGRPOConfig) -> str:
     )
 
 
-def _branch(name: str, target: KLTarget | None) -> str:
+def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> str:
     if target is None:
         return f"{name}: no KL"
-    band = f"KL band {target.low:g} to {target.high:g} nats a token" if target.has_band else "fixed"
-    return f"{name}: coefficient {target.beta:g}, {band}"
+    if not target.has_band:
+        return f"{name}: coefficient {target.beta:g}, fixed"
+    law = f", moved by {training.kl_law}" * bool(training.kl_law) if training.kl_control else ", coefficient fixed"
+    return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"
 
 
 def _rag(reward: RewardConfig) -> str:
@@ -152,14 +156,21 @@ def _judge(reward: RewardConfig) -> str:
     return "embedded, made for the demo (your own: --judge_base_url http://HOST:PORT/v1 --judge_model NAME)"
 
 
+def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
+    """The state of the folder of compiled code, and the engine's start that follows from it."""
+    assert training.compiled is not None
+    state = f"{training.compiled}: {compiled.kept(training.compiled)}"
+    if not training.use_vllm or training.vllm_mode == "server":
+        return state
+    is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
+    if starts_eager(training, policy_path):
+        asked = training.vllm_enforce_eager is not None or training.device.type == "cpu"
+        hint = "" if asked else "; scripts/warmup_model.py compiles this engine once, and generation is then faster"
+        return f"{state}. vLLM starts eager{hint}"
+    return f"{state}. vLLM starts with CUDA graphs, {'from this folder' if is_kept else 'which it compiles now'}"
+
+
 def _versions(use_vllm: bool) -> str:
     names = (*_PACKAGES, "vllm") if use_vllm else _PACKAGES
-    found = [f"{name} {each}" for name in names if (each := _installed(name)) is not None]
+    found = [f"{name} {each}" for name in names if (each := installed(name)) is not None]
     return ", ".join((f"salesrl_trl {__version__}", *found, f"Python {platform.python_version()}"))
-
-
-def _installed(package: str) -> str | None:
-    for name in (package, f"{package}-cpu"):  # vLLM's build for a CPU has another package name
-        with contextlib.suppress(PackageNotFoundError):
-            return version(name)
-    return None

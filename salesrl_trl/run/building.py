@@ -1,6 +1,6 @@
 """From settings and checked rows to the trainer: its instruments, model, tokenizer and datasets.
 
-Owns the loading of the policy. `assembly` builds the reward chain.
+Owns the loading of the policy, which `preflight` tries out too. `assembly` builds the reward chain.
 """
 
 import logging
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import get_peft_config, get_quantization_config
 
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.demo.policy import cached_policy
 from salesrl_trl.names import StartUp
-from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.banner import banner
-from salesrl_trl.run.preflight import Prepared
+from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.settings import RunConfig
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 
@@ -41,24 +41,31 @@ def build_instruments(config: RunConfig) -> Instruments:
     return Instruments(settings, config.training.device, Path(config.training.output_dir))
 
 
-def build_trainer(
-    config: RunConfig, prepared: Prepared, reward: SalesReward | RemoteReward, instruments: Instruments
-) -> "SalesGRPOTrainer":
-    """Load the policy and build the trainer, with vLLM's engine. The main process logs the banner first."""
-    phase, train, held_out = instruments.timeline.phase, prepared.train, prepared.held_out
+def take_policy(plan: Plan, instruments: Instruments) -> None:
+    """Load the policy of the plan, unless it is there. The main process logs the banner first."""
+    phase = instruments.timeline.phase
+    with phase(StartUp.IMPORTS):
+        import salesrl_trl.trainer  # noqa: F401 (imports vLLM, which takes seconds)
     with phase(StartUp.POLICY):
-        from salesrl_trl.trainer import SalesGRPOTrainer  # imports vLLM, which takes seconds
+        if plan.policy is None:
+            path = policy_path(plan.config)
+            if PartialState().is_main_process:
+                for line in _banner(plan, path):
+                    logger.info(line)
+            plan.policy = load_policy(plan.config, plan.dtype)
 
-        path = config.model.model_name_or_path
-        if path is None:
-            path = str(cached_policy(config.warm_start.warm_start_steps, config.warm_start.warm_start_seed))
-        if PartialState().is_main_process:
-            for line in _banner(config, prepared, path):
-                logger.info(line)
-        model = _load_model(path, config.model, prepared.dtype, config.training.trust_remote_code)
-    with phase(StartUp.ENGINE):
-        return SalesGRPOTrainer(
-            model,
+
+def build_trainer(plan: Plan, reward: BatchedReward | RewardDesk, instruments: Instruments) -> "SalesGRPOTrainer":
+    """Build the trainer, with vLLM's engine, after `take_policy`."""
+    take_policy(plan, instruments)
+    assert plan.policy is not None
+    from salesrl_trl.run.rollouts_only import RolloutTrainer
+    from salesrl_trl.trainer import SalesGRPOTrainer
+
+    config, train, held_out = plan.config, plan.train, plan.held_out
+    with instruments.timeline.phase(StartUp.ENGINE):
+        return (RolloutTrainer if config.training.mode == "rollouts" else SalesGRPOTrainer)(
+            plan.policy,
             reward,
             config.training,
             instruments=instruments,
@@ -68,30 +75,46 @@ def build_trainer(
             if held_out.prompts
             else None,
             processing_class=AutoTokenizer.from_pretrained(
-                path, revision=config.model.model_revision, trust_remote_code=config.training.trust_remote_code
+                policy_path(config),
+                revision=config.model.model_revision,
+                trust_remote_code=config.training.trust_remote_code,
             ),
             peft_config=get_peft_config(config.model),
         )
 
 
-def _load_model(path: str, config: ModelConfig, dtype: str | None, trust_remote_code: bool) -> PreTrainedModel:
+def policy_path(config: RunConfig) -> str:
+    """Folder or hub name of the policy. Makes the small policy if no model is named."""
+    named = config.model.model_name_or_path
+    return named or str(cached_policy(config.warm_start.warm_start_steps, config.warm_start.warm_start_seed))
+
+
+def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
+    """The policy's model with its weights, in this number format, on this rank's device.
+
+    Weights go to the GPU without a copy in the host's memory. DeepSpeed and FSDP place them themselves, later.
+    """
+    model, training = config.model, config.training
+    stays = training.device.type == "cpu" or training.is_sharded
     return AutoModelForCausalLM.from_pretrained(
-        path,
-        revision=config.model_revision,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=config.attn_implementation,
+        policy_path(config),
+        revision=model.model_revision,
+        trust_remote_code=training.trust_remote_code,
+        attn_implementation=model.attn_implementation,
         dtype=dtype,
-        quantization_config=get_quantization_config(config),
+        quantization_config=get_quantization_config(model),
+        device_map=None if stays else {"": training.device},
     )
 
 
-def _banner(config: RunConfig, prepared: Prepared, policy_path: str) -> list[str]:
+def _banner(plan: Plan, policy_path: str) -> list[str]:
+    config = plan.config
     return banner(
         config.data,
         config.reward,
         config.training,
         config.model,
         policy_path=policy_path,
-        rows=(len(prepared.train.rows), len(prepared.held_out.rows)),
-        notes=[*config.notes, *config.training.machine_notes, *prepared.notes, *prepared.reward.notes],
+        rows=(len(plan.train.rows), len(plan.held_out.rows)),
+        notes=[*config.notes, *config.training.machine_notes, *plan.notes],
     )

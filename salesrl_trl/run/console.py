@@ -9,7 +9,9 @@ import logging
 import os
 import subprocess
 import sys
+import traceback
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +19,8 @@ import stamina
 import transformers
 
 from salesrl_trl.errors import SalesRLError
+from salesrl_trl.run.last_words import words_of
+from salesrl_trl.run.launcher import keep_log, speak
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
 
 EXIT_BAD_INPUT = 2
@@ -33,10 +37,22 @@ _LEFT_OUT = {
 """Logger to a phrase. Its records with this phrase are not shown."""
 
 
-def set_up_logging() -> None:
-    """Show this package's lines on stderr, and only warnings of other packages."""
+@dataclass
+class _Kept:
+    """Where this process's lines go."""
+
+    log: Path | None = None
+    terminal: int = 2
+    """File descriptor of the stderr that the process was started with."""
+
+
+_kept = _Kept()
+
+
+def set_up_logging(level: int = logging.INFO) -> None:
+    """Show this package's lines from `level` on stderr, and only warnings of other packages."""
     logging.basicConfig(level=logging.WARNING, format=LINE_FORMAT, datefmt=TIME_FORMAT)
-    logging.getLogger("salesrl_trl").setLevel(logging.INFO)
+    logging.getLogger("salesrl_trl").setLevel(level)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM reads every attribute
     transformers.utils.logging.disable_progress_bar()
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
@@ -44,10 +60,25 @@ def set_up_logging() -> None:
         logging.getLogger(name).addFilter(LeaveOut(phrase))
 
 
-def exit_with(error: SalesRLError, code: int) -> NoReturn:
-    """Print the error in one message, without a traceback, and end the process with this exit code."""
-    sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
-    sys.stderr.flush()
+def set_log_level(level: str) -> None:
+    """Show this package's lines from the level of the setting `log_level` on; `passive` leaves it as it is."""
+    if level != "passive":
+        logging.getLogger("salesrl_trl").setLevel(level.upper())
+
+
+def exit_with(error: Exception, code: int) -> NoReturn:
+    """Print the error and what to do about it, and end the process.
+
+    Args:
+        error (`Exception`):
+            What ends the run. Only an error that is not of this package has a traceback.
+        code (`int`):
+            Exit code for an error of this package. For others it is 1, as Python has it.
+    """
+    if not isinstance(error, SalesRLError):
+        traceback.print_exception(error)
+        code = 1
+    speak(words_of(error, code, _kept.log), _kept.terminal)
     raise SystemExit(code)
 
 
@@ -61,8 +92,10 @@ def keep_console(path: Path) -> None:
             The file, which is appended to. Several processes may share one file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _kept.log = path
+    keep_log(path)
     for descriptor in (1, 2):
-        original = os.dup(descriptor)
+        _kept.terminal = original = os.dup(descriptor)
         # A session of its own: a signal to this process's group would end `tee` before the last lines are written.
         tee = subprocess.Popen(
             ["tee", "-a", str(path)],

@@ -4,50 +4,78 @@ Owns the keys that a recipe may have, the order of precedence, and the settings 
 Refuses to check values: the classes of `config` do that.
 """
 
+import ast
+import copy
 import difflib
 from argparse import SUPPRESS
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
-from trl import ModelConfig, TrlParser
+from trl import TrlParser
 
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.presets import FOLDER, PRESETS
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
+
+    from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 
 SMALL_POLICY = "small_policy"
 """A recipe's key. Its settings replace those of the recipe when no model is named, for the packaged small policy."""
 ENVIRONMENT = "env"
 """A recipe's key. TRL's parser writes its entries to the environment."""
-_KINDS = (DataConfig, RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig, ModelConfig)
+PRESET = "preset"
+"""An argument of the command line, and no setting: names of overlays of the recipe."""
+_SOURCES = {
+    "salesrl_trl": "config/*.py",
+    "trl": "trainer/*_config.py",
+    "transformers": "training_args.py",
+}
+"""The files that define the settings of a run, by package."""
+
+
+def all_kinds() -> tuple[type, ...]:
+    """All settings of a run. Their import takes seconds, because it brings torch."""
+    from trl import ModelConfig
+
+    from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
+
+    return DataConfig, RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig, ModelConfig
 
 
 @dataclass
 class RunConfig:
     """All settings of a run, by owner."""
 
-    data: DataConfig
-    reward: RewardConfig
-    warm_start: WarmStartConfig
-    telemetry: TelemetryConfig
-    training: SalesGRPOConfig
-    model: ModelConfig
+    data: "DataConfig"
+    reward: "RewardConfig"
+    warm_start: "WarmStartConfig"
+    telemetry: "TelemetryConfig"
+    training: "SalesGRPOConfig"
+    model: "ModelConfig"
     notes: list[str] = field(default_factory=list)
     """Lines for the banner: settings that differ from the recipe."""
+    recipe: dict[str, object] = field(default_factory=dict)
+    """Every setting as given or by default, before any check changes it: a recipe of the same run."""
 
 
-def parse(argv: Sequence[str], default_recipe: Path) -> RunConfig:
-    """Read the settings of a run from `--config FILE.yaml`, or from `default_recipe`. The command line wins.
+def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
+    """Read the settings of a run from `--config FILE.yaml`, or from `default_recipe`.
+
+    The presets of `--preset` win over the recipe, later ones over earlier ones, and the command line over all.
 
     Raises:
         `ConfigError`: an unknown key, a missing file, a value outside its range.
     """
-    parser = SettingsParser(_KINDS)
+    parser = SettingsParser(all_kinds())
     config = RunConfig(*parser.read(argv, default_recipe))
-    config.notes = parser.notes
+    config.notes, config.recipe = parser.notes, parser.values
     return config
 
 
@@ -68,7 +96,18 @@ def parse_part(argv: Sequence[str], kinds: Sequence[type], **options: str) -> tu
     Raises:
         `ConfigError`: an unknown key, a missing file, a value of the tool outside its range.
     """
-    return SettingsParser(kinds, [kind for kind in _KINDS if kind not in kinds], **options).read(argv)
+    return SettingsParser(kinds, [kind for kind in all_kinds() if kind not in kinds], **options).read(argv)
+
+
+def names_of_settings() -> set[str]:
+    """Names of all settings of a run, and some others. Read from source: an import of the classes takes seconds."""
+    folders = {package: getattr(find_spec(package), "submodule_search_locations", None) or () for package in _SOURCES}
+    files = [
+        file for package, found in folders.items() for each in found for file in Path(each).glob(_SOURCES[package])
+    ]
+    nodes = (node for file in files for node in ast.parse(file.read_text("utf-8")).body)
+    lines = (line for node in nodes if isinstance(node, ast.ClassDef) for line in node.body)
+    return {line.target.id for line in lines if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)}
 
 
 class SettingsParser(TrlParser):
@@ -76,7 +115,7 @@ class SettingsParser(TrlParser):
 
     - Unreadable arguments raise `ConfigError`. `argparse` would print its usage and exit.
     - Unknown arguments and keys of the recipe are refused, with a guess at the intended name.
-    - The settings under `small_policy` replace the recipe's when no model is named.
+    - Presets, and the settings under `small_policy` when no model is named, replace those of the recipe.
 
     Args:
         kinds (`Sequence[type]`):
@@ -84,25 +123,40 @@ class SettingsParser(TrlParser):
         unbuilt (`Sequence[type]`, *optional*, defaults to none):
             Dataclasses whose settings are accepted and not checked: a tool may not be able to build them. Training
             settings, for example, may need a GPU. `--help` leaves them out.
+        unread (`Collection[str]`, *optional*, defaults to none):
+            Names of settings that are accepted and not read.
         options:
             Further arguments of `argparse.ArgumentParser`, such as `description`.
     """
 
-    def __init__(self, kinds: Sequence[type], unbuilt: Sequence[type] = (), **options: str) -> None:
+    def __init__(
+        self, kinds: Sequence[type], unbuilt: Sequence[type] = (), unread: Collection[str] = (), **options: str
+    ) -> None:
         super().__init__((*kinds, *unbuilt), allow_abbrev=False, **options)
+        self._unread = unread
         self.dataclass_types = list(kinds)
         shown = {"help", *(each.name for kind in kinds for each in fields(kind))}
         for action in self._actions:
             if action.dest not in shown:
                 action.help = SUPPRESS
+        self.add_argument(
+            f"--{PRESET}",
+            nargs="+",
+            default=SUPPRESS,
+            metavar="NAME",
+            help=f"Overlays of the recipe: {', '.join(PRESETS)}.",
+        )
         self.notes: list[str] = []
-        """After `read`: the settings of `small_policy` that hold, for the banner."""
+        """After `read`: lines for the banner about presets, and the settings of `small_policy` if they are used."""
+        self.values: dict[str, object] = {}
+        """After `read`: the recipe's `env` and every setting, before a class checks or changes it."""
         self._given: set[str] = set()
+        self._presets: dict[str, dict[str, object]] = {}
 
     @property
     def keys(self) -> set[str]:
         """Names of all settings, and the two keys of a recipe that are no settings."""
-        return {action.dest for action in self._actions} | {ENVIRONMENT, SMALL_POLICY}
+        return {action.dest for action in self._actions} - {PRESET} | {ENVIRONMENT, SMALL_POLICY, *self._unread}
 
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
         """Read the settings, once: the values of a recipe become defaults of this parser.
@@ -125,25 +179,42 @@ class SettingsParser(TrlParser):
         if argv.count("--config") > 1:
             raise ConfigError("`--config` is given more than once. Expected one recipe. Leave out the others.")
         self._check_arguments(argv)
+        argv, names = _without_presets(argv)
+        self._presets = {name: _checked_recipe(FOLDER / f"{name}.yaml", self.keys) for name in names}
+        recipe: dict[str, object] = {}
         if "--config" in argv:
             if argv[-1] == "--config":
                 raise ConfigError("`--config` names no file. Expected the YAML file of a recipe. Add its path.")
-            _check_recipe(Path(argv[argv.index("--config") + 1]), self.keys)
+            recipe = _checked_recipe(Path(argv[argv.index("--config") + 1]), self.keys)
         self._given = {name.removeprefix("--").replace("-", "_") for name in _options(argv)}  # --max-steps is read too
-        self.notes = []
+        self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
+        if "--config" not in argv:
+            self.set_defaults_with_config()
         try:
-            return self.parse_args_and_config(argv, fail_with_unknown_args=False)  # type: ignore[no-any-return]
+            others = bool(self._unread)
+            read = self.parse_args_and_config(argv, return_remaining_strings=others, fail_with_unknown_args=False)
+            return tuple(read[:-1]) if others else read
         except ConfigError:
             raise
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the settings do not work: {error}") from error
 
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        """Keeps the values: the classes change them while they check them."""
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        self.values |= copy.deepcopy(vars(namespace))
+        return namespace, unknown
+
     def set_defaults_with_config(self, **config: object) -> list[str]:
-        """Make the recipe's values the defaults, those of `small_policy` where no model is named."""
+        """Make defaults of the recipe's values, of the presets', and, if no model is named, of `small_policy`'s."""
         small_policy = config.pop(SMALL_POLICY, None)
+        for name, preset in self._presets.items():
+            self.notes.append(f"preset {name}: {_changes(preset, config, self._given)}")
+            config |= preset
         is_named = "model_name_or_path" in self._given or config.get("model_name_or_path") is not None
         if isinstance(small_policy, dict) and small_policy and not is_named:
-            self.notes = [_note(small_policy, config, self._given)]
+            changes = _changes(small_policy, config, self._given)
+            self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {changes}")
             config |= small_policy
         return super().set_defaults_with_config(**config)  # type: ignore[no-any-return]
 
@@ -152,6 +223,9 @@ class SettingsParser(TrlParser):
 
     def _check_arguments(self, argv: Sequence[str]) -> None:
         known = {option for action in self._actions for option in action.option_strings}
+        known |= {
+            option for name in self._unread for option in (f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}")
+        }
         unknown = [name for name in _options(argv) if name not in {*known, "--config"}]
         if unknown:
             raise ConfigError(f"unknown arguments: {_with_guesses(unknown, known)}. Correct them; `--help` lists all.")
@@ -162,16 +236,33 @@ def _options(argv: Sequence[str]) -> list[str]:
     return [each.split("=")[0] for each in argv if each.startswith("--")]
 
 
-def _note(small_policy: Mapping[str, object], recipe: Mapping[str, object], given: Collection[str]) -> str:
+def _without_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments without `--preset`, and the names that it had. Raises `ConfigError` for an unknown one."""
+    rest, names, is_name, option = list[str](), list[str](), False, f"--{PRESET}"
+    for each in argv:
+        is_name = each == option or (is_name and not each.startswith("--"))
+        if each.startswith(f"{option}="):
+            names.append(each.removeprefix(f"{option}="))
+        elif each != option:
+            (names if is_name else rest).append(each)
+    unknown = [name for name in names if name not in PRESETS]
+    if unknown or (option in argv and not names):
+        got = ", ".join(unknown) or "nothing"
+        raise ConfigError(f"`--preset` names {got}. Expected some of: {', '.join(PRESETS)}. Correct or remove it.")
+    return rest, names
+
+
+def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], given: Collection[str]) -> str:
+    """What an overlay changes, without what the command line gives: `"temperature 0.6 (not 1.0), ..."`."""
     changed = []
-    for name, value in small_policy.items():
+    for name, value in overlay.items():
         if name not in given and value != recipe.get(name):
             otherwise = f" (not {recipe[name]})" if name in recipe else ""
             changed.append(name if isinstance(value, dict) else f"{name} {value}{otherwise}")
-    return f"no model is named: the recipe's settings for the small policy hold, {', '.join(changed)}"
+    return ", ".join(changed) or "nothing that the command line does not give"
 
 
-def _check_recipe(path: Path, known: set[str]) -> None:
+def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     if not path.is_file():
         raise ConfigError(f"there is no recipe {path}. Expected a YAML file. Correct --config.")
     try:
@@ -194,6 +285,7 @@ def _check_recipe(path: Path, known: set[str]) -> None:
             "RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove "
             "them; `--help` lists all."
         )
+    return recipe
 
 
 def _with_guesses(names: Sequence[object], known: set[str]) -> str:

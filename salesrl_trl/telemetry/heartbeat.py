@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 ADVICE: dict[str, str] = {
     StartUp.PREPARE: "optimizer and data loader are set up, a checkpoint is read; DeepSpeed may compile an operator",
     StartUp.POLICY: "reading or making the policy; on a network disk this is the disk",
-    StartUp.ENGINE: "vLLM starts: the first time it compiles and captures CUDA graphs (vllm_enforce_eager skips that)",
+    StartUp.IMPORTS: "the disk that Python's packages lie on",
+    StartUp.SERVICES: "the embedded services start",
+    StartUp.ENGINE: "vLLM starts: the first time it compiles and captures CUDA graphs (vllm_enforce_eager skips that, "
+    "compile_cache_dir keeps them)",
     StartUp.WARM_UP: "the services are asked once: are they up, and is the first call to them slow?",
     Phase.DATA_LOADING: "the data loader: dataloader_num_workers, and the disk that the dataset lies on",
     Phase.WEIGHT_PUSH: "weights are copied into vLLM; under ZeRO-3 they are gathered first. A late rank holds it up",
@@ -49,6 +52,8 @@ class Heartbeat:
             Returns the text before the phase: `"step 3/100"`.
         details (`dict[str, Callable[[], str]]`):
             By phase, returns more about it, for example the calls under way.
+        sample (`Callable[[], str]`, *optional*):
+            Called at each look, once a second or more often. Returns what the line says about the machine.
     """
 
     def __init__(
@@ -57,11 +62,14 @@ class Heartbeat:
         after_s: float,
         where: Callable[[], str],
         details: dict[str, Callable[[], str]],
+        sample: Callable[[], str] = str,
     ) -> None:
         self._current = current
         self._after_s = after_s
         self._where = where
         self._details = details
+        self._sample = sample
+        self._machine = ""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
@@ -79,6 +87,7 @@ class Heartbeat:
         logged, next_s = "", 0.0  # the phase of the last line, and the seconds for the next line
         last_seconds = 0.0
         while not self._stopped.wait(min(self._after_s / 4, 1.0)):
+            self._machine = self._sample()
             now = self._current()
             if now is None:
                 continue
@@ -100,4 +109,5 @@ class Heartbeat:
         """`[Heartbeat] step 1/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ...`"""
         detail = f": {self._details[phase]()}" if phase in self._details else ""
         advice = f". Look at: {ADVICE[phase]}" if phase in ADVICE else ""
-        return f"[Heartbeat] {self._where()}: {phase} for {seconds:.0f} s{detail}{advice}"
+        machine = f" ({self._machine})" if self._machine else ""
+        return f"[Heartbeat] {self._where()}: {phase} for {seconds:.0f} s{machine}{detail}{advice}"

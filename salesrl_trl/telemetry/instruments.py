@@ -17,12 +17,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather
 from torch import nn
 
-from salesrl_trl.names import MFU_MODEL, TRACE_FILE, Phase, perf_of
+from salesrl_trl.names import MFU_MODEL, TRACE_FILE, Phase, StartUp, perf_of
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import clock_of, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops
 from salesrl_trl.telemetry.heartbeat import Heartbeat
+from salesrl_trl.telemetry.machine_use import MachineUse
 from salesrl_trl.telemetry.peaks import peak_bf16_flops
+from salesrl_trl.telemetry.start_up import StartUpSeconds
 from salesrl_trl.telemetry.step_trace import StepTrace
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
 from salesrl_trl.timing import Span, overlap
@@ -90,7 +92,9 @@ class Instruments:
         self._waits: list[tuple[float, float]] = []
         self._due: list[perf.Sums] | None = None  # by rank, since the last throughput
         self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes, self._warn_once)
+        self._output_dir = output_dir
         self._warned: set[str] = set()
+        self._machine = MachineUse(device)
         self._heartbeat: Heartbeat | None = None
         self._running = False
         self.details: dict[str, Callable[[], str]] = {}
@@ -105,7 +109,11 @@ class Instruments:
         self._running = True
         if self._settings.heartbeat_s:
             self._heartbeat = Heartbeat(
-                lambda: self.timeline.current, self._settings.heartbeat_s, self._where, self.details
+                lambda: self.timeline.current,
+                self._settings.heartbeat_s,
+                self._where,
+                self.details,
+                self._machine.sample,
             )
             self._heartbeat.start()
         self._trace.start()
@@ -148,7 +156,7 @@ class Instruments:
             self._count_lengths()
 
     def record_generation(self, span: Span) -> None:
-        """Record when the batch of this step was generated in the background."""
+        """Record the time in which the batch of this step was generated in the background."""
         if self.timeline.enabled:
             self._trace.add(self.step + 1, [span])
 
@@ -181,7 +189,8 @@ class Instruments:
         """The figures of the steps since the last call, over all ranks; a collective.
 
         Returns:
-            `dict[str, float]`: the same on every rank. Empty while nothing is measured.
+            `dict[str, float]`: the same on every rank, except those of `names.MACHINE`, which are its own. Empty
+                while nothing is measured.
         """
         if not self.timeline.enabled:
             return {}
@@ -192,11 +201,13 @@ class Instruments:
             self._warn_once("the trace has gaps: too many spans between two log lines. Log more often.")
         row = torch.tensor([self._sums(steps).row()], dtype=torch.float64).to(self._device)  # (1, columns)
         ranks = [perf.Sums.from_row(each) for each in gather(row).tolist()]
+        if steps and accelerator.is_main_process and any(span.name == StartUp.IMPORTS for span in spans):
+            StartUpSeconds.of(spans, steps[0]).keep(self._output_dir)
         self._trace.write(accelerator.process_index, self.step, steps, spans)
         self._due = ranks if self._due is None else perf.added(self._due, ranks)
         figures = perf.time_figures(ranks)
         if self.step % self._settings.perf_steps == 0:
-            figures |= perf.perf_figures(self._due, self._peak)
+            figures |= perf.perf_figures(self._due, self._peak) | self._machine.drain()
             self._check_utilisation(figures)
             self._due = None
             forget_peak(self._device)
@@ -212,7 +223,7 @@ class Instruments:
         self._trace.close(self.step, steps, cut_off, self.timeline.drain_spans())
 
     def _count_lengths(self) -> None:
-        """Add the lengths to the sums. Called seldom, for it takes a dozen small kernels. Waits for no device."""
+        """Add the lengths to the sums. Called seldom, because it takes a dozen small kernels. Waits for no device."""
         if not self._lengths:
             return
         prompts, completions = (torch.cat(each) for each in zip(*self._lengths, strict=True))  # each (N,)

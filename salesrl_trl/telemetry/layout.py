@@ -1,6 +1,6 @@
 """The groups of figures under TensorBoard's "Custom Scalars" tab.
 
-Owns the layout alone. Its tags are names of figures, with transformers' `train/` before them.
+Owns the layout alone. Its tags are names of figures, with the prefix `train/` of transformers.
 """
 
 import re
@@ -13,7 +13,10 @@ from salesrl_trl.names import (
     BOUNDED,
     COMPUTE_RATIO,
     DATA_LOADING_RATIO,
+    DISK_READ,
+    DISK_WRITE,
     FAILURE_REASONS,
+    GPU_BUSY,
     JUDGE_SECONDS,
     LEFT_OUT,
     MEMORY,
@@ -42,7 +45,9 @@ Chart = list[str | list[str]]
 """Kind of a chart, `"Multiline"` or `"Margin"`, and its tags."""
 
 
-def custom_scalars(branches: Sequence[str], banded: Sequence[str]) -> dict[str, dict[str, Chart]]:
+def custom_scalars(
+    branches: Sequence[str], banded: Sequence[str], quick: Sequence[str]
+) -> dict[str, dict[str, Chart]]:
     """The layout for `SummaryWriter.add_custom_scalars`: category, then title, then chart.
 
     Args:
@@ -50,8 +55,9 @@ def custom_scalars(branches: Sequence[str], banded: Sequence[str]) -> dict[str, 
             Branch names.
         banded (`Sequence[str]`):
             Names of the branches whose KL has a band.
+        quick (`Sequence[str]`):
+            Names of the figures of quick evaluations. Empty if there are none.
     """
-    quick = ("score", "truncated", "length", "kl")
     return {
         "Rewards by branch": {
             "reward": _lines(*map(reward_of, branches)),
@@ -72,7 +78,8 @@ def custom_scalars(branches: Sequence[str], banded: Sequence[str]) -> dict[str, 
             "rewards": _lines(REWARD_SECONDS, REWARD_EXPOSED, REWARD_HIDDEN, JUDGE_SECONDS),
             "rollouts ahead": _lines(STALENESS, STALENESS_MAX),
             "importance ratios": _lines(LEFT_OUT, BOUNDED),
-            "utilisation": _lines(MFU_MODEL, MFU_STEP, COMPUTE_RATIO, DATA_LOADING_RATIO),
+            "utilisation": _lines(MFU_MODEL, MFU_STEP, COMPUTE_RATIO, DATA_LOADING_RATIO, GPU_BUSY),
+            "disks": _lines(DISK_READ, DISK_WRITE),
             "memory": _lines(*MEMORY),
         },
         "Failures by reason": {
@@ -99,12 +106,20 @@ class ScalarLayout(TrainerCallback):
             Branch names.
         banded (`Sequence[str]`):
             Names of the branches whose KL has a band.
+        quick (`Sequence[str]`):
+            Names of the figures of quick evaluations.
         callbacks (`Sequence[TrainerCallback]`):
-            Callbacks of the trainer, perhaps with TensorBoard's.
+            Callbacks of the trainer. That of TensorBoard may be among them.
     """
 
-    def __init__(self, branches: Sequence[str], banded: Sequence[str], callbacks: Sequence[TrainerCallback]) -> None:
-        self._layout = custom_scalars(branches, banded)
+    def __init__(
+        self,
+        branches: Sequence[str],
+        banded: Sequence[str],
+        quick: Sequence[str],
+        callbacks: Sequence[TrainerCallback],
+    ) -> None:
+        self._layout = custom_scalars(branches, banded, quick)
         self._callbacks = callbacks
 
     def on_train_begin(

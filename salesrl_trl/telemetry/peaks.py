@@ -1,4 +1,4 @@
-"""The peaks of chips, and how much of a peak was used.
+"""The peaks of chips, and the share of a peak that was used.
 
 Owns the table with its sources, and the utilisation. Measures no time and reads no device.
 """
@@ -96,7 +96,7 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float:
             From `peak_bf16_flops`, for as many devices, in FLOP/s; `None` if unknown.
 
     Returns:
-        `float`: the share, NaN where it is unknown.
+        `float`: the share; NaN if it is unknown.
     """
     if peak is None or not peak > 0 or not seconds > 0:
         return math.nan

@@ -3,7 +3,6 @@
 Owns the choice of spans and the file's life. `trace` owns the format.
 """
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
+from salesrl_trl.process import put_aside
 from salesrl_trl.telemetry.timeline import StepTimes
 from salesrl_trl.telemetry.trace import STEPS_TRACK, TraceWriter
 from salesrl_trl.timing import Span
@@ -134,10 +134,3 @@ def _step_spans(last_step: int, steps: Sequence[StepTimes]) -> list[Span]:
         )
         for number, step in enumerate(steps, start=first)
     ]
-
-
-def put_aside(path: Path) -> None:
-    """Rename an existing file to one with a number, so that the file of an earlier start is kept."""
-    if path.exists():
-        number = next(n for n in itertools.count(1) if not path.with_stem(f"{path.stem}-{n}").exists())
-        path.rename(path.with_stem(f"{path.stem}-{number}"))

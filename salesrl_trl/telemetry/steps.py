@@ -1,6 +1,6 @@
-"""Where the steps of a run begin and end.
+"""The beginnings and ends of a run's steps.
 
-Owns the callback that marks them. What begins with a run beside the marks is handed in.
+Owns the callback that marks them. Other work at the start and the end of a run is handed in.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class StepMarks(TrainerCallback):
         instruments (`Instruments`):
             Measure between the marks.
         prepare (`Callable[[], None]`), begin (`Callable[[], None]`), end (`Callable[[], None]`):
-            Called when a run begins: before its first mark, and after it; and when it has ended.
+            Called before the first mark of a run, after it, and when the run has ended.
     """
 
     def __init__(

@@ -85,9 +85,9 @@ class StepTimes:
     """A finished step: `StepTimes(started=3.0, ended=4.0, seconds={"forward": 0.6, "unaccounted": 0.4})`."""
 
     started: float
-    """When the device was done with all work before the step: seconds on `time.perf_counter`'s scale."""
+    """Time at which the device had done all work before the step: seconds on the scale of `time.perf_counter`."""
     ended: float
-    """When the device was done with all work of the step, on the same scale."""
+    """Time at which the device had done all work of the step, on the same scale."""
     seconds: dict[str, float]
     """By phase, with `UNACCOUNTED`. They sum to `wall`."""
     complete: bool = True

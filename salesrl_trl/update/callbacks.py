@@ -3,7 +3,7 @@
 Owns the callback. `run_control` decides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -11,7 +11,7 @@ from salesrl_trl.update.run_control import RunControl
 
 
 class SkipAndStop(TrainerCallback):
-    """Keeps a skipped batch from moving the policy by momentum, and ends a run that can't be scored.
+    """Keeps a skipped batch from moving the policy by momentum, and ends a run that can't be scored or that diverged.
 
     Under DeepSpeed the optimizer steps inside `backward`, before this callback. There the gradient of a skipped batch
     is zero, but momentum still moves the weights.
@@ -22,7 +22,7 @@ class SkipAndStop(TrainerCallback):
         drop_gradients (`Callable[[], None]`):
             Sets all gradients to `None`.
         agree_to_stop (`Callable[[], None]`):
-            Called when a step has ended; a collective. Stops `run_control` where any rank was asked to stop.
+            Called when a step has ended; a collective. Stops `run_control` if any rank was asked to stop.
     """
 
     def __init__(
@@ -37,6 +37,16 @@ class SkipAndStop(TrainerCallback):
     ) -> None:
         if not self._run_control.drain_moves():
             self._drop_gradients()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, object],
+        **_: object,
+    ) -> None:
+        self._run_control.record_line(logs)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._agree_to_stop()

@@ -1,20 +1,27 @@
 """Whether a generation batch counts, and whether the run goes on.
 
-Owns which batches are skipped because too few rewards came, and the error that ends a run. The trainer gathers from
-other ranks.
+Owns which batches are skipped because too few rewards came, which figures are broken, and the error that ends a run.
+The trainer gathers from other ranks.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
-from salesrl_trl.errors import RunStopped, SalesRLError, TooFewRewardsError
+from salesrl_trl.errors import DivergedError, RunStopped, SalesRLError, TooFewRewardsError
+from salesrl_trl.names import ALL_KL
+
+GRADIENT_NORM = "grad_norm"
+"""Figure of transformers, before clipping. It logs no loss that is not finite."""
+BROKEN_LINES = 3
+"""Log lines in a row with broken figures that end a run. One may come from one odd batch."""
 
 ADVICE = {
     "no_passages": "`no_passages` means that the RAG service found nothing for these rows, not even with the "
     "conversation itself and without a threshold: look whether its index is loaded and holds this knowledge, and "
     "whether it knows the rows' tenant_id. "
 }
-"""What to look at, by reason code, where the code alone does not explain the failure."""
+"""Advice by reason code, if the code alone does not explain the failure."""
 
 
 class RunControl:
@@ -27,15 +34,22 @@ class RunControl:
             Batches in a row with fewer. The last of them ends the run.
         places (`Mapping[str, str]`, *optional*, defaults to none):
             Address of each service, by the name with which its reason codes begin.
+        max_kl (`float`, *optional*, defaults to infinity):
+            KL to the reference in nats per token above which a run is broken.
     """
 
     def __init__(
-        self, min_valid_reward_fraction: float, max_skipped_generations: int, places: Mapping[str, str] | None = None
+        self,
+        min_valid_reward_fraction: float,
+        max_skipped_generations: int,
+        places: Mapping[str, str] | None = None,
+        max_kl: float = math.inf,
     ) -> None:
         self.wanted_fraction = min_valid_reward_fraction
         """Share of completions below which a batch is skipped."""
         self._most = max_skipped_generations
         self._places = places or {}
+        self._max_kl = max_kl
         self.restart()
 
     def restart(self) -> None:
@@ -48,6 +62,7 @@ class RunControl:
         """Whether the generation batch in training is left out of the loss."""
         self._moves = False
         self._skipped_in_a_row = 0
+        self._broken_in_a_row = 0
 
     def record_batch(self, scored_fraction: float, missing: Counter[str]) -> str | None:
         """Skip a batch with too few scored completions. End the run after too many such batches in a row.
@@ -91,6 +106,28 @@ class RunControl:
         weights."""
         moves, self._moves = self._moves, False
         return moves
+
+    def record_line(self, figures: Mapping[str, object]) -> None:
+        """Record the figures of a log line of training, the same on every rank.
+
+        Raises:
+            `DivergedError`: the gradient or the KL was broken in several lines in a row. Nothing is saved: the
+                weights are broken too, and would take the place of a good checkpoint.
+        """
+        norm, kl = figures.get(GRADIENT_NORM), figures.get(ALL_KL)
+        if not isinstance(norm, float):  # a line of evaluation, or of reasons
+            return
+        broken = {} if math.isfinite(norm) else {GRADIENT_NORM: norm}
+        if isinstance(kl, float) and kl > self._max_kl:  # NaN: no token had one
+            broken[ALL_KL] = kl
+        self._broken_in_a_row = self._broken_in_a_row + 1 if broken else 0
+        if self._broken_in_a_row >= BROKEN_LINES:
+            found = " and ".join(f"`{name}` is {value:g}" for name, value in broken.items())
+            raise DivergedError(
+                f"{found}, and such figures came in {BROKEN_LINES} log lines in a row. Expected a finite norm of the "
+                f"gradient, and a KL of at most {self._max_kl:g} nats per token (`max_kl`). The weights are "
+                "broken, so they were not saved. Go back to a checkpoint before that and learn more slowly."
+            )
 
     def stop(self, step: int) -> None:
         """End the run after `step` optimizer steps, because a rank was asked to stop."""

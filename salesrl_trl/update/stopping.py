@@ -1,7 +1,7 @@
 """The end of a run that was asked to stop.
 
-Owns who is told of a request, and the step after which all ranks stop together. `run_control` owns what the run ends
-with; `stop_notice` carries the word to other processes.
+Owns the way of a request, and the step after which all ranks stop together. `run_control` owns the error with which
+the run ends. `stop_notice` carries the request to other processes.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Stopping:
         """End training after the optimizer step under way, on all ranks. From a signal handler too.
 
         Nothing is waited for: completions that are not scored by now are missing, so that the step may be skipped.
-        The other ranks are told at once, and wait for no reward either.
+        The request reaches the other ranks at once. They wait for no reward either.
 
         Args:
             reason (`str`):
@@ -60,12 +60,12 @@ class Stopping:
         )
 
     def agree(self) -> None:
-        """Stop after the step that has just ended, where any rank was asked to; a collective."""
+        """Stop after the step that has just ended, if any rank was asked to; a collective."""
         if on_any_rank(self._run_control.requested is not None, self._device):
             self._run_control.stop(self._step())
 
     def raise_if_asked(self) -> None:
-        """`agree`, and raise `RunStopped` on all ranks where any rank was asked to; a collective."""
+        """`agree`, and raise `RunStopped` on all ranks if any rank was asked to stop; a collective."""
         self.agree()
         if self._run_control.error is not None:
             raise self._run_control.error

@@ -203,22 +203,24 @@ def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
 
 
 class WeightCheck:
-    """Whether vLLM samples from the weights in training, by the log-probs of one batch. It is done once.
+    """Checks once, by the log-probs of one batch, that vLLM samples from the weights in training.
 
     Args:
         limit (`float`):
             Largest mean absolute difference in nats.
         hints (`str`):
-            What the reason of a difference may be, as sentences.
+            Sentences about possible reasons of a difference.
     """
 
     def __init__(self, limit: float, hints: str = "") -> None:
         self._limit = limit
         self._hints = hints
         self.is_done = False
+        self.difference: float | None = None
+        """Mean absolute difference in nats, after a check that compared."""
 
     def skip(self, reason: str) -> None:
-        """Say, once, why there is nothing to compare."""
+        """Log the reason why there is nothing to compare, and end the check."""
         self.is_done = True
         _say(logging.INFO, f"off: the check that vLLM samples from the weights in training, because {reason}")
 
@@ -229,10 +231,10 @@ class WeightCheck:
             output (`dict[str, torch.Tensor]`):
                 The batch.
             logps_of (`Callable`):
-                Gives the trainer's log-probs of it, shape (B, T), where TRL has not computed them.
+                Returns the trainer's log-probs of it, shape (B, T). Called if TRL has not computed them.
 
         Raises:
-            `WeightSyncError`: log-probs are too far apart, or are no numbers.
+            `WeightSyncError`: log-probs are too far apart, or NaN.
         """
         sampled = output.get("sampling_per_token_logps")
         if sampled is None:
@@ -243,21 +245,21 @@ class WeightCheck:
         self.record(reduce(sums, "sum"))
 
     def record(self, sums: torch.Tensor) -> None:
-        """Judge `logp_difference` over all ranks, shape (3,).
+        """Judge the sums of `logp_difference` over all ranks, shape (3,).
 
         Raises:
-            `WeightSyncError`: log-probs are too far apart, or are no numbers.
+            `WeightSyncError`: log-probs are too far apart, or NaN.
         """
         difference, tokens, missing = sums.tolist()
         if not tokens + missing:
             return
         self.is_done = True
-        mean = difference / tokens if tokens else 0.0
+        mean = self.difference = difference / tokens if tokens else 0.0
         if missing:
             raise WeightSyncError(
                 f"{missing:.0f} of the first {tokens + missing:.0f} sampled tokens have a log-prob that is no number, "
-                "in vLLM or in the trainer. Expected one for each: weights are broken, or overflow in their number "
-                f"format. {self._hints}"
+                "in vLLM or in the trainer. Expected a number for each: weights are broken, or overflow in their "
+                f"number format. {self._hints}"
             )
         if not mean <= self._limit:  # infinite too
             raise WeightSyncError(
@@ -273,17 +275,17 @@ class WeightCheck:
 
 
 def logp_difference(ours: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sums over the tokens that count.
+    """Sums of the log-probs' differences over the tokens that count.
 
     Args:
         ours (`torch.Tensor`), sampled (`torch.Tensor`):
-            The trainer's log-probs and the sampler's, both (B, T).
+            Log-probs of the trainer and of the sampler, both of shape (B, T).
         mask (`torch.Tensor`):
             Shape (B, T).
 
     Returns:
-        `torch.Tensor` of shape (3,), float64: of absolute differences in nats, of tokens that have one, and of those
-        that have none, because either log-prob is NaN.
+        `torch.Tensor` of shape (3,), float64: the sum of absolute differences in nats, the number of tokens with a
+        difference, and the number of tokens without one, because a log-prob is NaN.
     """
     difference = (ours.double() - sampled.double()).abs()
     missing = difference.isnan() & mask.bool()

@@ -273,7 +273,7 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(tmp_path)
     with HTTPServer(host="127.0.0.1", ssl_context=context, threaded=True) as server:
         server.expect_request("/healthz").respond_with_data("")
         server.expect_request("/v1/rag/8b").respond_with_data("{}")
-        for named, told in ((True, "trusted b'{}'"), (False, "ServiceUnavailable")):
+        for named, expected in ((True, "trusted b'{}'"), (False, "ServiceUnavailable")):
             done = subprocess.run(
                 [sys.executable, "-c", TLS_PROBE, server.url_for("").rstrip("/")],
                 env={**os.environ, "SSL_CERT_FILE": str(certificate) if named else "/dev/null"},
@@ -282,7 +282,7 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(tmp_path)
                 check=False,
                 timeout=60,
             )
-            assert told in done.stdout + done.stderr
+            assert expected in done.stdout + done.stderr
 
 
 TLS_PROBE = """

@@ -39,7 +39,7 @@ def rows(count):
 def wrong_numbers(index, reward):
     """The names of the numbers that are not the true ones of this completion's item and row."""
     judge, passage = truth("candidate", index), truth("passage", index)
-    told = {
+    figures = {
         "value": (reward.value, 0.75 * judge + 0.25 * passage),
         "judge": (reward.components.get("judge"), judge),
         "retrieval": (reward.components.get("retrieval"), passage),
@@ -49,7 +49,7 @@ def wrong_numbers(index, reward):
             0.75 * truth("reference", index // GROUP) + 0.25 * truth("", index // GROUP),
         ),
     }
-    return [name for name, (got, said) in told.items() if got is not None and abs(got - said) > 1e-7]
+    return [name for name, (got, said) in figures.items() if got is not None and abs(got - said) > 1e-7]
 
 
 def score(url, chains):
@@ -63,13 +63,13 @@ def score(url, chains):
     )
 
     async def all_waves():
-        told = []
+        rewards = []
         for start in range(0, chains, WAVE):
             numbers = range(start, min(start + WAVE, chains))
             rows = [number // GROUP for number in numbers]
-            told += (await reward.score_all(rows, [action(query=f"item-{number}") for number in numbers])).rewards
+            rewards += (await reward.score_all(rows, [action(query=f"item-{number}") for number in numbers])).rewards
         await reward.aclose()
-        return told
+        return rewards
 
     return asyncio.run(all_waves())
 

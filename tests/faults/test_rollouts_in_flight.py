@@ -91,11 +91,11 @@ def pending(trainer):
     if trainer.rooms.desk._loop.is_closed():
         return []
 
-    async def told():
+    async def under_way():
         await asyncio.sleep(0.1)  # what was cancelled ends
         return [str(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
-    return asyncio.run_coroutine_threadsafe(told(), trainer.rooms.desk._loop).result(10)
+    return asyncio.run_coroutine_threadsafe(under_way(), trainer.rooms.desk._loop).result(10)
 
 
 def pending_rewards(trainer):

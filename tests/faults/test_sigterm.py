@@ -36,8 +36,6 @@ class Hanging(Services):
 
     def __init__(self, server):
         super().__init__(server)
-        for path in ("/healthz", "/v1/models"):
-            server.expect_request(path).respond_with_data("{}")
         self.let_go = threading.Event()
         self.hanging = 0
         self._numbers = itertools.count(-WARM_UP)
@@ -82,17 +80,15 @@ def trained(out):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("reward_process", ["false", "true"])
-def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_with(
-    tmp_path, services, reward_process
-):
+def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_with(tmp_path, services):
+    """With rewards in a process of their own. `test_rollouts_in_flight.py` stops runs without one."""
     first, second = tmp_path / "first", tmp_path / "second"
     settings = {
         "model_name_or_path": str(make_tiny_policy(tmp_path / "policy")),
         "rag_base_url": services.url,
         "judge_base_url": f"{services.url}/v1",
         "reference_cache": str(tmp_path / "references.sqlite"),
-        "reward_process": reward_process,
+        "reward_process": "true",
     }
     with started({**settings, "output_dir": str(first)}) as process:
         said = []
@@ -105,30 +101,27 @@ def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_
             assert process.poll() is None
             time.sleep(0.02)
         below = psutil.Process(process.pid).children(recursive=True)
-        assert len([each for each in below if each.name() != "tee"]) == (reward_process == "true")
+        assert len([each for each in below if each.name() != "tee"]) == 1
         asked = time.monotonic()
         os.killpg(process.pid, signal.SIGTERM)
         said.append(process.communicate(timeout=ENDS_WITHIN_S)[1])
         print(f"ended {time.monotonic() - asked:.1f} s after SIGTERM")
-    told = "".join(said)
+    output = "".join(said)
     done = SCORED_STEPS + 1  # with the one under way, which is without an update
-    assert process.returncode == EXIT_STOPPED, told
-    assert f"RunStopped: stopped by SIGTERM after {done} steps" in told
-    assert "Traceback" not in told, told
+    assert process.returncode == EXIT_STOPPED, output
+    assert f"RunStopped: stopped by SIGTERM after {done} steps" in output
+    assert "Traceback" not in output, output
     psutil.wait_procs(below, timeout=ENDS_WITHIN_S)
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below)
     checkpoint = first / f"checkpoint-{done}"
     assert (checkpoint / "model.safetensors").is_file()
     assert services.hanging > COMPLETIONS  # rollouts were in flight that nobody trained on
     assert [batch["done"] for batch in trained(first)] == list(range(done))
-    if reward_process == "false":  # of such a run, `test_rollouts_in_flight.py` shows how it goes on
-        return
-
     services.let_go.set()
     with started({**settings, "output_dir": str(second), "resume_from_checkpoint": str(checkpoint)}) as process:
-        told = process.communicate(timeout=60)[1]
-    assert process.returncode == 0, told
-    assert "skipping an update" not in told
+        output = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, output
+    assert "skipping an update" not in output
     steps = [batch["done"] for out in (first, second) for batch in trained(out)]
     assert steps == list(range(STEPS))
     prompts = Counter(prompt for out in (first, second) for batch in trained(out) for prompt in batch["prompts"])

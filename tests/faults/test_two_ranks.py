@@ -18,7 +18,7 @@ LAUNCH_LIMIT_S = 240
 def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     one, other = run_ranks(
-        launcher, (two_ranks.__file__, tiny, tmp_path), tmp_path, LAUNCH_LIMIT_S, OMP_NUM_THREADS="1"
+        [launcher], (two_ranks.__file__, tiny, tmp_path), tmp_path, LAUNCH_LIMIT_S, OMP_NUM_THREADS="1"
     )
     for name in one:
         assert one[name]["error"] == other[name]["error"], name
@@ -47,7 +47,7 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
     assert raised["rewards"] == hung["rewards"] == [None, None]
     grace_s = 1.0  # of a call that is cancelled
     check_seconds(max(*raised["seconds"], *hung["seconds"]), most=DEADLINE_S + grace_s + 1.5)
-    stderr = (tmp_path / "stderr.txt").read_text()
+    stderr = (tmp_path / "stderr0.txt").read_text()
     assert "raised ValueError at" in stderr
     assert "a customer's words" not in stderr
     # what a rank waits for the rewards of another is such a wait too, not work of its own: the mean is above a half

@@ -1,17 +1,12 @@
 """A trainer around a small policy and services on loopback."""
 
 import pytest
-from support.loopback import ACTION, BAD, Services
+from support.loopback import ACTION, BAD
 from support.scripted import build_trainer, default_rows, loopback_reward
 
 
 @pytest.fixture
-def services(httpserver):
-    return Services(httpserver)
-
-
-@pytest.fixture
-def scripted_trainer(policy_path, services, tmp_path):
+def scripted_trainer(tiny, services, tmp_path):
     """Build a trainer whose completions are scripted and whose services are on loopback.
 
     `chain` are settings of the reward chain, everything else the trainer's.
@@ -21,7 +16,7 @@ def scripted_trainer(policy_path, services, tmp_path):
     def build(texts=(ACTION, BAD), chain=None, **settings):
         rows = default_rows()
         reward = loopback_reward(services, rows, **(chain or {}))
-        built.append(build_trainer(policy_path, reward, texts, rows, tmp_path / "run", **settings))
+        built.append(build_trainer(tiny, reward, texts, rows, tmp_path / "run", **settings))
         return built[-1]
 
     yield build

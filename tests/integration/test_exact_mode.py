@@ -17,6 +17,7 @@ import threading
 import time
 import zlib
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -255,12 +256,9 @@ ARRANGEMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arrangement", "loss_type"),
-    [*((each, "dapo") for each in ARRANGEMENTS), ("four_micro_batches", "grpo"), ("four_micro_batches", "dr_grpo")],
-)
-def test_with_scripted_completions_a_run_is_stock_trls(trained, tiny, arrangement, loss_type):
-    given = {"loss_type": loss_type, "rows": 32, **ARRANGEMENTS[arrangement]}
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_with_scripted_completions_a_run_is_stock_trls(trained, tiny, loss_type):
+    given = {"loss_type": loss_type, "rows": 32, **ARRANGEMENTS["four_micro_batches"]}
     ours, stock = (trained(kind, tiny, **given) for kind in (ScriptedOurs, ScriptedStock))
     assert_identical(ours, stock)
     assert_something_was_learned(ours)
@@ -527,6 +525,14 @@ def test_with_vllm_a_run_is_stock_trls_and_rewards_start_while_others_are_genera
     assert told["weights_apart"] < TOLERANCE
     assert max(ours["logp_differences"]) < 0.01  # both at a temperature of 0.6: 0.09 with one of them at 1
     print("log-probs of vLLM and the trainer apart:", ours["logp_differences"])
+    (_, unpushed), (_, engine, step) = told["preflights"]
+    assert unpushed["verdict"] == "failed"
+    assert "it samples from other weights" in unpushed["findings"][0]["text"]
+    assert [engine["verdict"], step["verdict"]] == ["passed", "passed"]
+    assert engine["figures"]["logp_difference_nats"] < 0.01
+    assert min(engine["figures"][name] for name in ("start_s", "weight_push_s", "generation_s", "tokens")) > 0
+    assert step["figures"]["completion_tokens"] == 48  # to its full length, whatever ends a completion
+    assert step["figures"]["weight_push_s"] > 0
     assert any(any(advantages) for advantages in stock["advantages"])
     # the first of a batch's completions was asked about before the last one was there
     early = [asked is not None and asked < ended for asked, ended in told["streams"]]
@@ -587,11 +593,35 @@ def _compare_around_vllm(policy, out):
         }  # fmt: skip
         del trainer
         gc.collect()
+    told["preflights"] = _preflights(policy, out)
     upstream_vllm.LLM = engine_class
     told["streams"] = streams.ends
     told["weights_apart"] = relative(weights["ours"], weights["stock"])
     told["parts_weights_apart"] = relative(weights["parts"], weights["stock"])
     (out / "told.json").write_text(json.dumps(told))
+
+
+def _preflights(policy, out):
+    """Reports of the stages with the engine, whose weights are those of the last run: without a push, and with it."""
+    from salesrl_trl.generation.vllm import SalesVLLMGeneration
+    from salesrl_trl.replaced import replaced
+    from salesrl_trl.run.preflight.plan import Plan
+    from salesrl_trl.run.preflight.runner import examine
+    from salesrl_trl.run.preflight.training import EngineStage, ModelStage, StepStage
+    from salesrl_trl.run.settings import parse
+
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    model.lm_head.weight.data *= 50  # surer of its tokens than the policy of the last run
+    model.save_pretrained(policy)
+    given = ["--model_name_or_path", policy, "--prompt_style", "compact", "--output_dir", str(out / "preflight")]
+    given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--max_train_rows", "8"]
+    given += ["--per_device_train_batch_size", "4", "--num_generations", "4", "--gradient_accumulation_steps", "1"]
+    reports = []
+    for push in (lambda _: None, SalesVLLMGeneration.sync_weights):
+        plan = Plan(parse(given, ROOT / "recipes/debug.yaml"), in_depth=True)
+        with replaced(SalesVLLMGeneration, "sync_weights", push):
+            reports.append([asdict(each) for each in examine(plan, stages=(ModelStage(), EngineStage(), StepStage()))])
+    return reports
 
 
 if __name__ == "__main__":

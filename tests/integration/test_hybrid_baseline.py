@@ -63,14 +63,14 @@ def logged(trainer, name):
 
 
 @pytest.fixture
-def stock(policy_path, tmp_path):
+def stock(tiny, tmp_path):
     """TRL's advantages for the same rewards."""
 
     def reward(completions, **_):
         return [worth(json.loads(completion[0]["content"])["rewritten_query"]) for completion in completions]
 
     trainer = build_upstream_trainer(
-        policy_path,
+        tiny,
         reward,
         TEXTS,
         tmp_path / "stock",

@@ -9,10 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.demo_cache import demo_cache
+import yaml
 from support.runs import check_times, scalars, spans
 
-from salesrl_trl.names import LEFT_OUT, MEMORY, STALENESS, STALENESS_MAX, THROUGHPUT, Phase
+from salesrl_trl.names import (
+    LEFT_OUT,
+    MACHINE,
+    MEMORY,
+    RUN_FILE,
+    SETTINGS_FILE,
+    STALENESS,
+    STALENESS_MAX,
+    THROUGHPUT,
+    Phase,
+)
 from salesrl_trl.reward.figures import reward_names, time_names
 from salesrl_trl.telemetry import perf
 from salesrl_trl.update.ledger import UPDATE_NAMES
@@ -44,7 +54,7 @@ def check_run(output_dir, steps, lookahead=0):
     assert max(differences) < 0.02  # nats; noise between two implementations, far from that of other weights
     for name in (*reward_names(["fairness", "hallucination"]), *UPDATE_NAMES, *time_names()):
         assert f"train/{name}" in logged or "reward/" in name or "reference/" in name  # an empty branch logs nothing
-    for name in (*perf.TIMES, *THROUGHPUT, *MEMORY):
+    for name in (*perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE):
         assert f"train/{name}" in logged or (not torch.cuda.is_available() and ("mfu" in name or "gpu" in name))
     phases = check_times(output_dir, steps)
     for phase in (Phase.DATA_LOADING, Phase.GENERATION, Phase.OLD_LOGPROBS, Phase.REFERENCE_LOGPROBS,
@@ -53,18 +63,27 @@ def check_run(output_dir, steps, lookahead=0):
             steps - lookahead if phase == Phase.GENERATION else steps
         )  # what the last steps train on is there by then
         assert all(step[phase] > 0 for step in phases[:last]), phase
+    assert yaml.safe_load((output_dir / SETTINGS_FILE).read_text())["max_steps"] == steps
+    assert json.loads((output_dir / RUN_FILE).read_text())["command"][0].startswith("recipes/")
     assert (output_dir / "model.safetensors").is_file() or (output_dir / "pytorch_model.bin").is_file()
 
 
-def test_the_debug_recipe_trains_and_evaluates(policy_path, tmp_path):
+def test_the_debug_recipe_starts_from_nothing_but_this_checkout_trains_and_evaluates(tmp_path):
+    """Without a model, a warm-started policy, a cache of the hub."""
+    (tmp_path / "home").mkdir()
     told = launch(
         "debug",
-        *("--max_steps", "3", "--max_eval_rows", "8"),
+        *("--max_steps", "3", "--max_eval_rows", "8", "--warm_start_steps", "24"),
         *("--per_device_train_batch_size", "16", "--output_dir", str(tmp_path / "run")),
         *("--quick_eval_steps", "2", "--quick_eval_rows", "4"),
-        SALESRL_CACHE_DIR=str(demo_cache(tmp_path / "cache", policy_path)),
+        HOME=str(tmp_path / "home"),
+        XDG_CACHE_HOME=str(tmp_path / "home"),
+        VLLM_CACHE_ROOT=os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")),  # of compiled kernels
     )
     check_run(tmp_path / "run", steps=3)
+    assert "[Run] policy       the packaged small policy (your own: --model_name_or_path NAME)" in told
+    kept = (tmp_path / "run/run.log").read_text()
+    assert set(told[told.index("[Run]") :].splitlines()[1:]) <= set(kept.splitlines())
     assert "[Step 3/3] reward fairness=" in told
     assert "[QuickEval@2] mode=greedy fairness=" in told
     assert (tmp_path / "run/best/model.safetensors").is_file()
@@ -75,23 +94,6 @@ def test_the_debug_recipe_trains_and_evaluates(policy_path, tmp_path):
     assert "Steps done                 3" in text
     assert "Best quick evaluation      step 2" in text
     assert [entry["step"] for entry in json.loads((tmp_path / "run" / "held_out.json").read_text())] == [0, 3]
-
-
-def test_a_recipe_starts_from_nothing_but_this_checkout(tmp_path):
-    """Without a model, a warm-started policy, an accelerate configuration."""
-    (tmp_path / "home").mkdir()
-    told = launch(
-        "fast_load",
-        *("--max_steps", "2", "--warm_start_steps", "24", "--output_dir", str(tmp_path / "run")),
-        configured=False,
-        HOME=str(tmp_path / "home"),
-        XDG_CACHE_HOME=str(tmp_path / "home"),
-        VLLM_CACHE_ROOT=os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")),  # of compiled kernels
-    )
-    check_run(tmp_path / "run", steps=2)
-    assert "[Run] policy       the packaged small policy (your own: --model_name_or_path NAME)" in told
-    kept = (tmp_path / "run/run.log").read_text()
-    assert set(told[told.index("[Run]") :].splitlines()[1:]) <= set(kept.splitlines())
 
 
 def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp_path):
@@ -134,19 +136,27 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
             assert abs(mine["ts"] - others["ts"]) < 1e6
 
 
-def test_a_run_whose_services_die_saves_and_stops_with_the_reason(policy_path, tmp_path, httpserver):
+def test_the_fast_load_recipe_without_an_accelerate_configuration_saves_and_stops_when_its_services_die(
+    policy_path, tmp_path, httpserver
+):
     httpserver.expect_request("/healthz").respond_with_data("ok")
     httpserver.expect_request("/v1/rag/8b", method="POST").respond_with_data("", status=500)
     httpserver.expect_request("/v1/rag/32b", method="POST").respond_with_data("", status=500)
     told = launch(
-        "debug",
-        *("--model_name_or_path", str(policy_path), "--max_steps", "6", "--max_skipped_generations", "2"),
-        *("--rag_base_url", httpserver.url_for("").rstrip("/"), "--max_attempts", "1", "--held_out_eval", "false"),
+        "fast_load",
+        *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--vllm_max_model_length", "256"),
+        *("--max_completion_length", "48", "--max_steps", "6", "--max_skipped_generations", "2"),
+        *("--rag_base_url", httpserver.url_for("").rstrip("/"), "--max_attempts", "1"),
         *("--warm_up_services", "false", "--outage_patience_s", "0"),  # it is to die on the way
-        *("--min_valid_reward_fraction", "1.0"),  # an invalid action is scored, and this policy writes some
-        *("--per_device_train_batch_size", "16", "--output_dir", str(tmp_path / "run")),
+        *("--min_valid_reward_fraction", "1.0"),  # an invalid action is scored
+        *("--output_dir", str(tmp_path / "run")),
+        configured=False,
         succeeds=False,
     )
+    # dummy weights in vLLM, until the trainer's are pushed
+    assert told.count("[Weights] vLLM samples from the weights in training") == 1
     assert "TooFewRewardsError: 2 generation batches in a row" in told
     assert "rag_8b_http_500" in told
-    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert "docs/TROUBLESHOOTING.md#the-rag-service-does-not-answer" in told.splitlines()[-1]  # after accelerate's
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    assert (checkpoint / "trainer_state.json").is_file()

@@ -52,7 +52,7 @@ def ours(scripted_trainer, services):
 
 
 @pytest.fixture
-def upstream(policy_path, tmp_path):
+def upstream(tiny, tmp_path):
     """The same with TRL alone: a reward function for each judge, `None` where it failed."""
 
     def run(score):
@@ -63,7 +63,7 @@ def upstream(policy_path, tmp_path):
             return [None if index == FAILS else 0.5 * score(index) for index in range(8)]
 
         trainer = build_upstream_trainer(
-            policy_path,
+            tiny,
             [first, second],
             EQUAL,
             tmp_path / "upstream",

@@ -260,9 +260,9 @@ def test_an_interrupt_from_the_keyboard_leaves_trace_and_events(scripted_trainer
     check_what_is_left(tmp_path / "run", "batching", steps=3)
 
 
-def test_a_process_that_is_killed_leaves_trace_and_events(policy_path, services, tmp_path):
+def test_a_process_that_is_killed_leaves_trace_and_events(tiny, services, tmp_path):
     services.set("judge", SLOW_VERDICT, delay_s=0.2)
-    command = [sys.executable, str(RUNNER), str(policy_path), services.url, str(tmp_path / "run")]
+    command = [sys.executable, str(RUNNER), str(tiny), services.url, str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(RUNNER.parents[1])}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:

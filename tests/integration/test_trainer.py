@@ -9,16 +9,22 @@ import pytest
 import torch
 import trl.trainer.grpo_trainer as upstream_trainer
 from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
+from support.scripted import Scripted
 from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import identity_of_run, write_identity
-from salesrl_trl.errors import ConfigError, RunStopped, TooFewRewardsError, WeightSyncError
+from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
+from salesrl_trl.run.rollouts_only import RolloutTrainer
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.weights import WeightCheck
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
 """Actions that no cache answers, as many as a test may need."""
+
+
+class ScriptedRollouts(Scripted, RolloutTrainer):
+    """The trainer of `mode: rollouts`."""
 
 
 def weights(trainer):
@@ -41,6 +47,7 @@ def test_a_step_learns_and_logs_every_metric(scripted_trainer, caplog, capfd, tm
     shown = capfd.readouterr()
     assert "{'loss'" not in shown.out + shown.err  # transformers' print of every figure
     assert [caplog.text.count(f"[Step {step}/4]") for step in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    assert caplog.text.count("] steps 1-4 | reward fairness=0.38") == 1  # the epochs' line
     assert (tmp_path / "run/trace.json").is_file()
     assert moved(before, weights(trainer))
     names = set(Ledger(["fairness", "hallucination"], ["judge"], ["rag_8b", "rag_32b", "judge"]).flush("train"))
@@ -49,6 +56,17 @@ def test_a_step_learns_and_logs_every_metric(scripted_trainer, caplog, capfd, tm
         assert logs["outcome/ok"] == logs["outcome/invalid_action"] == 0.5
         # each group holds one action judged 0.75 and one that is none, worth 0: mean 0.375
         assert logs["reward"] == pytest.approx(0.375)
+
+
+def test_rollouts_alone_are_generated_and_scored_as_in_training_and_move_nothing(scripted_trainer):
+    trainer = scripted_trainer(kind=ScriptedRollouts, gradient_accumulation_steps=2)
+    before = weights(trainer)
+    trainer.train()
+    assert not moved(before, weights(trainer))
+    assert not trainer.optimizer.state
+    for logs in step_logs(trainer):
+        assert (logs["reward"], logs["outcome/ok"], logs["time/backward_s"]) == (pytest.approx(0.375), 0.5, 0)
+    assert trainer.generated == 4 * 2 * 4
 
 
 def test_the_reference_is_not_spread_over_the_gpus_in_sight(scripted_trainer, monkeypatch):
@@ -86,6 +104,13 @@ def test_a_batch_that_could_not_be_scored_moves_nothing(scripted_trainer, servic
     assert not moved(before, weights(trainer))
     for logs in step_logs(trainer):
         assert (logs["outcome/infra"], logs["failures/skipped_update"], logs["reward"]) == (1.0, 1.0, None)
+
+
+def test_a_policy_that_blew_up_ends_the_run_and_keeps_the_checkpoints_as_they_were(scripted_trainer, tmp_path):
+    trainer = scripted_trainer(texts=DIFFERENT, max_steps=9, learning_rate=1e30)
+    with pytest.raises(DivergedError, match=r"`grad_norm` is nan, and such figures came in 3 log lines in a row"):
+        trainer.train()
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 def test_reasons_are_an_entry_of_their_own_and_go_on_once_they_have_been_seen(scripted_trainer):

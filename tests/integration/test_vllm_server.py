@@ -21,13 +21,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.keyed import keyed_rows
+from support.keyed import keyed_rows, make_tiny_policy
 from support.loopback import Services, action, build_reward, row
 from support.ranks import run_ranks
 from support.runs import spans
 from support.scripted import settings
 from support.vllm_server import serve
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
 from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
@@ -35,6 +35,11 @@ from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import WeightSyncError
 from salesrl_trl.names import STALENESS, outcome_of
 from salesrl_trl.reward.judge.verdict import response_format
+from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.preflight.runner import examine
+from salesrl_trl.run.preflight.stage import Verdict
+from salesrl_trl.run.preflight.training import EngineStage, ModelStage, StepStage
+from salesrl_trl.run.settings import parse
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Action, Outcome
@@ -45,12 +50,11 @@ GROUP, BATCH = 4, 16
 
 
 @pytest.fixture(scope="module")
-def served(policy_path, tmp_path_factory):
-    """A model of random weights with room for a judge's prompt, and the small policy's tokenizer."""
+def served(tmp_path_factory):
+    """A model of random weights with room for a judge's prompt."""
     path = tmp_path_factory.mktemp("served") / "model"
-    tokenizer = AutoTokenizer.from_pretrained(policy_path)
-    config = AutoConfig.from_pretrained(policy_path, max_position_embeddings=4096)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    make_tiny_policy(path, hidden_size=64, max_position_embeddings=4096)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.model_max_length = 4096
     tokenizer.save_pretrained(path)
     return path
@@ -171,6 +175,22 @@ def build(served, server, httpserver, tmp_path, monkeypatch):
     yield built_with
     for trainer in built:
         trainer.finish()
+
+
+def test_a_preflight_compares_with_a_server_and_makes_full_steps_with_its_completions(
+    served, server, tmp_path, monkeypatch
+):
+    without_a_push(monkeypatch)
+    given = ["--model_name_or_path", str(served), "--prompt_style", "compact", "--output_dir", str(tmp_path / "run")]
+    given += ["--vllm_mode", "server", "--vllm_server_base_url", server, "--max_completion_length", "24"]
+    given += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--num_generations", "4"]
+    given += ["--generation_kwargs", '{"stop_token_ids": [16, 24, 32, 40]}', "--max_train_rows", "8"]
+    plan = Plan(parse(given, Path(__file__).parents[2] / "recipes/debug.yaml"), in_depth=True)
+    model, engine, step = examine(plan, (ModelStage(), EngineStage(), StepStage()))
+    assert [each.verdict for each in (model, engine, step)] == [Verdict.PASSED, Verdict.NOTED, Verdict.PASSED]
+    assert "its start is not tried" in engine.findings[0].text
+    assert engine.figures["logp_difference_nats"] < 0.01
+    assert step.figures["completion_tokens"] == 24
 
 
 def check_steps(log_history, lookahead):
@@ -294,7 +314,7 @@ def test_two_processes_ask_a_server_each_for_its_own(served, server, httpserver,
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     services = Services(httpserver)
     arguments = (__file__, served, server, services.url, tmp_path)
-    one, other = run_ranks(launcher, arguments, tmp_path, 240, OMP_NUM_THREADS="1")
+    one, other = run_ranks([launcher], arguments, tmp_path, 240, OMP_NUM_THREADS="1")
     for rank in (one, other):
         check_steps(rank["log"], 2)
         assert rank["asked"] == 5 * BATCH

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from accelerate.utils.other import get_free_port
 from support.keyed import check_same_course, check_there_was_control
 from support.ranks import ROOT, run_ranks
 
@@ -19,7 +20,7 @@ ONE_RANK = {**COMMON, "per_device_train_batch_size": 12}
 TWO_RANKS = {**COMMON, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
 CHECKPOINT = 9
 """In the middle of a window of two steps."""
-WITH_GLOO = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+ON_TWO_MACHINES = ("accelerate.commands.launch", "--config_file", "accelerate_configs/two_machines.yaml")
 WITH_DEEPSPEED = ("accelerate.commands.launch", "--config_file", "accelerate_configs/full.yaml")
 LAUNCH_LIMIT_S = 240
 """DeepSpeed compiles an op at its first run on a machine, about 25 s; all else takes about 20 s on two idle cores."""
@@ -40,19 +41,21 @@ def one_rank(train):
 def launch(tiny_policy, services_url):
     """Train on two ranks; what each of them wrote."""
 
-    def run(launcher, out, **settings):
+    def run(launchers, out, **settings):
         given = json.dumps({**TWO_RANKS, **settings})
         arguments = (ROOT / "tests/invariance/train_on_ranks.py", tiny_policy, services_url, out, given, CHECKPOINT)
-        return run_ranks(launcher, arguments, out, LAUNCH_LIMIT_S)
+        return run_ranks(launchers, arguments, out, LAUNCH_LIMIT_S)
 
     return run
 
 
 @pytest.fixture(scope="module")
 def gloo(launch, tmp_path_factory):
-    """The folder of a run of two ranks without DeepSpeed, and what each rank wrote."""
-    out = tmp_path_factory.mktemp("gloo")
-    return out, launch(WITH_GLOO, out, ddp_backend="gloo")
+    """The folder of a run of two ranks without DeepSpeed, each launched as on a machine of its own, and what each rank
+    wrote."""
+    out, port = tmp_path_factory.mktemp("gloo"), str(get_free_port())
+    machines = [(*ON_TWO_MACHINES, "--machine_rank", rank, "--main_process_port", port) for rank in "01"]
+    return out, launch(machines, out, ddp_backend="gloo")
 
 
 def test_two_ranks_have_the_same_loss_kl_and_coefficients_as_one(one_rank, gloo):
@@ -83,7 +86,7 @@ def test_a_run_of_two_ranks_goes_on_on_one_with_its_coefficients_and_windows(tra
 def test_two_ranks_under_deepspeed_zero_2_have_the_same_loss_kl_and_coefficients_as_one_without(
     launch, one_rank, tmp_path
 ):
-    ranks = launch((*WITH_DEEPSPEED, "--mixed_precision", "no"), tmp_path)
+    ranks = launch([(*WITH_DEEPSPEED, "--mixed_precision", "no")], tmp_path)
     for rank in ranks:
         assert rank["distributed"] == "DEEPSPEED"
         check_same_course(one_rank, rank["whole"])
@@ -91,6 +94,9 @@ def test_two_ranks_under_deepspeed_zero_2_have_the_same_loss_kl_and_coefficients
         assert list(rank["resumed"]["after"]) == [str(step) for step in range(CHECKPOINT + 1, 21)]
         for step, state in rank["resumed"]["after"].items():
             assert state == rank["whole"]["after"][step], step
+        # with ZeRO-3, which splits the policy while it is loaded
+        check_same_course({"steps": one_rank["steps"][:5]}, rank["sharded"])
+        assert len(set(rank["first_weights"])) == 1
     _check_ranks_agree(*(rank["whole"] for rank in ranks))
     _check_weights(one_rank["weights"], tmp_path)
 

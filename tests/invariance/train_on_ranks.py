@@ -2,8 +2,9 @@
 
     python -m torch.distributed.run --nproc_per_node 2 tests/invariance/train_on_ranks.py POLICY URL OUT SETTINGS STEP
 
-SETTINGS is JSON; STEP is where a checkpoint is saved, from which training under DeepSpeed then goes on once more. Each
-rank writes what happened to OUT, the first one also the weights that came of it.
+SETTINGS is JSON; STEP is where a checkpoint is saved, from which training under DeepSpeed then goes on once more. Then
+it trains five steps with the weights split too. Each rank writes what happened to OUT, the first one also the weights
+that came of it.
 """
 
 import json
@@ -12,7 +13,8 @@ import sys
 from pathlib import Path
 
 import torch
-from support.keyed import build_keyed, course_of
+from accelerate.state import AcceleratorState
+from support.keyed import StopAt, build_keyed, course_of
 
 
 def main(policy, url, out, settings, step):
@@ -30,6 +32,11 @@ def main(policy, url, out, settings, step):
         torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), Path(out, "weights.pt"))
     if distributed == "DEEPSPEED":  # without it transformers loads to accelerate's "cpu:0", which torch does not know
         told["resumed"] = course_of(build(), resume_from=Path(out, "run", f"checkpoint-{step}"))
+        AcceleratorState._reset_state()
+        os.environ |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}
+        sharded = build_keyed(policy, url, Path(out, "sharded"), **{**given, "save_strategy": "no"})
+        told["sharded"] = course_of(sharded, StopAt(5))
+        told["first_weights"] = [each.rooms.first_weights for each in (trainer, sharded)]
     Path(out, f"rank{rank}.json").write_text(json.dumps(told))
 
 

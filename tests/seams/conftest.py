@@ -1,18 +1,10 @@
-"""Services on loopback, and a run's settings for them."""
+"""A run's settings for services on loopback."""
 
 import pytest
-from support.loopback import Services
 
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.remote import RemoteReward
-
-
-@pytest.fixture
-def services(httpserver):
-    httpserver.expect_request("/healthz").respond_with_data("")
-    httpserver.expect_request("/v1/models").respond_with_data("{}")
-    return Services(httpserver)
 
 
 @pytest.fixture

@@ -85,11 +85,15 @@ def hang_up():
 class Services(Answers):
     """As those of `support.loopback`, in memory."""
 
+    PAGES = {"/healthz": Reply(b"{}"), "/v1/models": Reply(b'{"data": []}')}  # noqa: RUF012
+
     def __init__(self, network):
         super().__init__(network.serve(self._respond))
 
     async def _respond(self, request):
-        name = next(name for name, path in self.PATHS.items() if path == request.path)
+        name = next((name for name, path in self.PATHS.items() if path == request.path), None)
+        if name is None:
+            return self.PAGES.get(request.path, Reply(b"", 404))
         status, text, headers, delay_s = self.next_answer(name, request)
         await asyncio.sleep(delay_s)
         return Reply(text.encode(), status, CIMultiDict(headers))

@@ -96,7 +96,8 @@ class Answers:
         with self._lock:
             self.asked[name].append(request)
             if name in self.functions:
-                status, body, headers, delay_s = (*self.functions[name](request), {}, 0)[:4]
+                given = self.functions[name](request)
+                status, body, headers, delay_s = (*given, *({}, 0)[len(given) - 2 :])
             else:
                 queue = self.answers[name]
                 status, body, headers, delay_s = queue.pop(0) if len(queue) > 1 else queue[0]
@@ -106,10 +107,12 @@ class Answers:
 
 
 class Services(Answers):
-    """The endpoints on a server of pytest-httpserver."""
+    """The endpoints on a server of pytest-httpserver, and the pages that are asked for before a run."""
 
     def __init__(self, server):
         super().__init__(server.url_for("").rstrip("/"))
+        for path in ("/healthz", "/v1/models"):
+            server.expect_request(path, method="GET").respond_with_data("{}")
         for name, path in self.PATHS.items():
             server.expect_request(path, method="POST").respond_with_handler(
                 lambda request, name=name: self._respond(name, request)

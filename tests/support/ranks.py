@@ -10,24 +10,29 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_ranks(launcher, arguments, out, limit_s, **env):
-    """Launch `python -m LAUNCHER ARGUMENTS` on two ranks. Returns what each of them wrote to `OUT/rankN.json`; their
-    messages are in `OUT/stderr.txt`."""
+def run_ranks(launchers, arguments, out, limit_s, **env):
+    """Launch `python -m LAUNCHER ARGUMENTS` for each launcher at once; together they make two ranks. Returns what each
+    rank wrote to `OUT/rankN.json`; the launchers' messages are in `OUT/stderrN.txt`."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")))
-    started = subprocess.Popen(
-        [sys.executable, "-m", *launcher, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, **env},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    logs = [out / f"stderr{number}.txt" for number in range(len(launchers))]
+    started = []
+    for launcher, log in zip(launchers, logs, strict=True):
+        with log.open("w") as stderr:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", *launcher, *map(str, arguments)],
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONPATH": paths, **env},
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    start_new_session=True,
+                )
+            )
     try:
-        _, stderr = started.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)  # the ranks too, not the launcher alone
-        raise
-    (out / "stderr.txt").write_text(stderr)
-    assert started.returncode == 0, stderr[-6000:]
+        for each, log in zip(started, logs, strict=True):
+            assert each.wait(timeout=limit_s) == 0, log.read_text()[-6000:]
+    finally:
+        for each in started:
+            if each.poll() is None:
+                os.killpg(each.pid, signal.SIGKILL)  # the ranks too, not the launcher alone
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]

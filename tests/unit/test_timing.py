@@ -48,6 +48,24 @@ def test_before_the_first_entry_no_time_was_spent():
     assert TimingContext("block").cost_time == 0.0
 
 
+def test_a_context_without_a_name_is_named_after_its_function_or_its_line_and_logs_if_asked():
+    lines = []
+
+    @TimingContext(log=lines.append)
+    def work():
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        work()
+    with TimingContext(log=lines.append) as timing:
+        pass
+    assert timing.name.startswith("test_timing.py:")
+    shown = [line.rpartition(": ") for line in lines]
+    assert [name for name, *_ in shown] == [f"[Timing] {work.__qualname__}", f"[Timing] {timing.name}"]
+    assert ["failed" in end for *_, end in shown] == [True, False]
+    assert float(shown[1][2].removesuffix(" s")) == pytest.approx(timing.cost_time, abs=1e-3)
+
+
 def test_nested_blocks_know_where_they_lie():
     with TimingContext("outer") as outer, TimingContext("inner") as inner:
         assert inner.path == ("outer", "inner")

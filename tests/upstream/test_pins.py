@@ -81,6 +81,8 @@ PINS = {
     (Trainer, "training_step"): ("285b156bfe97", "52732193c195"),
     (Trainer, "get_batch_samples"): "ce1d3f8e633c",
     (Trainer, "evaluate"): "3f3b306bcfa5",
+    # SalesGRPOTrainer._evaluate: `skip_scheduler` keeps it from moving the learning rate, and it returns the figures
+    (Trainer, "_evaluate"): "2ed1a11f0291",
     (Accelerator, "backward"): "79c32c236a8b",
     # a quick evaluation comes after a step's log, evaluation and checkpoint; called once more at an epoch's end
     (Trainer, "_maybe_log_save_evaluate"): "c3945a2525b7",
@@ -131,7 +133,7 @@ def test_the_setting_beta_is_read_only_while_the_trainer_is_built():
 
 
 def test_the_reference_model_has_the_policys_number_format():
-    """`precision.Room` counts its bytes so, and a KL between two formats would not begin at 0."""
+    """`run.memory.estimate` counts its bytes so, and a KL between two formats would not begin at 0."""
     assert 'model_init_kwargs.setdefault("dtype", self.model.dtype)' in inspect.getsource(GRPOTrainer.__init__)
 
 

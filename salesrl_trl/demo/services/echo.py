@@ -4,7 +4,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = b"x-request-id"
 MAX_ID_BYTES = 256
-"""Longer ones are not returned."""
+"""Longer ids are not returned."""
 
 
 class EchoRequestId:

@@ -1,8 +1,8 @@
 """Starts the RAG service and the judge as a child of the program that needs them.
 
-Owns the life of the child. `server` owns the services in it. A child is stopped only through the handle that started
-it, and stops by itself when its parent is gone. Standard library only: the trainer imports this module, and must not
-load the libraries of the services.
+Owns the life of the child. `server` owns the services in it. A child stops when the handle that started it stops it,
+or when its parent has ended. Standard library only: the trainer imports this module, and must not load the libraries
+of the services.
 """
 
 import json
@@ -24,13 +24,13 @@ from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.process import child_environment
 
 TERMINATE_TIMEOUT_S = 6.0
-"""Patience with a child that was asked to stop, in seconds: `server.DRAIN_TIMEOUT_S`, and as much for its end."""
+"""Seconds that a child may take to stop: `server.DRAIN_TIMEOUT_S`, and as much again for its end."""
 HEALTH_POLL_S = 0.05
 """Seconds between two requests to a service that does not answer yet."""
 HEALTH_TIMEOUT_S = 2.0
 """Seconds that one such request may take."""
 STDERR_TAIL_CHARS = 2_000
-"""How much of a failed child's stderr an error shows, in characters: a traceback's last calls."""
+"""Characters of a failed child's stderr that an error shows, from its end: the last calls of a traceback."""
 
 _COMMAND = ("-P", "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-port=0", "--exit-with-parent")
 
@@ -53,8 +53,8 @@ class ServiceAddresses:
 class EmbeddedServices:
     """Both services in a child process, on free ports of the loopback interface.
 
-    As a context manager it starts on entry and stops on exit. The child also stops when this process ends in whatever
-    way.
+    As a context manager it starts on entry and stops on exit. The child also stops when this process ends, even if it
+    is killed.
 
         with EmbeddedServices() as addresses:
             call(addresses.rag_base_url)
@@ -86,19 +86,10 @@ class EmbeddedServices:
     ) -> None:
         self.stop()
 
-    def start(self, timeout_s: float = 30.0) -> ServiceAddresses:
-        """Start the child and wait until both services answer. If it runs already, return its addresses.
-
-        Args:
-            timeout_s (`float`, *optional*, defaults to `30.0`):
-                Patience with the start, in seconds.
-
-        Raises:
-            `ServiceUnavailable`: if the child ends or is late, with the end of its stderr.
-        """
-        if self._addresses is not None:
-            return self._addresses
-        deadline = time.monotonic() + timeout_s
+    def launch(self) -> None:
+        """Start the child, and do not wait for it. Does nothing when one runs."""
+        if self._child is not None:
+            return
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`; a file, since a full pipe blocks)
         self._child = subprocess.Popen(
             [sys.executable, *_COMMAND, *self._arguments],
@@ -106,8 +97,23 @@ class EmbeddedServices:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env=child_environment(),
-            start_new_session=True,  # so that Ctrl+C reaches the parent alone, which may need the services to finish
+            start_new_session=True,  # Ctrl+C then reaches the parent alone, which may still need the services
         )
+
+    def start(self, timeout_s: float = 30.0) -> ServiceAddresses:
+        """Start the child and wait until both services answer. If it runs already, return its addresses.
+
+        Args:
+            timeout_s (`float`, *optional*, defaults to `30.0`):
+                Seconds that the start may take.
+
+        Raises:
+            `ServiceUnavailable`: if the child ends or is late, with the end of its stderr.
+        """
+        if self._addresses is not None:
+            return self._addresses
+        deadline = time.monotonic() + timeout_s
+        self.launch()
         try:
             addresses = ServiceAddresses(**json.loads(self._first_line(deadline)))
             for url in addresses.health_urls:
@@ -133,7 +139,7 @@ class EmbeddedServices:
         while not line.endswith(b"\n"):
             readable, _, _ = select.select([self._child.stdout], [], [], max(deadline - time.monotonic(), 0))
             if not readable:
-                raise self._failure("did not say in time where they listen")
+                raise self._failure("did not report their addresses in time")
             part = os.read(self._child.stdout.fileno(), 4096)
             if not part:
                 raise self._failure("ended before they listened")
@@ -173,7 +179,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _is_healthy(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach this loopback
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy reaches this loopback
     try:
         with opener.open(url, timeout=HEALTH_TIMEOUT_S) as response:
             return bool(response.status == 200)

@@ -1,8 +1,8 @@
 """The RAG service: both endpoints over one index.
 
-Owns the wire contract of `/v1/rag/8b` and `/v1/rag/32b`, what each of them searches with, and how an answer is written
-from the passages. Refuses to know the judge or rewards. The reply to a refused request names the place and the reason,
-and never repeats its text, which is a customer's.
+Owns the wire contract of `/v1/rag/8b` and `/v1/rag/32b`, the query of each, and the writing of an answer from
+passages. Refuses to know the judge or rewards. The reply to a refused request names the field and the reason. It never
+repeats the text of the request, because a customer may have written it.
 """
 
 import asyncio
@@ -24,28 +24,28 @@ from salesrl_trl.fencing import fence
 from salesrl_trl.types import Passage
 
 QUERY_WEIGHT = 3
-"""How often each word of `rewritten_query` counts. It holds what was asked; the other fields only colour it."""
+"""How often each word of `rewritten_query` counts. This field holds the question, so it counts most."""
 PROFILE_WEIGHT = 1
-"""How often each word of `user_profile` counts: once, which is enough to draw an age towards offers for that age."""
+"""How often each word of `user_profile` counts. Once is enough for an age to find the offers for this age."""
 HISTORY_WEIGHT = 1
 """How often each word of `history_summary` counts."""
 
 CLOSE_SCORE_RATIO = 0.95
-"""Share of the best score from which the second passage is taken to speak of the question too."""
+"""The second passage is used too if its score is at least this share of the best score."""
 
 MAX_TOP_K = 50
-"""The most passages of one answer: more than any prompt has room for."""
+"""Most passages of an answer. No prompt has room for more."""
 MAX_ID_CHARS = 256
 """Length limit of an identifier, in characters."""
 MAX_FIELD_CHARS = 20_000
-"""Length limit of a field of the action, in characters: far above any completion."""
+"""Length limit of a field of the action, in characters. Completions are far shorter."""
 MAX_CONTEXT_CHARS = 200_000
-"""Length limit of a conversation, in characters: far above any context window's worth of sales talk."""
+"""Length limit of a conversation, in characters. Conversations are far shorter."""
 
 WRITER_TIMEOUT_S = 60.0
-"""Patience with the writer's model, in seconds. Callers are expected to have less."""
+"""Seconds that the writer's model may take. Callers are expected to wait less."""
 WRITER_MAX_TOKENS = 512
-"""Length limit of a written answer, in tokens: a reply in a chat, not an essay."""
+"""Length limit of a written answer, in tokens: a reply in a chat."""
 
 NOTHING_FOUND = {
     "zh": "很抱歉，我没有查到相关资料，暂时无法回答这个问题。",
@@ -108,11 +108,11 @@ class AnswerBody(BaseModel):
     passages: list[PassageBody]
     took_ms: float
     request_id: str
-    """The request's, so that the client sees whose answer it is; empty where it had none."""
+    """The id of the request, so that the client can match the two. Empty if the request had none."""
 
 
 class WriterFailed(Exception):
-    """The model behind a writer gave no answer. The message holds no key and nothing that the model's server said."""
+    """The model behind a writer gave no answer. The message holds no key, and no text from the model's server."""
 
 
 class Writer(Protocol):
@@ -128,10 +128,10 @@ class Writer(Protocol):
 
 
 class ExtractiveWriter:
-    """Answers with the best passage's own words, so that every mistake of the search shows in the answer.
+    """Answers with the words of the best passage, so that every mistake of the search shows in the answer.
 
-    When the second passage scores at least `CLOSE_SCORE_RATIO` of the first, its sentence that shares the most words
-    with the question is added.
+    If the second passage has at least `CLOSE_SCORE_RATIO` of the best score, one sentence of it is added: the one that
+    shares the most words with the question.
     """
 
     async def write(self, question: str, passages: Sequence[Passage]) -> str:
@@ -172,7 +172,7 @@ class ChatWriter:
     )
 
     def __init__(self, *, base_url: str, model: str, key_env: str) -> None:
-        import openai  # here, not above: it takes longer to import than the rest, and the default writer needs none
+        import openai  # only here: the import is slow, and the default writer does not need it
 
         key = os.environ.get(key_env)
         if not key:
@@ -184,7 +184,7 @@ class ChatWriter:
             base_url=base_url,
             max_retries=0,  # the caller of this service owns the retries
             timeout=WRITER_TIMEOUT_S,
-            # A redirect would hand the prompt to a host that nobody named.
+            # A redirect would send the prompt to a host that is not configured.
             http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False, timeout=WRITER_TIMEOUT_S),
         )
 
@@ -224,9 +224,9 @@ def create_rag_app(index: KnowledgeIndex, writer: Writer) -> FastAPI:
 
     Args:
         index (`KnowledgeIndex`):
-            Where the passages come from.
+            Finds the passages.
         writer (`Writer`):
-            What makes an answer of them.
+            Writes an answer from them.
     """
     app = FastAPI(title="RAG service", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
@@ -249,7 +249,7 @@ def create_rag_app(index: KnowledgeIndex, writer: Writer) -> FastAPI:
 
 
 def action_query(request: ActionRequest) -> str:
-    """What the 8B endpoint searches with: each field of the action as often as its weight says, never the context."""
+    """The query of the 8B endpoint: each field of the action, repeated by its weight, and never the context."""
     parts = [request.rewritten_query] * QUERY_WEIGHT
     parts += [request.user_profile] * PROFILE_WEIGHT
     parts += [request.history_summary] * HISTORY_WEIGHT

@@ -1,7 +1,7 @@
 """Runs the RAG service and the judge in one process, as a command.
 
-Owns the command line, the two listening sockets and the line by which the process says where it listens. Knows nothing
-of what the services answer.
+Owns the command line, the two listening sockets, and the line on stdout with their addresses. Refuses to know the
+content of answers.
 
     python -m salesrl_trl.demo.services --rag-port 8801 --judge-port 8802
 """
@@ -37,21 +37,21 @@ DEFAULT_RAG_PORT = 8801
 DEFAULT_JUDGE_PORT = 8802
 
 DRAIN_TIMEOUT_S = 3
-"""Patience with requests in flight when the services stop, in seconds: more than the slowest answer of their own."""
+"""Seconds for requests in flight when the services stop. An answer of their own takes less."""
 PARENT_POLL_S = 1.0
-"""How often a child looks whether its parent lives, in seconds, for when another process holds its stdin open."""
+"""Seconds between two checks that the parent is alive. Another process may hold stdin open after the parent's end."""
 
 EXIT_OK = 0
 EXIT_USAGE = 2
-"""Nothing was started: an option, a file or a port is wrong."""
+"""An option, a file or a port is wrong. Nothing was started."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run both services until a signal, or the parent's end, stops them.
+    """Run both services until a signal or the end of the parent stops them.
 
     Args:
         arguments (`Sequence[str]`, *optional*):
-            The command line, without the program. Defaults to the process's own.
+            Command-line arguments. Defaults to those of the process.
 
     Returns:
         `int`: the exit code: 0 after a clean stop, 2 when nothing could be started.
@@ -112,8 +112,8 @@ def _writer(options: argparse.Namespace) -> Writer:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        # Inherited by every connection. asyncio sets it only on sockets that name their protocol, which this one does
-        # not; without it each answer waits 40 ms for the client's delayed acknowledgement of its headers.
+        # Connections inherit this. asyncio sets it only on sockets that name their protocol, and this one does not.
+        # Without it each answer waits 40 ms, until the client acknowledges the headers.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -125,16 +125,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """A server among others in one loop.
+    """One of several servers in one event loop.
 
-    Changes `startup`, to tell when it listens, and `capture_signals`, since the signals belong to the loop.
+    - `startup` also sets `listening`.
+    - `capture_signals` does nothing: signals are handled by the loop.
     """
 
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                log_config=None,  # uvicorn's own would write to stdout
+                log_config=None,  # uvicorn's default writes to stdout
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
@@ -161,7 +162,7 @@ async def _serve(apps: dict[socket.socket, FastAPI], options: argparse.Namespace
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    if options.exit_with_parent:  # before anyone is told that the services run, and may then end
+    if options.exit_with_parent:  # before the addresses are printed: the parent may end as soon as it reads them
         _watch_parent(options.parent, lambda: loop.call_soon_threadsafe(stop))
     async with asyncio.TaskGroup() as group:
         for listener, server in servers.items():

@@ -24,28 +24,28 @@ from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
 @dataclass(kw_only=True, slots=True)
 class ProviderUsage:
-    """What one provider did since it was last asked about."""
+    """The usage of one provider since the last report."""
 
     verdicts: int = 0
-    """Valid ones."""
+    """Valid verdicts."""
     prompt_tokens: int = 0
-    """As the provider counts them; 0 where it doesn't."""
+    """As the provider counts them; 0 if it does not."""
     completion_tokens: int = 0
     """As the provider counts them, thoughts included."""
     usd: float = 0.0
-    """By the configured prices."""
+    """Cost by the configured prices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeRecord:
-    """One valid verdict, for the check of what else than quality a judge likes."""
+    """One valid verdict, to check whether the judge likes anything else than quality."""
 
     score: float
-    """Of the candidate."""
+    """Score of the candidate."""
     chars: int
     """Length of the candidate's answer."""
     candidate_first: bool | None
-    """Whether it stood before the reference; `None` where there was none."""
+    """Whether it stood before the reference; `None` without a reference."""
 
 
 class Judge(ABC):
@@ -86,7 +86,7 @@ class Judge(ABC):
 
     @property
     def places(self) -> Mapping[str, str]:
-        """By service name, what is asked and where, for messages. Reason codes begin with the service's name."""
+        """The model and address of each service, by its name, for messages. Reason codes begin with that name."""
         return {"judge": f"{type(self).__module__}.{type(self).__qualname__}"}
 
     @property
@@ -100,7 +100,7 @@ class Judge(ABC):
         return {}
 
     def drain_usage(self) -> dict[str, ProviderUsage]:
-        """By provider, what each did since the last time."""
+        """Usage by provider, since the last time."""
         return {}
 
     def drain_records(self) -> Sequence[JudgeRecord]:

@@ -1,7 +1,7 @@
-"""The judge's client: which provider is asked, and what becomes of several verdicts.
+"""The judge's client: which provider is asked, and how several verdicts become one.
 
-Owns rubrics, the order and weights of providers, repeats and their aggregation. The module
-`provider` owns how one provider is asked, the transport retries and limits.
+Owns rubrics, the order and weights of providers, repeats and their aggregation. The module `provider` owns how one
+provider is asked, the transport retries and limits.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str
     """Rubrics by name: `<name>.txt` in `directory`, else the packaged one.
 
     Raises:
-        `ConfigError`: for those that are in neither place, all together; for one that can't be read.
+        `ConfigError`: rubrics are in neither place (the message names all), or one can't be read.
     """
     packaged = packaged_rubrics()
     folder = Path(directory).expanduser() if directory else None
@@ -96,7 +96,8 @@ class JudgeClient(Judge):
         repeats: int = 1,
         aggregation: str = "mean",
     ) -> None:
-        self._providers = {provider.name: ProviderClient(provider) for provider in providers}
+        self.providers = {provider.name: ProviderClient(provider) for provider in providers}
+        """By name, in fallback order."""
         self._rubrics = rubrics
         self._repeats = repeats
         self._aggregation = aggregation
@@ -105,13 +106,13 @@ class JudgeClient(Judge):
 
     @property
     def provider_names(self) -> tuple[str, ...]:
-        """In fallback order."""
-        return tuple(self._providers)
+        """The providers' names, in fallback order."""
+        return tuple(self.providers)
 
     @property
     def transports(self) -> dict[str, Transport]:
-        """By service name."""
-        return {each.settings.transport.service: each.settings.transport for each in self._providers.values()}
+        """Each provider's transport, by service name."""
+        return {each.settings.transport.service: each.settings.transport for each in self.providers.values()}
 
     def identity(self, rubric: str) -> str:
         """Says what decides a verdict beside the material, for cache keys. No credential."""
@@ -121,15 +122,21 @@ class JudgeClient(Judge):
         self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
     ) -> Verdict:
         """As `Judge.judge`, by one of the providers."""
-        material = Material(rubric, self._rubrics[rubric], row, action, candidate, reference)
+        material = self.material(rubric, row, action, candidate, reference)
         results = await asyncio.gather(
             *(self._one_verdict(material, repeat) for repeat in range(self._repeats)), return_exceptions=True
         )
         return self._merge(results)
 
+    def material(
+        self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
+    ) -> Material:
+        """Everything that a provider is asked about. Arguments as in `Judge.judge`."""
+        return Material(rubric, self._rubrics[rubric], row, action, candidate, reference)
+
     def drain_usage(self) -> dict[str, ProviderUsage]:
-        """What each provider did since the last time."""
-        return {name: each.drain_usage() for name, each in self._providers.items()}
+        """Each provider's usage since the last time."""
+        return {name: each.drain_usage() for name, each in self.providers.items()}
 
     def drain_records(self) -> list[JudgeRecord]:
         """Every valid verdict since the last time."""
@@ -138,18 +145,17 @@ class JudgeClient(Judge):
 
     @property
     def places(self) -> dict[str, str]:
-        """What each provider is asked for and where, by service name."""
-        settings = [each.settings for each in self._providers.values()]
+        """Each provider's model and address, by service name."""
+        settings = [each.settings for each in self.providers.values()]
         return {each.transport.service: f"model {each.model} at {each.base_url}" for each in settings}
 
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
-        """Ask every provider once, by the branch's rubric; returns seconds, or what went wrong, by service name."""
-        material = Material(row.branch, self._rubrics[row.branch], row, action, answer, answer)
-
+        """Ask every provider once, by the branch's rubric. Returns seconds, or the error, by service name."""
+        material = self.material(row.branch, row, action, answer, answer)
         results = await asyncio.gather(
             *(
                 seconds_or_error(partial(provider.ask, material, candidate_first=True, patient=True))
-                for provider in self._providers.values()
+                for provider in self.providers.values()
             )
         )
         self.drain_usage()
@@ -157,11 +163,11 @@ class JudgeClient(Judge):
 
     async def aclose(self) -> None:
         """Close the running loop's connections. The next call opens new ones."""
-        for provider in self._providers.values():
+        for provider in self.providers.values():
             await provider.http.aclose()
 
     def _identity(self, rubric: str) -> str:
-        providers = [each.settings for each in self._providers.values()]
+        providers = [each.settings for each in self.providers.values()]
         asked = [
             (
                 (each.base_url, each.model, each.weight),
@@ -192,8 +198,8 @@ class JudgeClient(Judge):
         raise failure
 
     def _order(self, lot: float) -> list[ProviderClient]:
-        """The provider that the lot in [0, 1) falls to, and the others as listed."""
-        providers = list(self._providers.values())
+        """The provider that the lot in [0, 1) falls to, then the others as they are listed."""
+        providers = list(self.providers.values())
         place = lot * sum(each.settings.weight for each in providers)
         for index, each in enumerate(providers):
             place -= each.settings.weight

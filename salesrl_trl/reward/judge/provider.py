@@ -1,7 +1,7 @@
-"""One judge provider: how a verdict is asked for and what it cost.
+"""One judge provider: the request for a verdict, and its cost.
 
-Owns the chat completion's wire format, the step from response formats to text, tokens and prices. The module
-`verdict` owns what a judge is shown and what counts as a verdict, `client` which provider is asked.
+Owns the wire format of a chat completion, the step from the schema to text, tokens and prices. The module `verdict`
+owns the message and which text counts as a verdict. `client` owns which provider is asked.
 """
 
 import functools
@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -35,21 +35,23 @@ if TYPE_CHECKING:  # at run time it would cost half a second
 logger = logging.getLogger(__name__)
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
-"""`auto` holds a provider to the schema, and falls back to text where it answers nothing, or no JSON, that way."""
+"""`json_schema` sends the schema, `text` describes the verdict in words. `auto` begins with the schema, and goes
+on with text if the provider refuses the schema, or answers it with no text or no JSON."""
 
 MAX_TOKENS = 10**9
-"""Of one call. What says more counts nothing."""
+"""Most tokens of one call. A larger number is not counted."""
 
 CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
-"""Values of `finish_reason`, in lower case, of a text that is not whole: OpenAI's, Gemini's, Mistral's."""
+"""Values of `finish_reason`, in lower case, of a text that was cut off: of OpenAI, Gemini, Mistral."""
 WITHHELD = frozenset(
     {"content_filter", "refusal", "safety", "recitation", "blocklist", "prohibited_content", "spii", "sensitive"}
 )
-"""Of one that a filter or the model itself held back: OpenAI's, Anthropic's, Gemini's, GLM's."""
+"""Values for a text that a filter or the model itself held back: of OpenAI, Anthropic, Gemini, GLM."""
 BROKEN_OFF = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
-"""Of one that the server gave up: OpenRouter's, vLLM's and SGLang's, GLM's, DeepSeek's."""
+"""Values for a text that the server gave up: of OpenRouter, vLLM, SGLang, GLM, DeepSeek."""
 
 _UNHELD = frozenset({"judge_empty", "judge_not_json"})
+"""Codes of answers after which `auto` tries text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,21 +59,21 @@ class JudgeProvider:
     """One OpenAI-compatible endpoint."""
 
     name: str
-    """In metrics, logs and reason codes: `"openai"`."""
+    """Its name in metrics, logs and reason codes: `"openai"`."""
     base_url: str
-    """`/v1` included: `"https://api.openai.com/v1"`."""
+    """Its address, `/v1` included: `"https://api.openai.com/v1"`."""
     model: str
     """The model's name there."""
     transport: Transport
-    """Its limits."""
+    """Its limits, retries and traffic."""
     api_key: str | None = field(default=None, repr=False)
     """Sent as a bearer token."""
     weight: float = 1.0
-    """Its share of the verdicts, beside the other providers' weights; 0 for one that only steps in."""
+    """Its share of the verdicts, relative to the other providers' weights. 0: only if others fail."""
     response_format: str = "auto"
     """One of `RESPONSE_FORMATS`."""
     temperature: float | None = 0.0
-    """`None` for models that take none."""
+    """`None` for a model that accepts none."""
     max_completion_tokens: int = 512
     """Room for the verdict, and for a reasoning model's thoughts."""
     extra_body: Mapping[str, object] = field(default_factory=dict, repr=False)
@@ -85,7 +87,7 @@ class JudgeProvider:
 class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
     content: str | None = None
-    refusal: Any = None
+    refusal: object = None
 
 
 class _Choice(BaseModel):
@@ -107,7 +109,7 @@ class _Completion(BaseModel):
 
 @dataclass(frozen=True)
 class Material:
-    """What is judged, and by which rubric."""
+    """The answers to judge, and the rubric."""
 
     name: str
     rubric: str
@@ -118,19 +120,19 @@ class Material:
 
     @functools.cached_property
     def key(self) -> str:
-        """Of everything a judge reads."""
+        """A hash of everything that a judge reads."""
         reference = None if self.reference is None else self.reference.text
         material = (self.row.context, self.row.documents, self.action.as_dict(), self.candidate.text, reference)
         return cache_key(self.name, material)
 
     @property
     def lot(self) -> int:
-        """Which answer stands first is drawn, but the same for the same material."""
+        """A number from the key, in [0, 15]. It decides which answer stands first."""
         return int(self.key[-1], 16)
 
 
 class ProviderClient:
-    """One provider's connection, usage, and whether it takes response formats."""
+    """Asks one provider. Keeps its connections, its usage, and whether it takes a schema."""
 
     def __init__(self, settings: JudgeProvider) -> None:
         self.settings = settings
@@ -139,17 +141,17 @@ class ProviderClient:
         self._by_text = settings.response_format == "text"
 
     def drain_usage(self) -> ProviderUsage:
-        """What it did since the last time."""
+        """Its usage since the last time."""
         usage, self._usage = self._usage, ProviderUsage()
         return usage
 
     async def ask(self, material: Material, *, candidate_first: bool, patient: bool) -> Verdict:
         """A verdict, by schema or by text. Raises `ServiceError`."""
-        unheld = False  # the latest answer to this material was not held to the format, and by text there was none yet
+        unheld = False  # the schema did not work for this material, and text has not been tried since
 
         async def attempt() -> Verdict:
-            """The step from schema to text happens within an attempt, so that it is taken once for all. Where there is
-            no time left for it, the next attempt begins with it. Of other material one odd answer says nothing."""
+            """By schema, and if that does not work, by text within the same attempt. If its time ends between the two,
+            the next attempt begins by text. After a verdict by text, all later requests go by text."""
             nonlocal unheld
             if not (self._by_text or unheld):
                 try:
@@ -196,7 +198,7 @@ class ProviderClient:
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
                 verdict = read_verdict(_text_of(value), nonce=nonce, expect_reference=expect_reference)
-            except ForeignVerdict:  # whose tokens are counted with another request
+            except ForeignVerdict:  # another request counts its tokens
                 raise
             except ServiceError:
                 self._count_tokens(usage)
@@ -207,8 +209,8 @@ class ProviderClient:
 
         return await self.http.post("/chat/completions", body, read)
 
-    def _body(self, system: str, message: str, held_to: "ResponseFormatJSONSchema | None") -> dict[str, Any]:
-        body: dict[str, Any] = {
+    def _body(self, system: str, message: str, held_to: "ResponseFormatJSONSchema | None") -> dict[str, object]:
+        body: dict[str, object] = {
             "model": self.settings.model,
             "messages": [{"role": "system", "content": system}, {"role": "user", "content": message}],
             "max_completion_tokens": self.settings.max_completion_tokens,
@@ -219,8 +221,8 @@ class ProviderClient:
             body["response_format"] = held_to
         return {**body, **self.settings.extra_body}
 
-    def _completion(self, answer: bytes) -> Any:
-        """The body of a chat completion, as JSON, where it does not say of itself that it is an error."""
+    def _completion(self, answer: bytes) -> object:
+        """The body of a reply as JSON. Raises `ServiceError` if it is no JSON, or says that it is an error."""
         service = self.settings.transport.service
         try:
             value = json.loads(answer)
@@ -246,10 +248,10 @@ class ProviderClient:
 
 
 def _text_of(completion: object) -> str:
-    """The text of a chat completion that came to its end, which a broken endpoint may not have.
+    """The text of a chat completion.
 
     Raises:
-        `JudgeInvalid`: there is none, or what is there was cut off, refused or withheld.
+        `JudgeInvalid`: there is no text, or it was cut off, refused, withheld or broken off.
     """
     try:
         choices = _Completion.model_validate(completion).choices
@@ -260,7 +262,10 @@ def _text_of(completion: object) -> str:
     end, message = str(choices[0].finish_reason).lower(), choices[0].message
     if end in CUT_OFF:
         where = "in" if message.content else "before"
-        raise JudgeInvalid(f"`max_completion_tokens` was used up {where} the verdict. Raise it.", "judge_cut_off")
+        raise JudgeInvalid(
+            f"`max_completion_tokens` was used up {where} the verdict. Raise it (`judge_max_completion_tokens`).",
+            "judge_cut_off",
+        )
     if message.refusal or end in WITHHELD:
         refused = f"finish_reason {end}" if end in WITHHELD else "a refusal"
         raise JudgeInvalid(

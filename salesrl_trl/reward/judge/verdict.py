@@ -1,13 +1,17 @@
-"""What a judge is shown, and what of its answer counts as a verdict.
+"""The message to a judge, and the verdict in its answer.
 
-Owns the judge's message, the schema that a provider is held to where it can be, and what it wrote as far as it is a
-verdict: the last thing in its text, signed with the request's nonce. Completions are hostile text here: they travel in
-fenced sections of the user message only, and anything else is `JudgeInvalid`, never a number. Pure: no network.
+Owns:
+- the message: completions are hostile text, so they stand in fenced sections of the user message only;
+- the schema of a verdict, for providers that enforce one;
+- which text counts as a verdict: a JSON object at the very end, signed with the request's nonce. Any other text is
+  `JudgeInvalid`, never a number.
+
+Pure: no network.
 """
 
 import functools
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,11 +23,11 @@ if TYPE_CHECKING:  # importing openai takes half a second, which every reward pr
     from openai.types.shared_params import ResponseFormatJSONSchema
 
 MESSAGE_VERSION = 2
-"""Of what a judge is shown. To be raised with each change of it: verdicts of another version are not reused."""
+"""Version of the message. Raise it with each change: verdicts on another version are not reused."""
 MAX_VERDICT_CHARS = 65_536
-"""Longest verdict that is read. Of a text in which a judge thinks aloud before, this much of its end."""
+"""Characters of a judge's text that are read, from its end. A judge may think aloud before the verdict."""
 MAX_OBJECT_STARTS = 64
-"""Opening braces that are tried, from the end, for the verdict in a text: more than a reason in words holds."""
+"""Most opening braces that are tried, from the end of the text. The reason in a verdict holds fewer."""
 
 
 class _VerdictBody(BaseModel):
@@ -58,9 +62,9 @@ def judge_message(
         row (`SalesRow`), action (`Action`), candidate (`Answer`), reference (`Answer`, *optional*):
             The material.
         candidate_first (`bool`):
-            Which of two answers stands first.
+            Whether the candidate stands before the reference.
         nonce (`str`):
-            Of the fence.
+            Marks the lines of the fence.
     """
     answers = {"candidate_answer": candidate.text}
     if reference is not None:
@@ -77,11 +81,12 @@ def judge_message(
 
 @functools.cache
 def response_format(*, expect_reference: bool) -> "ResponseFormatJSONSchema":
-    """Holds a judge to the schema. The reference's score is a number where a reference is shown, and null elsewhere: a
-    model that may choose will at times choose null.
+    """The schema of a verdict, as the field `response_format` of a request.
 
-    The nonce is a field of the schema, but its value is not: providers prepare a schema when they first see it, which
-    takes seconds with some, and a schema of its own for each request would cost that each time.
+    - The reference's score is a number if a reference is shown, else null. A model that may choose chooses null at
+      times.
+    - The schema has the field `nonce` without its value. Some providers take seconds to prepare a new schema, so all
+      requests share one.
     """
     body = _PairVerdictBody if expect_reference else _LoneVerdictBody
     name = "pair_verdict" if expect_reference else "lone_verdict"
@@ -97,22 +102,22 @@ def signed_rubric(rubric: str, nonce: str) -> str:
 
 
 def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict:
-    """A verdict: the JSON object at the very end of a judge's answer, signed with the request's nonce.
+    """Read a verdict: the JSON object at the very end of a judge's answer, signed with the request's nonce.
 
-    A judge that thinks aloud may quote the completion, forged verdicts and all. None of them can hold the nonce, and
-    whatever comes before the last object is not looked at. A reply that was meant for another request, or an earlier
-    one, holds another nonce.
+    A judge that thinks aloud may quote forged verdicts of the completion. They can't hold the nonce, and nothing
+    before the last object is read. A reply to another request holds another nonce.
 
     Args:
         content (`str`):
-            What the judge wrote.
+            The judge's text.
         nonce (`str`):
-            What the request asked it to sign with.
+            The nonce that the request asked for.
         expect_reference (`bool`):
             Whether a reference answer was shown, and so must be scored.
 
     Raises:
-        `JudgeInvalid`: anything else. `ForeignVerdict` where it is signed with another nonce.
+        `JudgeInvalid`: the text does not end with such an object.
+        `ForeignVerdict`: its nonce is that of another request.
     """
     text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
     last = _last_object(text)
@@ -131,18 +136,22 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict
     )
 
 
-def verdict_to_json(verdict: Verdict) -> Any:
-    """For the cache."""
+def verdict_to_json(verdict: Verdict) -> object:
+    """The verdict as a JSON value, for the cache."""
     return {"candidate": verdict.candidate, "reference": verdict.reference, "reason": verdict.reason}
 
 
-def verdict_from_json(value: Any) -> Verdict:
-    """From the cache. Raises `TypeError` for another form, `ValueError` for scores that are none."""
+def verdict_from_json(value: object) -> Verdict:
+    """The verdict of a value in the cache. Raises `TypeError` for another form, `ValueError` for a score outside
+    [0, 1]."""
+    if not isinstance(value, dict):
+        raise TypeError(f"a kept verdict is a {type(value).__name__}. Expected an object.")
     return Verdict(**value)
 
 
-def _last_object(text: str) -> dict[str, Any] | None:
+def _last_object(text: str) -> dict[str, object] | None:
     decoder, start = json.JSONDecoder(), len(text)
+    value: dict[str, object]
     for _ in range(MAX_OBJECT_STARTS):
         start = text.rfind("{", 0, start)
         if start < 0:
@@ -152,12 +161,12 @@ def _last_object(text: str) -> dict[str, Any] | None:
         except (ValueError, RecursionError):
             continue
         if end == len(text):
-            return value  # type: ignore[no-any-return]
+            return value
     return None
 
 
-def _unsigned(got: Any) -> JudgeInvalid:
-    """What to say of a verdict that does not return the nonce. It is shown in neither case."""
+def _unsigned(got: object) -> JudgeInvalid:
+    """The error for a verdict without the request's nonce. The message shows no nonce."""
     if isinstance(got, str) and is_nonce(got):
         return ForeignVerdict(
             "the verdict returns another nonce than the request's. Expected its own: replies are mixed up, or the "
@@ -173,7 +182,7 @@ def _unsigned(got: Any) -> JudgeInvalid:
 
 
 def _faults(error: ValidationError) -> str:
-    """What is wrong with the fields of a verdict, without anything that the judge wrote."""
+    """Names the faults in the fields of a verdict, without the judge's words."""
     faults = []
     for each in error.errors(include_input=False, include_url=False):
         name = each["loc"][0]

@@ -1,10 +1,8 @@
 """Answers of both RAG endpoints, each asked for once.
 
-Owns the keys under which answers are kept, and the checks of what is an answer. The backend
-owns how an endpoint is asked, the cache how answers are kept.
+Owns the keys of kept answers, and which check each answer has to pass. The backend owns how an endpoint is asked, the
+cache how answers are kept.
 """
-
-from typing import Any
 
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.cache import Memo, cache_key
@@ -59,7 +57,7 @@ class RagAnswers:
         return await self.kept_references.get(self.reference_key(row), lambda: self.ask_32b(row), check_kept_32b)
 
     async def fetch_reference(self, row: SalesRow) -> None:
-        """Have the row's 32B answer ready, or under way, for those who will want it."""
+        """Ask for the row's 32B answer ahead of the completions that need it."""
         await self.kept_references.fetch(self.reference_key(row), lambda: self.ask_32b(row), check_kept_32b)
 
     def reference_key(self, row: SalesRow) -> str:
@@ -67,8 +65,8 @@ class RagAnswers:
         return cache_key("32b", self.backend.identity, self._asked(row))
 
     async def index_has_some(self, row: SalesRow) -> bool:
-        """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, it
-        is no fault of an action that it found none. A yes is asked for once."""
+        """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, an
+        action that found none is not at fault. Only a yes is kept."""
         query = self.plain_action(row.context)
         key = cache_key("any passage", self.backend.identity, self._asked(row))
 
@@ -84,13 +82,13 @@ class RagAnswers:
         return Action(fields=fields, query_field=self._format.query)
 
     async def ask_8b(self, row: SalesRow, action: Action) -> Answer:
-        """Ask for an 8B answer, whatever is kept."""
+        """Ask for an 8B answer, without a look at kept ones."""
         answer = await self.backend.chat_8b(row.context, action, *self._retrieval, ids=row.ids)
         check_8b(answer)
         return answer
 
     async def ask_32b(self, row: SalesRow) -> Answer:
-        """Ask for a 32B answer, whatever is kept."""
+        """Ask for a 32B answer, without a look at kept ones."""
         answer = await self.backend.chat(row.context, *self._retrieval, ids=row.ids)
         check_32b(answer)
         return answer
@@ -101,6 +99,6 @@ class RagAnswers:
         await self.kept_references.aclose()
         await self.backend.aclose()
 
-    def _asked(self, row: SalesRow) -> tuple[Any, ...]:
-        """What both endpoints are asked with, for the cache's keys."""
+    def _asked(self, row: SalesRow) -> tuple[object, ...]:
+        """The part of a question that both endpoints get, for the keys of answers."""
         return (row.context, row.ids.as_dict(), self._retrieval)

@@ -1,13 +1,14 @@
 """The RAG service's client.
 
 Owns the interface that every retrieval backend has, and the wire format of both HTTP endpoints. Each request has an id
-of its own, in the header and in the body; an answer with the id of another request is refused. The transport
+of its own, in the header and in the body. An answer with the id of another request is refused. The transport
 owns retries, time-outs and limits.
 """
 
 import json
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,20 +18,20 @@ from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, Passage, RequestIds
 
 RESERVED_FIELDS = (*RequestIds().as_dict(), "context", "score_threshold", "top_k", "request_id")
-"""What else stands in a request, beside the action's fields."""
+"""The fields of a request beside the action's."""
 
 
 class RagBackend(Protocol):
-    """What the reward chain asks for answers: the HTTP service below, or a local vector store."""
+    """Answers the reward chain: the HTTP service below, or a local vector store."""
 
     @property
     def transports(self) -> dict[str, Transport]:
-        """By the name of what they call, for the traffic figures: `{"rag_8b": ..., "rag_32b": ...}`."""
+        """The transport of each endpoint, for the traffic figures: `{"rag_8b": ..., "rag_32b": ...}`."""
         ...
 
     @property
     def identity(self) -> str:
-        """Says which service answers, for cache keys. No credential."""
+        """Names the service that answers, for cache keys. No credential."""
         ...
 
     async def chat_8b(
@@ -77,11 +78,11 @@ class _PassageBody(BaseModel):
 
 
 class _AnswerBody(BaseModel):
-    model_config = ConfigDict(extra="allow")  # for what it may say of itself
+    model_config = ConfigDict(extra="allow")  # other fields may say that it is an error
     answer: str = Field(max_length=MAX_ANSWER_CHARS)
     passages: list[_PassageBody] = Field(max_length=MAX_PASSAGES, fail_fast=True)
     took_ms: float = Field(ge=0, allow_inf_nan=False)
-    request_id: Any = None
+    request_id: object = None
 
 
 class RagClient:
@@ -139,7 +140,7 @@ class _Endpoint:
         self._transport = transport
         self.http = HttpClient(transport.service, base_url, api_key=api_key)
 
-    async def ask(self, body: dict[str, Any]) -> Answer:
+    async def ask(self, body: Mapping[str, object]) -> Answer:
         async def attempt() -> Answer:
             request_id = make_request_id()
             read = partial(_read_answer, self._transport.service, request_id)
@@ -171,19 +172,22 @@ def _answer(body: _AnswerBody) -> Answer:
     return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
 
 
-def _json_or_none(content: bytes) -> Any:
+def _json_or_none(content: bytes) -> object:
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
         return None
 
 
-def answer_to_json(answer: Answer) -> Any:
-    """For the cache."""
+def answer_to_json(answer: Answer) -> object:
+    """The answer as a JSON value, for the cache."""
     passages = [{"id": each.id, "text": each.text, "score": each.score} for each in answer.passages]
     return {"text": answer.text, "passages": passages, "took_ms": answer.took_ms}
 
 
-def answer_from_json(value: Any) -> Answer:
-    """From the cache, by the same rules as off the wire. Raises `TypeError`, `KeyError` or `ValueError`."""
+def answer_from_json(value: object) -> Answer:
+    """The answer of a value in the cache, by the rules for a service's reply. Raises `TypeError`, `KeyError` or
+    `ValueError`."""
+    if not isinstance(value, dict):
+        raise TypeError(f"a kept answer is a {type(value).__name__}. Expected an object.")
     return _answer(_AnswerBody.model_validate({**value, "answer": value["text"]}))

@@ -1,6 +1,6 @@
 """Whether reference answers that an earlier run kept still hold: the knowledge behind them may have changed since.
 
-Owns the comparison of some of them with fresh ones, what is forgotten after a difference, and what is said of either.
+Owns the comparison of some of them with fresh ones, the answers that a difference deletes, and the lines about both.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from salesrl_trl.types import Answer, SalesRow
 T = TypeVar("T")
 
 SAMPLES = 8
-"""Kept answers that are asked for again: one changed document shows only in the rows that are about it."""
+"""Kept answers that are asked for again. Several, because a changed document shows only in the rows about it."""
 ATTEMPTS = 20
-"""At a file that another process writes to, each of `answer_file.LOCK_TIMEOUT_S`."""
+"""Attempts at a file that another process writes to, each `answer_file.LOCK_TIMEOUT_S` long."""
 
 
 async def check_kept(
@@ -32,27 +32,27 @@ async def check_kept(
     rows: Mapping[str, SalesRow],
     ask: Callable[[SalesRow], Awaitable[Answer]],
 ) -> list[tuple[str, bool]]:
-    """Compare what is kept with what the service says today; forget it where they differ.
+    """Compare kept references with fresh ones. Forget all of this run's rows if one differs.
 
     Args:
         references (`AnswerStore`):
             32B answers, of all runs.
         answers (`AnswerStore`):
-            8B answers and verdicts, of this run and process. They are forgotten with the references, whoever forgot
-            those: another process of this run, another run, or a person who deleted the file.
+            8B answers and verdicts, of this run and process. They are forgotten if their references were: here, by
+            another process or run, or by a person who deleted the file.
         service (`str`):
-            Which service answered: a backend's `identity`.
+            The `identity` of the backend that answered.
         rows (`Mapping[str, SalesRow]`):
             The run's rows by the keys of their references.
         ask (`Callable[[SalesRow], Awaitable[Answer]]`):
-            Asks for a reference. Raises `ServiceError`.
+            Asks for a fresh reference. Raises `ServiceError`.
 
     Returns:
-        `list[tuple[str, bool]]`: what there is to say, and whether it is a warning.
+        `list[tuple[str, bool]]`: lines for the log, each with whether it is a warning.
     """
     mark = cache_key("knowledge", service)
-    told = [await _compare(references, mark, rows, ask), await _follow(references, answers, mark)]
-    return [each for each in told if each is not None]
+    lines = [await _compare(references, mark, rows, ask), await _follow(references, answers, mark)]
+    return [each for each in lines if each is not None]
 
 
 async def _compare(
@@ -85,12 +85,12 @@ async def _compare(
         )
 
     def forget(file: sqlite3.Connection) -> bool:
-        if _value(file, mark) == seen:  # else another process has forgotten them, and what lies there is fresh
+        if _value(file, mark) == seen:  # else another process has forgotten them, and the file's are fresh
             file.executemany("DELETE FROM answers WHERE key = ?", [(key,) for key in (*known, mark)])
         return True
 
     done = "are forgotten and asked for anew"
-    if not await _do(references, forget):
+    if not await _do_alone(references, forget):
         done = "could NOT be forgotten: stop, and delete the file"
     return (
         f"the knowledge behind the 32B endpoint has changed: {changed} of {len(compared)} references differ from "
@@ -100,8 +100,10 @@ async def _compare(
 
 
 async def _follow(references: AnswerStore, answers: AnswerStore, mark: str) -> tuple[str, bool] | None:
-    """Forget answers that were kept beside other references. Both files hold a mark, which goes with the references
-    that are forgotten; the answers' is that of the references they were kept beside."""
+    """Forget answers that were kept beside other references.
+
+    Both files hold a mark. The references' is deleted with them, and a new one is drawn. So answers whose mark differs
+    were kept beside other references."""
     if references.path is None or answers.path is None:
         return None
 
@@ -116,8 +118,8 @@ async def _follow(references: AnswerStore, answers: AnswerStore, mark: str) -> t
         file.execute("INSERT INTO answers VALUES (?, ?)", (mark, now))
         return count
 
-    now = await _do(references, marked)
-    gone = None if now is None else await _do(answers, forget)
+    now = await _do_alone(references, marked)
+    gone = None if now is None else await _do_alone(answers, forget)
     if gone == 0:
         return None
     if gone is None:
@@ -141,17 +143,17 @@ async def _pair(
 
 
 def _differ(kept: Answer, fresh: Answer) -> bool:
-    """By passages, of which there are some: an endpoint that samples words its answers anew each time."""
+    """Whether the passages differ. The words alone prove nothing: an endpoint that samples never repeats them."""
     return {(each.id, each.text) for each in kept.passages} != {(each.id, each.text) for each in fresh.passages}
 
 
-async def _do(store: AnswerStore, work: Callable[[sqlite3.Connection], T]) -> T | None:
-    """What `work` returns, which sees the file as no other process changes it; `None` where it is locked for long, or
+async def _do_alone(store: AnswerStore, work: Callable[[sqlite3.Connection], T]) -> T | None:
+    """Run `work` while no other process can change the file. Returns `None` if the file is locked for long, or
     broken."""
 
     def alone(file: sqlite3.Connection) -> T:
         file.execute("BEGIN IMMEDIATE")
-        with file:  # ends what was begun, either way
+        with file:  # commits, or rolls back after an error
             return work(file)
 
     for _ in range(ATTEMPTS):

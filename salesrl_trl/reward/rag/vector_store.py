@@ -1,10 +1,10 @@
 """A local vector store in place of a RAG service: documents beside their embeddings, in a LanceDB table.
 
-Owns the table's layout, what is embedded for a question, and how a distance becomes a score. How embeddings are asked
-for is `embedding`'s. Reads no file of documents: `scripts/build_vector_store.py` does.
+Owns the table's layout, the text that is embedded for a question, and how a distance becomes a score. The module
+`embedding` owns how vectors are asked for. `scripts/build_vector_store.py` reads files of documents.
 
 LanceDB is optional, so it is imported when a store is made and not with this module. It brings pandas, a daemon thread
-and a second of start-up, but neither numba nor llvmlite, over which vLLM trips.
+and a second of start-up, but neither numba nor llvmlite, which make vLLM fail.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +27,17 @@ from salesrl_trl.reward.service.per_event_loop import PerLoop
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, Passage, RequestIds
 
+if TYPE_CHECKING:  # comes with LanceDB
+    import pyarrow as pa  # type: ignore[import-untyped]
+
 TABLE = "knowledge"
 """The table's name inside the store's folder."""
 MODEL_KEY = b"embedding_model"
 """Entry of the table's metadata: the model that made its vectors. A table without it is taken to fit."""
 
 QUERY_WEIGHT = 3
-"""How often the action's query stands in the text that is embedded for an action; the other fields stand in it once.
-The same as in the embedded service."""
+"""How often the text that is embedded for an action holds its query. It holds the other fields once. The embedded
+service counts alike."""
 MAX_TEXT_CHARS = 6_000
 """Length of an embedded question, in characters: within the 8,192 tokens that common models take, in Chinese too."""
 SEARCHES_AT_ONCE = 4
@@ -44,13 +48,13 @@ NOTHING_FOUND = {
     "zh": "很抱歉，我没有查到相关资料，暂时无法回答这个问题。",
     "en": "I'm sorry, I found nothing about this, so I can't answer the question yet.",
 }
-"""The answer without passages, by language: the embedded service's sentences."""
+"""The answer without passages, by language. The embedded service says the same."""
 
 _HAN = r"\u3400-\u9fff\uf900-\ufaff"
 _HAN_CHARACTER = re.compile(rf"[{_HAN}]")
 _OTHER_WORD = re.compile(rf"(?:(?![{_HAN}])[^\W\d_])+")
 _LANCE_ERRORS = (RuntimeError, ValueError, OSError)
-"""What LanceDB raises for a table that is gone, damaged or of another form."""
+"""Errors of LanceDB for a table that is gone, damaged or of another form."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,33 +64,33 @@ class StoredDocument:
     id: str
     """Unique in the store: `"zh-python-price"`."""
     text: str
-    """What may be told to a customer."""
+    """The words that a customer may get."""
     title: str = ""
     """Embedded before the text, never part of an answer."""
     tenant_id: str = ""
-    """The organisation it belongs to; empty for everybody's."""
+    """The organisation that owns it; empty if all may read it."""
 
     @property
     def embedded_text(self) -> str:
-        """What its vector is made from."""
+        """The text that its vector is made from."""
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
 class VectorStoreRag:
     """Answers with the nearest document's own words. A `RagBackend`.
 
-    Both questions go to the same embedding service and the same table; each has a transport of its own, so that the
-    traffic figures tell them apart. The table is searched as it was when the store was opened: what is written
-    afterwards is seen by the next run.
+    Both questions go to the same embedding service and the same table. Each has a transport of its own, so that the
+    traffic figures tell them apart. A run searches the table as it was when the store was opened, without later
+    changes.
 
-    With the tenant of a request known, the search is kept to that tenant's documents and those with an empty
-    `tenant_id`, if the table has that column. Without a tenant it goes over all.
+    If a request names its tenant and the table has a column `tenant_id`, only that tenant's documents and those with
+    an empty `tenant_id` are searched. Otherwise all are.
 
     Args:
         path (`Path` or `str`):
-            The folder that `scripts/build_vector_store.py` wrote. A table of other making needs the columns `id` and
-            `text` (strings) and `vector` (32-bit floats, a fixed number), perhaps `tenant_id` (string), none of them
-            null. Its scores are as exact as its index is.
+            The folder that `scripts/build_vector_store.py` wrote. Another table needs the columns `id` and `text`
+            (strings) and `vector` (32-bit floats, a fixed number), and may have `tenant_id` (string). No value may be
+            null. Its scores are as exact as its index.
         embedding_base_url (`str`):
             Address before `/embeddings`, `/v1` included.
         embedding_model (`str`):
@@ -127,8 +131,8 @@ class VectorStoreRag:
     ) -> Answer:
         """Answer from the action; see `RagBackend`. The conversation is not looked at.
 
-        What is embedded is one text with a line for each part: the query `QUERY_WEIGHT` times, the other fields; empty
-        parts are left out.
+        The embedded text has a line for each part: the query `QUERY_WEIGHT` times, then the other fields. Empty parts
+        are left out.
         """
         parts = [action.query] * QUERY_WEIGHT + action.others
         text = "\n".join(part for part in parts if part.strip())[: self._max_text_chars]
@@ -150,7 +154,7 @@ class VectorStoreRag:
     async def _answer(
         self, question: str, vector: NDArray[np.float32], score_threshold: float, top_k: int, ids: RequestIds
     ) -> Answer:
-        """`took_ms` is the search's, with the wait for its turn; embedding is not part of it."""
+        """`took_ms` covers the search and the wait for its turn, not the embedding."""
         started = time.perf_counter()
         rows = await self._tables.get().nearest(vector, top_k, ids.tenant_id)
         took_ms = (time.perf_counter() - started) * 1000
@@ -159,7 +163,15 @@ class VectorStoreRag:
         return Answer(text=text, passages=passages, took_ms=took_ms)
 
 
-def _passage(row: dict[str, Any]) -> Passage:
+class _Found(TypedDict):
+    """A row that a search found."""
+
+    id: str
+    text: str
+    _distance: float
+
+
+def _passage(row: _Found) -> Passage:
     """With `score = max(0, cosine similarity)`, where LanceDB's distance is `1 - cosine similarity`."""
     return Passage(id=row["id"], text=row["text"], score=min(max(1.0 - row["_distance"], 0.0), 1.0))
 
@@ -197,8 +209,8 @@ class _OpenTable:
         self._opening = asyncio.Lock()
         self._table: Any = None
 
-    async def nearest(self, vector: NDArray[np.float32], top_k: int, tenant_id: str) -> list[dict[str, Any]]:
-        """At most `top_k` rows `{id, text, _distance}`, nearest first. Raises `ServiceError`."""
+    async def nearest(self, vector: NDArray[np.float32], top_k: int, tenant_id: str) -> list[_Found]:
+        """At most `top_k` rows, nearest first. Raises `ServiceError`."""
         async with self._slots:
             try:
                 return await self._search(vector, top_k, tenant_id)
@@ -209,13 +221,13 @@ class _OpenTable:
                     code="vector_store_failed",
                 ) from None
 
-    async def _search(self, vector: NDArray[np.float32], top_k: int, tenant_id: str) -> list[dict[str, Any]]:
+    async def _search(self, vector: NDArray[np.float32], top_k: int, tenant_id: str) -> list[_Found]:
         table = await self._opened()
         query = table.vector_search(vector).distance_type("cosine").limit(top_k)
         query = query.select(["id", "text", "_distance"])
         if self._snapshot.has_tenants and tenant_id:
             query = query.where(_open_to(tenant_id))
-        rows = (await query.to_arrow()).to_pylist()
+        rows: list[_Found] = (await query.to_arrow()).to_pylist()
         return sorted(rows, key=lambda row: (row["_distance"], row["id"]))
 
     async def _opened(self) -> Any:
@@ -232,7 +244,7 @@ class _OpenTable:
             self._table.close()
 
 
-def _open_to(tenant_id: str) -> Any:
+def _open_to(tenant_id: str) -> object:
     """The condition on rows. An expression, not SQL: a tenant's name is data, and could close the quotes around it."""
     from lancedb.expr import col, lit
 
@@ -266,7 +278,7 @@ def _examine(folder: str, model: str) -> _Snapshot:
     )
 
 
-def _check_model(folder: str, schema: Any, model: str) -> None:
+def _check_model(folder: str, schema: "pa.Schema", model: str) -> None:
     made_with = (schema.metadata or {}).get(MODEL_KEY, model.encode()).decode()
     if made_with != model:
         raise ConfigError(
@@ -275,7 +287,7 @@ def _check_model(folder: str, schema: Any, model: str) -> None:
         )
 
 
-def _dimension(folder: str, schema: Any) -> int:
+def _dimension(folder: str, schema: "pa.Schema") -> int:
     types = {field.name: field.type for field in schema}
     dimension = getattr(types.get("vector"), "list_size", None)  # only lists of one length have it
     if dimension is None or not {"id", "text"} <= types.keys():
@@ -295,7 +307,7 @@ def has_table(path: Path | str) -> bool:
 async def write_table(
     path: Path | str, documents: Sequence[StoredDocument], vectors: NDArray[np.float32], *, model: str
 ) -> None:
-    """Write a store's table, in place of the one that may be there; runs that have that one open keep it.
+    """Write a store's table. It replaces the one that may be there, which stays for the runs that have it open.
 
     The index keeps all vectors in memory and compares every one, so a search is exact: 4 ms for 20,000 documents of
     1,024 figures, against 80 ms without an index.
@@ -306,7 +318,7 @@ async def write_table(
         documents (`Sequence[StoredDocument]`):
             At least one.
         vectors (`NDArray[np.float32]` of shape (documents, dimension)):
-            Each document's, at length 1.
+            The vector of each document, at length 1.
         model (`str`):
             The embedding model that made them.
 
@@ -329,9 +341,9 @@ async def write_table(
         ) from error
 
 
-def _rows(documents: Sequence[StoredDocument], vectors: NDArray[np.float32], model: str) -> Any:
+def _rows(documents: Sequence[StoredDocument], vectors: NDArray[np.float32], model: str) -> object:
     """The table's content. Tenants have a column where there are any."""
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
 
     dimension = vectors.shape[1]
     columns = {"id": pa.array([each.id for each in documents]), "text": pa.array([each.text for each in documents])}
@@ -347,7 +359,7 @@ def _folder(path: Path | str) -> str:
     return str(Path(path).expanduser().resolve())
 
 
-def _lancedb() -> Any:
+def _lancedb() -> ModuleType:
     try:
         import lancedb
     except ImportError as error:

@@ -59,14 +59,12 @@ class Breaker:
         self._down_since = self._latest = 0.0  # the first of them, the last of them
         self._cooldown_s = COOLDOWN_S
         self._open_until: float | None = None
-        self._probing = False
-        self._probe = 0
-        self._denial: str | None = None
-
-    @property
-    def probe(self) -> int:
+        self.is_probing = False
+        """Whether a probe is out."""
+        self.probe = 0
         """Number of the latest probe: 0 before the first one."""
-        return self._probe
+        self.denial: str | None = None
+        """The code of the denials that opened the breaker; `None` if other failures opened it."""
 
     @property
     def is_open(self) -> bool:
@@ -74,28 +72,18 @@ class Breaker:
         return self._open_until is not None
 
     @property
-    def is_probing(self) -> bool:
-        """Whether a probe is out."""
-        return self._probing
-
-    @property
-    def denial(self) -> str | None:
-        """The code of the denials that opened the breaker; `None` if other failures opened it."""
-        return self._denial
-
-    @property
     def is_hopeless(self) -> bool:
         """Whether the endpoint denies access and never answered: a wrong key, which no waiting mends."""
-        return self._denial is not None and not self._has_answered
+        return self.denial is not None and not self._has_answered
 
     def permit(self, now: float) -> Permit:
         """The permit of a caller at the moment `now`, in seconds of any steady clock."""
         if self._open_until is None:
             return Permit.SEND
-        if self._probing or now < self._open_until:
+        if self.is_probing or now < self._open_until:
             return Permit.WAIT
-        self._probing = True
-        self._probe += 1
+        self.is_probing = True
+        self.probe += 1
         return Permit.PROBE
 
     def down_for_s(self, now: float) -> float:
@@ -104,15 +92,15 @@ class Breaker:
 
     def pause_left_s(self, now: float) -> float:
         """Seconds until a probe may go; 0 while one is out."""
-        return 0.0 if self._open_until is None or self._probing else max(self._open_until - now, 0.0)
+        return 0.0 if self._open_until is None or self.is_probing else max(self._open_until - now, 0.0)
 
     def record_answer(self) -> None:
         """A call was answered. An error that is about that call alone is an answer, too."""
         self._has_answered = True
         self._failures = self._denials = 0
         self._open_until = None
-        self._probing = False
-        self._denial = None
+        self.is_probing = False
+        self.denial = None
 
     def record_failure(self, now: float, *, probe: int = 0, denial: str | None = None, pause_s: float = 0.0) -> None:
         """A call failed for a reason that may concern every call to the endpoint.
@@ -133,22 +121,22 @@ class Breaker:
         self._failures += 1
         self._denials += denial is not None
         if self._is_out(probe):
-            self._denial = denial
+            self.denial = denial
             self._cooldown_s *= 2
         elif self.is_open or self._failures < FAILURES_TO_OPEN:
             return
         else:
-            self._denial = denial if 2 * self._denials > self._failures else None
-            self._cooldown_s = COOLDOWN_S if self._denial is None else DENIED_COOLDOWN_S
-        most_s = MAX_COOLDOWN_S if self._denial is None else self._max_denied_cooldown_s
+            self.denial = denial if 2 * self._denials > self._failures else None
+            self._cooldown_s = COOLDOWN_S if self.denial is None else DENIED_COOLDOWN_S
+        most_s = MAX_COOLDOWN_S if self.denial is None else self._max_denied_cooldown_s
         self._cooldown_s = min(self._cooldown_s, most_s)
         self._open_until = now + max(self._cooldown_s, min(pause_s, most_s))
-        self._probing = False
+        self.is_probing = False
 
     def record_abandoned(self, probe: int) -> None:
         """The probe of that number was cancelled before it ended. The next caller is the probe."""
         if self._is_out(probe):
-            self._probing = False
+            self.is_probing = False
 
     def _is_out(self, probe: int) -> bool:
-        return self._probing and probe == self._probe
+        return self.is_probing and probe == self.probe

@@ -50,25 +50,21 @@ class Flights:
         self._traffic = traffic
         self._slots = anyio.CapacityLimiter(limit.slots)
         self._flying: dict[_Flight[Any], None] = {}  # in the order they were sent
-        self._waiting = 0
+        self.waiting = 0
+        """Calls that wait for a slot."""
         self._hedges = 0
         self._hedge_waits = False
         self._lookout: asyncio.Task[None] | None = None
-
-    @property
-    def waiting(self) -> int:
-        """Calls that wait for a slot."""
-        return self._waiting
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Hold one slot, waiting for it in line."""
         borrower = object()
-        self._waiting += 1
+        self.waiting += 1
         try:
             await self._slots.acquire_on_behalf_of(borrower)
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
         try:
             yield
         finally:

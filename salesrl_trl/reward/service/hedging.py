@@ -34,12 +34,8 @@ class HedgePolicy:
         self._since_refresh = 0
         self._sent = 0
         self._hedges = 0
-        self._late_after_s: float | None = None
-
-    @property
-    def late_after_s(self) -> float | None:
+        self.late_after_s: float | None = None
         """Seconds after which a call is late; `None` until enough is known."""
-        return self._late_after_s
 
     @property
     def enabled(self) -> bool:
@@ -63,9 +59,7 @@ class HedgePolicy:
         """A call was answered after `seconds`, without the time in the queue."""
         self._latencies.append(seconds)
         self._since_refresh += 1
-        if len(self._latencies) >= MIN_SAMPLES and (
-            self._late_after_s is None or self._since_refresh >= REFRESH_EVERY
-        ):
+        if len(self._latencies) >= MIN_SAMPLES and (self.late_after_s is None or self._since_refresh >= REFRESH_EVERY):
             self._since_refresh = 0
             ranked = sorted(self._latencies)
-            self._late_after_s = MARGIN * ranked[int(PERCENTILE * (len(ranked) - 1))]
+            self.late_after_s = MARGIN * ranked[int(PERCENTILE * (len(ranked) - 1))]

@@ -7,5 +7,5 @@
 - `addresses`: requests to configured addresses. Only this module uses the network, and `model` for a model on the hub.
 
 Each check raises a `SalesRLError` that says what was got, what was expected and what to do. Refuses to decide the
-order of the checks: `preflight` does. A setting by itself is checked in `config`, a row in `data`.
+order of the checks: `run.preflight` does. A setting by itself is checked in `config`, a row in `data`.
 """

@@ -181,7 +181,11 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
             f"variable named by `{_beside(setting, 'api_key_env')}`. Check that variable."
         )
     if answer.status is None or answer.status >= 500:
-        embedded = f", or leave `{setting}` out to use the embedded one" if setting in _HAS_EMBEDDED else ""
+        embedded = (
+            f", or, with the demo's rows and rubrics, leave `{setting}` out to use the embedded one"
+            if setting in _HAS_EMBEDDED
+            else ""
+        )
         raise ServiceUnavailable(
             f"the {service} does not answer at `{setting}` as it should ({asked}): {answer}. Expected 200 within "
             f"{PROBE_TIMEOUT_S:g} s. Start the service, look at its own log, or correct the address{embedded}."

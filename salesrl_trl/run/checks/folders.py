@@ -4,6 +4,7 @@ Refuses to read a checkpoint's state. `checkpoint.identity` compares a checkpoin
 """
 
 import difflib
+import shutil
 import tempfile
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +26,11 @@ def check_output_dir(path: Path | str) -> None:
             f"nothing can be written to `output_dir` {str(path)!r} ({error.strerror}). Expected a folder, or a place "
             "for one, with free space and the right to write. Name another."
         ) from None
+
+
+def free_gib(folder: Path | str) -> float:
+    """Free disk of a folder, in GiB."""
+    return shutil.disk_usage(Path(folder).expanduser()).free / 2**30
 
 
 def check_checkpoint(path: str | None, output_dir: str) -> str | None:

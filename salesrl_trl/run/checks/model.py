@@ -1,13 +1,25 @@
-"""Checks of the model: its configuration, tokenizer and size. Loads no weights."""
+"""Checks of the model: its configuration and its tokenizer. Loads no weights."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_utils import set_zero3_state
+from trl import ModelConfig, get_peft_config
 
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
-from salesrl_trl.run.precision import GIB, Room
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
@@ -54,6 +66,14 @@ def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: b
     return tokenizer
 
 
+def generation_config_of(name_or_path: str, revision: str | None) -> GenerationConfig | None:
+    """The model's generation settings. `None` if there is no such file."""
+    try:
+        return GenerationConfig.from_pretrained(name_or_path, revision=revision)
+    except OSError:
+        return None
+
+
 def positions_of(model: PretrainedConfig) -> int | None:
     """The number of tokens that a model is made for.
 
@@ -70,32 +90,35 @@ def positions_of(model: PretrainedConfig) -> int | None:
     return positions if isinstance(positions, int) and kinds <= {"default"} else None
 
 
-def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: bool) -> int:
-    """Count a model's parameters. The model is built without its weights, in this process alone."""
+def empty_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
+    """A model without its weights, on torch's `meta` device, in this process alone."""
     config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     # Under ZeRO-3 transformers splits a model over all processes while it builds it, and waits for the others.
     with torch.device("meta"), set_zero3_state():  # as if it were split already
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return int(sum(parameter.numel() for parameter in model.parameters()))
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def room_for_training(
-    name_or_path: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    device: torch.device,
-    *,
-    vllm_share: float,
-    has_reference: bool,
-    processes: int,
-) -> Room | None:
-    """The card's memory and the model's size; `None` without a CUDA device."""
-    if device.type != "cuda":
-        return None
-    return Room(
-        parameters=parameter_count(name_or_path, revision, trust_remote_code),
-        memory_gib=torch.cuda.get_device_properties(device).total_memory / GIB,
-        vllm_share=vllm_share,
-        has_reference=has_reference,
-        is_replicated=processes > 1,
-    )
+def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":
+    """Put the LoRA adapter of the settings on an empty model, which changes it.
+
+    Raises:
+        `ConfigError`: the model has no layer of the names in `lora_target_modules`, or PEFT knows none by itself.
+    """
+    from peft import get_peft_model
+
+    settings = get_peft_config(ModelConfig(**{**vars(lora), "use_peft": True}))
+    linear = linear_layers(model)
+    try:
+        with torch.device("meta"):
+            return get_peft_model(model, settings, low_cpu_mem_usage=True)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise ConfigError(
+            f"`lora_target_modules` is {lora.lora_target_modules}, which gives no adapter ({error}). Expected names "
+            f"of the model's layers. Set some of its linear layers: {linear}; or `all-linear`."
+        ) from error
+
+
+def linear_layers(model: torch.nn.Module) -> str:
+    """The last names of a model's linear layers: `"down_proj, gate_proj, k_proj"`."""
+    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))

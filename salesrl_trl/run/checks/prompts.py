@@ -66,8 +66,8 @@ def _room(training: SalesGRPOConfig, positions: int | None, server_room: int | N
     room, source = positions, "the model's positions"
     if training.vllm_max_model_length is not None:
         room, source = training.vllm_max_model_length, "`vllm_max_model_length`"
-    if "max_model_len" in (extra := training.parsed_engine_kwargs()):
-        room, source = extra["max_model_len"], "`max_model_len` of `vllm_engine_kwargs`"
+    if isinstance(given := training.parsed_engine_kwargs().get("max_model_len"), int):
+        room, source = given, "`max_model_len` of `vllm_engine_kwargs`"
     if positions is not None and room is not None and room > positions:
         raise ConfigError(
             f"{source} is {room}, but the model has {positions} positions: vLLM would refuse to start. Expected "

@@ -44,8 +44,6 @@ class RewardParts:
     """The stages of `reward_stages`."""
     reference_weighed: bool
     """Whether a reward or a baseline contains the reference's score."""
-    notes: list[str] = field(default_factory=list)
-    """Lines for the run's banner."""
 
 
 def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
@@ -62,6 +60,14 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
     Raises:
         `ConfigError`, `ServiceError`: a setting or a service is not as expected.
     """
+    parts = read_reward(config, branches, hybrid_baseline)
+    check_retrieval(config, parts)
+    check_judges(config, parts)
+    return parts
+
+
+def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
+    """`prepare_reward` without a request to any address."""
     stages = tuple(build_object(path, "reward_stages", RewardStage) for path in config.reward_stages)
     judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
     scoring = _scoring(config, branches, stages, hybrid_baseline)
@@ -70,7 +76,7 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
             f"`vector_store_path` is {config.vector_store_path}, where there is no store. Expected a folder that "
             "scripts/build_vector_store.py wrote. Build it, or correct the path."
         )
-    parts = RewardParts(
+    return RewardParts(
         scoring=scoring,
         rubrics={} if judge else load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir),
         rag_key=read_key(config.rag_api_key_env, "rag_api_key_env"),
@@ -80,15 +86,48 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
         stages=stages,
         reference_weighed=hybrid_baseline or any("margin" in weights for weights in scoring.weights.values()),
     )
-    if config.rag_base_url is not None:
-        parts.notes += check_rag(config.rag_base_url, parts.rag_key)
-    if config.judge_base_url is not None:
-        parts.notes += check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
+
+
+def check_retrieval(config: RewardConfig, parts: RewardParts) -> list[str]:
+    """Check that the RAG service, or the embedding service of a vector store, answers at its configured address.
+
+    Returns:
+        `list[str]`: lines for the run's banner, about what could not be checked.
+
+    Raises:
+        `ConfigError`, `ServiceError`: it is not as expected.
+    """
+    notes = [] if config.rag_base_url is None else check_rag(config.rag_base_url, parts.rag_key)
     if config.vector_store_path is not None and config.embedding_base_url and config.embedding_model:
         address = {"service": "embedding service", "setting": "embedding_base_url"}
-        parts.notes += check_models(config.embedding_base_url, parts.embedding_key, config.embedding_model, **address)
-    _check_providers(config, parts)
-    return parts
+        notes += check_models(config.embedding_base_url, parts.embedding_key, config.embedding_model, **address)
+    return notes
+
+
+def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
+    """Check that the judge, or at least one of several, answers at its configured address and lists its model.
+
+    A warning is logged for each of several judges that does not.
+
+    Returns:
+        `list[str]`: lines for the run's banner, about what could not be checked.
+
+    Raises:
+        `ConfigError`, `ServiceError`: it is not as expected.
+    """
+    if config.judge_base_url is not None:
+        return check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
+    providers, failures, notes = config.parsed_judge_providers(), [], list[str]()
+    for each in providers:
+        try:
+            key, setting = parts.judge_keys[each.name], f"judge_providers[{each.name}].base_url"
+            notes += check_models(each.base_url, key, each.model, setting=setting)
+        except ServiceError as error:
+            failures.append(error)
+            logger.warning(str(error))
+    if providers and len(failures) == len(providers):
+        raise failures[0]
+    return notes
 
 
 def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
@@ -183,20 +222,6 @@ def _scoring(
             "the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
         )
     return scoring
-
-
-def _check_providers(config: RewardConfig, parts: RewardParts) -> None:
-    """Raise if none of several judges answers. Log a warning for each that does not."""
-    providers, failures = config.parsed_judge_providers(), []
-    for each in providers:
-        try:
-            key, setting = parts.judge_keys[each.name], f"judge_providers[{each.name}].base_url"
-            parts.notes += check_models(each.base_url, key, each.model, setting=setting)
-        except ServiceError as error:
-            failures.append(error)
-            logger.warning(str(error))
-    if providers and len(failures) == len(providers):
-        raise failures[0]
 
 
 def _rubric_names(weights: Mapping[str, Mapping[str, float]], branches: Sequence[str]) -> tuple[str, ...]:

@@ -1,15 +1,15 @@
-"""From scored batches to figures, and to findings: what would mislead training, or shows a fault of a service.
+"""From scored batches to figures and findings. A finding would mislead training, or shows a fault of a service.
 
-Owns the figures of the simulation, without any text of rows or completions (`show_text` adds them). Refuses to print.
+Owns the figures of a simulation. Only with `show_text` do they hold texts of completions. Refuses to print.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from salesrl_trl.config import RewardConfig
-from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, usage_of
+from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, Stage, usage_of
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.run.checks.reward import JUDGE
 from salesrl_trl.run.simulation.completions import VARIANTS, Completion
@@ -30,6 +30,55 @@ MIN_COMPARED = 8
 """Means of fewer rewards are not compared."""
 
 
+class Tally(TypedDict):
+    """Figures of some rewards."""
+
+    count: int
+    scored: float
+    """Share with a number."""
+    mean_reward: float | None
+    outcomes: dict[str, int]
+    """Number of completions by outcome and reason, the most frequent first."""
+
+
+class ShownCompletion(TypedDict):
+    """A completion with its text, which quotes a customer."""
+
+    variant: str
+    outcome: str
+    value: float | None
+    text: str
+
+
+class StepSummary(Tally):
+    """Figures of a step."""
+
+    step: int
+    seconds: float
+    judge: str
+    """The judge's line, as in training."""
+    completions: list[ShownCompletion]
+    """Empty without `show_text`."""
+
+
+class Summary(TypedDict):
+    """Figures of all steps."""
+
+    variants: dict[str, Tally]
+    services: dict[str, dict[str, int]]
+    """By service, its traffic."""
+    judges: dict[str, dict[str, float]]
+    """By judge, its usage."""
+    calls_saved: dict[str, int]
+    seconds: dict[str, float]
+    waited_for: dict[str, float]
+    """By service, seconds."""
+    least_scored: float
+    skipped_steps: list[int]
+    findings: list[str]
+    hints: list[str]
+
+
 class Step(NamedTuple):
     """A batch, its rewards and its report."""
 
@@ -48,24 +97,23 @@ class Step(NamedTuple):
         return fmean(reward.value is not None for reward in self.rewards)
 
 
-def step_summary(number: int, step: Step, show_text: bool) -> dict[str, Any]:
-    """One step's figures."""
+def step_summary(number: int, step: Step, show_text: bool) -> StepSummary:
+    """Figures of one step."""
     verdicts = {usage_of(provider, "verdicts"): usage.verdicts for provider, usage in step.report.usage.items()}
-    summary = {
+    return {
         "step": number,
         "seconds": step.report.seconds,
         **_tally(step.rewards),
         "judge": judge_line(number, {JUDGE_SECONDS: step.report.judge_seconds, **verdicts}, list(step.report.usage)),
-    }
-    if show_text:
-        summary["completions"] = [
+        "completions": [
             {"variant": each.variant, "outcome": _ending(reward), "value": reward.value, "text": each.case.text}
             for each, reward in step.pairs
-        ]
-    return summary
+            if show_text
+        ],
+    }
 
 
-def _tally(rewards: Sequence[Reward]) -> dict[str, Any]:
+def _tally(rewards: Sequence[Reward]) -> Tally:
     values = [reward.value for reward in rewards if reward.value is not None]
     return {
         "count": len(rewards),
@@ -79,8 +127,8 @@ def _ending(reward: Reward) -> str:
     return f"{reward.outcome.value}:{reward.reason}" if reward.reason else reward.outcome.value
 
 
-def summarise(steps: Sequence[Step], wanted: float, config: RewardConfig) -> dict[str, Any]:
-    """The figures of all steps, as JSON values.
+def summarise(steps: Sequence[Step], wanted: float, config: RewardConfig) -> Summary:
+    """Figures of all steps.
 
     Args:
         wanted (`float`):
@@ -114,29 +162,29 @@ def _traffic(each: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def waited_for(steps: Sequence[Step]) -> dict[str, float]:
-    """Seconds in each service, for the slowest completion of each step.
+    """Seconds in each service, summed over the slowest completion of each step.
 
-    - They are the time of 8B, the time that 32B took longer than 8B, and the time of the judge.
+    - 8B and the judge have their whole time. 32B has only the time that it took longer than 8B.
     - A wait for a free slot counts as time of the service.
     - A completion that was cut off has no times.
     """
     ways = [
         max((_way(reward.seconds) for reward in step.rewards), key=lambda way: sum(way.values())) for step in steps
     ]
-    return {name: sum(way[name] for way in ways) for name in ("rag_8b", "rag_32b", JUDGE)}
+    return {name: sum(way[name] for way in ways) for name in (Stage.RAG_8B, Stage.RAG_32B, JUDGE)}
 
 
 def _way(seconds: Mapping[str, float]) -> dict[str, float]:
-    first = seconds.get("rag_8b", 0.0)
-    longer = max(seconds.get("rag_32b", 0.0) - first, 0.0) if JUDGE in seconds else 0.0
-    return {"rag_8b": first, "rag_32b": longer, JUDGE: seconds.get(JUDGE, 0.0)}
+    first = seconds.get(Stage.RAG_8B, 0.0)
+    longer = max(seconds.get(Stage.RAG_32B, 0.0) - first, 0.0) if JUDGE in seconds else 0.0
+    return {Stage.RAG_8B: first, Stage.RAG_32B: longer, JUDGE: seconds.get(JUDGE, 0.0)}
 
 
 Pairs = Sequence[tuple[Completion, Reward]]
 
 
 def unexpected(pairs: Pairs) -> list[str]:
-    """Completions that were accepted as an action and are none, or the other way round."""
+    """Invalid actions that were accepted, and valid actions that were refused."""
     wrong = Counter(
         (each.variant, each.case.reason, _ending(reward)) for each, reward in pairs if not _is_expected(each, reward)
     )
@@ -153,7 +201,7 @@ def _is_expected(completion: Completion, reward: Reward) -> bool:
 
 
 def untaken(pairs: Pairs) -> list[str]:
-    """Variants whose valid actions the services fail on far more often than on those of all others."""
+    """Variants whose valid actions fail far more often than those of all others."""
     valid = [(each.variant, reward) for each, reward in pairs if not each.case.reason]
     found = []
     for name in VARIANTS:
@@ -176,9 +224,11 @@ def oddities(pairs: Pairs) -> list[str]:
     hollow = sum(reward.reason == HOLLOW for _, reward in pairs)
     found = []
     if alone > NOTEWORTHY_SHARE * len(judged):
-        found.append(f"rag_32b gave no reference for {alone} of {len(judged)} judged completions.")
+        found.append(f"{Stage.RAG_32B} gave no reference for {alone} of {len(judged)} judged completions.")
     if hollow > NOTEWORTHY_SHARE * (hollow + len(judged)):
-        found.append(f"rag_8b answered {hollow} of {hollow + len(judged)} actions with a text that says nothing.")
+        found.append(
+            f"{Stage.RAG_8B} answered {hollow} of {hollow + len(judged)} actions with a text that says nothing."
+        )
     if len(judged) >= MIN_COMPARED and len({reward.value for _, reward in judged}) == 1:
         found.append(f"all {len(judged)} judged completions have the same reward: there is nothing to learn from it.")
     scores = {name: [r.components["judge"] or 0.0 for variant, r in judged if variant == name] for name in VARIANTS}

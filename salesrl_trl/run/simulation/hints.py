@@ -1,4 +1,4 @@
-"""Which setting of a recipe to turn, from the figures of the services.
+"""Advice about settings of a recipe, from the figures of the services.
 
 Owns the advice. Refuses to know rewards or completions: it sees counts and seconds.
 """
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from salesrl_trl.config import RewardConfig
+from salesrl_trl.names import Stage
 from salesrl_trl.run.checks.reward import JUDGE
 
 NOTEWORTHY_SHARE = 0.05
@@ -27,10 +28,10 @@ def hints(
             Completions that `reward_deadline_s` cut off.
     """
     found = [_too_late(overdue, config)] if overdue else []
-    trouble = [f"{name}: {text}" for name, traffic in services.items() for text in _trouble(name, traffic, config)]
+    troubles = [f"{name}: {text}" for name, traffic in services.items() for text in trouble(name, traffic, config)]
     slowest = max(waits, key=lambda name: waits[name])
-    if trouble or not waits[slowest]:
-        return found + trouble
+    if troubles or not waits[slowest]:
+        return found + troubles
     return found + [f"{name}: {_speed(name, services[name], config)}" for name in services if name.startswith(slowest)]
 
 
@@ -41,7 +42,8 @@ def _too_late(count: int, config: RewardConfig) -> str:
     )
 
 
-def _trouble(service: str, traffic: Mapping[str, int], config: RewardConfig) -> list[str]:
+def trouble(service: str, traffic: Mapping[str, int], config: RewardConfig) -> list[str]:
+    """The trouble that a service had, with advice."""
     found = []
     if traffic["overloads"]:
         relief = "larger quota, or more `judge_providers`," if service.startswith(JUDGE) else "larger service"
@@ -51,7 +53,7 @@ def _trouble(service: str, traffic: Mapping[str, int], config: RewardConfig) -> 
         )
     if traffic["timeouts"]:
         found.append(
-            f"{traffic['timeouts']} timeouts. Raise {limits_of(service, config).timeout} if it is merely slow."
+            f"{traffic['timeouts']} timeouts. Raise {limits_of(service, config).timeout} if the service is only slow."
         )
     if traffic["failures"] + traffic["held_back"] > NOTEWORTHY_SHARE * traffic["calls"]:
         found.append(
@@ -63,12 +65,12 @@ def _trouble(service: str, traffic: Mapping[str, int], config: RewardConfig) -> 
 
 def _speed(service: str, traffic: Mapping[str, int], config: RewardConfig) -> str:
     limits, text = limits_of(service, config), "the steps waited for it most."
-    if service == "rag_32b":
+    if service == Stage.RAG_32B:
         text += " Each row waits once: `reference_cache` keeps its answers for later runs."
     if traffic["slots"] >= limits.cap:
-        return f"{text} All {limits.cap} slots were in use: raise {limits.concurrency} if it can take more."
+        return f"{text} All {limits.cap} slots were in use: raise {limits.concurrency} if the service can take more."
     if traffic["slots"] > config.initial_concurrency:
-        return f"{text} It came to take {traffic['slots']} calls at once: start with that as `initial_concurrency`."
+        return f"{text} It took up to {traffic['slots']} calls at once: set `initial_concurrency` to this number."
     return f"{text} Its calls hardly queued: only a faster service makes the step shorter."
 
 

@@ -4,27 +4,27 @@ Owns tables, lines and the verdict. Refuses to compute figures.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from salesrl_trl.names import USAGE
 from salesrl_trl.reward.service.transport import TRAFFIC
+from salesrl_trl.run.simulation.findings import StepSummary, Summary
 from salesrl_trl.telemetry.step_lines import figure
 
 
-def step_text(summary: Mapping[str, Any], steps: int) -> str:
-    """The lines of one step, from `findings.step_summary`."""
+def step_text(summary: StepSummary, steps: int) -> str:
+    """The lines of one step."""
     lines = [
         f"[Step {summary['step']}/{steps}] {summary['seconds']:.2f} s | scored {summary['scored']:.0%} | mean reward "
         f"{figure(summary['mean_reward'])} | {_counts(summary['outcomes'])}",
         summary["judge"],
     ]
-    for each in summary.get("completions", ()):  # repr: a terminal obeys nothing in it
+    for each in summary["completions"]:  # as repr, which holds no control characters for the terminal
         lines.append(f"  {each['variant']} | {each['outcome']} {figure(each['value'])} | {each['text']!r}")
     return "\n".join(lines)
 
 
-def report_text(summary: Mapping[str, Any], steps: int, wanted: float) -> str:
-    """The text at the end, from `findings.summarise`.
+def report_text(summary: Summary, steps: int, wanted: float) -> str:
+    """The text at the end.
 
     Args:
         steps (`int`):
@@ -55,7 +55,7 @@ def report_text(summary: Mapping[str, Any], steps: int, wanted: float) -> str:
     return "\n".join(lines)
 
 
-def _verdict(summary: Mapping[str, Any], steps: int, wanted: float) -> str:
+def _verdict(summary: Summary, steps: int, wanted: float) -> str:
     skipped = summary["skipped_steps"]
     least = f"the worst had {summary['least_scored']:.0%} of its completions scored, {wanted:.0%} are needed"
     if not skipped:

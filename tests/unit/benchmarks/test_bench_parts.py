@@ -17,7 +17,7 @@ from benchmarks.lengths import completion_tokens, fix_lengths, fix_server_length
 from benchmarks.service import GENERATIONS
 from benchmarks.vllm_server import vllm_server
 from salesrl_trl.reward.batch import RewardBatch
-from salesrl_trl.reward.stages import TimeRange
+from salesrl_trl.reward.stage_times import TimeRange
 
 # The service
 

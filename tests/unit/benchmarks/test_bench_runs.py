@@ -1,5 +1,6 @@
 """Each bench runs, at tiny sizes, and its figures are what they say."""
 
+import copy
 import importlib
 import json
 import os
@@ -9,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.seconds import check_seconds
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmarks import kl_control, policies
+from benchmarks import kl_control, policies, sharding
 from salesrl_trl.data.sources import load_rows
 
 ROOT = Path(__file__).parents[3]
@@ -164,3 +166,24 @@ def test_a_policy_is_as_good_as_itself(tiny, capsys, one_thread):
     assert all(one == other for one, _, other in shares)
     before, after = example.split("\n  before: ")[1].rstrip("\n").split("\n  after:  ")
     assert before == after
+
+
+def test_the_bench_of_memory_estimates_what_it_trains(tmp_path, capsys, one_thread):
+    out = tmp_path / "figures.json"
+    importlib.import_module("benchmarks.memory").main(["--shapes", "tiny", "--json", str(out)])
+    lora, full = json.loads(out.read_text())["rows"]
+    assert full["parts_gib"]["gradients"] > lora["parts_gib"]["gradients"] > 0
+    if not torch.cuda.is_available():
+        assert "measures nothing" in capsys.readouterr().err
+
+
+def test_the_bench_of_sharding_compares_the_steps_and_the_saved_weights_of_two_launches(tiny, tmp_path, one_thread):
+    sharding.main(["--worker", "--shape", "tiny", "--steps", "2", "--model", str(tiny), "--out", str(tmp_path)])
+    one = json.loads((tmp_path / "figures.json").read_text())
+    saved = tmp_path / "saved"
+    assert set(sharding.differences(one, one, (saved, saved)).values()) == {0.0}
+    other = copy.deepcopy(one)
+    other["steps"][1]["loss"] += 0.5
+    found = sharding.differences(one, other, (tiny, saved))
+    assert found["loss"] == 0.5
+    assert found["weights"] > 1e-5  # two steps at a rate of 1e-4, of which the last one is smaller

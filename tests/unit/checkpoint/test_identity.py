@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, and which differences are refused."""
+"""The identity of a checkpoint, and the differences that are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A dotted path in the settings brings what it names, or a message that says which half of it is wrong."""
+"""A dotted path in the settings gives the object that it names, or a message about the part that is wrong."""
 
 import pytest
 

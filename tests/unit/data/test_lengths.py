@@ -1,4 +1,4 @@
-"""Prompts that are too long: found by row, and what each rule makes of them."""
+"""Prompts that are too long: the rows with such prompts, and the three rules for them."""
 
 import jinja2
 import pytest

@@ -1,4 +1,4 @@
-"""What a dataset must look like, and what a user is told when it does not."""
+"""The form of a dataset, and the messages about rows of another form."""
 
 import json
 

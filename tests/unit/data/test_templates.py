@@ -1,4 +1,4 @@
-"""A prompt of one's own: what a template is told, and what a user is told of one that does not work."""
+"""A prompt of one's own: the fields of a template, and the messages about one that does not work."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The engine options, the number format and what is told of single completions; the engine itself is in
+"""Engine options, the number format, and reports of single completions. The engine itself is in
 tests/integration."""
 
 import os
@@ -136,7 +136,7 @@ class Engine:
         return f"{request_id}-inside"
 
     def step(self):
-        """What there is of every request that is not over; the tokens tell its place."""
+        """The output of every open request so far. Its first token is its place."""
         now = self._finishes.pop(0)
         outputs = [
             SimpleNamespace(request_id=each, finished=place in now, outputs=[SimpleNamespace(token_ids=[place, 7])])
@@ -264,7 +264,7 @@ def served(monkeypatch):
         monkeypatch.setattr(upstream_vllm, name, None)
     generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
     vars(generation).update(
-        mode="server", vllm_client=Client(), accelerator=Process(), _ask=None, _under_way=[],
+        mode="server", vllm_client=Client(), accelerator=Process(), _collect=None, _under_way=[],
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=5, logprobs=0,
         generation_kwargs={"seed": 30}, structured_outputs_regex=None, _waits=True,
         _slots=threading.Semaphore(8),

@@ -101,7 +101,7 @@ def two_branches(run_folder) -> RunFolder:
         }
     )
     run_folder.quick_evals(
-        _evaluation(5, 0.3, fairness=0.3, hallucination=0.3),
+        {**_evaluation(5, 0.3, fairness=0.3, hallucination=0.3), "figures": {"questions": 0.25}},
         _evaluation(10, 0.4, best=True, fairness=0.5, hallucination=0.3),
         _evaluation(15, 0.35, fairness=0.2, hallucination=0.5),
         _evaluation(20, None, fairness=0.4, hallucination=None),

@@ -115,7 +115,8 @@ def test_percent_in_words(value, words):
 CALM = {
     "time/step_s": 10.0, "time/reward_wait_s": 2.99, "time/data_loading_s": 0.49, "time/unaccounted_s": 0.19,
     "kl/a": 0.1, "kl/a_in_band": 0.5, "beta/a": 0.1, "outcome/ok": 0.902, "outcome/invalid_action": 0.049,
-    "outcome/infra": 0.049, "failures/reason/x": 1.0, "failures/reason/not_json": 1.0, "failures/skipped_update": 0.0,
+    "outcome/infra": 0.049, "failures/reason/judge_empty": 1.0, "failures/reason/not_json": 1.0,
+    "failures/skipped_update": 0.0,
 }  # fmt: skip
 """Each figure just below where something is said: 30 %, 5 %, 2 %, half of the steps, 5 % failed by each."""
 
@@ -128,17 +129,23 @@ CALM = {
         ({"time/data_loading_s": 0.6}, "Data loading takes 6.0 % of the step"),
         ({"time/unaccounted_s": 0.3}, "3.0 % of the step belongs to no phase"),
         ({"kl/a_in_band": 0.25}, "The KL lay outside its band for most of the run: a (in band 25 %)"),
-        # of services 4 times, 3 of them for y; the policy's many failures say nothing of them
-        ({"outcome/infra": 0.1, "failures/reason/y": 3.0, "failures/reason/not_json": 90.0},
-         "10 % of the completions could not be scored because a service failed, mostly y (75 % of these). That is no "
-         "fault of the policy"),
+        # of services 4 times, 3 of them by a time-out; the policy's many failures say nothing of them
+        ({"outcome/infra": 0.1, "failures/reason/rag_8b_timeout": 3.0, "failures/reason/not_json": 90.0},
+         "10 % of the completions could not be scored because a service failed, mostly rag_8b_timeout (75 % "
+         "of these). That is no fault of the policy"),
         ({"outcome/infra": 0.04, "outcome/judge_invalid": 0.02},
-         "6.0 % of the completions could not be scored because a service failed, mostly x (100 % of these)."),
-        ({"outcome/invalid_action": 0.1, "failures/reason/empty_query": 3.0, "failures/reason/x": 90.0},
+         "6.0 % of the completions could not be scored because a service failed, mostly judge_empty (100 % "
+         "of these)."),
+        # half of the reasons are no service's, so half of the share is
+        ({"outcome/infra": 0.14, "failures/reason/raised_KeyError": 0.5, "failures/reason/my_own_code": 0.5},
+         "7.0 % of the completions could not be scored because a service failed, mostly judge_empty (100 % of these). "
+         "That is no fault of the policy: look at that service (docs/SERVICES.md). 7.0 % of the completions could not "
+         "be scored, mostly my_own_code (50 % of these)."),
+        ({"outcome/invalid_action": 0.1, "failures/reason/empty_query": 3.0, "failures/reason/judge_empty": 90.0},
          "10 % of the completions were no valid action, mostly empty_query (75 % of these). That is the policy's"),
         ({"failures/skipped_update": 1.0}, "1 update was skipped"),
     ],
-    ids=["exposed", "loading", "unaccounted", "band", "services", "judge", "policy", "skipped"],
+    ids=["exposed", "loading", "unaccounted", "band", "services", "judge", "others", "policy", "skipped"],
 )  # fmt: skip
 def test_advice_begins_beyond_its_threshold(run_folder, changed, words):
     run_folder.events({1: CALM})
@@ -152,7 +159,7 @@ def test_advice_is_five_sentences_at_most_and_the_costly_ones_stay(run_folder):
     run = run_of(run_folder, {
         1: {"time/step_s": 10.0, "time/reward_wait_s": 6.0, "time/data_loading_s": 1.0, "time/unaccounted_s": 1.0,
             "kl/a": 1.0, "kl/a_in_band": 0.0, "beta/a": 0.1, "outcome/ok": 0.5, "outcome/infra": 0.5,
-            "failures/reason/x": 1.0, "failures/skipped_update": 1.0}
+            "failures/reason/judge_empty": 1.0, "failures/skipped_update": 1.0}
     })  # fmt: skip
     told = advice(run)
     assert len(told) == 5

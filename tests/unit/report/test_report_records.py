@@ -29,7 +29,7 @@ def test_a_whole_run_is_read(two_branches):
     assert [each.step for each in run.quick_evals] == [5, 10, 15, 20]
     assert run.quick_evals[1].best
     assert run.quick_evals[3].scores == {"fairness": 0.4, "hallucination": None}
-    assert run.quick_evals[0].branches["fairness"].length == 28.1
+    assert run.quick_evals[0].figures == {"questions": 0.25}
     assert run.held_out[1].figures == {"reward": 0.45, "fairness": 0.56, "valid_actions": None}
 
 
@@ -116,7 +116,7 @@ def test_a_quick_evaluation_that_was_cut_off_is_told_and_the_later_of_one_step_c
         (20, 0.4, {"a": 0.4}),
     ]
     # The one without a step, and the one that was cut off.
-    assert run.unread == ("2 lines of quick_eval.jsonl could not be read and count for nothing",)
+    assert run.unread == ("2 lines of quick_eval.jsonl could not be read, left out",)
 
 
 @pytest.mark.parametrize("text", ["", "[{", '{"step": 1}', "3"], ids=["empty", "cut off", "no list", "number"])

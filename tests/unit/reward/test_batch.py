@@ -12,7 +12,7 @@ from support.virtual_time import play
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import CANCEL_GRACE_S, completion_text
 from salesrl_trl.reward.service.deadline import remaining_s
-from salesrl_trl.reward.stages import Stages, TimeRange
+from salesrl_trl.reward.stage_times import StageTimes, TimeRange
 from salesrl_trl.timing import overlap
 from salesrl_trl.types import Outcome, Reward
 
@@ -98,6 +98,16 @@ async def turns(count=5):
         await asyncio.sleep(0)
 
 
+async def begun(*texts, reward=None):
+    """A reward, and a batch of it in which these texts are under way."""
+    reward = reward or Answered()
+    batch = reward.batches.begin(range(len(texts)))
+    for place, text in enumerate(texts):
+        batch.start(place, text)
+    await turns()
+    return reward, batch
+
+
 def told(batch):
     """Value or reason of each reward; `None` for those that are out."""
     return [None if each is None else each.reason if each.value is None else each.value for each in batch.rewards]
@@ -151,11 +161,7 @@ def test_a_text_that_is_started_again_is_not_scored_twice():
 
 def test_equal_texts_at_two_places_are_scored_both():
     async def scene():
-        reward = Answered()
-        batch = reward.batches.begin([0, 1])
-        batch.start(0, "a")
-        batch.start(1, "a")
-        await turns()
+        reward, batch = await begun("a", "a")
         assert reward.asked == [(0, "a"), (1, "a")]
         batch.cancel()
 
@@ -164,10 +170,7 @@ def test_equal_texts_at_two_places_are_scored_both():
 
 def test_another_text_replaces_the_score_of_the_first_one():
     async def scene():
-        reward = Answered()
-        batch = reward.batches.begin([0])
-        batch.start(0, "a")
-        await turns()
+        reward, batch = await begun("a")
         reward.answer("a", 0.5)
         await batch.settled([[0]])
         batch.start(0, "b")
@@ -184,10 +187,7 @@ def test_another_text_replaces_the_score_of_the_first_one():
 
 def test_another_text_cancels_the_first_one_under_way():
     async def scene():
-        reward = Answered()
-        batch = reward.batches.begin([0])
-        batch.start(0, "a")
-        await turns()
+        reward, batch = await begun("a")
         batch.start(0, "b")
         await turns()
         assert reward.cancelled == ["a"]
@@ -201,10 +201,7 @@ def test_another_text_cancels_the_first_one_under_way():
 
 def test_a_first_text_that_does_not_let_itself_be_cancelled_says_nothing_of_the_second():
     async def scene():
-        reward = Stubborn(60.0)
-        batch = reward.batches.begin([0])
-        batch.start(0, "a")
-        await turns()
+        reward, batch = await begun("a", reward=Stubborn(60.0))
         batch.start(0, "b")
         reward.let_go()
         await has_ended(reward)
@@ -367,10 +364,7 @@ def test_an_error_after_the_deadline_concerns_nobody_and_its_words_are_not_told(
 
 def test_waiting_ends_with_the_first_whole_group():
     async def scene():
-        reward = Answered()
-        batch = reward.batches.begin(range(4))
-        for place, text in enumerate("abcd"):
-            batch.start(place, text)
+        reward, batch = await begun(*"abcd")
         waiting = asyncio.create_task(batch.settled([range(2), range(2, 4)]))
         for text in "ac":
             reward.answer(text, 0.5)
@@ -400,11 +394,7 @@ def test_there_is_nothing_to_wait_for_where_no_group_is_out():
 
 def test_a_waiter_that_is_cancelled_cancels_the_batch():
     async def scene():
-        reward = Answered()
-        batch = reward.batches.begin([0, 1, 2])
-        for place, text in enumerate("abc"):
-            batch.start(place, text)
-        await turns()
+        reward, batch = await begun(*"abc")
         reward.answer("a", 0.5)
         waiting = asyncio.create_task(batch.settled([[1, 2]]))
         await turns()
@@ -421,10 +411,7 @@ def test_a_waiter_that_is_cancelled_cancels_the_batch():
 
 def test_a_batch_that_was_cancelled_can_be_started_again():
     async def scene():
-        reward = Answered()
-        batch = reward.batches.begin([0])
-        batch.start(0, "a")
-        await turns()
+        reward, batch = await begun("a")
         batch.cancel()
         batch.start(0, "a")
         await turns()
@@ -472,7 +459,7 @@ def test_a_time_range_is_from_the_first_start_to_the_last_end():
 
 def test_a_stage_that_raises_is_failed_and_one_that_goes_on_is_under_way():
     async def scene():
-        stages, out = Stages("reward 3"), asyncio.get_running_loop().create_future()
+        stages, out = StageTimes("reward 3"), asyncio.get_running_loop().create_future()
 
         async def fails():
             raise KeyError
@@ -608,10 +595,7 @@ def test_an_error_of_the_same_kind_at_another_place_is_told_of_too(caplog):
 
 def test_a_chain_that_is_cancelled_by_somebody_else_is_missing():
     async def scene():
-        reward = Answered()
-        batch = reward.batches.begin([0])
-        batch.start(0, "a")
-        await turns()
+        reward, batch = await begun("a")
         reward._answers["a"].cancel()
         await batch.settled([[0]])
         assert told(batch) == ["cancelled"]
@@ -621,10 +605,7 @@ def test_a_chain_that_is_cancelled_by_somebody_else_is_missing():
 
 def test_an_error_after_the_completion_was_given_up_concerns_nobody(caplog):
     async def scene():
-        reward = Stubborn(60.0, ValueError("a customer's words"))
-        batch = reward.batches.begin([0])
-        batch.start(0, "a")
-        await turns()
+        reward, batch = await begun("a", reward=Stubborn(60.0, ValueError("a customer's words")))
         batch.cancel()
         reward.let_go()
         await has_ended(reward)
@@ -745,23 +726,6 @@ def test_spans_of_batches_that_were_not_reported_on_are_those_of_all_and_open_on
     play(scene())
 
 
-def test_the_batch_that_has_its_result_is_forgotten_and_the_others_stay():
-    async def scene():
-        reward = Answered()
-        other, batch = reward.batches.begin([0]), reward.batches.begin([1])
-        other.start(0, "b")
-        asking = asyncio.create_task(reward.result(batch, ["a"]))
-        await turns()
-        reward.answer("a", 0.5)
-        result = await asking
-        assert (result.values, [span.name for span in result.report.spans]) == ([0.5], ["judge"])
-        assert list(reward.batches) == [other]
-        assert reward.batches.status() == "of 1 completions 1 in judge"
-        other.cancel()
-
-    play(scene())
-
-
 # Threads
 
 
@@ -786,28 +750,6 @@ def test_completions_may_be_started_and_waited_for_from_another_thread():
         assert result.values == [0.5, 0.5]
         assert list(reward.batches) == [batches[0]]
         assert reward.asked == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-def test_a_wait_that_another_thread_gives_up_cancels_the_batch():
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        reward = Answered()
-        batch = reward.batches.begin([0])
-        loop.call_soon_threadsafe(batch.start, 0, "a")
-        waiting = asyncio.run_coroutine_threadsafe(batch.settled([[0]]), loop)
-        with pytest.raises(TimeoutError):
-            waiting.result(0.2)
-        waiting.cancel()
-        deadline = time.monotonic() + PATIENCE_S
-        while not reward.cancelled and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert reward.cancelled == ["a"]
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -2,11 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from support.loopback import ACTION, BAD, VERDICT, action, build_reward, row
 
 from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.timing import TimingContext
 from salesrl_trl.types import Outcome
 
 PATIENCE_S = 20.0
@@ -116,3 +118,15 @@ def test_a_closed_desk_leaves_no_thread_and_may_be_closed_again(services):
     desk.close()
     desk.close()
     assert {thread for thread in threading.enumerate() if thread.name == "rewards"} <= before
+
+
+def test_a_warm_up_that_has_begun_is_not_made_again(desk, services):
+    spans = []
+    desk.begin_warm_up(TimingContext("warm_up", SimpleNamespace(add=spans.extend)))
+    asked_for(services, "judge", 1)
+    answers = desk.warm_up()
+    assert set(answers) == {"rag_8b", "rag_32b", "judge"}
+    assert services.calls["judge"] == 1
+    assert [(span.name, span.track) for span in spans] == [("warm_up", "rewards")]
+    desk.warm_up()
+    assert services.calls["judge"] == 2

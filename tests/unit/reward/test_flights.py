@@ -1,4 +1,4 @@
-"""What becomes of several requests for one call."""
+"""Several requests for one call: which one counts."""
 
 import asyncio
 

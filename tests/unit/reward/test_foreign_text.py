@@ -1,4 +1,4 @@
-"""What other programs wrote is read in a time that grows with its length, not with its square.
+"""Text of other programs is read in a time that grows with its length, not with its square.
 
 It is read between the calls of all completions: while one text is read, all of them stand still, deadlines included.
 """
@@ -29,7 +29,7 @@ NONCE = "0123456789abcdef"
 CHARS = 128 * 1024
 """Twice what an answer or a verdict may hold. The square of it, at a nanosecond each, is 17 s."""
 MOST_S = 1.0
-"""Of the thread's own time, so that other processes do not count. The slowest reader takes 0.1 s."""
+"""Seconds of the thread's own time, so that other processes do not count. The slowest reader takes 0.1 s."""
 
 PROVIDER = ProviderClient(
     JudgeProvider(name="judge", base_url="http://127.0.0.1:9", model="m", transport=SimpleNamespace(service="judge"))

@@ -37,7 +37,7 @@ def two(services, backup, **second):
 
 
 def signed(system, user, **verdict):
-    """What an honest judge without response formats says."""
+    """The text of an honest judge without response formats."""
     nonce = user.split("nonce ")[1][:16]
     assert nonce in system
     return {"nonce": nonce, **VERDICT, **verdict}
@@ -262,7 +262,7 @@ def test_what_decides_a_verdict_is_part_of_its_identity(change):
 
 def test_a_key_is_in_no_representation():
     reward = build_reward("http://127.0.0.1:9", [row()])
-    (provider,) = reward._judge._providers.values()
+    (provider,) = reward._judge.providers.values()
     assert "judge-secret" not in repr(provider.settings)
 
 

@@ -1,4 +1,4 @@
-"""What counts as an action."""
+"""From a text to an action, or to the reason why it is none."""
 
 import json
 

@@ -72,15 +72,13 @@ class Hanging(Services):
 
 @pytest.fixture
 def services(httpserver):
-    httpserver.expect_request("/healthz").respond_with_data("")
-    httpserver.expect_request("/v1/models").respond_with_data("{}")
     services = Hanging(httpserver)
     yield services
     services.let_go.set()
 
 
 class InThread:
-    """What `subprocess.Popen` is to `remote`, without a process: a thread with an event loop of its own."""
+    """Takes the place of `subprocess.Popen` in `remote`: a thread with an event loop of its own."""
 
     def __init__(self, command, *, pass_fds, **_):
         descriptor = os.dup(pass_fds[0])  # the caller closes the other one, as it does after a fork
@@ -161,6 +159,11 @@ def result_of(reward, completions, indices=None):
     return reward.score_all([0] * len(completions) if indices is None else indices, completions)
 
 
+async def in_hand(reward):
+    """The completions that the child says it scores."""
+    return await reward._child().ask("in_hand")
+
+
 def process_of(reward):
     """The child that was started last."""
     (child,) = reward._children._made.values()
@@ -184,7 +187,7 @@ def is_gone(pid):
 
 
 def own_words(caplog):
-    """What the package has logged."""
+    """The messages that the package has logged."""
     return [each.getMessage() for each in caplog.records if each.name.startswith("salesrl_trl")]
 
 
@@ -225,8 +228,8 @@ ROWS_OF_MIXED = [0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
 
 
 def told_by(report):
-    """What a report says that is no time, and does not depend on which of two calls was faster: whether a completion
-    that fails had been told of its row's reference by then."""
+    """The parts of a report that hold no time and do not depend on which of two calls was faster, such as whether a
+    failed completion already had its row's reference."""
     spans = sorted((span.track, span.name, span.failed) for span in report.spans if span.name != "rag_32b")
     records = sorted((record.score, record.chars) for record in report.records)
     hits = {name: count for name, count in report.cache_hits.items() if name != "references"}
@@ -403,7 +406,7 @@ def test_a_cut_off_settles_what_is_out_and_all_that_comes(services, remote, go, 
     until(lambda: services.calls["8b"])
     loop.call_soon_threadsafe(reward.batches.cut_off, "stopped")
     assert reasons(scoring.result(PATIENCE_S)) == ["stopped", "not_json"]
-    until(lambda: reward._question("in_hand") == [])
+    until(lambda: go(in_hand(reward)) == [])
     services.let_go.set()
     assert reasons(go(result_of(reward, [action(query="another"), "hello"]))) == ["stopped", "stopped"]
     assert reward.batches.status() == "none is being scored"
@@ -426,7 +429,7 @@ def test_another_text_at_a_place_takes_the_first_one_out_of_the_childs_hands(ser
     until(lambda: services.calls["judge"])
     result = go(reward.result(batch, ["hello"]))
     assert result.values == [-0.25]
-    until(lambda: reward._question("in_hand") == [])
+    until(lambda: go(in_hand(reward)) == [])
     assert [span.name for span in result.report.spans] == ["parse"]
 
 
@@ -440,7 +443,7 @@ def test_what_is_given_up_before_the_child_has_come_to_it_is_not_asked_for(servi
     loop.call_soon_threadsafe(batch.cancel)
     until(lambda: not reward._asked)
     process_of(reward).send_signal(signal.SIGCONT)
-    until(lambda: reward._question("in_hand") == [])
+    until(lambda: go(in_hand(reward)) == [])
     assert services.calls["8b"] == 0
 
 
@@ -699,7 +702,7 @@ def test_a_chain_over_a_vector_store_scores_in_a_child(services, httpserver, rem
 
 
 def test_what_is_sent_keeps_its_parts_together(services):
-    """What a transport counts and what its flights count is one and the same, also in the child."""
+    """A transport and its flights share one counter, also in the child."""
     chain = pickle.loads(pickle.dumps(build_reward(services.url, [row()])))
     for transport in chain._transports().values():
         limit, *_, traffic = transport._flights._make.args

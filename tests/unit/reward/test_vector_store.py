@@ -638,7 +638,7 @@ def test_the_script_overwrites_only_when_told_to(build, embeddings, tmp_path, ca
     [
         ([], "got no documents"),
         (["not JSON"], "line 1: got no JSON"),
-        ([DOCUMENTS[0], DOCUMENTS[0]], "line 2: id 'zh-price' stands twice"),
+        ([DOCUMENTS[0], DOCUMENTS[0]], "line 2: id 'zh-price' is used twice"),
         ([{"id": "d", "text": " "}], "got an empty text for 'text'"),
         ([{"id": "d", "text": "t", "tenant_id": 7}], "document 'd': `tenant_id` is no text"),
         (['{"id": "d", "text": "\\ud83d"}'], "document 'd': holds half a surrogate pair"),

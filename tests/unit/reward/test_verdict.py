@@ -1,4 +1,4 @@
-"""What counts as a verdict."""
+"""The verdict in a judge's text, or the reason why there is none."""
 
 import json
 import re

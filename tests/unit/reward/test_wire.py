@@ -56,7 +56,7 @@ class Server:
 
 
 def numbers(talk, *, pause_s=0.0, greeting=b"", wait_for_all=True):
-    """What `CALLS` calls in a row are answered, or their errors; and on how many connections."""
+    """The answers or errors of `CALLS` calls in a row, and the number of their connections."""
 
     async def run():
         async with Server(talk, greeting) as server:

@@ -8,7 +8,7 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
-from support.loopback import ACTION, ANSWER, Services, action, chat_completion, row, score_batch
+from support.loopback import ACTION, ANSWER, action, chat_completion, row, score_batch
 
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
@@ -25,18 +25,11 @@ DEAD = "http://127.0.0.1:9"
 
 
 @pytest.fixture
-def services(httpserver):
-    httpserver.expect_request("/healthz").respond_with_data("")
-    httpserver.expect_request("/v1/models").respond_with_data("{}")
-    return Services(httpserver)
-
-
-@pytest.fixture
 def config(services, tmp_path):
-    """Settings for services on loopback."""
+    """Settings for services on loopback. No call is hedged, so that a slow machine changes no count of calls."""
 
     def make(**settings):
-        given = {"rag_base_url": services.url, "judge_base_url": f"{services.url}/v1"}
+        given = {"rag_base_url": services.url, "judge_base_url": f"{services.url}/v1", "hedge_fraction": 0.0}
         return RewardConfig(**{**given, "reference_cache": str(tmp_path / "refs.sqlite"), **settings})
 
     return make
@@ -234,6 +227,8 @@ def test_by_default_references_lie_in_the_cache_folder(config, tmp_path, monkeyp
         {"rag_top_k": 4},
         {"rag_score_threshold": 0.2},
         {"judge_model": "another"},
+        {"judge_response_format": "text"},
+        {"judge_max_completion_tokens": 4000},
         {"judge_repeats": 3},
         {"judge_repeats": 3, "judge_aggregation": "median"},
     ],
@@ -260,6 +255,36 @@ def test_limits_are_divided_over_processes(config, services, tmp_path):
     assert (
         score(config(rag_max_concurrency=4), tmp_path, [action()], processes=8).report.traffic["rag_8b"]["slots"] == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"), [({}, {"8b": 2, "judge": 2}), ({"judge_max_attempts": 1}, {"8b": 2, "judge": 1})]
+)
+def test_a_judge_has_attempts_of_its_own_if_given(config, services, tmp_path, settings, asked):
+    services.answers["8b"] = [(500, {}, {}, 0), (200, ANSWER, {}, 0)]
+    services.answers["judge"] = [(500, {}, {}, 0)]
+    (reward,) = score(config(max_attempts=2, **settings), tmp_path, [action()]).rewards
+    assert reward.reason == "judge_http_500"
+    assert {service: services.calls[service] for service in asked} == asked
+
+
+def test_a_failed_call_names_its_row_and_texts_are_shown_to_those_who_ask(config, services, tmp_path, caplog):
+    texts = ("my own words", ANSWER["answer"])
+    services.answers["32b"] = [(500, {}, {}, 0)]
+    services.set("judge", {}, status=500)
+    with caplog.at_level("DEBUG", logger="salesrl_trl"):
+        score(config(max_attempts=1), tmp_path, [action(query=texts[0])])
+        assert "[Scoring] r1 infra judge_http_500 (retrieval 0.50, format 1.00); parse " in caplog.text
+        assert "[RAG] r1 rag_32b failed: rag_32b_http_500" in caplog.text
+        score(config(verbose=["scoring"]), tmp_path, ["no action"])
+        assert "[Scoring] r1 invalid_action 0.00 not_json (format 0.00); parse" in caplog.text
+        assert not any(text in caplog.text for text in texts)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="salesrl_trl"):
+        score(config(max_attempts=1, verbose=["completions", "rag"]), tmp_path, [action(query=texts[0])])
+    assert "[Scoring]" not in caplog.text
+    shown = [line for line in caplog.messages if line.startswith(("[Completion] r1: ", "[RAG] r1 rag_8b "))]
+    assert [any(text in line for line in shown) for text in texts] == [True, True]
 
 
 def test_several_providers_are_built_with_their_own_limits_and_keys(config, services, tmp_path, monkeypatch):
@@ -377,6 +402,7 @@ def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(config, serv
         ({"judge_providers": [{**PROVIDER, "extra_body": "low"}]}, "Expected fields of a request"),
         ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected one of them"),
         ({"judge_aggregation": "max"}, "Expected one of: mean, median, min"),
+        ({"judge_response_format": "xml"}, "Expected one of: auto, json_schema, text"),
         ({"missing_component": "zero"}, "Expected one of: none, reweight"),
         ({"branch_reward_weights": {"fairness": 1.0}}, "Expected a mapping of component to number"),
         ({"branch_reward_weights": "judge"}, "is not JSON"),

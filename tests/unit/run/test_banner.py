@@ -1,4 +1,4 @@
-"""What a run says of itself before it begins, and the file that keeps what the console showed."""
+"""The lines at the start of a run, and the file that keeps the lines of the console."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
                 "packaged, compact (your own: --prompt_template FILE); rubrics: packaged",
                 "embedded, made for the demo (your own: --judge_base_url",
                 "prompt_style compact (not instruct)",
-                "The recipe wishes for bf16, and this run is on a CPU",
+                "The recipe asks for bf16, and this run is on a CPU",
             ],
         ),
         (
@@ -47,20 +47,41 @@ ROOT = Path(__file__).parents[3]
             ["--rag_base_url", "http://127.0.0.1:1", "--judge_base_url", "http://127.0.0.1:2/v1"],
             ["RAG service  http://127.0.0.1:1", "salesrl-judge at http://127.0.0.1:2/v1", "on-policy"],
         ),
+        (
+            "full",
+            [
+                *(
+                    "--judge",
+                    "mine.Judge",
+                    "--reward_stages",
+                    "mine.Stage",
+                    "--kl_law",
+                    "salesrl_trl.kl.law.ControlLaw",
+                ),
+                *("--use_vllm", "false", "--sampler", "salesrl_trl.generation.sampler.WholeBatch"),
+            ],
+            [
+                "judge        mine.Judge",
+                "stage        mine.Stage",
+                "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats a token, moved by salesrl_trl.kl.law.ControlLaw",
+                "rollouts     salesrl_trl.generation.sampler.WholeBatch, up to 64 new tokens, temperature 1",
+            ],
+        ),
+        ("full", ["--kl_control", "false"], ["KL band 0.1 to 0.3 nats a token, coefficient fixed"]),
     ],
-    ids=["as it stands", "own policy with LoRA", "own services"],
+    ids=["as it stands", "own policy with LoRA", "own services", "own parts", "fixed coefficients"],
 )
-def test_it_says_what_the_run_consists_of(recipe, arguments, expected, policy_path, tmp_path):
-    arguments = [str(policy_path) if each == "POLICY" else each for each in arguments]
+def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp_path):
+    arguments = [str(tiny) if each == "POLICY" else each for each in arguments]
     config = parse([*arguments, "--use_cpu", "--output_dir", str(tmp_path)], ROOT / f"recipes/{recipe}.yaml")
     notes = [*config.notes, *config.training.machine_notes]
     lines = banner(
         config.data, config.reward, config.training, config.model,
-        policy_path=str(policy_path), rows=(320, 12), notes=notes,
+        policy_path=str(tiny), rows=(320, 12), notes=notes,
     )  # fmt: skip
     text = "\n".join(lines)
     for part in expected:
-        assert part.replace("POLICY", str(policy_path)) in text
+        assert part.replace("POLICY", str(tiny)) in text
     assert "320 of demo to train on, 12 held out" in text
     assert "<|im_end|> (2)" in text
 

@@ -5,11 +5,9 @@ import gzip
 import re
 import socket
 import threading
-from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import Qwen2Config
 from werkzeug import Response
 
 from salesrl_trl.config import DataConfig, SalesGRPOConfig
@@ -17,10 +15,9 @@ from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected,
 from salesrl_trl.reward.service.http import MAX_BODY_BYTES, HttpClient
 from salesrl_trl.run.checks.addresses import check_models, check_rag, check_vllm_server
 from salesrl_trl.run.checks.folders import check_checkpoint, earlier_start
-from salesrl_trl.run.checks.model import check_model, parameter_count, positions_of, room_for_training
+from salesrl_trl.run.checks.model import check_model, positions_of
 from salesrl_trl.run.checks.prompts import prompt_limit
 from salesrl_trl.run.checks.reward import read_key
-from salesrl_trl.run.precision import Room
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10"])
@@ -308,22 +305,3 @@ def test_a_check_works_beside_a_running_event_loop(httpserver):
         check_rag(httpserver.url_for("").rstrip("/"), None)
 
     asyncio.run(in_a_notebook())
-
-
-def test_the_room_for_training_is_the_cards_memory_and_the_models_size(tiny, monkeypatch):
-    card = SimpleNamespace(total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    asked = {"vllm_share": 0.35, "has_reference": True}
-    room = room_for_training(str(tiny), None, False, torch.device("cuda"), processes=2, **asked)
-    count = sum(each.numel() for each in model.parameters())
-    assert room == Room(parameters=count, memory_gib=80.0, is_replicated=True, **asked)
-    assert room_for_training(str(tiny), None, False, torch.device("cpu"), processes=1, **asked) is None
-
-
-def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
-    """Under ZeRO-3 transformers splits each model over all processes as it is built, which waits for the others. The
-    banner is written by one. Here there is no process group: splitting would raise."""
-    expected = parameter_count(str(tiny), None, False)
-    monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: True)
-    assert parameter_count(str(tiny), None, False) == expected

@@ -1,4 +1,4 @@
-"""Settings come from a recipe and the command line; what can't be meant is refused."""
+"""Settings from a recipe and the command line, and messages about those that are refused."""
 
 from pathlib import Path
 

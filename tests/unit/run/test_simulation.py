@@ -1,4 +1,4 @@
-"""The simulation of a training run's load: what it deals out, what it tells of services, and what it keeps to itself.
+"""The simulation of a training run's load: its completions, its findings about services, and the texts that it hides.
 
 The services are the embedded ones, or a server on loopback with one fault. Figures come by hand from the deck: of 24
 completions 13 are clean, 2 duplicate, and one of each other variant.
@@ -6,6 +6,7 @@ completions 13 are clean, 2 duplicate, and one of each other variant.
 
 import itertools
 import json
+import logging
 import os
 import random
 import subprocess
@@ -15,10 +16,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.loopback import Services
 from support.seconds import check_seconds
-from werkzeug import Response
 
+from salesrl_trl import train
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import load_drafts, load_rows
 from salesrl_trl.reward.batch import BatchReport
@@ -37,14 +37,6 @@ BRANCHES = ("fairness", "hallucination")
 KEY = "sk-test-41c07d9e"
 SMALL = ("--prompts_per_step", "2", "--num_generations", "12")
 QUICK = ("--outage_patience_s", "0", "--max_attempts", "1", "--hedge_fraction", "0", *SMALL)
-
-
-@pytest.fixture(name="services")
-def fixture_services(httpserver):
-    """A RAG service and a judge that are well; a test breaks one of them."""
-    for path in ("/healthz", "/v1/models"):
-        httpserver.expect_request(path, method="GET").respond_with_handler(lambda _: Response("{}"))
-    return Services(httpserver)
 
 
 @pytest.fixture(autouse=True)
@@ -339,6 +331,19 @@ def test_two_steps_against_the_embedded_services(tmp_path, capsys):
     output = stdout + "\n".join(told)
     assert not any(text in output for text in texts)
     assert "rewritten_query" not in output
+
+
+def test_a_recipe_in_its_mode_for_rewards_scores_batches_as_large_as_its_steps(services, capsys, monkeypatch):
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL"):  # the recipe sets them
+        monkeypatch.setenv(name, "1")
+    package = logging.getLogger("salesrl_trl")
+    argv = ["--mode", "rewards", "--log_level", "error", "--max_steps", "1", "--num_generations", "24", *at(services)]
+    with pytest.raises(SystemExit) as ended:
+        train.main(SCRIPT.parents[1] / "recipes/debug.yaml", argv)
+    shown_from = package.level
+    package.setLevel(logging.INFO)
+    assert (ended.value.code, shown_from) == (0, logging.ERROR)
+    assert capsys.readouterr().out.startswith("1 steps of 2 x 24 completions for 960 rows of demo")
 
 
 def test_the_report_holds_texts_only_when_asked(services, capsys):

@@ -48,6 +48,15 @@ def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
     assert "judge_max_concurrency" in line
 
 
+def test_it_says_how_busy_the_gpu_is_if_that_is_known(lines):
+    done, current = looks([0.2])
+    beat = Heartbeat(current, 0.1, lambda: "step 3/21", {}, lambda: "GPU 7 % busy")
+    beat.start()
+    assert done.wait(10)
+    beat.stop()
+    assert lines()[0].startswith("[Heartbeat] step 3/21: generation for 0 s (GPU 7 % busy). Look at: ")
+
+
 def test_every_phase_of_training_has_an_advice():
     assert set(Phase) - {"unaccounted"} <= set(ADVICE)
 

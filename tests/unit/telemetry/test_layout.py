@@ -7,18 +7,20 @@ from torch.utils.tensorboard.summary import custom_scalars as as_protobuf
 from transformers import ProgressCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
 
-from salesrl_trl.names import MEMORY, THROUGHPUT, Phase, quick_of
+from salesrl_trl.names import MACHINE, MEMORY, THROUGHPUT, Phase, quick_of
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.layout import ScalarLayout, custom_scalars
 from salesrl_trl.update.ledger import Ledger
 
 BRANCHES = ("fairness", "hallucination")
+QUICK = ("score", "questions")
+"""A figure of the package and one of a user."""
 TAGS = {
     f"train/{name}"
     for name in (
-        *Ledger(BRANCHES, with_kl=True).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY,
+        *Ledger(BRANCHES, with_kl=True).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE,
         "failures/reason/rag_8b_timeout",
-        *(quick_of(branch, what) for branch in BRANCHES for what in ("score", "truncated", "length", "kl", "beta")),
+        *(quick_of(branch, what) for branch in BRANCHES for what in (*QUICK, "beta")),
     )
 }  # fmt: skip
 
@@ -26,7 +28,7 @@ TAGS = {
 def charts(banded=BRANCHES):
     return [
         (category, title, kind, tags)
-        for category, group in custom_scalars(BRANCHES, banded).items()
+        for category, group in custom_scalars(BRANCHES, banded, QUICK).items()
         for title, (kind, tags) in group.items()
     ]
 
@@ -41,7 +43,7 @@ def test_every_line_of_every_chart_is_a_metric():
 
 
 def test_the_four_groups_are_there():
-    assert list(custom_scalars(BRANCHES, BRANCHES)) == [
+    assert list(custom_scalars(BRANCHES, BRANCHES, QUICK)) == [
         "Rewards by branch", "KL with band and beta", "Step time by phase", "Failures by reason"
     ]  # fmt: skip
 
@@ -53,6 +55,11 @@ def test_a_branch_with_a_band_has_its_edges_drawn_and_one_without_has_a_line():
     assert kinds["KL of hallucination"] == ("Multiline", [r"^train/kl/hallucination$"])
 
 
+def test_every_figure_of_a_quick_evaluation_has_a_chart():
+    titles = [title for _, title, _, _ in charts() if title.startswith("quick evaluation")]
+    assert titles == ["quick evaluation: score", "quick evaluation: questions"]
+
+
 def test_every_phase_is_in_the_step_time():
     (tags,) = [tags for _, title, _, tags in charts() if title == "seconds"]
     for phase in Phase:
@@ -60,9 +67,9 @@ def test_every_phase_is_in_the_step_time():
 
 
 def test_tensorboard_takes_it():
-    summary = as_protobuf(custom_scalars(BRANCHES, BRANCHES))
+    summary = as_protobuf(custom_scalars(BRANCHES, BRANCHES, QUICK))
     layout = layout_pb2.Layout.FromString(summary.value[0].tensor.string_val[0])
-    assert [category.title for category in layout.category] == list(custom_scalars(BRANCHES, BRANCHES))
+    assert [category.title for category in layout.category] == list(custom_scalars(BRANCHES, BRANCHES, QUICK))
     assert sum(len(category.chart) for category in layout.category) == len(charts())
 
 
@@ -75,7 +82,7 @@ def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_
             self.layouts.append(layout)
 
     tensorboard = TensorBoardCallback(tb_writer=None)
-    layout = ScalarLayout(BRANCHES, ["fairness"], [ProgressCallback(), tensorboard])
+    layout = ScalarLayout(BRANCHES, ["fairness"], QUICK, [ProgressCallback(), tensorboard])
     layout.on_train_begin(None, TrainerState(), TrainerControl())  # another rank has no writer
     tensorboard.tb_writer = Writer()
     layout.on_train_begin(None, TrainerState(), TrainerControl())

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from salesrl_trl.errors import RunStopped, TooFewRewardsError
+from salesrl_trl.errors import DivergedError, RunStopped, TooFewRewardsError
 from salesrl_trl.update.run_control import RunControl
 
 NONE_MISSING: Counter[str] = Counter()
@@ -89,3 +89,14 @@ def test_a_run_that_ends_for_an_empty_index_says_what_to_look_at(control):
         for _ in range(10):
             control.record_batch(0.0, missing)
         assert ("look whether its index is loaded" in str(control.error)) is ("no_passages" in missing)
+
+
+@pytest.mark.parametrize(
+    "broken", [{"grad_norm": float("nan")}, {"grad_norm": float("inf"), "kl": 0.1}, {"grad_norm": 1.0, "kl": 12.0}]
+)
+def test_broken_figures_end_the_run_when_they_stay(broken):
+    control = RunControl(0.5, 3, max_kl=10.0)
+    for figures in (broken, broken, {"grad_norm": 1.0, "kl": 0.1}, {"loss": 1.0}, broken, broken):
+        control.record_line(figures)
+    with pytest.raises(DivergedError, match="in 3 log lines in a row"):
+        control.record_line(broken)

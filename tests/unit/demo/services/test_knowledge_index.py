@@ -217,7 +217,7 @@ def test_documents_are_read_with_and_without_title(tmp_path: Path) -> None:
         pytest.param('{"id": 1, "text": "a"}', "line 1: got int for 'id'", id="number-as-id"),
         pytest.param('{"id": "1", "text": " "}', "line 1: got an empty text for 'text'", id="blank-text"),
         pytest.param('{"id": "1", "text": "a", "title": 3}', "line 1: got int for 'title'", id="number-as-title"),
-        pytest.param('{"id": "1", "text": "a"}\n{"id": "1", "text": "b"}', "line 2: id '1' stands twice", id="twice"),
+        pytest.param('{"id": "1", "text": "a"}\n{"id": "1", "text": "b"}', "line 2: id '1' is used twice", id="twice"),
     ],
 )
 def test_bad_knowledge_base_names_the_line(tmp_path: Path, content: str, message: str) -> None:

@@ -110,7 +110,7 @@ def test_child_that_dies_is_an_error_with_its_last_words(files: dict[str, Path],
 def test_late_child_is_an_error_and_is_ended(files: dict[str, Path]) -> None:
     services = EmbeddedServices(**files)
     started = time.monotonic()
-    with pytest.raises(ServiceUnavailable, match="did not say in time"):
+    with pytest.raises(ServiceUnavailable, match="did not report their addresses in time"):
         services.start(timeout_s=0.01)
     assert time.monotonic() - started < WAIT_S
 

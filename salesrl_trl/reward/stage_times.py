@@ -1,6 +1,6 @@
-"""How long the stages of one completion took, and which are under way.
+"""The times of the stages of one completion: of those that ended, and of those under way.
 
-Owns times alone. The chain knows what a stage does; the batch reports the times.
+Owns times alone. `stage` is the seam for a stage of one's own, `chain` owns their order, `batch` reports the times.
 """
 
 import time
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class TimeRange:
-    """From the first start to the last end of something that many do at once."""
+    """From the first start to the last end of something that several completions do at once."""
 
     first: float | None = None
     """Seconds on `time.perf_counter`'s scale; `None` before anything began."""
@@ -28,13 +28,13 @@ class TimeRange:
         return 0.0 if self.first is None else max(self.last - self.first, 0.0)
 
     def include(self, started: float, ended: float) -> None:
-        """Something took from `started` to `ended`."""
+        """Extend the range by something that began at `started` and ended at `ended`."""
         self.first = started if self.first is None else min(self.first, started)
         self.last = max(self.last, ended)
 
 
-class Stages:
-    """The stages of one completion.
+class StageTimes:
+    """Times the stages of one completion.
 
     Args:
         track (`str`):
@@ -49,7 +49,7 @@ class Stages:
 
     @property
     def under_way(self) -> list[str]:
-        """Stages that are not over. From any thread."""
+        """The stages under way. From any thread."""
         return list(self._open)
 
     async def timed(self, call: Awaitable[T], stage: str) -> T:
@@ -76,7 +76,7 @@ class Stages:
         self.seconds.update({span.name: span.seconds for span in spans})
 
     def so_far(self) -> list[Span]:
-        """Stages that are over, and as failed those that are not. From any thread."""
+        """The stages so far. One that is under way counts as failed. From any thread."""
         return [*self.spans, *(self._span(stage, started, True) for stage, started in list(self._open.items()))]
 
     def _span(self, stage: str, started: float, failed: bool) -> Span:

@@ -1,0 +1,240 @@
+"""The memory estimate against the measured peak, for random weights of real shapes. Trains, without services.
+
+    .venv/bin/python -m benchmarks.memory [--shapes 0.5b 7b] [--no-vllm] [--json FILE]    # on a GPU
+    .venv/bin/python -m benchmarks.memory --shapes tiny                                 # on a CPU: no figures
+
+Each row is two updates of two micro-batches through this package's trainer, with prompts of one length and completions
+of full length. One completion is shorter, so that there is padding. A row without `checkpointing` has no gradient
+checkpointing. `reference` says whether there is a second model. The last row has vLLM in the process.
+
+- `allocated`: PyTorch's peak, as the trainer logs it (it starts anew at each log line), against all tensors;
+- `reserved`: the peak of what PyTorch's allocator took from the device;
+- `used`: the memory of the device that is not free after the row, against the whole estimate. Nobody else may use it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import importlib.util
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl.trainer.grpo_trainer as upstream
+from datasets import Dataset
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl import ModelConfig, get_peft_config
+
+from benchmarks.common import (
+    BETA,
+    SHAPES,
+    TOKENS,
+    Branched,
+    device,
+    device_name,
+    parser,
+    quiet,
+    save_model,
+    write_json,
+)
+from benchmarks.service import InstantReward
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.demo.policy import build_tokenizer
+from salesrl_trl.names import GPU_PEAK
+from salesrl_trl.replaced import replaced
+from salesrl_trl.run.memory.estimate import Estimate, estimate
+from salesrl_trl.run.memory.setup import setup_of
+from salesrl_trl.run.memory.shape import GIB, ModelShape, adapters_of, shape_of
+from salesrl_trl.run.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM
+from salesrl_trl.trainer import SalesGRPOTrainer
+
+SENTENCE = "The course on data analysis begins in October and has two evenings in a week. "
+BATCH = {"0.5b": 16, "1.5b": 8, "7b": 4, "tiny": 8}
+"""Completions of a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run to measure."""
+
+    shape: str
+    lora: bool
+    dtype: str = "bfloat16"
+    checkpointing: bool = True
+    reference: bool = True
+    vllm: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [self.shape, "LoRA" if self.lora else "full", self.dtype]
+        words += ["8-bit AdamW"] * self.rounds + ["no checkpointing"] * (not self.checkpointing)
+        words += ["reference"] * (self.reference and not self.lora) + ["vLLM"] * self.vllm
+        return ", ".join(words)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the optimizer rounds stochastically."""
+        return not self.lora and self.dtype == "bfloat16"
+
+
+def rows_of(shapes: Sequence[str], with_vllm: bool) -> list[Row]:
+    """LoRA and all weights of each shape. 7B in float32 leaves no room for a reference on a card of 141 GB."""
+    rows = []
+    for shape in shapes:
+        rows += [Row(shape, lora=True), Row(shape, lora=False, dtype="float32", reference=shape != "7b")]
+        if shape == "0.5b":
+            rows += [dataclasses.replace(row, checkpointing=False) for row in rows[-2:]]
+        if shape == "7b" and importlib.util.find_spec("torchao"):
+            rows.append(Row(shape, lora=False))
+    return rows + [Row(shapes[0], lora=True, vllm=True)] * with_vllm
+
+
+class FullLength(Branched):
+    """Every completion has the full length but the first one."""
+
+    def _generate_single_turn(self, prompt_ids: list[Any], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        lengths = [self.length // 2] + [self.length] * (len(prompt_ids) - 1)
+        return [[10 + place % 1000 for place in range(length)] for length in lengths], None
+
+
+def build(shape: str, dtype: str) -> Qwen2ForCausalLM:
+    """Random weights, made on the device."""
+    with device():
+        return Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[shape]), dtype=getattr(torch, dtype))
+
+
+def figures_of(shape: str, lora: ModelConfig | None) -> ModelShape:
+    """The figures of a shape, with its adapters."""
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPES[shape]))
+    figures = shape_of(model)
+    return figures if lora is None else dataclasses.replace(figures, adapters=adapters_of(model, lora))
+
+
+@contextlib.contextmanager
+def trainer_of(row: Row, folder: Path) -> Iterator[tuple[SalesGRPOTrainer, ModelConfig]]:
+    """A trainer for a row, and the model's settings. Without vLLM completions are given, and no model is read."""
+    where, length = device(), TOKENS[row.shape]
+    engine: dict[str, Any] = {}
+    if row.vllm:
+        engine = {
+            "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_load_format": "dummy",
+            "vllm_enforce_eager": True, "vllm_max_model_length": 2048, "max_sampling_logp_difference": 100.0,
+        }  # fmt: skip
+    args = SalesGRPOConfig(
+        **quiet(where, str(folder / "out"), **engine),
+        per_device_train_batch_size=BATCH[row.shape],
+        gradient_accumulation_steps=2,
+        max_completion_length=length,
+        gradient_checkpointing=row.checkpointing,
+        max_steps=2,
+        beta=BETA if row.reference else 0.0,
+        held_out_eval=False,
+        min_changed_weights=0.0,
+        **({"optim": STOCHASTIC_OPTIM, "optim_args": STOCHASTIC_ARGS} if row.rounds else {}),
+    )
+    model_settings = ModelConfig(use_peft=row.lora, dtype=row.dtype)
+    prompt = [{"role": "user", "content": SENTENCE * (1 if row.shape == "tiny" else 16)}]
+    if row.vllm:
+        save_model(row.shape, folder / "model", where)
+        policy = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, row.dtype))
+    else:
+        policy = build(row.shape, row.dtype)
+    with replaced(upstream, "create_model_from_path", lambda *_, **__: build(row.shape, row.dtype)):
+        trainer = (SalesGRPOTrainer if row.vllm else FullLength)(
+            policy,
+            InstantReward(),
+            args=args,
+            train_dataset=Dataset.from_list([{"prompt": prompt, "row": index} for index in range(64)]),
+            processing_class=build_tokenizer(),
+            peft_config=get_peft_config(model_settings),
+        )
+    if isinstance(trainer, FullLength):
+        trainer.length = length
+    try:
+        yield trainer, model_settings
+    finally:
+        trainer.finish()
+
+
+def measure(row: Row) -> dict[str, Any]:
+    """Train a row. Without a GPU there are no measured figures."""
+    start, on_gpu = time.perf_counter(), torch.cuda.is_available()
+    if on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    left = torch.cuda.memory_allocated() / GIB  # of the row before: nothing, if all is well
+    with tempfile.TemporaryDirectory() as folder, trainer_of(row, Path(folder)) as (trainer, model_settings):
+        trainer.train()
+        shape = figures_of(row.shape, model_settings if row.lora else None)
+        prompt = len(build_tokenizer().apply_chat_template(
+            trainer.train_dataset[0]["prompt"], add_generation_prompt=True, return_dict=True
+        )["input_ids"])  # fmt: skip
+        setup = setup_of(trainer.args, model_settings, shape, prompt, dtype=row.dtype)
+        card = torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else 80.0
+        found = estimate(shape, setup, card)
+        figures = {"row": row.name, "tokens": setup.tokens, "left_gib": left, **expected(found)}
+        if on_gpu:
+            free, total = torch.cuda.mem_get_info()
+            figures |= {
+                "allocated_gib": max(entry.get(GPU_PEAK, 0.0) for entry in trainer.state.log_history),
+                "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+                "used_gib": (total - free) / GIB,
+            }
+    figures["seconds"] = time.perf_counter() - start
+    return figures
+
+
+def expected(found: Estimate) -> dict[str, Any]:
+    """The estimate of a row: the moment with the most tensors, its parts, and the whole."""
+    moment = max(found.moments, key=lambda each: each.tensors_gib)
+    return {
+        "moment": moment.name,
+        "parts_gib": dict(moment.parts),
+        "tensors_gib": moment.tensors_gib,
+        "estimated_gib": found.needed_gib,
+    }
+
+
+def line(figures: dict[str, Any]) -> str:
+    """The figures of a row, for people."""
+    told = f"{figures['row']}: estimated {figures['tensors_gib']:.2f} GiB of tensors ({figures['moment']}), "
+    told += f"{figures['estimated_gib']:.2f} in all"
+    if "allocated_gib" in figures:
+        tensors = figures["tensors_gib"] / figures["allocated_gib"]
+        told += f"; measured {figures['allocated_gib']:.2f} allocated (estimate {tensors - 1:+.1%}), "
+        told += f"{figures['reserved_gib']:.2f} reserved, {figures['used_gib']:.2f} used "
+        told += f"(estimate {figures['estimated_gib'] / figures['used_gib'] - 1:+.1%})"
+    else:
+        told += "; a CPU measures nothing"
+    return f"{told}; {figures['seconds']:.0f} s"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure the rows and print them."""
+    made: argparse.ArgumentParser = parser(__doc__)
+    on_gpu = torch.cuda.is_available()
+    default = ["0.5b", "1.5b", "7b"] if on_gpu else ["tiny"]
+    made.add_argument("--shapes", nargs="+", choices=sorted(BATCH), default=default)
+    made.add_argument("--no-vllm", action="store_true", help="leave out the row with vLLM")
+    args = made.parse_args(argv)
+    show = functools.partial(print, file=sys.stderr, flush=True)
+    rows = []
+    for row in rows_of(args.shapes, with_vllm=on_gpu and not args.no_vllm):
+        rows.append(measure(row))
+        show(line(rows[-1]))
+    figures = {"device": device_name(device()), "rows": rows}
+    write_json(args.json, figures)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

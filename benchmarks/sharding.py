@@ -1,0 +1,201 @@
+"""Training whose weights are split over two processes, beside one process with the same global batch.
+
+    python -m benchmarks.sharding                                  # one, zero2, zero3, fsdp2 on two GPUs
+    python -m benchmarks.sharding --shape tiny --arms one zero3    # on a CPU, which has no FSDP
+
+Each arm is a launch of its own, with its file of `accelerate_configs/`. Completions and rewards depend on the prompt,
+the step and the place in the group alone, so all arms train on the same batches. It says how far losses, KL and the
+saved weights differ from those of one process, how long a step takes, and how much memory a process needs.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from benchmarks.common import BETA, SHAPES, device, device_name, now, parser, quiet, save_model, write_json
+from benchmarks.service import BRANCHES, GENERATIONS, ROOT, InstantReward
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.demo.policy import build_tokenizer
+from salesrl_trl.kl.figures import kl_names
+from salesrl_trl.trainer import SalesGRPOTrainer
+
+ARMS = {"one": None, "ddp": "debug", "zero2": "full", "zero3": "zero3", "fsdp2": "fsdp2"}
+"""By arm, its file of `accelerate_configs/`."""
+BATCH = 8
+"""Completions of a micro-batch over all processes. A step has two micro-batches."""
+TOKENS = {"0.5b": 128, "7b": 128, "demo": 32, "tiny": 16}
+"""Longest completion."""
+LIMIT_S = 300
+"""Longest time of a launch. DeepSpeed compiles an op for 25 s when it is first used on a machine."""
+
+
+class Keyed(SalesGRPOTrainer):
+    """Generation replaced by tokens that depend on the prompt, the step and the place in the group."""
+
+    length: int
+
+    def _generate_single_turn(self, prompt_ids: list[Any], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        completions = []
+        for place, prompt in enumerate(prompt_ids, start=self.accelerator.process_index * len(prompt_ids)):
+            draw = random.Random(f"{prompt} {self.state.global_step} {place % GENERATIONS}")
+            length = draw.randrange(self.length // 2, self.length + 1)
+            completions.append([draw.randrange(10, 1000) for _ in range(length)])
+        return completions, None
+
+
+class Clock(TrainerCallback):
+    """The times at which steps end."""
+
+    def __init__(self) -> None:
+        self.ends = list[float]()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.ends.append(now())
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Train in one process of an arm. The first process writes the figures and saves the policy."""
+    where, processes = device(), int(os.environ.get("WORLD_SIZE", "1"))
+    config = SalesGRPOConfig(  # before the model: DeepSpeed's ZeRO-3 splits the model while it is loaded
+        **quiet(where, str(arguments.out / "run")) | {"learning_rate": 1e-4, "bf16": arguments.bf16},
+        branch_kl={branch: {"beta": BETA, "low": 0.02, "high": 0.06} for branch in BRANCHES},
+        kl_update_steps=1,
+        held_out_eval=False,
+        loss_type="dapo",
+        per_device_train_batch_size=BATCH // processes,
+        gradient_accumulation_steps=2,
+        max_completion_length=TOKENS[arguments.shape],
+        gradient_checkpointing=arguments.shape in ("0.5b", "7b"),
+        max_steps=arguments.steps,
+    )
+    rows = [{"prompt": [{"role": "user", "content": f"Question {index}?"}], "row": index} for index in range(64)]
+    clock = Clock()
+    trainer = Keyed(
+        AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
+        InstantReward(),
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=build_tokenizer(),
+        callbacks=[clock],
+    )
+    trainer.length = TOKENS[arguments.shape]
+    trainer.train()
+    trainer.save_model(str(arguments.out / "saved"))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if where.type == "cuda" else None
+    peaks = gather_object([peak])
+    if trainer.is_world_process_zero():
+        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        names = ("loss", "grad_norm", *kl_names(BRANCHES))
+        figures = {
+            "distributed": trainer.accelerator.distributed_type.value,
+            "processes": processes,
+            "first_weights": trainer.rooms.first_weights,
+            "steps": [{name: entry[name] for name in names} for entry in steps],
+            "step_s": [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)],
+            "peak_gib": peaks,
+        }
+        write_json(arguments.out / "figures.json", figures)
+    trainer.finish()
+    PartialState().destroy_process_group()
+
+
+def launch(arm: str, arguments: argparse.Namespace, model: Path, out: Path) -> dict[str, Any]:
+    """The figures of an arm.
+
+    Raises:
+        `RuntimeError`: it failed. The message holds the end of its output.
+    """
+    out.mkdir()
+    name = ARMS[arm]
+    command = [sys.executable, "-m"]
+    if name is not None:
+        several = ("--multi_gpu",) if arm == "ddp" else ()
+        command += ["accelerate.commands.launch", "--config_file", f"accelerate_configs/{name}.yaml", *several]
+        command += ["--num_processes", "2", "-m"]
+    command += ["benchmarks.sharding", "--worker", "--shape", arguments.shape, "--steps", str(arguments.steps)]
+    command += ["--model", str(model), "--out", str(out)] + ["--bf16"] * arguments.bf16
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    if not (out / "figures.json").is_file():
+        raise RuntimeError(f"{arm} failed: {(done.stdout + done.stderr)[-6000:]}")
+    figures: dict[str, Any] = json.loads((out / "figures.json").read_text())
+    return figures | {"exit_code": done.returncode}  # an end that is not clean comes after the figures
+
+
+def differences(one: dict[str, Any], other: dict[str, Any], saved: tuple[Path, Path]) -> dict[str, float]:
+    """The largest differences over the steps, by kind of figure, and of the saved weights."""
+    found = dict.fromkeys(("loss", "grad_norm", "kl"), 0.0)
+    for a, b in zip(one["steps"], other["steps"], strict=True):
+        for name in a:
+            kind = name.split("/")[0]
+            if kind in found and a[name] is not None and not name.endswith("_tokens"):
+                found[kind] = max(found[kind], abs(a[name] - b[name]))
+    expected, weights = (load_file(folder / "model.safetensors") for folder in saved)
+    found["weights"] = max(
+        (weights[name].float() - value.float()).abs().max().item() for name, value in expected.items()
+    )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the arms one after the other and print a line for each."""
+    made = parser(__doc__)
+    made.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if torch.cuda.is_available() else "tiny")
+    made.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=["one", "zero2", "zero3", "fsdp2"])
+    made.add_argument("--steps", type=int, default=5)
+    made.add_argument("--bf16", action="store_true", help="compute in bf16; the default is float32")
+    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    made.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    arguments = made.parse_args(argv)
+    if arguments.worker:
+        work(arguments)
+        return {}
+    figures: dict[str, Any] = {"shape": arguments.shape, "device": device_name(device()), "bf16": arguments.bf16}
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(arguments.shape, Path(folder, "model"), device())
+        for arm in arguments.arms:
+            started = now()
+            found = launch(arm, arguments, model, Path(folder, arm))
+            if "one" in figures:
+                saved = (Path(folder, "one", "saved"), Path(folder, arm, "saved"))
+                found["difference"] = differences(figures["one"], found, saved)
+            figures[arm] = found
+            print(_line(arm, found, now() - started), flush=True)
+    write_json(arguments.json, figures)
+    return figures
+
+
+def _line(arm: str, found: dict[str, Any], seconds: float) -> str:
+    parts = [
+        f"{arm}: {found['distributed']} on {found['processes']}",
+        f"step {statistics.median(found['step_s']):.2f} s",
+    ]
+    if found["peak_gib"][0] is not None:
+        parts.append(f"peak {max(found['peak_gib']):.2f} GiB a process")
+    if "difference" in found:
+        parts += [f"{name} off by {value:.2g}" for name, value in found["difference"].items()]
+    else:
+        parts.append("losses " + ", ".join(f"{entry['loss']:.4f}" for entry in found["steps"]))
+    return "; ".join((*parts, f"launch {seconds:.0f} s, exit code {found['exit_code']}"))
+
+
+if __name__ == "__main__":
+    main()

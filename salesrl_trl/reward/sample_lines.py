@@ -1,0 +1,57 @@
+"""Lines about single completions, each with its row's id: for those who ask by `verbose`.
+
+Owns their wording, and which of them a run shows. A line quotes a customer only if its kind was asked for.
+"""
+
+import json
+import logging
+from collections.abc import Collection
+
+from salesrl_trl.types import Answer, Reward
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("completions", "rag", "scoring")
+"""The first two quote customers."""
+
+
+class SampleLines:
+    """Logs what happens to single completions.
+
+    Args:
+        kinds (`Collection[str]`, *optional*, defaults to none):
+            Some of `KINDS`. Without `scoring`, completions that could not be scored are logged at the level DEBUG.
+    """
+
+    def __init__(self, kinds: Collection[str] = ()) -> None:
+        self._kinds = frozenset(kinds)
+
+    def answer(self, row_id: str, service: str, seconds: float, answer: Answer) -> None:
+        """`[RAG] train-0007 rag_8b 0.31 s, 3 passages, best 0.42: "The course costs ..."`."""
+        if "rag" in self._kinds:
+            best = f", best {max(passage.score for passage in answer.passages):.2f}" if answer.passages else ""
+            found = f"{len(answer.passages)} passages{best}: {json.dumps(answer.text, ensure_ascii=False)}"
+            logger.info(f"[RAG] {row_id} {service} {seconds:.2f} s, {found}")
+
+    def no_answer(self, row_id: str, service: str, reason: str) -> None:
+        """`[RAG] train-0007 rag_32b failed: rag_32b_timeout`."""
+        logger.log(
+            logging.INFO if "rag" in self._kinds else logging.DEBUG, f"[RAG] {row_id} {service} failed: {reason}"
+        )
+
+    def scored(self, row_id: str, completion: str | None, reward: Reward) -> None:
+        """`[Scoring] train-0007 ok 0.80 (judge 0.80); rag_8b 0.31 s, judge 1.20 s`, and before it the completion."""
+        if "completions" in self._kinds:
+            logger.info(f"[Completion] {row_id}: {json.dumps(completion, ensure_ascii=False)}")
+        if "scoring" in self._kinds:
+            logger.info(self._line(row_id, reward))
+        elif reward.value is None:
+            logger.debug(self._line(row_id, reward))
+
+    @staticmethod
+    def _line(row_id: str, reward: Reward) -> str:
+        value = "" if reward.value is None else f" {reward.value:.2f}"
+        parts = ", ".join(f"{name} {part:.2f}" for name, part in reward.components.items() if part is not None)
+        times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in reward.seconds.items())
+        reason = f" {reward.reason}" if reward.reason else ""
+        return f"[Scoring] {row_id} {reward.outcome.value}{value}{reason}{f' ({parts})' if parts else ''}; {times}"

@@ -1,0 +1,117 @@
+"""The last words of a failed run: which fault of the catalogue it is, and what to do about it.
+
+Owns how a fault is recognised, in a chain of exceptions or in the log of a run that a signal ended. `catalogue` owns
+the faults, `launcher` the place of the words. Standard library only: accelerate's process reads this too.
+"""
+
+import os
+import re
+import signal
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from salesrl_trl.errors import SalesRLError
+from salesrl_trl.run.catalogue import FAULTS
+from salesrl_trl.run.fault import PAGE, Fault, Sign
+from salesrl_trl.run.launcher import Words
+
+_LOG_TAIL = 400_000
+"""Bytes at the end of a log that are searched."""
+_LONGEST = 400
+"""Characters of a foreign error's message."""
+
+
+def words_of(error: BaseException, code: int, log: Path | None) -> Words:
+    """The last words about an error. An error of this package shows its whole message, a foreign one a part.
+
+    Args:
+        error (`BaseException`):
+            What ends the run.
+        code (`int`):
+            Exit code.
+        log (`Path`, *optional*):
+            The run's log, if there is one.
+    """
+    fault = recognised(error)
+    rank = f" (rank {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    lines = [f"{type(error).__name__}{rank}: {short(error)}"]
+    if fault is not None or not isinstance(error, SalesRLError):
+        lines += _advice(fault, log)
+    return Words("\n".join(lines), code, follows=fault is not None and fault.follows)
+
+
+def short(error: BaseException) -> str:
+    """An error's message in one line: the whole of this package's own errors, a part of a long foreign one."""
+    message = " ".join(str(error).split())
+    return message if isinstance(error, SalesRLError) or len(message) <= _LONGEST else message[:_LONGEST] + " ..."
+
+
+def words_of_signal(number: int, log: Path | None) -> Words:
+    """The last words about a run that a signal ended, without an error of Python's."""
+    text = _tail(log) if log is not None else ""
+    signs = [(sign, each) for each in FAULTS for sign in each.signs if not sign.kind and not sign.where]
+    signs.sort(key=lambda pair: not pair[0].text)  # the signal alone says least
+    fault = next((each for sign, each in signs if _fits_end(sign, number, text)), None)
+    lines = [f"The run was ended by {signal.Signals(number).name}.", *_advice(fault, log)]
+    return Words("\n".join(lines), 128 + number)
+
+
+def recognised(error: BaseException) -> Fault | None:
+    """The first fault of the catalogue with a sign that fits the error, its causes, or the errors of a group."""
+    chain = list(_chain(error))
+    return next((each for each in FAULTS if any(_fits(sign, one) for sign in each.signs for one in chain)), None)
+
+
+def _advice(fault: Fault | None, log: Path | None) -> list[str]:
+    where = f"{log} is the run's log." if log is not None else ""
+    if fault is None:
+        return [f"No known fault. The traceback says where it happened; {PAGE} has the known ones. {where}".rstrip()]
+    steps = [f"  {number}. {step}" for number, step in enumerate(fault.remedies, 1)]
+    more = f"More: {PAGE}#{fault.anchor}. {where}".rstrip()
+    return [f"{fault.title}. {fault.cause}", "What to do, in this order:", *steps, more]
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, then its causes, each once."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+
+
+def _fits(sign: Sign, error: BaseException) -> bool:
+    if sign.status:
+        return False
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
+    return (
+        (not sign.kind or any(name == sign.kind or name.endswith(f".{sign.kind}") for name in kinds))
+        and (not sign.text or re.search(sign.text, str(error)) is not None)
+        and (not sign.where or any(re.search(sign.where, place) for place in _places(error)))
+    )
+
+
+def _places(error: BaseException) -> Iterator[str]:
+    """`module.function` of each frame that the error passed."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        yield f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}"
+
+
+def _fits_end(sign: Sign, number: int, log: str) -> bool:
+    return sign.status in (0, number) and re.search(sign.text, log) is not None
+
+
+def _tail(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(log.stat().st_size - _LOG_TAIL, 0))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""

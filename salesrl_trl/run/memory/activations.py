@@ -1,0 +1,100 @@
+"""Activations, and the log-probs of the loss, in bytes.
+
+Sources, by their releases:
+
+- transformers 5: `models/qwen2/modeling_qwen2.py`, which the decoders of Llama, Mistral and Qwen3 share.
+- PyTorch: autograd keeps the inputs that a product needs for its gradient. `aten/src/ATen/autocast_mode.cpp` keeps the
+  16-bit copy of a float32 weight until the outermost autocast ends, and casts an activation for each layer anew.
+- PEFT 0.21: `tuners/lora/layer.py`. An adapter casts its input.
+- TRL 1.16: `GRPOTrainer._get_per_token_logps_and_entropies` never has the logits. `kernels/chunked_logprob.py` goes
+  over the vocabulary in tiles, with gradients in float32.
+"""
+
+from salesrl_trl.run.memory.setup import Setup
+from salesrl_trl.run.memory.shape import ModelShape
+
+TILE_TOKENS, TILE_VOCABULARY = 4096, 32_768
+"""A tile of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
+
+
+def layer_activations(shape: ModelShape, setup: Setup) -> float:
+    """What autograd keeps of one block's forward pass, for a micro-batch.
+
+    Bytes of a token, with c bytes in a product and r in the residual stream (the weights' format). Widths: h hidden,
+    f of the MLP, q of the queries, S tokens of a row. Keys and values are repeated to q where a mask is given
+    (`sdpa_attention.py`), and padding always gives one.
+
+    - norms, two: 4h for the float32 input of the square. All weights in training: r h for the product with the norm's
+      weight, and the inputs of the linear layers, c h once or, as autocast casts for each layer anew, 5 c h together.
+    - attention: 4 c q for queries, keys, values and output, 4 for each head, c S for the mask; eager: its weights.
+    - MLP: 3 c f for gate, its activation and up; all weights in training: c f more, the input of down.
+    - adapters: each casts its own input, c wide, with a mask of 1 byte under dropout, and keeps its inner c x rank.
+    """
+    computed, stream = setup.compute_bytes, setup.weight_bytes
+    hidden, query, heads = shape.hidden, shape.query, shape.heads
+    length = setup.prompt_tokens + setup.completion_tokens
+    inner = (3 if setup.lora else 4) * computed * shape.intermediate
+    norms = 2.0 * (4 * hidden + 4)
+    if not setup.lora:
+        norms += 2 * stream * hidden
+        norms += 2 * computed * hidden if stream == computed else 5 * computed * hidden
+    attention = 4 * computed * query + 4 * heads + computed * length
+    if setup.eager_attention:
+        attention += (4 + computed) * heads * length
+    if shape.norms_heads:
+        attention += (4 if setup.lora else 4 + stream) * (query + shape.key_value)
+    adapted = 0.0
+    if setup.lora:
+        assert shape.adapters is not None
+        adapted = (computed + setup.lora_dropout) * shape.adapters.inputs + computed * shape.adapters.ranks
+    return setup.tokens * (norms + attention + inner + adapted)
+
+
+def saved_activations(shape: ModelShape, setup: Setup) -> float:
+    """What is kept from the forward pass to the backward pass.
+
+    With gradient checkpointing each block's input (`GradientCheckpointingLayer`), else all of `layer_activations`.
+    After the blocks: the last norm, and the hidden states that it gives to the log-probs.
+    """
+    block = (
+        setup.tokens * setup.weight_bytes * shape.hidden if setup.checkpointing else layer_activations(shape, setup)
+    )
+    last = setup.tokens * shape.hidden * (4 + setup.weight_bytes * (1 if setup.lora else 2))
+    return shape.layers * block + last
+
+
+def working_activations(shape: ModelShape, setup: Setup) -> float:
+    """More than the saved ones, while one block's backward pass runs.
+
+    With gradient checkpointing its activations. In the MLP's product: three gradients of width f, less the input of
+    down, which is done with; two gradients of the residual stream; one weight's gradient, in 16 bits and its format.
+    """
+    again = layer_activations(shape, setup) if setup.checkpointing else 0.0
+    widths = (3 if setup.lora else 2) * setup.compute_bytes * shape.intermediate
+    weight = (
+        0 if setup.lora else shape.largest * (2 + setup.weight_bytes * (setup.weight_bytes != setup.compute_bytes))
+    )
+    return again + setup.tokens * (widths + 2 * setup.weight_bytes * shape.hidden) + weight
+
+
+def evaluation_activations(shape: ModelShape, setup: Setup) -> float:
+    """One block's forward pass of a batch that is evaluated, where the MLP has three widths of f, and the last output.
+
+    Beside them: two of the residual stream, and the norm's output for the product.
+    """
+    tokens = setup.evaluated * (setup.prompt_tokens + setup.completion_tokens)
+    widths = 3 * setup.compute_bytes * shape.intermediate
+    return tokens * (widths + (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden)
+
+
+def head(shape: ModelShape, setup: Setup) -> tuple[float, float]:
+    """Log-probs and entropies of the completion tokens, forward and backward (`ChunkedLogProbFunction`).
+
+    Both have one tile of logits. Backward adds the hidden states' gradients in float32 and in their own format. If
+    the head is trained, its whole gradient is float32, with a copy in its own format.
+    """
+    scored = setup.micro_batch * setup.completion_tokens
+    tile = min(scored, TILE_TOKENS) * TILE_VOCABULARY * setup.compute_bytes
+    inputs = scored * shape.hidden * (4 + setup.weight_bytes)
+    weight = 0.0 if setup.lora else shape.embedding * (4 + 2 * (setup.weight_bytes == 2))
+    return float(tile), tile + inputs + weight

@@ -1,0 +1,71 @@
+"""The memory of a card, by its name or of the card in this machine, and the processes that use it now."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.memory.shape import GIB
+
+
+class Usage(NamedTuple):
+    """A process on a card."""
+
+    pid: int
+    name: str
+    gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card to train on."""
+
+    name: str
+    gib: float
+    uuid: str | None = None
+    """The driver's name of the card; `None` if it is not in this machine."""
+
+
+def named_card(text: str) -> Card:
+    """A card by its size: `"80gb"` has 80e9 bytes, the least of the cards that are sold by this name; `"75gib"`.
+
+    Raises:
+        `ConfigError`: the text is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gb|gib)", text.strip().lower())
+    if found is None:
+        raise ConfigError(f"`card` is {text!r}. Expected a size, such as 24gb, 80gb or 131.5gib. Correct it.")
+    return Card(text, float(found[1]) * (1e9 / GIB if found[2] == "gb" else 1.0))
+
+
+def card_here(device: torch.device) -> Card | None:
+    """The card of this process; `None` on a CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return Card(properties.name, properties.total_memory / GIB, f"GPU-{properties.uuid}")
+
+
+def used_gib(card: Card) -> float | None:
+    """Memory of the card in use now, by all processes. `None` if the driver does not say."""
+    rows = _ask_driver(card, "--query-gpu=memory.used")
+    return float(rows[0][0]) / 1024 if rows else None
+
+
+def users(card: Card) -> list[Usage]:
+    """The processes that use the card now. In a container the driver may hide them."""
+    rows = _ask_driver(card, "--query-compute-apps=pid,process_name,used_memory")
+    return [Usage(int(pid), name, float(mib) / 1024) for pid, name, mib in rows if mib.replace(".", "").isdigit()]
+
+
+def _ask_driver(card: Card, query: str) -> list[list[str]]:
+    if card.uuid is None or shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--id={card.uuid}", query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]

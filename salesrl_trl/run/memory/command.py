@@ -1,0 +1,153 @@
+"""`scripts/check_gpu_memory.py`: the estimate of a run as a table. Owns the command line and the wording."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
+from salesrl_trl.run.memory.cards import Card, card_here, named_card, used_gib, users
+from salesrl_trl.run.memory.estimate import Estimate, estimate
+from salesrl_trl.run.memory.remedies import Remedy, remedies
+from salesrl_trl.run.memory.setup import Setup, Sharding
+from salesrl_trl.run.preflight.memory import Scales, settle_precision
+from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.settings import RunConfig, parse
+from salesrl_trl.run.software import PACKAGE
+
+RECIPE = PACKAGE.parent / "recipes" / "full.yaml"
+SHARDINGS = {each.name.lower(): each for each in Sharding}
+
+
+def main(description: str | None, argv: Sequence[str] | None = None) -> int:
+    """Print the table. Returns the exit code."""
+    options, settings = _parser(description).parse_known_args(argv)
+    try:
+        config = parse(settings, RECIPE)
+        card = _card(options.card, config)
+        setup, scales, reason = _setup(config, card, options)
+    except SalesRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    found = estimate(scales.adapted, setup, card.gib)
+    changes = remedies(scales.adapted, setup, card.gib)
+    show = _as_json if options.json else _as_text
+    print(show(found, setup, changes, card, f"{scales.source[0]}, {_trained(setup)}"))
+    if reason and not options.json:
+        print(reason)
+    return 0 if found.fits else EXIT_STOPPED
+
+
+def _card(name: str | None, config: RunConfig) -> Card:
+    here = card_here(config.training.device)
+    if name is not None:
+        return named_card(name)
+    if here is None:
+        raise ConfigError("there is no GPU here, and `--card` is not given. Expected a size, as in `--card 80gb`.")
+    return here
+
+
+def _setup(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Setup, Scales, str]:
+    """The setup, what weighed it, and why no number format fits, if none does."""
+    if config.model.model_name_or_path is None:
+        raise ConfigError(
+            "no model is named, and the packaged small policy fits every card. Expected `--model_name_or_path`."
+        )
+    if options.card is not None:  # a machine without this card may not have settled for 16 bits
+        wish = config.recipe
+        config.training.bf16 = not wish.get("fp16") if wish.get("bf16") is None else bool(wish["bf16"])
+    plan, reason = Plan(config), ""
+    _ = plan.model_config  # raises where there is no model
+    scales = Scales(plan, card.gib, options.prompt_tokens)
+    sharding = SHARDINGS[options.sharding]
+    if sharding is Sharding.NONE:
+        try:
+            settle_precision(plan, scales)
+        except ConfigError as error:
+            plan.dtype, reason = "float32", str(error)
+    else:
+        plan.dtype = config.model.dtype
+    setup = scales.setup(plan.dtype)
+    if sharding is not Sharding.NONE or options.processes > 1:
+        setup = setup.sharded(sharding, max(options.processes, 1))
+    return setup, scales, reason
+
+
+def _trained(setup: Setup) -> str:
+    formats = {4: "float32", 2: "16 bits", 1: "8 bits"}
+    what = "LoRA" if setup.lora else "all weights"
+    split = f", {setup.sharding} over {setup.processes} processes" if setup.processes > 1 else ""
+    return (
+        f"{what}, weights in {formats[setup.weight_bytes]}, {setup.micro_batch} x {setup.prompt_tokens} + "
+        f"{setup.completion_tokens} tokens{split}"
+    )
+
+
+def _as_text(found: Estimate, setup: Setup, changes: Sequence[Remedy], card: Card, title: str) -> str:
+    peak = found.peak
+    lines = [title, f"on {card.name} ({card.gib:.1f} GiB), at its fullest: {peak.name}", ""]
+    lines += [f"  {part:<28}{gib:8.2f} GiB" for part, gib in peak.parts.items() if gib >= 0.005]
+    lines += [f"  {'sum':<28}{found.needed_gib:8.2f} GiB", ""]
+    others = sorted(found.moments, key=lambda moment: -moment.total_gib)[1:]
+    lines.append("other moments: " + ", ".join(f"{moment.name} {moment.total_gib:.1f}" for moment in others))
+    if found.sequences is not None:
+        lines.append(
+            f"vLLM's cache has room for {found.sequences:.0f} completions of full length at once; "
+            f"{setup.rollouts} are generated"
+        )
+    lines += _in_use(card, found)
+    if found.fits:
+        return "\n".join([*lines, f"It fits: {card.gib - found.needed_gib:.1f} GiB are left."])
+    if not found.starts_engine:
+        lines.append("vLLM would not start: its share has no room for one completion of full length.")
+    lines += ["It does not fit. Settings that take less, the cheapest first:", ""]
+    for change in changes:
+        fits = "fits" if change.together.fits else "does not fit"
+        lines.append(f"  {change.setting}\n      {-change.saved_gib:+.1f} GiB alone ({change.cost}); with those above "
+                     f"{change.together.needed_gib:.1f} GiB: {fits}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _in_use(card: Card, found: Estimate) -> list[str]:
+    used = used_gib(card)
+    if used is None:
+        return []
+    named = ", ".join(f"{each.name} ({each.pid}) {each.gib:.1f} GiB" for each in users(card))
+    text = f"in use now: {used:.1f} GiB" + (f", by {named}" if named else "")
+    if found.fits and used + found.needed_gib > card.gib:
+        text += ". THIS LEAVES TOO LITTLE: end those processes first"
+    return [text]
+
+
+def _as_json(found: Estimate, setup: Setup, changes: Sequence[Remedy], card: Card, title: str) -> str:
+    figures: Mapping[str, object] = {
+        "run": title,
+        "card": {"name": card.name, "gib": card.gib, "used_gib": used_gib(card)},
+        "fits": found.fits,
+        "needed_gib": found.needed_gib,
+        "moments": {moment.name: dict(moment.parts) for moment in found.moments},
+        "vllm_sequences": found.sequences,
+        "setup": asdict(setup),
+        "remedies": [
+            {"setting": each.setting, "saved_gib": each.saved_gib, "together_gib": each.together.needed_gib}
+            for each in changes
+        ],
+    }
+    return json.dumps(figures)
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--config RECIPE.yaml] [--card 80gb] [--json] [--SETTING VALUE ...]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--card", help="size of the card, such as 24gb; default: the card in this machine")
+    parser.add_argument("--sharding", choices=SHARDINGS, default="none", help="states that processes share")
+    parser.add_argument("--processes", type=int, default=1, help="processes that train together, a card each")
+    parser.add_argument("--prompt_tokens", type=int, help="tokens of a prompt; default: the longest of the data")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser

@@ -1,0 +1,137 @@
+"""The figures of a model that decide its memory. Owns the count, on a model that is built without its weights."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from trl import ModelConfig
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.checks.model import empty_model, put_adapter
+
+GIB = 2**30
+
+
+class UnknownShape(ConfigError):
+    """The figures of a model are not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapters:
+    """LoRA's adapters of a model."""
+
+    parameters: int
+    inputs: float
+    """Sum of the widths of the adapted layers' inputs, over the modules of one layer."""
+    ranks: float
+    """Sum of the ranks, over the modules of one layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A decoder's figures. Widths and counts are numbers of parameters or of values per token, not bytes."""
+
+    parameters: int
+    linear: int
+    """Parameters of the linear layers, without the output head."""
+    largest: int
+    """Parameters of the largest linear layer of a block."""
+    embedding: int
+    """Parameters of the token embedding."""
+    is_tied: bool
+    """Whether the output head is the token embedding."""
+    layers: int
+    hidden: int
+    intermediate: int
+    """Width of a block's MLP. For a mixture of experts: of all experts that a token visits."""
+    heads: int
+    query: int
+    """Width of a token's queries, over all heads."""
+    key_value: int
+    """Width of a token's keys, over all heads of keys. Its values are as wide."""
+    norms_heads: bool
+    """Whether queries and keys are normalised (Qwen3)."""
+    vocabulary: int
+    number_bytes: int
+    """Bytes of a number in the checkpoint, by its configuration."""
+    adapters: Adapters | None = None
+
+
+def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: bool) -> int:
+    """The number of a model's parameters."""
+    return sum(each.numel() for each in empty_model(name_or_path, revision, trust_remote_code).parameters())
+
+
+@functools.lru_cache(maxsize=8)
+def model_shape(name_or_path: str, revision: str | None, trust_remote_code: bool) -> ModelShape:
+    """A model's figures. The model is built without its weights, in this process alone.
+
+    Args:
+        name_or_path (`str`), revision (`str`, *optional*), trust_remote_code (`bool`):
+            As in `AutoConfig.from_pretrained`.
+    """
+    return shape_of(empty_model(name_or_path, revision, trust_remote_code))
+
+
+def with_adapters(
+    shape: ModelShape, lora: ModelConfig, name_or_path: str, revision: str | None, trust_remote_code: bool
+) -> ModelShape:
+    """The figures of the same model with the LoRA adapters that `lora` sets, counted as PEFT makes them."""
+    model = empty_model(name_or_path, revision, trust_remote_code)
+    return dataclasses.replace(shape, adapters=adapters_of(model, lora))
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """The figures of a model.
+
+    Raises:
+        `UnknownShape`: it is no decoder of attention and MLP blocks, by its configuration.
+    """
+    text = model.config.get_text_config()
+    asked = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    if missing := [name for name in asked if not isinstance(getattr(text, name, None), int)]:
+        raise UnknownShape(f"the configuration of {model.config.model_type} has no number for {', '.join(missing)}")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    linear = [
+        each.weight.numel()
+        for each in model.modules()
+        if isinstance(each, torch.nn.Linear) and each is not head  # the head's product is never cast as a whole
+    ]
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    visited = getattr(text, "num_experts_per_tok", None)
+    mlp = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    mlp = max(mlp) if isinstance(mlp, list) else mlp  # Gemma 3n has one for each block
+    dtype = model.config.dtype or torch.float32
+    return ModelShape(
+        parameters=sum(each.numel() for each in model.parameters()),
+        linear=sum(linear),
+        largest=max(linear, default=0),
+        embedding=embedding.weight.numel(),
+        is_tied=head is not None and head.weight is embedding.weight,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=visited * (getattr(text, "moe_intermediate_size", None) or mlp) if visited else mlp,
+        heads=heads,
+        query=heads * width,
+        key_value=(getattr(text, "num_key_value_heads", None) or heads) * width,
+        norms_heads=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+        vocabulary=text.vocab_size,
+        number_bytes=torch.empty((), dtype=dtype).element_size(),
+    )
+
+
+def adapters_of(model: PreTrainedModel, lora: ModelConfig) -> Adapters:
+    """The adapters that PEFT gives a model on the meta device, which it changes."""
+    from peft.tuners.lora import LoraLayer
+
+    adapted = put_adapter(model, lora)
+    layers = model.config.get_text_config().num_hidden_layers
+    modules = [each for each in adapted.modules() if isinstance(each, LoraLayer)]
+    return Adapters(
+        parameters=sum(each.numel() for each in adapted.parameters() if each.requires_grad),
+        inputs=sum(int(each.in_features or 0) for each in modules) / layers,
+        ranks=sum(each.r["default"] for each in modules) / layers,
+    )

@@ -1,0 +1,117 @@
+"""The stage `rag` or `judge` alone: no torch, no TRL trainer, no tokenizer.
+
+Owns the few training settings that shape the load on services. All other settings of training are accepted and not
+checked: the whole preflight does that.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.demo.services.launcher import EmbeddedServices
+from salesrl_trl.run.checks.reward import RewardParts, check_stand_ins, read_reward
+from salesrl_trl.run.preflight.services import JudgeStage, RagStage
+from salesrl_trl.run.preflight.stage import Stage, StageReport, report_of
+from salesrl_trl.run.settings import SettingsParser, names_of_settings
+from salesrl_trl.types import SalesRow
+
+if TYPE_CHECKING:
+    from salesrl_trl.run.preflight.plan import Plan
+
+STAGES: dict[str, Stage] = {stage.name: stage for stage in (RagStage(), JudgeStage())}
+
+
+@dataclass
+class StepSettings:
+    """The training settings that shape the load of one step, with the defaults of `SalesGRPOConfig`."""
+
+    branches: list[str] = field(default_factory=lambda: ["fairness", "hallucination"])
+    hybrid_reference_weight: float = 0.0
+    min_valid_reward_fraction: float = 0.5
+    num_generations: int = 8
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.generation_batch_size is None:
+            steps = self.steps_per_generation or self.gradient_accumulation_steps
+            self.generation_batch_size = self.per_device_train_batch_size * steps
+
+    @property
+    def process_index(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+
+@dataclass
+class ServicesConfig:
+    """The part of `RunConfig` that the two stages read."""
+
+    data: DataConfig
+    reward: RewardConfig
+    training: StepSettings
+
+
+@dataclass
+class ServicesPlan:
+    """The part of `Plan` that the two stages read."""
+
+    config: ServicesConfig
+    in_depth: bool = True
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @cached_property
+    def reward(self) -> RewardParts:
+        training = self.config.training
+        return read_reward(self.config.reward, training.branches, training.hybrid_reference_weight > 0)
+
+    @cached_property
+    def addresses(self) -> tuple[str, str]:
+        config = self.config.reward
+        if not (config.embeds_rag or config.embeds_judge):
+            return config.rag_base_url or "", config.judge_base_url or ""
+        knowledge = config.knowledge_file
+        services = EmbeddedServices(documents=None if knowledge is None else Path(knowledge).expanduser())
+        started = self.opened.enter_context(services)
+        return config.rag_base_url or started.rag_base_url, config.judge_base_url or started.judge_base_url
+
+    @cached_property
+    def train_rows(self) -> list[SalesRow]:
+        from salesrl_trl.data.sources import load_rows  # brings pandas
+
+        data = self.config.data
+        return load_rows(data.dataset, data.train_split, self.config.training.branches, data.max_train_rows)
+
+
+def read_alone(argv: Sequence[str], default_recipe: Path) -> ServicesConfig:
+    """The settings of the two stages. A misspelt setting of any stage raises `ConfigError`."""
+    parser = SettingsParser((DataConfig, RewardConfig, StepSettings), unread=names_of_settings())
+    return ServicesConfig(*parser.read(argv, default_recipe))
+
+
+def examine_alone(name: str, argv: Sequence[str], default_recipe: Path) -> Iterator[StageReport]:
+    """Run one of `STAGES` and yield its report.
+
+    Args:
+        name (`str`):
+            Name of the stage.
+        argv (`Sequence[str]`):
+            Command-line arguments, perhaps with `--config FILE.yaml`.
+        default_recipe (`Path`):
+            Recipe for a command line without `--config`.
+
+    Raises:
+        `SalesRLError`: a setting does not work.
+    """
+    plan = ServicesPlan(read_alone(argv, default_recipe))
+    data = plan.config.data
+    own_rows = next((each for each in (data.dataset, data.eval_dataset) if each not in ("demo", None)), None)
+    check_stand_ins(plan.config.reward, plan.config.training.branches, own_rows)
+    with plan.opened:
+        yield report_of(STAGES[name], cast("Plan", plan))

@@ -1,0 +1,115 @@
+"""The stage `config`: settings that depend on each other or on files. Those alone are checked in `config/`."""
+
+from pathlib import Path
+
+from salesrl_trl.config.sizes import check_evaluation
+from salesrl_trl.data.faster_disk import copied
+from salesrl_trl.data.sources import DEMO, check_source, is_file
+from salesrl_trl.demo.policy import PROMPT_STYLE
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.checks.attention import choose_attention
+from salesrl_trl.run.checks.folders import check_checkpoint, earlier_start, free_gib
+from salesrl_trl.run.checks.reward import check_stand_ins
+from salesrl_trl.run.memory.shape import parameter_count
+from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.preflight.stage import Findings
+from salesrl_trl.telemetry.device import GIB
+from salesrl_trl.types import DEFAULT_FORMAT
+
+WEIGHT_BYTES, OPTIMIZER_BYTES = 4, 8
+"""Bytes per parameter in a checkpoint: a float32 weight, and AdamW's two moments."""
+
+
+class ConfigStage:
+    """Branches, checkpoint, prompt, rubrics, weights and keys, and the model's configuration."""
+
+    name = "config"
+    needs: tuple[str, ...] = ()
+
+    def run(self, plan: Plan) -> Findings:
+        config, training, findings = plan.config, plan.config.training, Findings()
+        _copy_data(plan, findings)
+        config.telemetry.check_branches(training.branches)
+        training.resume_from_checkpoint = check_checkpoint(training.resume_from_checkpoint, training.output_dir)
+        if training.held_out_eval:
+            check_evaluation(training, training.world_size)
+        _check_small_policy(plan)
+        sources = [each for each in (config.data.dataset, config.data.eval_dataset) if each not in (DEMO, None)]
+        for source in sources:
+            check_source(source)
+        notes = check_stand_ins(config.reward, training.branches, next(iter(sources), None))
+        _ = plan.reward, plan.model_config  # raise if they do not work
+        _check_disk(plan, findings)
+        micro_batch = training.per_device_train_batch_size * training.world_size
+        findings.figure("processes", training.world_size)
+        findings.figure("completions_a_step", micro_batch * training.gradient_accumulation_steps)
+        notes += earlier_start(training.output_dir, resumes=training.resume_from_checkpoint is not None)
+        model = config.model
+        model.attn_implementation, attention = choose_attention(
+            model.attn_implementation,
+            training.device,
+            in_16_bits=training.bf16 or training.fp16,
+            model=plan.model_config,
+        )
+        for note in (*notes, *([attention] if attention else [])):
+            findings.note(note)
+        steps, warm_up = training.max_steps, training.warmup_steps
+        if 0 < steps <= warm_up:
+            findings.note(f"`warmup_steps` is {warm_up:g} and `max_steps` {steps}: the learning rate is never reached")
+        return findings
+
+
+def _copy_data(plan: Plan, findings: Findings) -> None:
+    """Read rows and vector store from copies, if `data_copy_dir` is set."""
+    data = plan.config.data
+    for owner, name in ((data, "dataset"), (data, "eval_dataset"), (plan.config.reward, "vector_store_path")):
+        path = getattr(owner, name)
+        is_local = path is not None and (owner is not data or is_file(path))  # else `demo`, or a dataset on the hub
+        if data.data_copy_dir is not None and is_local:
+            setattr(owner, name, str(copied(Path(path), Path(data.data_copy_dir))))
+            findings.note(f"`{name}` is read from {getattr(owner, name)}, a copy of {path}")
+
+
+def _check_disk(plan: Plan, findings: Findings) -> None:
+    """Hold the checkpoints of a run that trains all weights against the free disk of the output folder."""
+    model, training = plan.config.model, plan.config.training
+    if model.model_name_or_path is None or model.use_peft or training.save_strategy == "no":
+        return
+    parameters = parameter_count(model.model_name_or_path, model.model_revision, training.trust_remote_code)
+    weights = WEIGHT_BYTES * parameters / GIB
+    each = weights + (0.0 if training.save_only_model else OPTIMIZER_BYTES * parameters / GIB)
+    saved = int(training.max_steps // training.save_steps) if 0 < training.save_steps <= training.max_steps else 1
+    kept = min(saved, training.save_total_limit + 1) if training.save_total_limit else saved
+    needed = kept * each + weights * (1 + bool(plan.config.telemetry.quick_eval_steps))
+    free = free_gib(training.output_dir)
+    findings.figure("checkpoint_gib", each)
+    findings.figure("disk_needed_gib", needed)
+    if free >= needed:
+        return
+    text = (
+        f"A checkpoint takes about {each:.1f} GiB, and {kept} of them with the policies of the end and of the best "
+        f"evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk."
+    )
+    remedy = (
+        "Name an `output_dir` on a larger disk, keep fewer (`save_total_limit`, one more is there while it saves), or "
+        "keep weights alone (`save_only_model: true`)."
+    )
+    if free < each:
+        findings.fail(text, remedy)
+    else:
+        findings.note(text, remedy)
+
+
+def _check_small_policy(plan: Plan) -> None:
+    """Raise unless the prompt works, and prompts the small policy, if it is used, as its warm start did."""
+    prompt, action_format = plan.prompt, plan.config.reward.action_format()
+    if plan.config.model.model_name_or_path is not None or (
+        prompt == PROMPT_STYLE and action_format == DEFAULT_FORMAT
+    ):
+        return
+    given = f"`prompt_style` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
+    raise ConfigError(
+        f"{given if prompt != PROMPT_STYLE else '`action_fields` is given'}, but the small demo policy is taught "
+        f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_style: "
+        f"{PROMPT_STYLE}` and neither `prompt_template` nor `action_fields`."
+    )

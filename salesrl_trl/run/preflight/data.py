@@ -1,0 +1,90 @@
+"""The stage `data`: the rows, and the lengths of their prompts."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.preflight.stage import Findings
+from salesrl_trl.types import SalesRow
+
+SHOWN_ROWS = 5
+
+
+class DataStage:
+    """Columns, branches, lengths, and enough rows. A checkpoint's rows have to be these rows."""
+
+    name = "data"
+    needs: tuple[str, ...] = ("config",)
+
+    def run(self, plan: Plan) -> Findings:
+        findings, train, held_out = Findings(), plan.train, plan.held_out
+        for rows in (train, held_out):
+            if rows.note:
+                findings.note(rows.note)
+        _check_resume(plan)
+        _check_quick_evaluation(plan)
+        _check_branches(plan, findings)
+        _check_repeats(train.rows, held_out.rows, findings)
+        findings.figure("train_rows", len(train.rows))
+        findings.figure("held_out_rows", len(held_out.rows))
+        findings.figure("longest_prompt_tokens", max(train.longest, held_out.longest))
+        findings.figure("limit_tokens", None if plan.limit is None else plan.limit.tokens)
+        return findings
+
+
+def _check_branches(plan: Plan, findings: Findings) -> None:
+    rows = Counter(row.branch for row in plan.train.rows)
+    for branch in plan.config.training.branches:
+        findings.figure(f"rows_{branch}", rows[branch])
+    without = [branch for branch in plan.config.training.branches if not rows[branch]]
+    if without:
+        findings.note(
+            f"No training row belongs to {', '.join(without)}.", "Add rows, or leave the branch out of `branches`."
+        )
+
+
+def _check_repeats(train: Sequence[SalesRow], held_out: Sequence[SalesRow], findings: Findings) -> None:
+    """Look for conversations that come twice in training, and for held-out ones that are trained on."""
+    seen, repeats = set[object](), list[SalesRow]()
+    for row in train:
+        key = (row.branch, row.conversation, row.documents)
+        if key in seen:
+            repeats.append(row)
+        seen.add(key)
+    if repeats:
+        findings.note(
+            f"{len(repeats):,} of {len(train):,} training rows repeat an earlier one: {_named(repeats)}.",
+            "Leave them out, unless they are to count more.",
+        )
+    trained = {row.conversation for row in train}
+    known = [row for row in held_out if row.conversation in trained]
+    if known:
+        findings.note(
+            f"{len(known):,} of {len(held_out):,} held-out rows have a conversation of the training rows, so the "
+            f"evaluation does not show what is learned: {_named(known)}.",
+            "Hold out other conversations.",
+        )
+
+
+def _named(rows: Sequence[SalesRow]) -> str:
+    more = f" and {len(rows) - SHOWN_ROWS:,} more" if len(rows) > SHOWN_ROWS else ""
+    return ", ".join(row.row_id for row in rows[:SHOWN_ROWS]) + more
+
+
+def _check_resume(plan: Plan) -> None:
+    training = plan.config.training
+    if training.resume_from_checkpoint is not None:  # the trainer logs differences that are allowed
+        made_of = identity_of(training, rows_of(plan.train.prompts, (row.branch for row in plan.train.rows)))
+        check_identity(Path(training.resume_from_checkpoint), made_of, training.allow_changed_resume)
+
+
+def _check_quick_evaluation(plan: Plan) -> None:
+    rows, processes = len(plan.held_out.rows), plan.config.training.world_size
+    if plan.config.telemetry.quick_eval_steps and rows < processes:
+        raise ConfigError(
+            f"a quick evaluation has {rows} held-out rows for {processes} processes. Expected one for each. Hold out "
+            "more (`max_eval_rows`), or set `quick_eval_steps: 0`."
+        )

@@ -1,0 +1,175 @@
+"""The stage `memory`: whether training fits the card, and the number format of the policy's weights."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers.training_args import OptimizerNames
+from transformers.utils import is_torchao_available
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.memory.cards import Card, card_here, used_gib, users
+from salesrl_trl.run.memory.estimate import Estimate, estimate
+from salesrl_trl.run.memory.remedies import Remedy, advice, remedies
+from salesrl_trl.run.memory.setup import Setup, setup_of
+from salesrl_trl.run.memory.shape import ModelShape, UnknownShape, model_shape, with_adapters
+from salesrl_trl.run.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, Precision, choose_precision
+from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.preflight.stage import Findings
+
+MARGIN = 0.1
+"""An estimate that is above the card's memory by less than this share is a note, and no failure."""
+
+
+@dataclass
+class Scales:
+    """Weigh a plan's training on a card. The plan names a model.
+
+    Args:
+        plan (`Plan`):
+            The run.
+        card_gib (`float`):
+            Memory of the card.
+        prompt_tokens (`int`, *optional*):
+            Tokens of a prompt. Defaults to those of the longest training row.
+    """
+
+    plan: Plan
+    card_gib: float
+    prompt_tokens: int | None = None
+
+    @property
+    def source(self) -> tuple[str, str | None, bool]:
+        config = self.plan.config
+        assert config.model.model_name_or_path is not None
+        return config.model.model_name_or_path, config.model.model_revision, config.training.trust_remote_code
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The policy's figures, without adapters unless they are trained."""
+        plain = model_shape(*self.source)
+        return self.adapted if self.plan.config.model.use_peft else plain
+
+    @cached_property
+    def adapted(self) -> ModelShape:
+        """The policy's figures with adapters.
+
+        Raises:
+            `ConfigError`: adapters are to be trained, and have no place in the model.
+        """
+        lora, plain = self.plan.config.model, model_shape(*self.source)
+        try:
+            return with_adapters(plain, lora, *self.source)
+        except ConfigError:
+            if lora.use_peft:
+                raise
+            # only a remedy, for a model whose usual layers PEFT does not know
+            return with_adapters(plain, dataclasses.replace(lora, lora_target_modules="all-linear"), *self.source)
+
+    def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
+        prompt_tokens = self.plan.train.longest if self.prompt_tokens is None else self.prompt_tokens
+        config = self.plan.config
+        return setup_of(config.training, config.model, self.shape, prompt_tokens, dtype=dtype, optim=optim)
+
+    def weigh(self, dtype: str | None, optim: str | None = None) -> Estimate:
+        """The estimate for weights of a number format, and an optimizer by its name in transformers."""
+        return estimate(self.shape, self.setup(dtype, optim), self.card_gib)
+
+    def remedies(self, setup: Setup) -> list[Remedy]:
+        return remedies(self.adapted, setup, self.card_gib)
+
+
+class MemoryStage:
+    """Chooses the number format. For 16-bit weights it sets the optimizer that suits them."""
+
+    name = "memory"
+    needs: tuple[str, ...] = ("config", "data")
+
+    def run(self, plan: Plan) -> Findings:
+        training, findings = plan.config.training, Findings()
+        card = card_here(training.device)
+        model, scales = plan.config.model, None
+        unknown = "this run is on the CPU" if card is None else "the packaged small policy fits every card"
+        if model.model_name_or_path is not None and (card is not None or model.use_peft):
+            weighed = Scales(plan, math.inf if card is None else card.gib)
+            try:
+                _ = weighed.shape  # raises where an adapter has no place
+                scales = None if card is None else weighed
+            except UnknownShape as error:
+                unknown = f"no estimate: {error}"
+        chosen = settle_precision(plan, scales)
+        if chosen.note is not None:
+            findings.note(chosen.note)
+        if training.mode != "train":
+            findings.skip(f"nothing is trained in `mode: {training.mode}`")
+        elif scales is None:
+            findings.skip(unknown)
+        elif card is not None:
+            found = scales.weigh(plan.dtype)
+            _compare(scales, found, findings)
+            _compare_with_others(card, found, findings)
+        return findings
+
+
+def settle_precision(plan: Plan, scales: Scales | None) -> Precision:
+    """Choose the number format of the weights and set the optimizer that it needs.
+
+    Raises:
+        `ConfigError`: all weights are to be trained, and no number format fits.
+    """
+    model, training = plan.config.model, plan.config.training
+    trains_all_weights = not (model.use_peft or training.is_sharded)
+    chosen = choose_precision(
+        dtype=model.dtype,
+        autocast=training.bf16 or training.fp16,
+        keeps_masters=training.deepspeed_plugin is not None,
+        adapters_only=model.use_peft,
+        optim=training.optim.value,
+        optim_args=training.optim_args,
+        weigh=scales.weigh if scales is not None and trains_all_weights else None,
+        has_torchao=is_torchao_available(),
+    )
+    if chosen.stochastic_rounding:
+        training.optim, training.optim_args = OptimizerNames(STOCHASTIC_OPTIM), STOCHASTIC_ARGS
+    plan.dtype = chosen.dtype
+    return chosen
+
+
+def _compare(scales: Scales, found: Estimate, findings: Findings) -> None:
+    """Note or fail where the estimate is above the card."""
+    peak, card = found.peak, found.card_gib
+    for part, gib in peak.parts.items():
+        findings.figure(f"{part.replace(' ', '_')}_gib", round(gib, 2))
+    findings.figure("needed_gib", round(found.needed_gib, 2))
+    findings.figure("card_gib", round(card, 2))
+    if found.fits:
+        return
+    text = f"training takes about {found.needed_gib:.1f} GiB ({peak.name}), and the card has {card:.1f}."
+    if not found.starts_engine:
+        text = (
+            f"vLLM's share of the card has room for {found.sequences:.1f} completions of full length beside the "
+            "weights. Expected at least 1: vLLM would not start."
+        )
+    remedy = f"{advice(scales.remedies(scales.setup(scales.plan.dtype)))} `scripts/check_gpu_memory.py` shows all."
+    model = scales.plan.config.model
+    is_tried = (model.dtype == "float32" and not model.use_peft) or found.needed_gib <= (1 + MARGIN) * card
+    if is_tried and found.starts_engine:
+        findings.note(f"{text} The run may still fit: the estimate is good to {MARGIN:.0%}.", remedy)
+    else:
+        findings.fail(text, remedy)
+
+
+def _compare_with_others(card: Card, found: Estimate, findings: Findings) -> None:
+    """Fail where training would fit, but other processes use the card."""
+    used = used_gib(card)
+    if used is None:
+        return
+    findings.figure("used_gib", round(used, 2))
+    if found.fits and used + found.needed_gib > (1 + MARGIN) * card.gib:
+        named = ", ".join(f"{each.name} ({each.pid}) {each.gib:.1f} GiB" for each in users(card))
+        findings.fail(
+            f"training takes about {found.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in use "
+            f"now, by {named or 'processes that the driver does not name here'}.",
+            "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
+        )

@@ -1,0 +1,151 @@
+"""The plan of a run: its settings, and the parts that are made of them without a model's weights.
+
+Each part is made when it is first asked for, and kept. The check of a part is in `checks`, `config` or `data`. A part
+that can't be made raises a `SalesRLError`.
+"""
+
+import contextlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from salesrl_trl.data.lengths import FittingPrompts, Limit, fit_prompts, token_counter
+from salesrl_trl.data.sources import is_file, load_rows
+from salesrl_trl.data.templates import PromptTemplate
+from salesrl_trl.demo.policy import MAX_POSITIONS, policy_tokenizer
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.assembly import addresses
+from salesrl_trl.run.checks.addresses import check_vllm_server
+from salesrl_trl.run.checks.model import check_model, generation_config_of, load_tokenizer, positions_of
+from salesrl_trl.run.checks.prompts import prompt_limit, prompt_of
+from salesrl_trl.run.checks.reward import RewardParts, read_reward
+from salesrl_trl.run.settings import RunConfig
+from salesrl_trl.types import SalesRow
+
+if TYPE_CHECKING:
+    from salesrl_trl.run.preflight.rehearsal import Rehearsal
+
+
+@dataclass
+class Plan:
+    """A run before its model is loaded.
+
+    Args:
+        config (`RunConfig`):
+            Settings. Stages settle some of them: the checkpoint's path, the optimizer.
+        in_depth (`bool`, *optional*, defaults to `False`):
+            Whether stages may take seconds, as in a preflight. At the start of a run they only look.
+        dtype (`str`, *optional*):
+            Number format of the policy's weights in training. The stage `memory` sets it.
+        notes (`list[str]`, *optional*, defaults to none):
+            Findings that a user should know at the start: lines for the run's banner.
+        policy (`PreTrainedModel`, *optional*):
+            The policy with its weights. The stage `model` of a preflight sets it.
+        rehearsal (`Rehearsal`, *optional*):
+            The trainer of a preflight. The first stage that needs it sets it.
+        opened (`ExitStack`, *optional*):
+            What stages opened for later ones, such as the embedded services. The runner of a preflight closes it.
+    """
+
+    config: RunConfig
+    in_depth: bool = False
+    dtype: str | None = None
+    notes: list[str] = field(default_factory=list)
+    policy: PreTrainedModel | None = None
+    rehearsal: "Rehearsal | None" = None
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def rows(self) -> list[SalesRow]:
+        """Training rows, then held-out rows. Their prompts fit."""
+        return [*self.train.rows, *self.held_out.rows]
+
+    @cached_property
+    def prompt(self) -> str | PromptTemplate:
+        """The user's template, or the name of a packaged style."""
+        return prompt_of(self.config.data, self.config.reward.action_format().fields)
+
+    @cached_property
+    def reward(self) -> RewardParts:
+        """Rubrics, weights and keys. No address is asked."""
+        training = self.config.training
+        return read_reward(self.config.reward, training.branches, training.hybrid_reference_weight > 0)
+
+    @cached_property
+    def addresses(self) -> tuple[str, str]:
+        """The addresses of the RAG service and the judge. Embedded ones are started, and stop with the preflight."""
+        return self.opened.enter_context(addresses(self.config.reward))
+
+    @cached_property
+    def train_rows(self) -> list[SalesRow]:
+        """All training rows, with those whose prompts are too long."""
+        data = self.config.data
+        return load_rows(data.dataset, data.train_split, self.config.training.branches, data.max_train_rows)
+
+    @cached_property
+    def held_out_rows(self) -> list[SalesRow]:
+        """All held-out rows. None if nothing is to be evaluated."""
+        data, training = self.config.data, self.config.training
+        evaluates = training.held_out_eval or training.eval_strategy != "no"
+        if not evaluates and not self.config.telemetry.quick_eval_steps:
+            return []
+        if data.eval_dataset is None and is_file(data.dataset):
+            raise ConfigError(
+                f"`dataset` is the file {data.dataset} and `eval_dataset` is not given: evaluated on its training "
+                "rows, a policy's figures say nothing. Expected a file of held-out rows in `eval_dataset`. Give one, "
+                "or set `held_out_eval: false` and `quick_eval_steps: 0`."
+            )
+        return load_rows(data.eval_dataset or data.dataset, data.eval_split, training.branches, data.max_eval_rows)
+
+    @cached_property
+    def model_config(self) -> PretrainedConfig | None:
+        """The named model's configuration. `None` for the small policy, which may not be made yet."""
+        model, training = self.config.model, self.config.training
+        if model.model_name_or_path is None:
+            return None
+        return check_model(model.model_name_or_path, model.model_revision, training.trust_remote_code)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer. It has a chat template."""
+        model, warm_start = self.config.model, self.config.warm_start
+        if self.model_config is None or model.model_name_or_path is None:
+            return policy_tokenizer(warm_start.warm_start_steps, warm_start.warm_start_seed)
+        return load_tokenizer(model.model_name_or_path, model.model_revision, self.config.training.trust_remote_code)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig | None:
+        """The named model's generation settings, from its configuration if need be. `None` for the small policy."""
+        model = self.config.model
+        if self.model_config is None or model.model_name_or_path is None:
+            return None
+        given = generation_config_of(model.model_name_or_path, model.model_revision)
+        return given or GenerationConfig.from_model_config(self.model_config)
+
+    @cached_property
+    def limit(self) -> Limit | None:
+        """The longest prompt. Asks the vLLM server for its length, if there is one."""
+        training, server_room = self.config.training, None
+        if training.use_vllm and training.vllm_mode == "server":
+            address = (
+                training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
+            )
+            server_room = check_vllm_server(address.rstrip("/"), training.vllm_server_timeout)
+        positions = MAX_POSITIONS if self.model_config is None else positions_of(self.model_config)
+        return prompt_limit(self.config.data, training, positions, server_room)
+
+    @cached_property
+    def train(self) -> FittingPrompts:
+        """Training rows whose prompts fit into the model."""
+        return self._fitting(self.train_rows, "training")
+
+    @cached_property
+    def held_out(self) -> FittingPrompts:
+        """Held-out rows whose prompts fit into the model."""
+        return self._fitting(self.held_out_rows, "held-out")
+
+    def _fitting(self, rows: list[SalesRow], name: str) -> FittingPrompts:
+        count = token_counter(self.tokenizer, self.config.training.chat_template_kwargs)
+        return fit_prompts(rows, self.prompt, count, self.limit, self.config.data.long_prompts, name)

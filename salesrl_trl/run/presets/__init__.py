@@ -1,0 +1,9 @@
+"""Presets: overlays of a recipe, for the memory of a card or a purpose. `--preset NAME` reads one.
+
+Owns the files beside this module, and their names. `settings` lays them over a recipe. Each file says what it is for.
+"""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+PRESETS = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))

@@ -1,0 +1,150 @@
+"""A run's own record in its folder: every setting, the versions, the command.
+
+Owns `config.yaml` and `run.json`, the removal of keys from them, and the comparison of two runs. Needs no torch. Holds
+nothing of the machine: folders of two machines can be compared.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
+from salesrl_trl.process import put_aside
+from salesrl_trl.run.software import code, packages
+
+Difference: TypeAlias = tuple[object, object]
+"""The values of two runs; `ABSENT` where one has none."""
+ABSENT = "(none)"
+_SECRET = re.compile(r"(^|[_-])(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_NO_SECRETS = ("eos_token", "pad_token", "bos_token")
+_HEAD = """\
+# Every setting of a run. `--config` with this file repeats the run; give `--output_dir` another folder.
+"""
+
+
+def is_secret(name: str) -> bool:
+    """Whether the name of a setting or an environment variable is that of a key."""
+    return _SECRET.search(name) is not None and name not in _NO_SECRETS
+
+
+def without_keys(value: object) -> object:
+    """A setting's value as plain data. Entries of mappings that hold a key are left out, in JSON too."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {
+            str(name): without_keys(each)
+            for name, each in value.items()
+            if not (isinstance(each, str) and each and is_secret(str(name)))
+        }
+    if isinstance(value, list | tuple):
+        return [without_keys(each) for each in value]
+    if isinstance(value, str) and (plain := _from_json(value)) is not value:
+        shown = without_keys(plain)
+        return value if shown == plain else json.dumps(shown)
+    return value
+
+
+def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[str], processes: int) -> None:
+    """Write both files. Those of an earlier start in the folder get another name.
+
+    Args:
+        folder (`Path`):
+            The run's folder.
+        recipe (`Mapping[str, object]`):
+            All settings of the run, as a recipe would have them.
+        command (`Sequence[str]`):
+            The script and its arguments.
+        processes (`int`):
+            Number of processes.
+    """
+    for name in (SETTINGS_FILE, RUN_FILE):
+        put_aside(folder / name)
+    (folder / SETTINGS_FILE).write_text(settings_text(recipe), encoding="utf-8")
+    launcher = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("ACCELERATE_")}
+    record = {
+        "command": list(_command(command)),
+        "processes": processes,
+        "launcher": without_keys(launcher),
+        "code": dataclasses.asdict(code()),
+        "versions": {"python": platform.python_version()}
+        | {each.name: each.installed for each in packages() if each.installed},
+    }
+    (folder / RUN_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def settings_text(recipe: Mapping[str, object]) -> str:
+    """The settings as YAML, without keys."""
+    plain = without_keys(recipe)
+    return _HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=float("inf"))
+
+
+def differences(one: Path, other: Path) -> dict[str, dict[str, Difference]]:
+    """The differences between the records of two runs: `settings`, `versions`, `code` and `command`, each by name.
+
+    Raises:
+        `ConfigError`: a folder holds no record.
+    """
+    first, second = _read(one), _read(other)
+    return {part: _unequal(first[part], second[part]) for part in first}
+
+
+def _read(folder: Path) -> dict[str, dict[str, object]]:
+    try:
+        settings = yaml.safe_load((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+        record = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        started = {name: record[name] for name in ("command", "processes", "launcher")}
+        started["command"] = " ".join(record["command"])
+        parts = {"settings": settings, "versions": record["versions"], "code": record["code"], "command": started}
+        return {part: dict(_flat(values)) for part, values in parts.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{folder} holds no readable {SETTINGS_FILE} and {RUN_FILE} ({type(error).__name__}). Expected the "
+            "folder of a run, its `output_dir`. Correct the path."
+        ) from None
+
+
+def _flat(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
+    """Nested mappings by dotted names. A mapping that is given as JSON is one too."""
+    for name, value in values.items():
+        plain = _from_json(value) if isinstance(value, str) else value
+        if isinstance(plain, Mapping) and plain:
+            yield from _flat(plain, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", plain
+
+
+def _unequal(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Difference]:
+    both = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in {**first, **second}}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+
+
+def _from_json(text: str) -> object:
+    """The structure in a text that is one, or the text."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _command(command: Sequence[str]) -> Iterator[str]:
+    """The script's path from the working folder on, and the arguments, with asterisks for keys."""
+    script, here = Path(command[0]).absolute(), Path.cwd()
+    yield str(script.relative_to(here)) if script.is_relative_to(here) else script.name
+    name = ""
+    for each in command[1:]:
+        is_name = each.startswith("--")
+        name, is_joined, value = each.partition("=") if is_name else (name, "", each)
+        shown = "***" if is_secret(name) else str(without_keys(value))
+        yield f"{name}={shown}" if is_joined else each if is_name else shown

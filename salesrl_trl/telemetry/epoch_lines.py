@@ -1,0 +1,84 @@
+"""One line at the end of each epoch, and at the end of the run: its totals.
+
+Owns the sums and their wording. The figures come from the trainer's log lines. Steps after an epoch's last log line
+count in the next epoch.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from salesrl_trl.names import STEP_SECONDS, Phase, reward_of, time_of
+from salesrl_trl.telemetry.step_lines import Logs, clock, figure, shares
+
+logger = logging.getLogger(__name__)
+TOKENS = "num_tokens"
+"""TRL's tag: tokens of all prompts and completions so far."""
+
+
+class EpochLine(TrainerCallback):
+    """Logs the totals of an epoch: steps, mean reward of each branch, tokens, seconds by phase, failures by reason.
+
+    Args:
+        branches (`Sequence[str]`):
+            Branch names.
+        failures (`Callable[[], Mapping[str, int]]`):
+            Returns the failures since the last line, by reason.
+    """
+
+    def __init__(self, branches: Sequence[str], failures: Callable[[], Mapping[str, int]]) -> None:
+        self._branches = branches
+        self._failures = failures
+        self._last_step, self._tokens = 0, 0.0
+        self._start_over()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._last_step, self._tokens = state.global_step, float(state.num_input_tokens_seen)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._first_step, self._first_tokens = self._last_step, self._tokens
+        self._seconds = dict.fromkeys((*map(time_of, Phase), STEP_SECONDS), 0.0)
+        self._rewards = {reward_of(branch): (0.0, 0) for branch in self._branches}  # sum over steps, and steps
+        self._counts = Counter[str]()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Logs | None = None,
+        **_: object,
+    ) -> None:
+        if logs is None or "reward" not in logs:
+            return
+        steps = state.global_step - self._last_step
+        for name in self._seconds:
+            self._seconds[name] += (logs.get(name) or 0.0) * steps
+        for name, (total, count) in self._rewards.items():
+            value = logs.get(name)
+            if value is not None:
+                self._rewards[name] = (total + value * steps, count + steps)
+        self._counts.update(self._failures())
+        self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if state.is_world_process_zero and self._last_step > self._first_step:
+            logger.info(self._line(state.epoch or 0.0))
+        self._start_over()
+
+    def _line(self, epoch: float) -> str:
+        """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 1.2 M tokens | 4:12, generation 60% | failures none`."""
+        means = (figure(total / count if count else None) for total, count in self._rewards.values())
+        rewards = " ".join(f"{branch}={mean}" for branch, mean in zip(self._branches, means, strict=True))
+        failed = " ".join(f"{reason}={count}" for reason, count in sorted(self._counts.items())) or "none"
+        wall = self._seconds[STEP_SECONDS]
+        time = f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured"
+        return (
+            f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step} | reward {rewards} | "
+            f"{(self._tokens - self._first_tokens) / 1e6:.2f} M tokens | {time} | failures {failed}"
+        )

@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Finds or builds FlashAttention for the policy's training passes, in this checkout's environment, for the GPU here.
+# `attn_implementation: auto` uses it from the next run on. vLLM brings its own.
+#
+#   scripts/install_flash_attn.sh
+#
+# It tries these in order, and says which one it was:
+#
+#   1. what is installed already;
+#   2. on a Hopper card: PyTorch's wheel of FlashAttention 3 (flash-attn-3);
+#   3. a wheel of flash-attn from your package index;
+#   4. the wheel that flash-attn's authors published for this torch, CUDA and Python;
+#   5. a build, for this card alone: 10 to 60 minutes. It needs nvcc.
+#
+#   VENV      the folder of the environment; default: .venv in this checkout
+#   MAX_JOBS  compilers at a time; default: one for each core and each 6 GiB of free memory
+set -euo pipefail
+
+GIB_A_JOB=6 # the largest of its files takes 5 GiB to compile
+LOG_LINES=25
+
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+venv="${VENV:-$root/.venv}"
+# shellcheck source=scripts/packages.sh
+. "$root/scripts/packages.sh"
+
+say() { printf 'install_flash_attn: %s\n' "$*"; }
+stop() {
+  say "stopped: $1" >&2
+  shift
+  printf '  %s\n' "$@" >&2
+  exit 1
+}
+
+# Prints the version if the module can be imported: a wheel of another torch installs and does not.
+version_of() { "$venv/bin/python" -c "import $1, importlib.metadata as m; print(m.version('$2'))" 2>/dev/null; }
+is_done() {
+  local found
+  if found="$(version_of flash_attn_interface flash-attn-3)"; then
+    say "FlashAttention 3 ($found) is there: $1"
+  elif found="$(version_of flash_attn flash-attn)"; then
+    say "FlashAttention 2 ($found) is there: $1"
+  else
+    return 1
+  fi
+  exit 0
+}
+
+[[ -x "$venv/bin/python" ]] ||
+  stop "there is no environment in $venv." "Make one with scripts/install.sh, or name yours: VENV=/path"
+if is_done "it was installed already"; then exit 0; fi
+# A line: the card's compute capability, and the CUDA of torch without its dot ("9.0 130").
+card="$("$venv/bin/python" -c '
+import torch
+major, minor = torch.cuda.get_device_capability()
+print(f"{major}.{minor}", torch.version.cuda.replace(".", ""))
+' 2>/dev/null)" ||
+  stop "torch of $venv sees no CUDA GPU." "FlashAttention runs on GPUs alone. Elsewhere SDPA is used: there is nothing to install."
+read -r capability cuda <<<"$card"
+((${capability%.*} >= 8)) ||
+  stop "the card has compute capability $capability." "FlashAttention needs 8.0 (Ampere) or newer. SDPA is used: there is nothing to install."
+requirement="$(sed -n 's/^    \(flash-attn>=.*\)$/\1/p' "$root/setup.cfg")"
+log="$(mktemp "${TMPDIR:-/tmp}/install_flash_attn.XXXXXX")"
+
+if [[ "${capability%.*}" == 9 ]]; then
+  say "looking for PyTorch's wheel of FlashAttention 3 for CUDA $cuda"
+  "${pip[@]}" --no-deps --only-binary :all: --extra-index-url "https://download.pytorch.org/whl/cu$cuda" flash-attn-3 \
+    >"$log" 2>&1 && is_done "PyTorch's wheel" || true
+fi
+say "looking for a wheel of $requirement in your package index"
+"${pip[@]}" --no-deps --only-binary :all: "$requirement" >"$log" 2>&1 && is_done "a wheel of your package index" || true
+
+# Its setup first tries to download its authors' wheel, and builds if there is none.
+cores="$(nproc)"
+free_gib="$(awk '/^MemAvailable:/ { print int($2 / 1048576) }' /proc/meminfo)"
+jobs=$((free_gib / GIB_A_JOB < cores ? free_gib / GIB_A_JOB : cores))
+export MAX_JOBS="${MAX_JOBS:-$((jobs > 0 ? jobs : 1))}" NVCC_THREADS=1
+case "${capability%.*}" in 8) arch=80 ;; *) arch="${capability/./}" ;; esac
+export FLASH_ATTN_CUDA_ARCHS="$arch"
+say "looking for its authors' wheel; if there is none, building it for sm_$arch with $MAX_JOBS compilers at a time" \
+  "($cores cores, $free_gib GiB free; MAX_JOBS sets another number). Its log: $log"
+status=0
+"$venv/bin/python" -m pip install --verbose --no-input --no-deps --no-build-isolation "$requirement" \
+  >"$log" 2>&1 || status=$?
+how="its authors' wheel"
+if grep -q 'Building from source' "$log"; then how="built here for sm_$arch"; fi
+if ((status == 0)); then is_done "$how" || true; fi
+tail -n "$LOG_LINES" "$log" | sed 's/^/  | /' >&2
+advice="The end of its log says why. Training works without it: SDPA is used."
+if ! command -v nvcc >/dev/null && [[ ! -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]]; then
+  advice="There is no nvcc to build it with: install the CUDA toolkit of torch's version (CUDA $cuda) and set CUDA_HOME."
+  advice+=" Training works without FlashAttention: SDPA is used."
+elif grep -qiE 'killed|cannot allocate|out of memory' "$log"; then
+  advice="The machine ran out of memory: call again with MAX_JOBS=$((MAX_JOBS / 2 > 0 ? MAX_JOBS / 2 : 1))."
+fi
+stop "FlashAttention could not be installed (exit $status)." "$advice"

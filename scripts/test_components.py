@@ -1,0 +1,16 @@
+#!/usr/bin/env python3
+"""Settings, rows, RAG service and judge, without a model or a GPU: the short way into a preflight.
+
+    .venv/bin/python scripts/test_components.py --config recipes/full.yaml --rag_base_url http://...:8801
+    .venv/bin/python scripts/test_components.py --json
+
+Takes the recipe and all settings of a training line. The default recipe is recipes/full.yaml. Without addresses it
+starts the embedded services. Exit code: 0, or 2 after the first stage that failed. docs/PREFLIGHT.md says more.
+"""
+
+import sys
+
+from salesrl_trl.preflight import main
+
+if __name__ == "__main__":
+    sys.exit(main(["--stage", "config,data,rag,judge", *sys.argv[1:]]))

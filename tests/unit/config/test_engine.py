@@ -1,0 +1,111 @@
+"""The engine's start: from dummy weights where the push sets them all, and with graphs where they are kept."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.compiling import compiled_engine, starts_eager
+from salesrl_trl.config.engine import engine_options
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.generation import compiled
+from salesrl_trl.run.warming import settings_of
+
+
+class Policy(nn.Module):
+    """As much of a policy as the engine's options ask for."""
+
+    dtype, name_or_path = torch.float32, "policy"
+
+    def __init__(self, tied=False, buffer=False):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        if buffer:
+            self.register_buffer("router_bias", torch.zeros(2))
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    for name in (*compiled.FOLDERS, "VLLM_XLA_CACHE_PATH"):
+        monkeypatch.setenv(name, "elsewhere")  # back to what it was after the test
+
+    def build(**settings):
+        return SalesGRPOConfig(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none", **settings)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "expected"),
+    [
+        (Policy(), None, "dummy"),
+        (Policy(buffer=True), None, "auto"),  # TRL pushes parameters alone
+        (Policy(tied=True), None, "auto"),  # vLLM's CPU backend does not set a tied head
+        (Policy(buffer=True), "dummy", "dummy"),
+        (Policy(), "runai_streamer", "runai_streamer"),
+    ],
+)
+def test_the_engine_reads_no_weights_that_the_trainer_pushes_all_the_same(config, policy, given, expected):
+    assert engine_options(config(vllm_load_format=given), policy)["load_format"] == expected
+
+
+def test_prefix_caching_and_chunked_prefill_reach_the_engine(config):
+    given = {"use_vllm": True, "vllm_enable_prefix_caching": False, "vllm_enable_chunked_prefill": True}
+    options = engine_options(config(**given), Policy())
+    assert (options["enable_prefix_caching"], options["enable_chunked_prefill"]) == (False, True)
+    assert "enable_prefix_caching" not in engine_options(config(use_vllm=True), Policy())  # vLLM's own choice
+
+
+def test_on_a_gpu_graphs_are_taken_when_they_are_kept(config, tmp_path):
+    args = config(compile_cache_dir=str(tmp_path / "compiled"), vllm_max_model_length=512)
+    on_gpu = SimpleNamespace(**{name: getattr(args, name) for name in dir(args) if name in vars(args)})
+    on_gpu.device, on_gpu.parsed_engine_kwargs = SimpleNamespace(type="gpu"), dict
+    assert (starts_eager(args, "policy"), starts_eager(on_gpu, "policy")) == (True, True)
+    compiled.keep_engine(args.compiled, compiled_engine(on_gpu, "policy"))
+    assert (starts_eager(args, "policy"), starts_eager(on_gpu, "policy")) == (True, False)
+    on_gpu.vllm_max_model_length = 1024  # vLLM would compile again
+    assert starts_eager(on_gpu, "policy")
+    on_gpu.vllm_enforce_eager = False
+    assert not starts_eager(on_gpu, "policy")
+
+
+def test_every_compiler_gets_a_folder_in_the_one_that_is_named(config, tmp_path):
+    assert str(compiled.kept(tmp_path / "nothing")) == "cold"
+    args = config(compile_cache_dir=str(tmp_path / "compiled"))
+    assert {os.environ[name] for name in compiled.FOLDERS} == {
+        str(args.compiled / folder) for folder in compiled.FOLDERS.values()
+    }
+    (args.compiled / "triton" / "kernel").write_bytes(bytes(2**20))
+    compiled.keep_engine(args.compiled, {"model": "policy"})
+    assert str(compiled.kept(args.compiled)) == "2 files, 1 MiB, 1 compiled engine"
+
+
+def test_without_the_setting_each_library_keeps_its_own_place(config):
+    assert config().compiled is None
+    assert {os.environ[name] for name in compiled.FOLDERS} == {"elsewhere"}
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_compiled(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="can't be written"):
+        config(compile_cache_dir=str(tmp_path / "file"))
+
+
+def test_a_shape_to_warm_up_sets_the_sequences_and_the_length_that_vllm_compiles_for(config):
+    given = dict(zip(*[iter(settings_of("8x512"))] * 2, strict=True))
+    args = config(**{name.removeprefix("--"): int(value) for name, value in given.items()})
+    engine = compiled_engine(args, "policy")
+    assert (engine["sequences"], engine["max_model_length"]) == (8, 512)
+    with pytest.raises(ConfigError, match="8by512"):
+        settings_of("8by512")

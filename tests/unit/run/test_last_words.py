@@ -1,0 +1,301 @@
+"""Each fault is recognised from the error that the library itself raises, or whose words its source still holds."""
+
+import ast
+import importlib.util
+import os
+import re
+import resource
+import signal
+import socket
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import httpx
+import huggingface_hub
+import pytest
+import safetensors.torch
+import torch
+from huggingface_hub.utils import hf_raise_for_status
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+
+from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceError
+from salesrl_trl.run.catalogue import FAULTS
+from salesrl_trl.run.checks.addresses import check_models, check_rag
+from salesrl_trl.run.fault import PAGE, page
+from salesrl_trl.run.last_words import recognised, words_of, words_of_signal
+from salesrl_trl.run.settings import PRESET, SettingsParser, all_kinds
+from salesrl_trl.update.run_control import RunControl
+
+ROOT = Path(__file__).parents[3]
+
+
+def closed_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def full_disk(tmp_path):
+    with open("/dev/full", "w") as file:
+        file.write("x")
+
+
+def files(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, hard))
+    try:
+        for _ in range(soft):
+            opened.append(os.open("/dev/null", os.O_RDONLY))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in opened:
+            os.close(each)
+
+
+def host_memory(tmp_path):
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def port(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        torch.distributed.TCPStore("127.0.0.1", taken.getsockname()[1], is_master=True)
+
+
+def lonely(tmp_path):
+    torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(milliseconds=1))
+
+
+class _Deadly(torch.utils.data.Dataset):
+    def __init__(self, number):
+        self.number = number
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), self.number)
+
+
+def loader(tmp_path):
+    next(iter(DataLoader(_Deadly(signal.SIGKILL), num_workers=1, timeout=1)))
+
+
+def loader_without_shared_memory(tmp_path):
+    next(iter(DataLoader(_Deadly(signal.SIGBUS), num_workers=1, timeout=1)))
+
+
+def _tiny(**options):
+    config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    AutoModelForCausalLM.from_config(config, **options)
+
+
+def no_flash_attention(tmp_path):
+    _tiny(attn_implementation="flash_attention_2")
+
+
+def no_such_attention(tmp_path):
+    _tiny(attn_implementation="flash_attention_9")
+
+
+def no_compiler(tmp_path):
+    build = pytest.importorskip("triton.runtime.build")
+    build._find_compiler.__wrapped__("c")
+
+
+def damaged(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    safetensors.torch.load_file(tmp_path / "model.safetensors")
+
+
+def damaged_checkpoint(tmp_path):
+    torch.save([0] * 1000, tmp_path / "optimizer.pt")
+    (tmp_path / "optimizer.pt").write_bytes((tmp_path / "optimizer.pt").read_bytes()[:500])
+    torch.load(tmp_path / "optimizer.pt")
+
+
+def no_hub(tmp_path):
+    AutoConfig.from_pretrained("salesrl/absent", cache_dir=tmp_path)
+
+
+def no_hub_for_a_file(tmp_path):
+    huggingface_hub.snapshot_download("salesrl/absent", cache_dir=tmp_path, local_files_only=True)
+
+
+def no_rag(tmp_path):
+    check_rag(f"http://127.0.0.1:{closed_port()}", None)
+
+
+def no_judge(tmp_path):
+    check_models(f"http://127.0.0.1:{closed_port()}/v1", None, "judge")
+
+
+@pytest.mark.parametrize(
+    ("provoke", "title"),
+    [
+        (full_disk, "The disk is full"),
+        (files, "Too many open files"),
+        (host_memory, "No room in the host's memory"),
+        (port, "The port is taken"),
+        (lonely, "Processes waited too long for each other"),
+        (loader, "A worker of the data loader died"),
+        (loader_without_shared_memory, "No room in shared memory"),
+        (no_flash_attention, "No working attention backend"),
+        (no_such_attention, "No working attention backend"),
+        (no_compiler, "A kernel does not compile"),
+        (damaged, "A file of weights is damaged"),
+        (damaged_checkpoint, "A file of weights is damaged"),
+        (no_hub, "The hub cannot be reached"),
+        (no_hub_for_a_file, "The hub cannot be reached"),
+        (no_rag, "The RAG service does not answer"),
+        (no_judge, "The judge does not answer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fault_that_a_cpu_can_provoke_is_recognised(provoke, title, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if provoke is no_compiler:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(Exception) as raised:
+        provoke(tmp_path)
+    fault = recognised(raised.value)
+    assert fault is not None and fault.title == title, repr(raised.value)
+
+
+def _texts(source):
+    """Every text in a module, `{}` for what it fills in."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "title"),
+    [
+        ("vllm", "v1/core/kv_cache_utils.py", "vLLM has no room for its KV cache"),
+        ("vllm", "v1/worker/cpu_worker.py", "vLLM has no room for its KV cache"),
+        ("vllm", "v1/worker/utils.py", "No room for vLLM on the GPU"),
+        ("vllm", "config/model.py", "vLLM's longest sequence is longer than the model's"),
+        ("vllm", "v1/attention/backends/registry.py", "No working attention backend"),
+        ("vllm", "platforms/cuda.py", "No working attention backend"),
+        ("vllm", "v1/engine/utils.py", "A worker of vLLM or Ray does not start"),
+        ("vllm", "v1/executor/multiproc_executor.py", "A worker of vLLM or Ray does not start"),
+        ("vllm", "v1/executor/ray_utils.py", "A worker of vLLM or Ray does not start"),
+        ("torch", "utils/cpp_extension.py", "A kernel does not compile"),
+        ("salesrl_trl", "run/preflight/environment.py", "A lock of an interrupted build is left"),
+        ("salesrl_trl", "run/preflight/environment.py", "A kernel does not compile"),
+        ("salesrl_trl", "run/preflight/environment.py", "The port is taken"),
+        ("salesrl_trl", "run/preflight/environment.py", "The disk is full"),
+        ("salesrl_trl", "run/preflight/environment.py", "The GPU's driver does not fit"),
+        ("salesrl_trl", "run/preflight/tokenizer.py", "Completions do not end"),
+    ],
+)
+def test_what_is_said_where_a_cpu_cannot_provoke_it_or_before_a_run_is_recognised(package, module, title):
+    root = Path(importlib.util.find_spec(package).origin).parent
+    found = {fault.title for text in _texts((root / module).read_text()) if (fault := recognised(Exception(text)))}
+    assert title in found
+
+
+def _out_of_memory(module, function):
+    """The error as it leaves a function of a module."""
+    space = {"__name__": module, "torch": torch}
+    exec(f"def {function}(): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", space)
+    try:
+        space[function]()
+    except torch.OutOfMemoryError as error:
+        return error
+
+
+def _too_few(**reasons):
+    control = RunControl(0.5, 1)
+    control.record_batch(0.0, Counter(reasons))
+    return control.error
+
+
+def test_the_place_tells_where_the_gpu_had_no_room():
+    titles = {
+        recognised(_out_of_memory(*place)).title
+        for place in (
+            ("torch.nn.functional", "linear"),
+            ("vllm.model_executor.layers", "linear"),
+            ("transformers.trainer", "_load_optimizer_and_scheduler"),
+        )
+    }
+    assert titles == {
+        "No room on the GPU in training",
+        "No room for vLLM on the GPU",
+        "No room on the GPU on resume",
+    }
+
+
+def test_a_cause_behind_an_error_is_recognised():
+    response = httpx.Response(403, headers={"X-Error-Code": "GatedRepo"}, request=httpx.Request("GET", "https://hub"))
+    with pytest.raises(ModelNotFoundError) as raised:
+        try:
+            hf_raise_for_status(response)
+        except Exception as error:
+            raise ModelNotFoundError("could not be loaded") from error
+    assert recognised(raised.value).title == "The model is gated"
+    assert recognised(ExceptionGroup("two", [KeyError(1), raised.value])).title == "The model is gated"
+    assert recognised(KeyError(1)) is None
+
+
+def test_reasons_of_missing_rewards_tell_what_is_wrong_with_a_service():
+    for reason, title in (
+        ("judge_http_401", "A service refuses the key"),
+        ("judge_http_429", "A service limits calls"),
+        ("rag_8b_http_500", "The RAG service does not answer"),
+        ("rag_8b_timeout", "The RAG service does not answer"),
+        ("judge_a_unavailable", "The judge does not answer"),
+    ):
+        assert recognised(_too_few(**{reason: 3})).title == title
+    assert recognised(_too_few(not_json=3)) is None
+
+
+def test_a_refused_key_is_recognised_before_a_run(httpserver):
+    httpserver.expect_request("/v1/models").respond_with_data("", status=401)
+    with pytest.raises(ServiceError) as raised:
+        check_models(httpserver.url_for("/v1"), "key", "judge")
+    assert recognised(raised.value).title == "A service refuses the key"
+
+
+def test_the_log_tells_why_a_signal_ended_the_run(tmp_path):
+    log = tmp_path / "run.log"
+    for number, text, title in (
+        (signal.SIGABRT, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(", "Processes waited too"),
+        (signal.SIGBUS, "", "No room in shared memory"),
+        (signal.SIGKILL, "", "No room in the host's memory"),
+        (signal.SIGKILL, "[Heartbeat] step 3/9: data_loading for 128 s. Look at: the disk", "The data loader is slow"),
+        (signal.SIGSEGV, "", "No known fault"),
+    ):
+        log.write_text(text)
+        words = words_of_signal(number, log)
+        assert words.text.splitlines()[1].startswith(title)
+        assert words.code == 128 + number
+
+
+def test_last_words_are_the_error_and_the_steps():
+    lines = words_of(_out_of_memory("torch", "f"), 1, Path("runs/a/run.log")).text.splitlines()
+    assert lines[0] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert lines[2:4] == ["What to do, in this order:", f"  1. {recognised(_out_of_memory('torch', 'f')).remedies[0]}"]
+    assert lines[-1] == f"More: {PAGE}#no-room-on-the-gpu-in-training. runs/a/run.log is the run's log."
+    assert words_of(ConfigError("`beta` is 3"), 2, None).text == "ConfigError: `beta` is 3"
+    assert "No known fault" in words_of(KeyError("a"), 1, None).text.splitlines()[1]
+
+
+def test_every_setting_of_a_remedy_exists():
+    known = SettingsParser(all_kinds()).keys | {PRESET}
+    for fault in FAULTS:
+        for quoted in re.findall(r"`(--[^`]+)`", " ".join(fault.remedies)):
+            for name in re.findall(r"--(\w+)", quoted):
+                assert name in known or quoted.startswith(("--shm-size", "--ipc", "--ulimit", "--pids-limit")), name
+
+
+def test_the_page_is_the_table():
+    assert (ROOT / PAGE).read_text() == page(FAULTS)
+    assert len({fault.anchor for fault in FAULTS}) == len(FAULTS)

@@ -1,0 +1,240 @@
+"""The estimate of memory: counted figures, activations as autograd keeps them, and every change in its direction."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from trl import ModelConfig, get_peft_config
+
+from salesrl_trl.run.memory import cards
+from salesrl_trl.run.memory.activations import layer_activations, saved_activations
+from salesrl_trl.run.memory.estimate import Estimate, Moment, estimate
+from salesrl_trl.run.memory.remedies import remedies
+from salesrl_trl.run.memory.setup import Engine, Setup, Sharding
+from salesrl_trl.run.memory.shape import GIB, adapters_of, model_shape, parameter_count, shape_of
+from salesrl_trl.run.preflight import memory
+from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.preflight.stage import Verdict
+from salesrl_trl.run.settings import parse
+
+ROOT = Path(__file__).parents[3]
+LORA = ModelConfig(use_peft=True, lora_r=8, lora_dropout=0.0)
+WIDTHS = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+SEVEN = {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+         "num_attention_heads": 28, "num_key_value_heads": 4}  # fmt: skip
+
+
+def shape_with_adapters(widths):
+    with torch.device("meta"):
+        plain, adapted = (Qwen2ForCausalLM(Qwen2Config(**widths)) for _ in range(2))
+    return dataclasses.replace(shape_of(plain), adapters=adapters_of(adapted, LORA))
+
+
+def setup(**given):
+    settings = {
+        "micro_batch": 8, "micro_batches": 8, "rollouts": 64, "prompt_tokens": 512, "completion_tokens": 512,
+        "checkpointing": True, "weight_bytes": 2, "autocast": True, "optim": "adamw_torch_fused", "lora": True,
+        "lora_dropout": False, "has_reference": True,
+    }  # fmt: skip
+    return Setup(**{**settings, **given})
+
+
+FULL = setup(lora=False, weight_bytes=4)
+
+
+@pytest.fixture(scope="module")
+def seven():
+    return shape_with_adapters(SEVEN)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all weights"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_are_what_autograd_keeps(lora, dtype):
+    model, shape = Qwen2ForCausalLM._from_config(Qwen2Config(**WIDTHS), dtype=dtype), shape_with_adapters(WIDTHS)
+    if lora:
+        from peft import get_peft_model
+
+        adapted = get_peft_model(model, get_peft_config(LORA))
+        adapted.enable_input_require_grads()
+    kept, parameters = {}, {each.untyped_storage().data_ptr() for each in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
+        return tensor
+
+    ids, mask = torch.zeros(4, 48, dtype=torch.long), torch.ones(4, 48, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
+        model.train().model(input_ids=ids, attention_mask=mask, use_cache=False)
+    run = setup(
+        micro_batch=4, prompt_tokens=16, completion_tokens=32, weight_bytes=dtype.itemsize, lora=lora,
+        checkpointing=False,
+    )  # fmt: skip
+    copies = 2 * shape.linear if dtype == torch.float32 else 0  # of autocast
+    to_the_loss = run.tokens * shape.hidden * run.weight_bytes  # which is not computed here
+    found = saved_activations(shape, run) + copies - to_the_loss
+    assert sum(size for size, _ in kept.values()) == pytest.approx(found, rel=0.03)
+
+
+def test_a_model_s_figures_are_its_own(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    assert parameter_count(str(tiny), None, False) == sum(each.numel() for each in model.parameters())
+    config, found = model.config, model_shape(str(tiny), None, False)
+    assert (found.layers, found.hidden, found.vocabulary) == (
+        config.num_hidden_layers, config.hidden_size, config.vocab_size,
+    )  # fmt: skip
+
+
+def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
+    """Under ZeRO-3 transformers splits each model over all processes as it is built, which waits for the others. The
+    banner is written by one. Here there is no process group: splitting would raise."""
+    expected = parameter_count(str(tiny), None, False)
+    monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: True)
+    model_shape.cache_clear()
+    assert parameter_count(str(tiny), None, False) == expected
+
+
+@pytest.mark.parametrize(
+    ("run", "part", "each"),
+    [
+        (FULL, "weights", 4),
+        (FULL, "gradients", 4),
+        (FULL, "optimizer states", 8),
+        (FULL, "reference model", 4),
+        (setup(lora=False, optim="adamw_torch_8bit"), "optimizer states", 2 + 1 / 32),
+        (setup(lora=False, optim="adamw_torch_8bit"), "weights", 2),
+        (dataclasses.replace(FULL, processes=2), "gradients", 8),  # DDP's buckets
+        (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "master weights", 1),
+        (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "optimizer states", 2),
+        (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "weights", 2),
+        (setup(lora=False, sharding=Sharding.ZERO3, processes=4), "weights", 0.5),
+        (setup(lora=False, sharding=Sharding.ZERO3, processes=4), "reference model", 0.5),
+        (dataclasses.replace(FULL, sharding=Sharding.FSDP, processes=4), "weights", 1),
+    ],
+)
+def test_states_are_so_many_bytes_a_parameter(seven, run, part, each):
+    [moment] = [moment for moment in estimate(seven, run, 80.0).moments if moment.name == "optimizer step"]
+    assert moment.parts[part] * GIB == pytest.approx(seven.parameters * each, rel=1e-3)
+
+
+def test_lora_has_no_second_model_and_few_states(seven):
+    found = estimate(seven, setup(), 80.0)
+    assert "reference model" not in found.peak.parts
+    assert seven.parameters == 7_615_616_512
+    assert found.peak.parts["weights"] == pytest.approx(seven.parameters * 2 / GIB, rel=0.01)
+    assert found.needed_gib < 30
+
+
+def test_vllm_has_its_share_and_gives_it_back_asleep(seven):
+    engine = Engine(share=0.5, sleeps=False, number_bytes=2, processes=1, length=1024)
+    alone, beside = estimate(seven, setup(), 80.0), estimate(seven, setup(engine=engine), 80.0)
+    asleep = estimate(seven, setup(engine=dataclasses.replace(engine, sleeps=True)), 80.0)
+    generation = beside.moments[-1].parts
+    assert sum(gib for part, gib in generation.items() if part.startswith("vLLM")) == pytest.approx(40.0)
+    assert asleep.peak.total_gib == pytest.approx(max(alone.needed_gib, asleep.moments[-1].total_gib))
+    # 28 layers x 2 x 512 numbers x 2 bytes = 56 KiB a token
+    assert beside.sequences == pytest.approx(generation["vLLM KV cache"] * GIB / (1024 * 56 * 1024), rel=1e-3)
+    tight = estimate(seven, setup(engine=dataclasses.replace(engine, share=0.15)), 80.0)
+    assert not tight.starts_engine
+    assert not tight.fits
+
+
+def test_each_remedy_saves_and_they_come_in_the_order_of_their_cost(seven):
+    engine = Engine(share=0.6, sleeps=False, number_bytes=2, processes=1, length=1024)
+    found = remedies(seven, dataclasses.replace(FULL, checkpointing=False, engine=engine), 80.0)
+    assert [remedy.setting.split(":")[0].split(" on ")[0] for remedy in found] == [
+        "gradient_checkpointing", "per_device_train_batch_size", "vllm_gpu_memory_utilization",
+        "vllm_enable_sleep_mode", "optim", "use_peft", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3",
+    ]  # fmt: skip
+    assert all(remedy.saved_gib > 0 for remedy in found)
+    needed = [remedy.together.needed_gib for remedy in found[:6]]
+    assert needed == sorted(needed, reverse=True)
+    assert found[5].together.fits
+
+
+def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(seven):
+    saved = {on: saved_activations(seven, setup(checkpointing=on)) for on in (True, False)}
+    blocks = seven.layers * layer_activations(seven, setup())
+    inputs = seven.layers * 8 * 1024 * seven.hidden * 2
+    assert saved[False] - saved[True] == pytest.approx(blocks - inputs)
+
+
+def test_a_large_batch_of_an_evaluation_is_the_first_to_become_smaller(seven):
+    run = setup(micro_batch=1, evaluated=64)
+    found = estimate(seven, run, 40.0)
+    assert found.peak.name == "evaluation"
+    [first, *_] = remedies(seven, run, 40.0)
+    assert first.setting.startswith("per_device_eval_batch_size: ")
+    assert first.together.peak.name != "evaluation"
+
+
+@pytest.fixture
+def stage(tiny, monkeypatch, tmp_path):
+    """Runs the stage `memory` for a card of 80 GiB, with an estimate and a driver that say what the test wants."""
+
+    def run(needed_gib, *, used_gib=0.0, sequences=None, arguments=()):
+        def weighed(shape, setup, card_gib):
+            moments = (Moment(name="forward", parts={"weights": needed_gib}),)
+            return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
+
+        rows = {"query-gpu": f"{used_gib * 1024}", "query-compute": f"41, python, {used_gib * 1024}"}
+        monkeypatch.setattr(f"{memory.__name__}.estimate", weighed)
+        monkeypatch.setattr(f"{memory.__name__}.card_here", lambda device: cards.Card("a card", 80.0, "GPU-1"))
+        monkeypatch.setattr(cards.shutil, "which", lambda name: name)
+        monkeypatch.setattr(
+            cards.subprocess,
+            "run",
+            lambda command, **_: SimpleNamespace(
+                returncode=0, stdout=next(rows[name] for name in rows if any(name in word for word in command))
+            ),
+        )
+        given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--output_dir", str(tmp_path)]
+        given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--use_peft", "true"]
+        return memory.MemoryStage().run(Plan(parse([*given, *arguments], ROOT / "recipes/debug.yaml")))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("asked", "verdict", "text"),
+    [
+        ({"needed_gib": 60}, Verdict.PASSED, None),
+        (
+            {"needed_gib": 84},
+            Verdict.NOTED,
+            "takes about 84.0 GiB (forward), and the card has 80.0. The run",
+        ),
+        ({"needed_gib": 90}, Verdict.FAILED, "takes about 90.0 GiB (forward), and the card has 80.0."),
+        (
+            {"needed_gib": 90, "arguments": ("--use_peft", "false")},
+            Verdict.NOTED,
+            "may still fit",
+        ),
+        ({"needed_gib": 60, "sequences": 0.5}, Verdict.FAILED, "room for 0.5 completions of full length"),
+        ({"needed_gib": 60, "used_gib": 40}, Verdict.FAILED, "40.0 are in use now, by python (41) 40.0 GiB"),
+    ],
+)
+def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):
+    found = stage(**asked)
+    assert found.verdict is verdict
+    assert text is None or text in found.found[0].text
+    assert found.figures["needed_gib"] == asked["needed_gib"]
+
+
+def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monkeypatch):
+    def other_kind(*_):
+        with torch.device("meta"):
+            return MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
+
+    monkeypatch.setattr("salesrl_trl.run.memory.shape.empty_model", other_kind)
+    model_shape.cache_clear()
+    found = stage(60)
+    model_shape.cache_clear()
+    assert found.verdict is Verdict.SKIPPED
+    assert "mamba has no number for num_attention_heads" in found.skipped

@@ -1,0 +1,330 @@
+"""A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
+
+import json
+import os
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from torch.utils.file_baton import FileBaton
+from transformers import AutoTokenizer
+
+from salesrl_trl.errors import SalesRLError
+from salesrl_trl.preflight import main
+from salesrl_trl.run import software
+from salesrl_trl.run.preflight import environment, runner
+from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.preflight.runner import chosen, examine, prepare
+from salesrl_trl.run.preflight.stage import Findings, Verdict
+from salesrl_trl.run.settings import parse
+
+RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
+CHEAP = runner.STAGES[:4]
+"""Those that ask no service and load no model."""
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(runner, "BEFORE_A_RUN", CHEAP)
+    monkeypatch.setattr(environment, "PROBE_MIB", 1)
+    monkeypatch.setattr(environment, "SLOW_MIB_S", 0.0)
+    monkeypatch.setattr("salesrl_trl.run.console.set_up_logging", lambda *_: None)
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """The messages of a preflight, which are those of a run's start."""
+
+    def messages(*arguments, stages=CHEAP, change=lambda training: None):
+        given = ["--output_dir", str(tmp_path / "run"), *map(str, arguments)]
+        monkeypatch.setattr(runner, "BEFORE_A_RUN", stages)
+        try:
+            config = parse(given, RECIPE)
+            change(config.training)
+            in_a_run = prepare(config).notes
+        except SalesRLError as error:
+            in_a_run = [str(error)]
+        try:
+            config = parse(given, RECIPE)
+            change(config.training)
+            reports = list(examine(Plan(config, in_depth=True), stages))
+            found = [finding for report in reports for finding in report.findings]
+            is_failure = [report.verdict is Verdict.FAILED for report in reports]
+            assert is_failure == [False] * (len(reports) - 1) + [any(each.is_failure for each in found)]
+            in_preflight = [each.message for each in found]
+        except SalesRLError as error:
+            in_preflight = [str(error)]
+        assert in_a_run == in_preflight
+        return "\n".join(in_preflight)
+
+    return messages
+
+
+def packages(monkeypatch, **installed):
+    real = software.installed
+    monkeypatch.setattr(software, "installed", lambda name: installed[name] if name in installed else real(name))
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ({"trl": "1.15.3"}, r"trl is 1.15.3. Expected trl<1.17,>=1.16.0. Install it: pip install"),
+        ({"numpy": None}, "numpy is not installed. Expected numpy"),
+        ({"vllm": None}, "`use_vllm` is true, and vLLM is not installed. Run scripts/install.sh, or set"),
+    ],
+)
+def test_versions_are_held_against_the_pins(told, monkeypatch, installed, message):
+    packages(monkeypatch, **installed)
+    assert message in told(stages=CHEAP[:1])
+
+
+def test_vllm_wants_the_torch_that_it_was_compiled_for(told, monkeypatch):
+    monkeypatch.setattr(environment, "_torch_of_vllm", lambda: [Requirement("torch==2.0.1")])
+    assert "the installed vLLM is compiled for torch==2.0.1. Install them together" in told(stages=CHEAP[:1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--report_to", "comet_ml"], "`report_to` names comet_ml, which is not installed. Expected some of: all"),
+        (["--load_in_4bit", "true"], "The settings want bitsandbytes, which is not installed. Install it (pip"),
+    ],
+)
+def test_packages_that_single_settings_want_are_looked_for(told, arguments, message):
+    assert message in told(*arguments, stages=CHEAP[:1])
+
+
+def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
+    free = {"disk": 0.5, "shm": 8.0}
+    real = shutil.disk_usage
+    monkeypatch.setattr(
+        "shutil.disk_usage",
+        lambda path: real(path)._replace(free=free["shm" if path == environment.SHARED_MEMORY else "disk"] * 2**30),
+    )
+    assert "has 0.50 GiB of free disk. Expected 1 GiB at least. Free some, or name" in told(stages=CHEAP[:1])
+    free.update(disk=50, shm=0.05)
+    assert told(stages=CHEAP[:1]) == ""  # nothing uses it
+    workers = ["--dataloader_num_workers", "2"]
+    assert "/dev/shm has 0.05 GiB free, and `dataloader_num_workers` use it. Expected 1" in told(*workers)
+    free["shm"] = 0.5
+    assert "Usual is 1 GiB and more. Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
+
+
+def test_a_port_that_the_run_needs_is_free(told):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = ["--vllm_mode", "server", "--vllm_group_port", port]
+        assert f"`vllm_group_port` is {port}, and that port of this machine is in use" in told(*server)
+
+
+def test_what_is_compiled_wants_a_compiler(told, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert "There is no C++ compiler on PATH. Expected one" in told("--vllm_enforce_eager", "false")
+    assert told("--vllm_enforce_eager", "true", stages=CHEAP[:1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("kernels", "runs"),
+    [(["sm_80", "sm_90"], True), (["sm_86"], False), (["sm_70", "compute_70"], True), (["sm_90a"], False)],
+)
+def test_a_gpu_runs_kernels_of_its_generation(kernels, runs):
+    assert any(environment._runs_on(each, 8, 0) for each in kernels) == runs
+
+
+def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
+    monkeypatch.setattr(software, "gpus", lambda: [{"driver_version": "470.1"}])
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if not torch.cuda.is_available():
+        assert "The driver 470.1 shows 1 GPUs that torch" in told(stages=CHEAP[:1])
+
+
+def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp_path):
+    lock = tmp_path / "py311_cu130" / "fused_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    build = FileBaton(str(lock))
+    assert build.try_acquire()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    def with_deepspeed(training):
+        training.deepspeed_plugin = object()
+
+    os.utime(lock, (0, 0))
+    assert told(stages=CHEAP[:1], change=with_deepspeed) == ""  # a process is building
+    os.close(build.fd)
+    os.utime(lock)
+    assert told(stages=CHEAP[:1], change=with_deepspeed) == ""  # another machine may be building
+    os.utime(lock, (0, 0))
+    assert f"Remove it: rm {lock}" in told(stages=CHEAP[:1], change=with_deepspeed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num_generations_eval", "7"], "an evaluation's batch holds 64 completions (64 per device x 1 processes)"),
+        (["--generation_batch_size", "100"], "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
+        (["--generation_batch_size", "96", "--steps_per_generation", "2"], "are both given. Expected one of them"),
+        (["--auto_find_batch_size", "true"], "`auto_find_batch_size` is true, which would take groups apart"),
+        (["--temperature", "0"], "`temperature` is 0.0. Expected more than 0"),
+        (["--top_p", "1.5"], "`top_p` is 1.5. Expected more than 0, and at most 1"),
+        (["--min_p", "2"], "`min_p` is 2.0. Expected 0 to 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_told_with_advice(told, arguments, message):
+    assert message in told(*arguments)
+
+
+def rows(path, *texts, branch="fairness"):
+    lines = [{"branch": branch, "conversation": [{"role": "customer", "content": text}]} for text in texts]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_rows_that_come_twice_or_are_evaluated_on_are_told(told, tmp_path):
+    train, held_out = rows(tmp_path / "a.jsonl", "one", "two", "one"), rows(tmp_path / "b.jsonl", "two", "three")
+    found = told("--dataset", train, "--eval_dataset", held_out, "--allow_stand_ins", "true")
+    assert "1 of 3 training rows repeat an earlier one: row-2." in found
+    assert "1 of 2 held-out rows have a conversation of the training rows" in found
+    assert "No training row belongs to hallucination. Add rows" in found
+
+
+@pytest.fixture
+def policy(tiny, tmp_path):
+    """A copy of the tiny policy, to break."""
+    return Path(shutil.copytree(tiny, tmp_path / "policy"))
+
+
+def changed(path, **values):
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+
+
+def asked(policy):
+    lengths = ["--vllm_max_model_length", "128", "--max_completion_length", "16", "--long_prompts", "drop"]
+    return ["--model_name_or_path", policy, "--prompt_style", "compact", *lengths, "--max_train_rows", "40"]
+
+
+def set_template(policy, template):
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(policy)
+
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}END\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (TURNS.replace("END", "<|endoftext|>") + PROMPT, "ends a turn with <|endoftext|>, which ends no completion"),
+        (TURNS.replace("END", "") + PROMPT, "puts no end token (<|im_end|>) behind an answer"),
+        (TURNS.replace("END", "<|im_end|>"), "has no generation prompt: `add_generation_prompt` changes nothing"),
+        (
+            "{% if add_generation_prompt %}Answer.{% endif %}" + TURNS.replace("END", "<|im_end|>"),
+            "Expected it at the",
+        ),
+    ],
+    ids=["other end", "no end", "no generation prompt", "in front"],
+)
+def test_a_template_ends_turns_with_an_end_token_and_begins_the_answer(told, policy, template, message):
+    set_template(policy, template)
+    found = told(*asked(policy))
+    assert message in found
+
+
+def test_every_end_token_of_the_model_ends_a_completion(told, policy):
+    set_template(policy, TURNS.replace("END", "<|endoftext|>") + PROMPT)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    ends = [tokenizer.convert_tokens_to_ids(each) for each in ("<|im_end|>", "<|endoftext|>")]
+    changed(policy / "generation_config.json", eos_token_id=ends)
+    assert "ends no completion" not in told(*asked(policy))
+
+
+def test_a_model_whose_flags_cannot_be_saved_is_refused(told, policy):
+    changed(policy / "generation_config.json", do_sample=False, temperature=0.7)
+    assert "refuses to save such a model" in told(*asked(policy))
+
+
+def test_checkpoints_have_room(told, policy, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.run.preflight.config.parameter_count", lambda *_: 2**30)
+    given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
+    free = {"gib": 200.0}
+    monkeypatch.setattr("salesrl_trl.run.preflight.config.free_gib", lambda *_: free["gib"])
+    assert told(*given, stages=CHEAP[1:2]) == ""
+    free["gib"] = 30.0
+    found = told(*given, "--save_total_limit", "3", stages=CHEAP[1:2])
+    assert "about 12.0 GiB, and 4 of them" in found and "evaluation 56.0" in found
+    assert told(*given, "--save_total_limit", "1", "--save_only_model", "true", stages=CHEAP[1:2]) == ""
+    free["gib"] = 10.0
+    assert "has 10.0 GiB of free disk. Name an `output_dir`" in told(*given, stages=CHEAP[1:2])
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(told, policy):
+    changed(policy / "config.json", vocab_size=100)
+    assert "and the model embeddings for 100" in told(*asked(policy))
+
+
+class Counted:
+    """A stage that knows how often it ran."""
+
+    def __init__(self, name, needs=(), fails=False):
+        self.name, self.needs, self.fails, self.runs = name, needs, fails, 0
+
+    def run(self, plan):
+        self.runs += 1
+        findings = Findings()
+        if self.fails:
+            findings.fail("It is broken.", "Mend it.")
+        return findings
+
+
+def test_a_named_stage_runs_after_those_it_needs_and_is_reported_alone():
+    a, b, c, d = Counted("a"), Counted("b", ("a",)), Counted("c"), Counted("d", ("b",))
+    plan = Plan(parse([], RECIPE))
+    assert [each.stage for each in examine(plan, chosen(["d"], (a, b, c, d)), ["d"])] == ["d"]
+    assert [each.runs for each in (a, b, c, d)] == [1, 1, 0, 1]
+    a.fails = True
+    assert [each.stage for each in examine(plan, chosen(["d"], (a, b, c, d)), ["d"])] == ["a"]
+    assert d.runs == 1
+    a.fails = False
+    assert [each.stage for each in examine(plan, chosen(["c", "b"], (a, b, c, d)), ["c", "b"])] == ["b", "c"]
+
+
+def test_the_command_says_what_to_do_next_and_ends_with_2_for_a_failure(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "STAGES", CHEAP)
+    given = ["--config", str(RECIPE), "--output_dir", str(tmp_path)]
+    assert main(["--stage", "data", "--json", *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["passed"], [each["stage"] for each in found["stages"]]) == (True, ["data"])
+    assert found["stages"][0]["figures"]["train_rows"] == 960
+    assert main(["--dataset", "absent.jsonl", *given]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["environment", "passed"]
+    assert "there is no dataset file absent.jsonl" in lines[-3]
+    assert lines[-1].startswith("Stage config failed after ")
+    assert main(["--stage", "dat", *given]) == 2
+    assert "`stage` is 'dat'. Expected some of: environment, config" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", 1), ("1", 0)])
+def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsys, tmp_path, monkeypatch, rank, told):
+    class Chatty:
+        name, needs = "chatty", ()
+
+        def run(self, plan):
+            print("a line of another library")
+            return Findings()
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(runner, "STAGES", (Chatty(),))
+    assert main(["--json", "--config", str(RECIPE), "--output_dir", str(tmp_path)]) == 0
+    assert [json.loads(line)["passed"] for line in capsys.readouterr().out.splitlines()] == [True] * told

@@ -1,0 +1,129 @@
+"""A run's record in its folder: it repeats the run, holds no key, and is compared with another one."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from salesrl_trl import env
+from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
+from salesrl_trl.run.record import differences, settings_text, write_record
+from salesrl_trl.run.settings import parse
+from salesrl_trl.run.software import PACKAGE, packages
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+COMMAND_LINES = {
+    "as it stands": [],
+    "presets": ["--preset", "24gb", "fast_rollout", "--temperature", "0.9"],
+    "named model": ["--model_name_or_path", "DIR", "--beta", "0.1", "--branch_kl", "{}"],
+    "lists and structures": [
+        "--branches",
+        "tone",
+        "--beta",
+        "0",
+        "--branch_kl",
+        '{"tone": {"beta": 1}}',
+        "--no_timing",
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def _keep_environment(monkeypatch):
+    """A recipe's `env:` writes to the process's environment."""
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+
+
+def settings(config):
+    kinds = (config.data, config.reward, config.warm_start, config.telemetry, config.training, config.model)
+    return {field.name: getattr(kind, field.name) for kind in kinds for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize("argv", COMMAND_LINES.values(), ids=COMMAND_LINES)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_the_settings_of_a_run_repeat_it(recipe, argv, tmp_path):
+    first = parse([*argv, "--output_dir", str(tmp_path)], recipe)
+    kept = tmp_path / SETTINGS_FILE
+    kept.write_text(settings_text(first.recipe), encoding="utf-8")
+    again = parse(["--config", str(kept)], None)
+    assert settings(again) == settings(first)
+    assert yaml.safe_load(kept.read_text()) == yaml.safe_load(settings_text(again.recipe))
+    assert yaml.safe_load(kept.read_text()).get("env") == yaml.safe_load(recipe.read_text()).get("env")
+
+
+def record(folder, argv, environment=None):
+    folder.mkdir()
+    recipe = parse([*argv, "--output_dir", "runs/same"], ROOT / "recipes/debug.yaml").recipe
+    recipe["env"] |= environment or {}
+    write_record(folder, recipe, ["recipes/debug.py", *argv], processes=1)
+    return folder
+
+
+def test_two_runs_differ_in_what_was_changed_and_in_nothing_else(tmp_path, capsys):
+    one, same = record(tmp_path / "one", []), record(tmp_path / "same", [])
+    assert not any(differences(one, same).values())
+    write_record(same, {}, ["recipes/debug.py"], processes=1)  # another start in the same folder
+    assert (same / "config-1.yaml").read_text() == (one / SETTINGS_FILE).read_text()
+    for name in ("config-1.yaml", "run-1.json"):
+        (same / name).rename(same / name.replace("-1", ""))
+    argv = ["--learning_rate", "0.5", "--branch_kl", '{"fairness": {"beta": 0.2, "low": 0.1, "high": 0.3}}']
+    other = record(tmp_path / "other", argv)
+    run = json.loads((other / RUN_FILE).read_text())
+    run["versions"]["trl"] = "0"
+    (other / RUN_FILE).write_text(json.dumps(run))
+    found = differences(one, other)
+    assert found["settings"] == {
+        "learning_rate": (0.001, 0.5),
+        "branch_kl.fairness.beta": (0.05, 0.2),
+        **{f"branch_kl.hallucination.{name}": (value, "(none)") for name, value in
+           {"beta": 0.05, "low": 0.1, "high": 0.3}.items()},
+    }  # fmt: skip
+    assert [*found["versions"], *found["code"], *found["command"]] == ["trl", "command"]
+    assert env.main(["--diff", str(one), str(same)]) == 0
+    assert env.main(["--diff", str(one), str(other)]) == env.DIFFERENT
+    assert "  learning_rate: 0.001 -> 0.5" in capsys.readouterr().out
+    assert env.main(["--diff", str(one), str(tmp_path)]) == env.BAD_INPUT
+    assert "Expected the folder of a run" in capsys.readouterr().err
+
+
+def test_no_key_is_written(tmp_path):
+    argv = ["--hub_token", "secret-1", "--vllm_engine_kwargs", '{"hf_token": "secret-2", "seed": 1}']
+    folder = record(tmp_path / "run", [*argv, "--hub-token=secret-3"], {"OPENAI_API_KEY": "secret-4"})
+    texts = (folder / SETTINGS_FILE).read_text() + (folder / RUN_FILE).read_text()
+    assert "secret" not in texts
+    assert "OPENAI_API_KEY" not in texts
+    assert json.loads(yaml.safe_load((folder / SETTINGS_FILE).read_text())["vllm_engine_kwargs"]) == {"seed": 1}
+
+
+def test_the_environment_is_shown_without_secrets(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("https_proxy", "http://me:secret@proxy")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    assert env.main([]) == 0
+    shown = capsys.readouterr().out
+    assert "secret" not in shown
+    assert {"HF_TOKEN=(set)", "https_proxy=(set)", "VLLM_LOGGING_LEVEL=ERROR"} <= set(shown.split())
+    assert env.main(["--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["folder"], facts["unmet"], facts["settings"]) == (str(PACKAGE), [], None)
+    assert len(facts["code"]["digest"]) == 12
+
+
+def test_another_copy_of_the_package_that_a_recipe_would_import_is_named():
+    facts = env.Facts()
+    other = dataclasses.replace(facts, recipes_import="/somewhere/salesrl_trl")
+    assert "NOT THIS ONE" not in env.page(dataclasses.replace(facts, recipes_import=facts.folder))
+    assert "NOT THIS ONE a recipe would import /somewhere/salesrl_trl. " in env.page(other)
+
+
+def test_a_version_outside_of_its_range_is_not_met():
+    trl = next(each for each in packages() if each.name == "trl")
+    assert trl.is_met
+    assert not dataclasses.replace(trl, installed="1.17.0").is_met
+    assert not dataclasses.replace(trl, installed=None).is_met
+    assert dataclasses.replace(trl, installed=None, extra="gpu").is_met

@@ -1,0 +1,44 @@
+"""scripts/create_tiny_dataset.py: rows as they were, the same ones each time."""
+
+from collections import Counter
+
+import pytest
+
+from salesrl_trl.data.sources import load_records, load_rows
+from salesrl_trl.errors import DataError
+from scripts import create_tiny_dataset as tool
+
+BRANCHES = ("fairness", "hallucination")
+
+
+@pytest.mark.parametrize("name", ["tiny.jsonl", "tiny.parquet"])
+def test_the_rows_are_those_of_the_source_in_their_order(tmp_path, name):
+    out, of_all = tmp_path / name, load_rows("demo", "train", BRANCHES)
+    assert tool.main(["--source", "demo", "--rows", "9", "--out", str(out)]) == 0
+    assert load_rows(str(out), "train", BRANCHES) == of_all[:9]
+    assert load_records(str(out), "")[0] == load_records("demo", "train")[0][:9]  # with all columns
+    again = tmp_path / "drawn.jsonl"
+    assert tool.main(["--source", str(out), "--rows", "5", "--seed", "1", "--out", str(again)]) == 0
+    drawn = load_rows(str(again), "train", BRANCHES)
+    assert drawn == [row for row in of_all[:9] if row in drawn]
+    assert len(drawn) == 5
+
+
+def test_a_seed_draws_the_same_rows_and_branches_have_equal_shares():
+    branches = ["a"] * 90 + ["b"] * 9 + ["c"]
+    drawn = tool.chosen(branches, 21, True, 3)
+    assert drawn == tool.chosen(branches, 21, True, 3) != tool.chosen(branches, 21, True, 4)
+    assert Counter(branches[place] for place in drawn) == {"a": 11, "b": 9, "c": 1}
+    assert drawn == sorted(set(drawn))
+    assert tool.chosen(branches, 500, False, 3) == list(range(100))
+
+
+def test_a_row_that_no_run_would_take_is_named(tmp_path, capsys):
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "tiny.jsonl"
+    rows.write_text('{"branch": "a", "conversation": [{"role": "seller", "content": "Hi"}]}\n')
+    assert tool.main(["--source", str(rows), "--out", str(out)]) == tool.EXIT_USAGE
+    assert "row 0" in (told := capsys.readouterr().err)
+    assert "Hi" not in told
+    assert not out.exists()
+    with pytest.raises(DataError):
+        load_records("demo", "nothing")
