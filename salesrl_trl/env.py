@@ -94,7 +94,9 @@ def difference_page(found: Mapping[str, Mapping[str, Difference]]) -> str:
     lines = []
     for part, values in found.items():
         lines += [part] * bool(values)
-        lines += [f"  {name}: {one} -> {other}" for name, (one, other) in values.items()]
+        for name, (one, other) in values.items():
+            arrow = "\n    -> " if len(f"{one}{other}") > 80 else " -> "
+            lines.append(f"  {name}: {one}{arrow}{other}")
     return "\n".join(lines) or "no difference"
 
 
@@ -135,7 +137,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Code, versions, GPUs and environment here, and the settings of a recipe if one is given.",
         allow_abbrev=False,
     )
-    parser.add_argument("--diff", nargs=2, type=Path, metavar="RUN", help="what two runs differ in, by their folders")
+    parser.add_argument(
+        "--diff",
+        nargs=2,
+        type=Path,
+        metavar="RUN",
+        help="what two runs differ in, by their folders; exit code 1 if anything",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -5,6 +5,7 @@ with one message and exit code 2.
 """
 
 import contextlib
+import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.readiness import warm_up
 from salesrl_trl.run.assembly import launched_services, open_reward
+from salesrl_trl.run.banner import closing_lines
 from salesrl_trl.run.building import build_instruments, build_trainer, take_policy
 from salesrl_trl.run.checks.folders import check_output_dir
 from salesrl_trl.run.console import (
@@ -47,6 +49,8 @@ from salesrl_trl.timing import TimingContext
 
 if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
+
+logger = logging.getLogger(__name__)
 
 
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
@@ -132,6 +136,10 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
                 trainer.finish()
             raise
         trainer.finish()
+    if PartialState().is_main_process:
+        saves_policy = config.training.mode != "rollouts"
+        for line in closing_lines(config.training.output_dir, saves_policy=saves_policy, notes=plan.notes):
+            logger.info(line)
 
 
 def _read_ahead(config: RunConfig, start: Timeline) -> None:

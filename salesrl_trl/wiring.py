@@ -105,7 +105,11 @@ class Wiring:
             with_baseline=bool(args.hybrid_reference_weight),
         )
         self.run_control = RunControl(
-            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl
+            args.min_valid_reward_fraction,
+            args.max_skipped_generations,
+            reward.names.places,
+            args.max_kl,
+            Path(args.output_dir),
         )
         self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args, has_tied_head(model)))
         # The weights of the reference policy, or of an adapter's base: a resumed run must have the same

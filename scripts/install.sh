@@ -347,7 +347,7 @@ main() {
   check_imports
   printf '%s\n%s\n' "$wanted" "$device $python_version" >"$stamp"
   rm -rf -- "$unfinished" "$logs"
-  say "done in $SECONDS s"
+  say "done in $SECONDS s; for commands of your own: source ${venv#"$PWD/"}/bin/activate"
 }
 
 main

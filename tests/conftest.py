@@ -1,6 +1,8 @@
 """Fixtures for all tests."""
 
 import gc
+import logging
+import os
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -40,6 +42,19 @@ def make_httpserver(httpserver_listen_address):
 def services(httpserver):
     """A RAG service and a judge on loopback, whose answers a test sets."""
     return Services(httpserver)
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was():
+    """A run sets the level of the package's lines and some environment variables, for its whole process."""
+    loggers = [logging.getLogger(name) for name in (None, "salesrl_trl", "salesrl_trl.demo")]
+    levels, environment = [each.level for each in loggers], dict(os.environ)
+    yield
+    for each, level in zip(loggers, levels, strict=True):
+        each.setLevel(level)
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 @pytest.fixture(scope="session")

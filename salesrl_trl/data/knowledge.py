@@ -48,7 +48,7 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
 
 
 def _read_document(line: str, where: str) -> Document:
-    expected = 'expected {"id": "...", "text": "...", "title": "..."}'
+    expected = 'expected {"id": "...", "text": "..."} and, if you like, a "title"'
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -65,6 +65,6 @@ def _read_document(line: str, where: str) -> Document:
 def _text_field(entry: Mapping[str, object], name: str, where: str, expected: str, required: bool = True) -> str:
     value = entry.get(name)
     if not isinstance(value, str) or (required and not value.strip()):
-        got = "an empty text" if isinstance(value, str) else type(value).__name__
+        got = "an empty text" if isinstance(value, str) else "nothing" if value is None else type(value).__name__
         raise DataError(f"{where}: got {got} for {name!r}, {expected}; correct the line")
     return value

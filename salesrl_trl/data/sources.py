@@ -161,7 +161,8 @@ def _read_jsonl(path: Path) -> list[Record]:
                 raise DataError(f"{path}, line {number}: {unreadable(error).removeprefix('line 1, ')}.") from None
             except json.JSONDecodeError as error:
                 raise DataError(
-                    f"{path}, line {number} is not JSON (column {error.colno}). Expected one JSON object a line."
+                    f"{path}, line {number} is not JSON ({error.msg}, column {error.colno}). Expected one JSON object "
+                    "a line."
                 ) from None
             if not isinstance(record, dict):
                 raise DataError(

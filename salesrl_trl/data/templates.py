@@ -114,7 +114,8 @@ class PromptTemplate:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
         where = f", line {lines[-1]}" if lines else ""
         raise ConfigError(
-            f"{self._name}{where} does not work for row {row.row_id!r} ({type(error).__name__}{said})."
+            f"{self._name}{where} does not work for row {row.row_id!r} ({type(error).__name__}{said}). A row has "
+            f"{', '.join(FIELDS)}; a turn of `conversation` has `role` and `content`."
         ) from None
 
 

@@ -57,13 +57,16 @@ class HeldOut(TrainerCallback):
             **{branch: logged.get(reward_of(branch)) for branch in self._branches},
             "valid_actions": None if invalid is None else 1 - invalid,
         }
-        rows = row_means(self._drain_rewards(), self._num_generations)
+        rewards = self._drain_rewards()
+        rows = row_means(rewards, self._num_generations)
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
         self._evaluations.append(_Evaluation(state.global_step, figures, rows))
         if not state.is_world_process_zero:
             return
-        logger.info(f"[HeldOut@{state.global_step}] {_text(figures)}")
+        scored = sum(not math.isnan(reward) for reward in rewards)
+        few = "" if scored == len(rewards) else f"; {scored} of {len(rewards)} completions were scored"
+        logger.info(f"[HeldOut@{state.global_step}] {_text(figures)}{few}")
         self._output_dir.mkdir(parents=True, exist_ok=True)
         text = json.dumps([{"step": each.step, **each.figures} for each in self._evaluations], indent=2) + "\n"
         (self._output_dir / HELD_OUT_FILE).write_text(text, encoding="utf-8")
@@ -77,9 +80,19 @@ class HeldOut(TrainerCallback):
         before, after = first.figures[REWARD], last.figures[REWARD]
         if before is None or after is None:
             return
-        error = standard_error_of_change(first.rows, last.rows)
-        plus_minus = "" if error is None else f" ± {error:.3f} (standard error, row by row)"
-        logger.info(f"held-out mean reward changed by {after - before:+.3f}{plus_minus}")
+        if not first.rows or len(first.rows) != len(last.rows):  # the order of rows is not known
+            logger.info(f"held-out mean reward changed by {after - before:+.3f}")
+            return
+        changes = changes_by_row(first.rows, last.rows)
+        total = len(first.rows)
+        if not changes:
+            logger.warning(f"held-out: none of {total} rows was scored both times, so that no change is known")
+            return
+        error = "" if len(changes) < 2 else f" ± {standard_error(changes):.3f} (standard error, row by row)"
+        some = (
+            "" if len(changes) == total else f", over the {len(changes)} of {total} rows that were scored both times"
+        )
+        logger.info(f"held-out mean reward changed by {statistics.fmean(changes):+.3f}{error}{some}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,9 @@ class _Evaluation:
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
-    """Mean reward of each row; NaN if none of its completions could be scored.
+    """Mean reward of each row; NaN if fewer than half of its completions could be scored.
+
+    While services are down only invalid actions have a reward. Their mean would not be the row's.
 
     Args:
         rewards (`Sequence[float]`):
@@ -101,11 +116,14 @@ def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
     """
     rows = [rewards[first : first + num_generations] for first in range(0, len(rewards), num_generations)]
     scored = [[reward for reward in row if not math.isnan(reward)] for row in rows]
-    return [statistics.fmean(row) if row else math.nan for row in scored]
+    return [
+        statistics.fmean(some) if 2 * len(some) >= len(row) else math.nan
+        for row, some in zip(rows, scored, strict=True)
+    ]
 
 
-def standard_error_of_change(before: Sequence[float], after: Sequence[float]) -> float | None:
-    """Standard error of the mean change over rows that were scored both times.
+def changes_by_row(before: Sequence[float], after: Sequence[float]) -> list[float]:
+    """The change of each row that was scored both times.
 
     The same rows are compared with each other, so that it does not matter how much easier one row is than another.
 
@@ -114,14 +132,13 @@ def standard_error_of_change(before: Sequence[float], after: Sequence[float]) ->
             Mean reward by row, NaN without one.
         after (`Sequence[float]`):
             The same rows later.
-
-    Returns:
-        `float` or `None`: `None` with fewer than two rows, or if the rows are not the same.
     """
-    if len(before) != len(after):
-        return None
-    changes = [b - a for a, b in zip(before, after, strict=True) if not math.isnan(b - a)]
-    return statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None
+    return [b - a for a, b in zip(before, after, strict=True) if not math.isnan(b - a)]
+
+
+def standard_error(changes: Sequence[float]) -> float:
+    """Standard error of the mean of two changes or more."""
+    return statistics.stdev(changes) / math.sqrt(len(changes))
 
 
 def _text(figures: Figures) -> str:

@@ -1,4 +1,4 @@
-"""The banner: lines at the start of a run about its parts.
+"""The banner: lines at the start of a run about its parts, and the lines at its end.
 
 Owns their wording. The figures come from the settings and the checks. Loads a tokenizer and a model's configuration,
 and no weights.
@@ -17,6 +17,7 @@ from salesrl_trl.config.machine import device_line
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
+from salesrl_trl.run.checks.addresses import MEANINGLESS
 from salesrl_trl.run.checks.model import generation_config_of
 from salesrl_trl.run.memory.shape import parameter_count
 from salesrl_trl.run.software import installed
@@ -64,6 +65,22 @@ def banner(
         *(("note", note) for note in notes),
     ]
     return [f"[Run] {name:<12} {text}" for name, text in lines]
+
+
+def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) -> list[str]:
+    """The last lines of a run that did not fail.
+
+    Args:
+        output_dir (`str`):
+            The run's folder.
+        saves_policy (`bool`):
+            Whether the policy lies in it.
+        notes (`Sequence[str]`):
+            Findings of the checks. Those about scores that mean nothing are repeated.
+    """
+    saved = f"the policy is in {output_dir}; " if saves_policy else ""
+    lines = [f"{saved}its figures on a page: python -m salesrl_trl.report {output_dir}"]
+    return [f"[Run] {line}" for line in (*lines, *(note for note in notes if MEANINGLESS in note))]
 
 
 def _policy(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:

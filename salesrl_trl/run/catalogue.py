@@ -363,6 +363,7 @@ FAULTS: tuple[Fault, ...] = (
         "A model or dataset is neither on this machine nor can it be fetched.",
         (
             Sign(kind="OfflineModeIsEnabled"),
+            Sign(r"the hub can't be reached", kind="ModelNotFoundError"),
             Sign(kind="LocalEntryNotFoundError"),
             Sign(r"couldn't connect to 'https://|Couldn't reach .* on the Hub|outgoing traffic has been disabled"),
         ),

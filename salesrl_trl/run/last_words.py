@@ -37,7 +37,7 @@ def words_of(error: BaseException, code: int, log: Path | None) -> Words:
     rank = f" (rank {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     lines = [f"{type(error).__name__}{rank}: {short(error)}"]
     if fault is not None or not isinstance(error, SalesRLError):
-        lines += _advice(fault, log)
+        lines += _advice(fault, log, str(error))
     return Words("\n".join(lines), code, follows=fault is not None and fault.follows)
 
 
@@ -63,11 +63,14 @@ def recognised(error: BaseException) -> Fault | None:
     return next((each for each in FAULTS if any(_fits(sign, one) for sign in each.signs for one in chain)), None)
 
 
-def _advice(fault: Fault | None, log: Path | None) -> list[str]:
+def _advice(fault: Fault | None, log: Path | None, message: str = "") -> list[str]:
+    """What to do. The first address that the error's message names takes the place of `ADDRESS`."""
     where = f"{log} is the run's log." if log is not None else ""
     if fault is None:
         return [f"No known fault. The traceback says where it happened; {PAGE} has the known ones. {where}".rstrip()]
-    steps = [f"  {number}. {step}" for number, step in enumerate(fault.remedies, 1)]
+    named = re.search(r"https?://[^\s,)]+?(?=(/healthz|/models)?[.:;]?([\s,)]|$))", message)
+    address = named[0] if named else "ADDRESS"
+    steps = [f"  {number}. {step.replace('ADDRESS', address)}" for number, step in enumerate(fault.remedies, 1)]
     more = f"More: {PAGE}#{fault.anchor}. {where}".rstrip()
     return [f"{fault.title}. {fault.cause}", "What to do, in this order:", *steps, more]
 

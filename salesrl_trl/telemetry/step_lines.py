@@ -148,11 +148,13 @@ def clock(seconds: float) -> str:
 def judge_line(step: int, logs: Logs, providers: Sequence[str]) -> str:
     """`[Judge@step5] time=3.2s providers={'openai': 8}`: figures of a generation batch.
 
-    The time is from the first request for a verdict to the last verdict. Each provider has its number of verdicts.
+    The time is from the first request for a verdict to the last verdict. Each provider has its number of verdicts that
+    arrived since the last line; those of rollouts ahead may have come before.
     """
     verdicts = {provider: logs.get(usage_of(provider, "verdicts")) or 0 for provider in providers}
     counts = {provider: int(count) if count == int(count) else round(count, 1) for provider, count in verdicts.items()}
-    return f"[Judge@step{step}] time={logs.get(JUDGE_SECONDS) or 0:.1f}s providers={counts}"
+    none = "" if any(counts.values()) else " (no verdict arrived since the last line)"
+    return f"[Judge@step{step}] time={logs.get(JUDGE_SECONDS) or 0:.1f}s providers={counts}{none}"
 
 
 def figure(value: object) -> str:

@@ -50,6 +50,7 @@ class SkipAndStop(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._agree_to_stop()
+        self._run_control.end_step(state.global_step, is_last=state.global_step >= state.max_steps)
         if self._run_control.error is not None:
             control.should_save = True
             control.should_training_stop = True

@@ -7,14 +7,17 @@ The trainer gathers from other ranks.
 import math
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 from salesrl_trl.errors import DivergedError, RunStopped, SalesRLError, TooFewRewardsError
-from salesrl_trl.names import ALL_KL
+from salesrl_trl.names import ALL_KL, CHECKPOINT_FOLDERS
 
 GRADIENT_NORM = "grad_norm"
 """Figure of transformers, before clipping. It logs no loss that is not finite."""
 BROKEN_LINES = 3
 """Log lines in a row with broken figures that end a run. One may come from one odd batch."""
+SKIPPED_AT_END = 2
+"""Skipped batches in a row at a run's last step that make it a failure: no later one shows that services are back."""
 
 ADVICE = {
     "no_passages": "`no_passages` means that the RAG service found nothing for these rows, not even with the "
@@ -31,11 +34,13 @@ class RunControl:
         min_valid_reward_fraction (`float`):
             Share of a generation batch's completions that must have a reward.
         max_skipped_generations (`int`):
-            Batches in a row with fewer. The last of them ends the run.
+            Batches in a row with fewer that end the run. At its last step, `SKIPPED_AT_END` are enough.
         places (`Mapping[str, str]`, *optional*, defaults to none):
             Address of each service, by the name with which its reason codes begin.
         max_kl (`float`, *optional*, defaults to infinity):
             KL to the reference in nats per token above which a run is broken.
+        output_dir (`Path`, *optional*):
+            Folder of the checkpoints.
     """
 
     def __init__(
@@ -44,12 +49,14 @@ class RunControl:
         max_skipped_generations: int,
         places: Mapping[str, str] | None = None,
         max_kl: float = math.inf,
+        output_dir: Path = Path(),
     ) -> None:
         self.wanted_fraction = min_valid_reward_fraction
         """Share of completions below which a batch is skipped."""
         self._most = max_skipped_generations
         self._places = places or {}
         self._max_kl = max_kl
+        self._output_dir = output_dir
         self.restart()
 
     def restart(self) -> None:
@@ -62,10 +69,11 @@ class RunControl:
         """Whether the generation batch in training is left out of the loss."""
         self._moves = False
         self._skipped_in_a_row = 0
+        self._missing: Counter[str] = Counter()
         self._broken_in_a_row = 0
 
     def record_batch(self, scored_fraction: float, missing: Counter[str]) -> str | None:
-        """Skip a batch with too few scored completions. End the run after too many such batches in a row.
+        """Skip a batch with too few scored completions.
 
         Args:
             scored_fraction (`float`):
@@ -82,19 +90,34 @@ class RunControl:
             self._skipped_in_a_row = 0
             return None
         self._skipped_in_a_row += 1
-        reasons = ", ".join(f"{reason} {count}" for reason, count in missing.most_common(5))
-        if self._skipped_in_a_row >= self._most:
-            failed = [name for name in self._places if any(reason.startswith(f"{name}_") for reason in missing)]
-            where = "".join(f"{name} is {self._places[name]}. " for name in failed)
-            advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
-            self.error = TooFewRewardsError(
-                f"{self._skipped_in_a_row} generation batches in a row had fewer than {wanted:.0%} of their "
-                f"completions scored. Failures in the last one: {reasons}. {where}{advice}A checkpoint was saved; "
-                "repair the service and go on with --resume_from_checkpoint DIR."
-            )
+        self._missing = missing
         return (
             f"skipping an update: {scored_fraction:.0%} of the completions could be scored, wanted {wanted:.0%} "
-            f"({reasons})"
+            f"({_counted(missing)})"
+        )
+
+    def end_step(self, step: int, *, is_last: bool) -> None:
+        """End the run after this optimizer step if too many batches in a row were skipped.
+
+        Args:
+            step (`int`):
+                Optimizer steps done.
+            is_last (`bool`):
+                Whether training ends with this step anyway.
+        """
+        skipped, missing = self._skipped_in_a_row, self._missing
+        most = min(self._most, SKIPPED_AT_END) if is_last else self._most
+        if self.error is not None or skipped < most:
+            return
+        failed = [name for name in self._places if any(reason.startswith(f"{name}_") for reason in missing)]
+        where = "".join(f"{name} is {self._places[name]}. " for name in failed)
+        advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
+        last = "They were the last of the run, so that it learned nothing from them. " if is_last else ""
+        more = " and a larger `max_steps` or `num_train_epochs`" if is_last else ""
+        self.error = TooFewRewardsError(
+            f"{skipped} generation batches in a row had fewer than {self.wanted_fraction:.0%} of their completions "
+            f"scored. {last}Failures in the last one: {_counted(missing)}. {where}{advice}A checkpoint was saved; "
+            f"repair the service and go on with {self._resume(step)}{more}."
         )
 
     def record_micro_batch(self) -> None:
@@ -133,5 +156,13 @@ class RunControl:
         """End the run after `step` optimizer steps, because a rank was asked to stop."""
         reason = self.requested or "a request to another rank"
         self.error = RunStopped(
-            f"stopped by {reason} after {step} steps. The state was saved; go on with --resume_from_checkpoint DIR."
+            f"stopped by {reason} after {step} steps. The state was saved; go on with {self._resume(step)}."
         )
+
+    def _resume(self, step: int) -> str:
+        return f"--resume_from_checkpoint {self._output_dir / f'{CHECKPOINT_FOLDERS}{step}'}"
+
+
+def _counted(missing: Counter[str]) -> str:
+    """The most frequent reasons with their numbers."""
+    return ", ".join(f"{reason} {count}" for reason, count in missing.most_common(5))

@@ -168,7 +168,7 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
     assert "course catalogue" not in str(caught.value)
     prepared = prepare(parse([*asked, "--allow_stand_ins", "true"], ROOT / "recipes/debug.yaml"))
     assert prepared.reward.rubrics == {"tone": "mine"}
-    assert [note.split("(")[0] for note in prepared.notes] == ["THE SCORES OF THIS RUN MEAN NOTHING "] * 2
+    assert [note.split("(")[0] for note in prepared.notes] == ["THE SCORES MEAN NOTHING in this run "] * 2
 
 
 def test_a_branch_of_the_data_that_is_not_configured_is_refused():

@@ -158,8 +158,7 @@ class HttpClient:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             # `from None`, here and below: the client's message may hold a header or a part of the body
             raise ServiceUnavailable(
-                f"{self.service} could not be reached, or hung up ({type(error).__name__}): is it running at the "
-                "configured address?",
+                f"{self.service} {_what_broke(error)} ({type(error).__name__})",
                 code=f"{self.service}_unavailable",
             ) from None
         except (aiohttp.ClientError, ValueError) as error:
@@ -213,6 +212,19 @@ class HttpClient:
         return ServiceRejected(
             f"{self.service} answered {status}: no retry will mend it. Check the address and the request.", code
         )
+
+
+def _what_broke(error: Exception) -> str:
+    """What a failed connection says, in words; quotes nothing of the error, which may hold an address or a header."""
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return "could not be reached: its host name is not known here"
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "could not be reached: TLS failed, for its certificate or because it speaks plain http"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        refused = isinstance(error.os_error, ConnectionRefusedError)
+        return f"could not be reached: {'nothing listens at its port' if refused else 'there is no way to its host'}"
+    hung_up = isinstance(error, aiohttp.ClientPayloadError | OSError)  # `OSError`: aiohttp's too
+    return "hung up before its answer was whole" if hung_up else "could not be reached"
 
 
 def make_request_id() -> str:

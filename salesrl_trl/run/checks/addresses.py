@@ -27,6 +27,11 @@ SHOWN_MODELS = 8
 _HAS_EMBEDDED = ("rag_base_url", "judge_base_url")
 """Settings whose service has an embedded stand-in."""
 
+MEANINGLESS = "THE SCORES MEAN NOTHING"
+"""Part of each line about stand-ins that score what they do not know."""
+STAND_IN_OWNER = "salesrl_trl"
+"""`owned_by` of the embedded judge's model, in its list of models."""
+
 
 def check_rag(base_url: str, key: str | None) -> list[str]:
     """Check that a service answers at the RAG service's address. Its `/healthz` may be missing.
@@ -73,7 +78,8 @@ def check_models(
         `ServiceError`: nothing answers, or the key is refused.
         `ConfigError`: the service answers at another path, or does not list the model.
     """
-    known = _model_names(_probe(base_url, "/models", key, service, setting))
+    body = _probe(base_url, "/models", key, service, setting)
+    known = _model_names(body)
     if known is None:
         other = _other_address(base_url, key, service)
         if other is not None:
@@ -85,7 +91,9 @@ def check_models(
             f"the {service} at {base_url} gave no list of models: the first call will show whether it has {model!r}"
         ]
     if not known or model in known:
-        return []
+        stand_in = f"the {service} at {base_url} is the demo's stand-in, a program that reads no rubric: for other "
+        stand_in += f"rubrics or rows than the demo's {MEANINGLESS}"
+        return [stand_in] if f'"{STAND_IN_OWNER}"'.encode() in (body or b"") else []
     near = difflib.get_close_matches(model, known, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     more = f" and {len(known) - SHOWN_MODELS} more" if len(known) > SHOWN_MODELS else ""

@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,6 +25,10 @@ from salesrl_trl.errors import ConfigError, ModelNotFoundError
 if TYPE_CHECKING:
     from peft import PeftModel
 
+HUB_TIMEOUT_S = 10.0
+"""Seconds for the hub's answer about a model."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
 
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
     """Load the model's configuration. Raises `ModelNotFoundError` if there is none, locally or on the hub."""
@@ -33,6 +41,8 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
             "`save_pretrained` wrote, or the name of a model on the hub. Correct the path, or leave it out to train "
             "the small demo policy."
         )
+    if not looks_local:
+        _reach_hub(name_or_path, revision)
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -44,6 +54,24 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
         ) from error
 
 
+def _reach_hub(name: str, revision: str | None) -> None:
+    """Ask the hub for the model once. Without it `from_pretrained` tries for most of a minute, and prints each try."""
+    is_cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+    if is_cached or HF_HUB_OFFLINE:
+        return
+    try:
+        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+    except HfHubHTTPError:
+        return  # it answered; `from_pretrained` says what it lacks
+    except (httpx.HTTPError, OSError) as error:
+        raise ModelNotFoundError(
+            f"`model_name_or_path` is {name!r}, which is not on this machine, and the hub can't be reached at "
+            f"{ENDPOINT} ({type(error).__name__}). Expected a folder that `save_pretrained` wrote, or a hub that this "
+            "machine can reach. Name such a folder, set `HTTPS_PROXY` or `HF_ENDPOINT`, or leave the model out to "
+            "train the small demo policy."
+        ) from error
+
+
 def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer.
 
@@ -51,6 +79,12 @@ def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: b
         `ModelNotFoundError`: there is none.
         `ConfigError`: it has no chat template.
     """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        raise ModelNotFoundError(  # from config.json alone transformers makes a tokenizer without a vocabulary
+            f"`model_name_or_path` is {name_or_path!r}, where there is no tokenizer. Expected one of "
+            f"{', '.join(TOKENIZER_FILES)} beside config.json. Save the tokenizer there too."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

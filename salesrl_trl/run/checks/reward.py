@@ -19,7 +19,7 @@ from salesrl_trl.reward.rag.vector_store import has_table
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
-from salesrl_trl.run.checks.addresses import check_models, check_rag
+from salesrl_trl.run.checks.addresses import MEANINGLESS, check_models, check_rag
 from salesrl_trl.types import DEFAULT_FORMAT
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
         raise ConfigError(
             f"{' '.join(faults)} To try things with scores that mean nothing, set `allow_stand_ins: true`."
         )
-    return [f"THE SCORES OF THIS RUN MEAN NOTHING (`allow_stand_ins`). {fault}" for fault in faults]
+    return [f"{MEANINGLESS} in this run (`allow_stand_ins`). {fault}" for fault in faults]
 
 
 def read_key(variable: str | None, setting: str) -> str | None:

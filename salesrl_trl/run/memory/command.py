@@ -10,7 +10,7 @@ from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
 from salesrl_trl.run.memory.cards import Card, card_here, named_card, used_gib, users
 from salesrl_trl.run.memory.estimate import Estimate, estimate
-from salesrl_trl.run.memory.remedies import Remedy, remedies
+from salesrl_trl.run.memory.remedies import Remedy, advice, remedies
 from salesrl_trl.run.memory.setup import Setup, Sharding
 from salesrl_trl.run.preflight.memory import Scales, settle_precision
 from salesrl_trl.run.preflight.plan import Plan
@@ -27,16 +27,16 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     try:
         config = parse(settings, RECIPE)
         card = _card(options.card, config)
-        setup, scales, reason = _setup(config, card, options)
+        setup, scales = _setup(config, card, options)
     except SalesRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     found = estimate(scales.adapted, setup, card.gib)
-    changes = remedies(scales.adapted, setup, card.gib)
+    changes = [] if found.fits else remedies(scales.adapted, setup, card.gib)
     show = _as_json if options.json else _as_text
     print(show(found, setup, changes, card, f"{scales.source[0]}, {_trained(setup)}"))
-    if reason and not options.json:
-        print(reason)
+    if not found.fits and not options.json:
+        print(advice(scales.adapted, setup, card.gib))
     return 0 if found.fits else EXIT_STOPPED
 
 
@@ -49,8 +49,8 @@ def _card(name: str | None, config: RunConfig) -> Card:
     return here
 
 
-def _setup(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Setup, Scales, str]:
-    """The setup, what weighed it, and why no number format fits, if none does."""
+def _setup(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Setup, Scales]:
+    """The setup, and what weighed it."""
     if config.model.model_name_or_path is None:
         raise ConfigError(
             "no model is named, and the packaged small policy fits every card. Expected `--model_name_or_path`."
@@ -58,21 +58,21 @@ def _setup(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[
     if options.card is not None:  # a machine without this card may not have settled for 16 bits
         wish = config.recipe
         config.training.bf16 = not wish.get("fp16") if wish.get("bf16") is None else bool(wish["bf16"])
-    plan, reason = Plan(config), ""
+    plan = Plan(config)
     _ = plan.model_config  # raises where there is no model
     scales = Scales(plan, card.gib, options.prompt_tokens)
     sharding = SHARDINGS[options.sharding]
     if sharding is Sharding.NONE:
         try:
             settle_precision(plan, scales)
-        except ConfigError as error:
-            plan.dtype, reason = "float32", str(error)
+        except ConfigError:  # no number format fits: the table says so
+            plan.dtype = "float32"
     else:
         plan.dtype = config.model.dtype
     setup = scales.setup(plan.dtype)
     if sharding is not Sharding.NONE or options.processes > 1:
         setup = setup.sharded(sharding, max(options.processes, 1))
-    return setup, scales, reason
+    return setup, scales
 
 
 def _trained(setup: Setup) -> str:
@@ -102,11 +102,13 @@ def _as_text(found: Estimate, setup: Setup, changes: Sequence[Remedy], card: Car
         return "\n".join([*lines, f"It fits: {card.gib - found.needed_gib:.1f} GiB are left."])
     if not found.starts_engine:
         lines.append("vLLM would not start: its share has no room for one completion of full length.")
-    lines += ["It does not fit. Settings that take less, the cheapest first:", ""]
+    lines += ["It does not fit. Settings that take less, the cheapest first, each alone and with all above it:", ""]
     for change in changes:
         fits = "fits" if change.together.fits else "does not fit"
-        lines.append(f"  {change.setting}\n      {-change.saved_gib:+.1f} GiB alone ({change.cost}); with those above "
-                     f"{change.together.needed_gib:.1f} GiB: {fits}")  # fmt: skip
+        lines.append(
+            f"  {change.setting}\n      {-change.saved_gib:+.1f} GiB alone ({change.cost}); with all above "
+            f"{change.together.needed_gib:.1f} GiB: {fits}"
+        )
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from salesrl_trl.run.memory.cards import named_card
 from salesrl_trl.run.memory.estimate import Estimate, estimate
 from salesrl_trl.run.memory.setup import Setup, Sharding
 from salesrl_trl.run.memory.shape import ModelShape
@@ -12,6 +13,10 @@ SEQUENCES = 8
 """Completions of full length at once, below which generation on vLLM would wait much."""
 STEP = 0.05
 """The vLLM share is rounded up to a multiple of this."""
+LEAST_GIB = 0.05
+"""A change that saves no more than this is left out."""
+SOLD = ("24gb", "40gb", "80gb", "141gb")
+"""Cards, the smallest first. Each has a preset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +44,31 @@ def remedies(shape: ModelShape, setup: Setup, card_gib: float) -> list[Remedy]:
     """
     now = estimate(shape, setup, card_gib)
     found, changed = [], setup
-    for change in (
-        _smaller_evaluation,
-        _checkpointing,
-        _smaller_batch,
-        _smaller_share,
-        _sleep,
-        _rounding,
-        _lora,
-        _zero2,
-        _zero3,
-    ):
-        alone = change(shape, setup, card_gib)
-        if alone is None:
+    for change in _CHANGES:
+        alone, after_all = change(shape, setup, card_gib), change(shape, changed, card_gib)
+        if alone is None or after_all is None:
             continue
-        setting, cost, after = alone
-        after_all = change(shape, changed, card_gib)
-        if after_all is not None:
-            setting, _, changed = after_all
-        saved = now.needed_gib - estimate(shape, after, card_gib).needed_gib
+        _, cost, after = alone
+        alone_gib = estimate(shape, after, card_gib)
+        saved = now.needed_gib - alone_gib.needed_gib
+        if saved <= LEAST_GIB and alone_gib.starts_engine is now.starts_engine:
+            continue
+        setting, _, changed = after_all
         found.append(Remedy(setting, cost, saved, estimate(shape, changed, card_gib)))
     return found
 
 
-def advice(found: list[Remedy]) -> str:
-    """The changes in one sentence, up to the first with which it fits."""
+def advice(shape: ModelShape, setup: Setup, card_gib: float) -> str:
+    """The changes in a sentence, up to the first with which it fits; or the smallest card on which it can fit."""
     shown = []
-    for remedy in found:
-        if remedy.saved_gib <= 0.05:
-            continue
+    for remedy in remedies(shape, setup, card_gib):
         shown.append(f"`{remedy.setting}` ({-remedy.saved_gib:+.1f} GiB)")
         if remedy.together.fits:
             return f"Set {', '.join(shown)}: then about {remedy.together.needed_gib:.1f} GiB."
-    return f"Not enough, all together: {', '.join(shown)}. Take a smaller model or a larger card."
+    found = (card for card in SOLD if any(each.together.fits for each in remedies(shape, setup, named_card(card).gib)))
+    larger = next(found, None)
+    card = f"a card of {larger}" if larger else f"more cards: {SOLD[-1]} is too little"
+    return f"Not enough, all together: {', '.join(shown)}. With them it takes {card}, or a smaller model."
 
 
 _Change = tuple[str, str, Setup] | None

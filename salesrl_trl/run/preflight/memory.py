@@ -11,7 +11,7 @@ from transformers.utils import is_torchao_available
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.memory.cards import Card, card_here, used_gib, users
 from salesrl_trl.run.memory.estimate import Estimate, estimate
-from salesrl_trl.run.memory.remedies import Remedy, advice, remedies
+from salesrl_trl.run.memory.remedies import advice
 from salesrl_trl.run.memory.setup import Setup, setup_of
 from salesrl_trl.run.memory.shape import ModelShape, UnknownShape, model_shape, with_adapters
 from salesrl_trl.run.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, Precision, choose_precision
@@ -75,9 +75,6 @@ class Scales:
     def weigh(self, dtype: str | None, optim: str | None = None) -> Estimate:
         """The estimate for weights of a number format, and an optimizer by its name in transformers."""
         return estimate(self.shape, self.setup(dtype, optim), self.card_gib)
-
-    def remedies(self, setup: Setup) -> list[Remedy]:
-        return remedies(self.adapted, setup, self.card_gib)
 
 
 class MemoryStage:
@@ -151,7 +148,8 @@ def _compare(scales: Scales, found: Estimate, findings: Findings) -> None:
             f"vLLM's share of the card has room for {found.sequences:.1f} completions of full length beside the "
             "weights. Expected at least 1: vLLM would not start."
         )
-    remedy = f"{advice(scales.remedies(scales.setup(scales.plan.dtype)))} `scripts/check_gpu_memory.py` shows all."
+    setup = scales.setup(scales.plan.dtype)
+    remedy = f"{advice(scales.adapted, setup, card)} `scripts/check_gpu_memory.py` shows all."
     model = scales.plan.config.model
     is_tried = (model.dtype == "float32" and not model.use_peft) or found.needed_gib <= (1 + MARGIN) * card
     if is_tried and found.starts_engine:

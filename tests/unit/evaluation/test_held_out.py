@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from salesrl_trl.evaluation.held_out import HeldOut, standard_error_of_change
+from salesrl_trl.evaluation.held_out import HeldOut, changes_by_row, standard_error
 
 
 @pytest.fixture
@@ -48,12 +48,20 @@ def test_an_evaluation_without_a_score_claims_no_change(evaluate, caplog):
     assert "changed" not in caplog.text
 
 
-def test_without_two_rows_that_were_scored_both_times_a_change_has_no_standard_error(evaluate, caplog):
+def test_rows_that_services_left_without_a_score_are_not_compared(evaluate, caplog):
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluate(0, 0.25, (0.25, 0.25, math.nan, math.nan))
-        evaluate(20, 0.5, (0.5, 0.5, 0.5, 0.5))
-    assert caplog.messages[-1] == "held-out mean reward changed by +0.250"
-    assert standard_error_of_change([0.1, 0.2], [0.1]) is None  # other rows
+        evaluate(0, 0.25, (0.25, 0.25, 0.5, 0.5))
+        evaluate(20, 0.5, (0.5, 0.5, math.nan, math.nan))
+    assert "[HeldOut@20] reward=0.50 fairness=0.50 valid_actions=0.75; 2 of 4 completions were scored" in caplog.text
+    changed = "held-out mean reward changed by +0.250, over the 1 of 2 rows that were scored both times"
+    assert caplog.messages[-1] == changed  # of one row there is no standard error
+
+
+def test_services_that_were_down_are_no_change_of_the_policy(evaluate, caplog):
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        evaluate(0, 0.25, (math.nan, math.nan, 0.5, 0.5))
+        evaluate(20, -0.25, (0.5, -0.25, math.nan, math.nan))
+    assert caplog.messages[-1] == "held-out: none of 2 rows was scored both times, so that no change is known"
 
 
 def test_rows_in_another_order_are_not_compared(evaluate, caplog):
@@ -65,6 +73,6 @@ def test_rows_in_another_order_are_not_compared(evaluate, caplog):
 
 
 def test_the_standard_error_is_that_of_the_rows_changes():
-    # changes 0.1, 0.3 and 0.5: standard deviation 0.2, over the root of 3
-    error = standard_error_of_change([0.0, 0.5, 0.2, math.nan], [0.1, 0.8, 0.7, 1.0])
-    assert error == pytest.approx(0.2 / math.sqrt(3))
+    changes = changes_by_row([0.0, 0.5, 0.2, math.nan], [0.1, 0.8, 0.7, 1.0])
+    assert changes == pytest.approx([0.1, 0.3, 0.5])  # standard deviation 0.2
+    assert standard_error(changes) == pytest.approx(0.2 / math.sqrt(3))

@@ -164,10 +164,14 @@ async def in_hand(reward):
     return await reward._child().ask("in_hand")
 
 
+def child_of(reward):
+    (child,) = reward._children._made.values()
+    return child
+
+
 def process_of(reward):
     """The child that was started last."""
-    (child,) = reward._children._made.values()
-    return child._process
+    return child_of(reward)._process
 
 
 def until(condition):
@@ -485,7 +489,7 @@ def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(
     assert reasons(go(result_of(reward, [ACTION]))) == ["deadline"]
     monkeypatch.undo()
     process_of(reward).kill()
-    until(lambda: process_of(reward).poll() is not None)
+    until(lambda: child_of(reward)._channel is None)  # the parent has seen the end; what it sent before is lost
     reward.deadline_s = PATIENCE_S
     assert go(score(reward, [ACTION])) == [0.75]
 

@@ -146,6 +146,7 @@ def test_a_dead_address_is_refused(check):
 
 
 MODELS = '{"object": "list", "data": [{"id": "judge-32b"}, {"id": "embedder"}]}'
+STAND_IN = '{"data": [{"id": "judge-32b", "owned_by": "salesrl_trl"}]}'
 
 
 @pytest.fixture
@@ -170,6 +171,7 @@ def serve(httpserver):
         (check_judge, {"v1_models": (200, MODELS)}, "/v1", None),
         (check_judge, {"v1_models": (200, '{"data": []}')}, "/v1", None),
         (check_judge, {}, "/v1", "gave no list of models"),
+        (check_judge, {"v1_models": (200, STAND_IN)}, "/v1", "THE SCORES MEAN NOTHING"),
         (check_judge, {"v1_models": (200, "<html>")}, "/v1", "the first call will show whether it has 'judge-32b'"),
     ],
 )

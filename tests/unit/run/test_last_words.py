@@ -214,6 +214,7 @@ def _out_of_memory(module, function):
 def _too_few(**reasons):
     control = RunControl(0.5, 1)
     control.record_batch(0.0, Counter(reasons))
+    control.end_step(1, is_last=False)
     return control.error
 
 

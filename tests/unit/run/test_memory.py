@@ -11,8 +11,9 @@ from trl import ModelConfig, get_peft_config
 
 from salesrl_trl.run.memory import cards
 from salesrl_trl.run.memory.activations import layer_activations, saved_activations
+from salesrl_trl.run.memory.cards import named_card
 from salesrl_trl.run.memory.estimate import Estimate, Moment, estimate
-from salesrl_trl.run.memory.remedies import remedies
+from salesrl_trl.run.memory.remedies import advice, remedies
 from salesrl_trl.run.memory.setup import Engine, Setup, Sharding
 from salesrl_trl.run.memory.shape import GIB, adapters_of, model_shape, parameter_count, shape_of
 from salesrl_trl.run.preflight import memory
@@ -156,6 +157,14 @@ def test_each_remedy_saves_and_they_come_in_the_order_of_their_cost(seven):
     needed = [remedy.together.needed_gib for remedy in found[:6]]
     assert needed == sorted(needed, reverse=True)
     assert found[5].together.fits
+
+
+def test_where_nothing_is_enough_the_smallest_card_that_is_is_named(seven):
+    assert advice(seven, FULL, named_card("10gb").gib).endswith(
+        "With them it takes a card of 24gb, or a smaller model."
+    )
+    enough = advice(seven, FULL, named_card("141gb").gib)
+    assert enough.startswith("Set `per_device_train_batch_size: 1, ") and "use_peft" not in enough
 
 
 def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(seven):

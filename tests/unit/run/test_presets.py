@@ -122,9 +122,8 @@ def test_the_model_of_a_preset_fits_its_card(weighed, card, size, presets):
 def test_what_does_not_fit_is_told_with_what_helps(weighed, model, capsys):
     code, found = weighed("7B", "24gb", "--preset", "24gb")
     assert (code, found["fits"]) == (3, False)
-    assert [each["setting"].split(":")[0] for each in found["remedies"]][:2] == [
-        "per_device_train_batch_size", "DeepSpeed ZeRO-2 on 2 cards",
-    ]  # fmt: skip
+    # its gradients and optimizer state are small, and its micro-batch is 1: neither would save anything
+    assert [each["setting"] for each in found["remedies"]] == ["DeepSpeed ZeRO-3 on 2 cards"]
     main("", ["--model_name_or_path", model("7B"), "--card", "24gb", "--prompt_tokens", "1024", "--use_peft", "true"])
     told = capsys.readouterr().out
     assert "vLLM would not start" in told

@@ -1,6 +1,7 @@
 """Which batches count and when a run ends, without a trainer."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -12,12 +13,13 @@ NONE_MISSING: Counter[str] = Counter()
 
 @pytest.fixture
 def control():
-    return RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=3)
+    return RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=3, output_dir=Path("runs/a"))
 
 
-def skip(control, times=1):
+def skip(control, times=1, is_last=False):
     for _ in range(times):
         control.record_batch(0.4, Counter({"judge_http_500": 3, "deadline": 1}))
+        control.end_step(7, is_last=is_last)
 
 
 @pytest.mark.parametrize(("scored", "skipped"), [(0.0, True), (0.49, True), (0.5, False), (1.0, False)])
@@ -35,6 +37,18 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_ones_failures_the_most_
     told = str(control.error)
     assert told.startswith("3 generation batches in a row had fewer than 50% of their completions scored.")
     assert "in the last one: judge_http_500 3, deadline 1." in told
+    assert told.endswith("go on with --resume_from_checkpoint runs/a/checkpoint-7.")
+
+
+@pytest.mark.parametrize(("skipped", "fails"), [(1, False), (2, True)])
+def test_a_run_whose_services_stay_away_until_its_last_step_has_failed(skipped, fails):
+    """No later batch shows that they are back. One batch may be an odd one."""
+    control = RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=6)
+    skip(control, skipped - 1)
+    assert control.error is None
+    skip(control, is_last=True)
+    assert (control.error is not None) is fails
+    assert not fails or "They were the last of the run" in str(control.error)
 
 
 def test_the_services_behind_the_failures_are_named_with_their_places():
@@ -50,6 +64,7 @@ def test_one_that_counts_between_them_begins_the_count_anew(control):
     for _ in range(3):
         skip(control, 2)
         control.record_batch(1.0, NONE_MISSING)
+        control.end_step(7, is_last=False)
     assert control.error is None
 
 
@@ -88,6 +103,7 @@ def test_a_run_that_ends_for_an_empty_index_says_what_to_look_at(control):
         control.restart()
         for _ in range(10):
             control.record_batch(0.0, missing)
+            control.end_step(1, is_last=False)
         assert ("look whether its index is loaded" in str(control.error)) is ("no_passages" in missing)
 
 
