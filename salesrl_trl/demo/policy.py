@@ -10,6 +10,7 @@ warm start joins no process group of a distributed run, and leaves no memory beh
 import argparse
 import hashlib
 import inspect
+import itertools
 import logging
 import os
 import shutil
@@ -160,7 +161,8 @@ def make_policy(target: Path, steps: int, seed: int) -> None:
             use_cpu=on_cpu,
             dataset_num_proc=None,
         )
-        SFTTrainer(model, args=arguments, train_dataset=_demonstrations(), processing_class=tokenizer).train()
+        rows = _demonstrations(steps * BATCH_SIZE)
+        SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer).train()
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
@@ -216,18 +218,19 @@ def build_model(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
     return Qwen2ForCausalLM(config)
 
 
-def _demonstrations() -> "Dataset":
+def _demonstrations(most: int) -> "Dataset":
+    """The drafts as demonstrations, `most` of them if there are more: TRL turns each into tokens."""
     from datasets import Dataset
 
-    rows = [
+    rows = (
         {
             "prompt": build_prompt(row, PROMPT_STYLE),
             "completion": [{"role": "assistant", "content": action_text(Action(fields=draft))}],
         }
         for row, drafts in load_drafts()
         for draft in drafts
-    ]
-    return Dataset.from_list(rows)
+    )
+    return Dataset.from_list([*itertools.islice(rows, most)])
 
 
 def _main() -> None:

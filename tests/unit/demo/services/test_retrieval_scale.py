@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import bm25s
 import pytest
+from support.seconds import check_seconds
 
 from salesrl_trl.data.knowledge import Document
 from salesrl_trl.demo.services.index import KnowledgeIndex
@@ -321,12 +322,13 @@ def test_index_is_built_in_seconds(built: Built) -> None:
     assert built.cpu_s < LONGEST_BUILD_S
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("way", ["batch", "single"])
 def test_thousands_of_questions_are_answered_a_second(way: str, corpus: Corpus, built: Built) -> None:
     """From the question's text to ranked ids with scores, in one thread.
 
     What is asserted is CPU time, of the better of two passes: it leaves out the time in which other processes have the
-    core, which on a shared machine changes from run to run. It is wall time where nothing else runs.
+    core. Still it grows when a neighbour shares the core's units.
     """
     queries = [question.text for question in corpus.questions]
 
@@ -339,7 +341,7 @@ def test_thousands_of_questions_are_answered_a_second(way: str, corpus: Corpus, 
     passes = [timed({"batch": batch, "single": single}[way]) for _ in range(2)]
     wall_s, cpu_s = map(min, zip(*passes, strict=True))
     print(f"{way}: {QUESTIONS / wall_s:,.0f} queries/s of wall time, {QUESTIONS / cpu_s:,.0f} of CPU time")
-    assert QUESTIONS / cpu_s >= LEAST_QUERIES_PER_S
+    check_seconds(cpu_s, most=QUESTIONS / LEAST_QUERIES_PER_S)
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
