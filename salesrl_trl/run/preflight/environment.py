@@ -77,11 +77,10 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
             (findings.fail if each.name == "trl" else findings.note)(found, remedy)
     if not _in_process_vllm(training):
         return
-    findings.figures["vllm"] = software.installed("vllm")
-    if findings.figures["vllm"] is None:
-        findings.fail(
-            "`use_vllm` is true, and vLLM is not installed.", "Run scripts/install.sh, or set `use_vllm: false`."
-        )
+    findings.figures["vllm"] = version = software.installed("vllm")
+    if version is None:
+        remedy = "Run scripts/install.sh, or set `use_vllm: false`."
+        findings.fail("`use_vllm` is true, and vLLM is not installed.", remedy)
     for wanted in _torch_of_vllm():
         if not wanted.specifier.contains(torch.__version__, prereleases=True):
             findings.fail(

@@ -129,12 +129,13 @@ def _compare(scales: Scales, found: Estimate, findings: Findings) -> None:
     if found.fits:
         return
     text = f"training takes about {found.needed_gib:.1f} GiB ({peak.name}), and the card has {card:.1f}."
-    if (engine := scales.setup(scales.plan.dtype).engine) is not None and not found.starts_engine:
+    setup = scales.setup(scales.plan.dtype)
+    if setup.engine is not None and not found.starts_engine:
         text = (
             f"vLLM's share of the card has room for {found.sequences:.1f} completions of full length beside the "
-            f"weights, of `vllm_max_model_length` {engine.length} tokens. Expected at least 1: vLLM would not start."
+            f"weights, of `vllm_max_model_length` {setup.engine.length} tokens. Expected at least 1: vLLM would not "
+            "start."
         )
-    setup = scales.setup(scales.plan.dtype)
     remedy = f"{advice(scales.adapted, setup, card)} `scripts/check_gpu_memory.py` shows all."
     model = scales.plan.config.model
     if found.starts_engine and found.needed_gib <= (1 + MARGIN) * card:

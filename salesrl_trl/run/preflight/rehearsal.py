@@ -109,11 +109,6 @@ def rehearsed(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
 
 def longest(rows: FittingPrompts, count: int) -> FittingPrompts:
     """So many rows with the longest prompts, from the longest on. Rows come again if there are too few."""
-    order = sorted(range(len(rows.rows)), key=lambda at: -rows.lengths[at])
-    chosen = list(itertools.islice(itertools.cycle(order), count))
-    return FittingPrompts(
-        rows=[rows.rows[at] for at in chosen],
-        prompts=[rows.prompts[at] for at in chosen],
-        lengths=[rows.lengths[at] for at in chosen],
-        note=None,
-    )
+    order = sorted(zip(rows.lengths, rows.rows, rows.prompts, strict=True), key=lambda each: -each[0])
+    lengths, chosen, prompts = map(list, zip(*itertools.islice(itertools.cycle(order), count), strict=True))
+    return FittingPrompts(rows=chosen, prompts=prompts, lengths=lengths, note=None)
