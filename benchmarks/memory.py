@@ -51,8 +51,9 @@ from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.replaced import replaced
 from salesrl_trl.run.memory.estimate import Estimate, estimate
 from salesrl_trl.run.memory.setup import setup_of
-from salesrl_trl.run.memory.shape import GIB, ModelShape, adapters_of, shape_of
+from salesrl_trl.run.memory.shape import ModelShape, adapters_of, shape_of
 from salesrl_trl.run.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM
+from salesrl_trl.telemetry.device import GIB
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 SENTENCE = "The course on data analysis begins in October and has two evenings in a week. "

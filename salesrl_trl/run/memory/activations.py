@@ -36,8 +36,7 @@ def layer_activations(shape: ModelShape, setup: Setup) -> float:
     inner = (3 if setup.lora else 4) * computed * shape.intermediate
     norms = 2.0 * (4 * hidden + 4)
     if not setup.lora:
-        norms += 2 * stream * hidden
-        norms += 2 * computed * hidden if stream == computed else 5 * computed * hidden
+        norms += 2 * stream * hidden + (2 if stream == computed else 5) * computed * hidden
     attention = 4 * computed * query + 4 * heads + computed * length
     if setup.eager_attention:
         attention += (4 + computed) * heads * length
@@ -56,9 +55,9 @@ def saved_activations(shape: ModelShape, setup: Setup) -> float:
     With gradient checkpointing each block's input (`GradientCheckpointingLayer`), else all of `layer_activations`.
     After the blocks: the last norm, and the hidden states that it gives to the log-probs.
     """
-    block = (
-        setup.tokens * setup.weight_bytes * shape.hidden if setup.checkpointing else layer_activations(shape, setup)
-    )
+    block = layer_activations(shape, setup)
+    if setup.checkpointing:
+        block = setup.tokens * setup.weight_bytes * shape.hidden
     last = setup.tokens * shape.hidden * (4 + setup.weight_bytes * (1 if setup.lora else 2))
     return shape.layers * block + last
 
@@ -71,10 +70,8 @@ def working_activations(shape: ModelShape, setup: Setup) -> float:
     """
     again = layer_activations(shape, setup) if setup.checkpointing else 0.0
     widths = (3 if setup.lora else 2) * setup.compute_bytes * shape.intermediate
-    weight = (
-        0 if setup.lora else shape.largest * (2 + setup.weight_bytes * (setup.weight_bytes != setup.compute_bytes))
-    )
-    return again + setup.tokens * (widths + 2 * setup.weight_bytes * shape.hidden) + weight
+    number = 0 if setup.lora else 2 + setup.weight_bytes * (setup.weight_bytes != setup.compute_bytes)
+    return again + setup.tokens * (widths + 2 * setup.weight_bytes * shape.hidden) + number * shape.largest
 
 
 def evaluation_activations(shape: ModelShape, setup: Setup) -> float:
@@ -87,14 +84,16 @@ def evaluation_activations(shape: ModelShape, setup: Setup) -> float:
     return tokens * (widths + (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden)
 
 
-def head(shape: ModelShape, setup: Setup) -> tuple[float, float]:
-    """Log-probs and entropies of the completion tokens, forward and backward (`ChunkedLogProbFunction`).
+def logits(setup: Setup, completions: int) -> float:
+    """One tile of logits: the log-probs and entropies of a batch's completion tokens (`ChunkedLogProbFunction`)."""
+    return min(completions * setup.completion_tokens, TILE_TOKENS) * TILE_VOCABULARY * float(setup.compute_bytes)
 
-    Both have one tile of logits. Backward adds the hidden states' gradients in float32 and in their own format. If
-    the head is trained, its whole gradient is float32, with a copy in its own format.
+
+def head_gradients(shape: ModelShape, setup: Setup) -> float:
+    """More than a tile of logits, in the backward pass of the log-probs.
+
+    The hidden states' gradients in float32 and in their own format. If the head is trained, its whole gradient in
+    float32, with a copy in its own format.
     """
-    scored = setup.micro_batch * setup.completion_tokens
-    tile = min(scored, TILE_TOKENS) * TILE_VOCABULARY * setup.compute_bytes
-    inputs = scored * shape.hidden * (4 + setup.weight_bytes)
-    weight = 0.0 if setup.lora else shape.embedding * (4 + 2 * (setup.weight_bytes == 2))
-    return float(tile), tile + inputs + weight
+    inputs = setup.micro_batch * setup.completion_tokens * shape.hidden * (4 + setup.weight_bytes)
+    return inputs + (0.0 if setup.lora else shape.embedding * (4 + 2 * (setup.weight_bytes == 2)))

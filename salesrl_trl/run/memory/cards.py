@@ -9,7 +9,10 @@ from typing import NamedTuple
 import torch
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.run.memory.shape import GIB
+from salesrl_trl.telemetry.device import GIB
+
+DRIVER_S = 20.0
+"""Most seconds that the driver may take to answer. It may hang after a fault of a card."""
 
 
 class Usage(NamedTuple):
@@ -31,10 +34,9 @@ class Card:
 
 
 def named_card(text: str) -> Card:
-    """A card by its size: `"80gb"` has 80e9 bytes, the least of the cards that are sold by this name; `"75gib"`.
+    """A card by its size: `"75gib"`, or `"80gb"` with 80e9 bytes, the least of the cards that are sold by this name.
 
-    Raises:
-        `ConfigError`: the text is no size.
+    Raises `ConfigError` if the text is no size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gb|gib)", text.strip().lower())
     if found is None:
@@ -52,20 +54,23 @@ def card_here(device: torch.device) -> Card | None:
 
 def used_gib(card: Card) -> float | None:
     """Memory of the card in use now, by all processes. `None` if the driver does not say."""
-    rows = _ask_driver(card, "--query-gpu=memory.used")
-    return float(rows[0][0]) / 1024 if rows else None
+    return next((float(mib) / 1024 for (mib,) in _ask_driver(card, "--query-gpu=memory.used")), None)
 
 
 def users(card: Card) -> list[Usage]:
     """The processes that use the card now. In a container the driver may hide them."""
-    rows = _ask_driver(card, "--query-compute-apps=pid,process_name,used_memory")
-    return [Usage(int(pid), name, float(mib) / 1024) for pid, name, mib in rows if mib.replace(".", "").isdigit()]
+    rows = _ask_driver(card, "--query-compute-apps=used_memory,pid,process_name")
+    return [Usage(int(pid), name, float(mib) / 1024) for mib, pid, name in rows]
 
 
 def _ask_driver(card: Card, query: str) -> list[list[str]]:
+    """The rows whose first field, the memory in MiB, the driver says. None if it does not answer."""
     if card.uuid is None or shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--id={card.uuid}", query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
-    return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DRIVER_S).stdout
+    except subprocess.SubprocessError:
+        return []
+    rows = ([field.strip() for field in line.split(",", 2)] for line in said.splitlines())
+    return [row for row in rows if row[0].replace(".", "").isdigit()]  # else "[N/A]"

@@ -6,22 +6,16 @@ Owns the moments: arithmetic over `ModelShape` and `Setup`. `states`, `activatio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from salesrl_trl.run.memory.activations import evaluation_activations, head, saved_activations, working_activations
+from salesrl_trl.run.memory import activations, states
 from salesrl_trl.run.memory.generation import generation, sequences
 from salesrl_trl.run.memory.setup import Setup
-from salesrl_trl.run.memory.shape import GIB, ModelShape
-from salesrl_trl.run.memory.states import (
-    communication,
-    gradients,
-    masters,
-    optimizer_states,
-    optimizer_work,
-    reference,
-    weights,
-)
+from salesrl_trl.run.memory.shape import ModelShape
+from salesrl_trl.telemetry.device import GIB
 
 CONTEXT_GIB = 0.75
 """CUDA's context and kernels: 0.74 GiB in use beside PyTorch's on an H200 in every row of `benchmarks.memory`."""
+CHANNELS_GIB = 0.5
+"""NCCL's channels, with several processes."""
 FRAGMENTS = 0.04
 """Share of PyTorch's allocations that its allocator cannot use again when sizes change."""
 NOT_IN_TENSORS = ("CUDA context", "fragmentation")
@@ -90,49 +84,49 @@ def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
     - `evaluation`: a batch of evaluated completions without gradients, which may be larger than a micro-batch.
     """
     kept = {
-        "weights": weights(shape, setup),
-        "master weights": masters(shape, setup),
-        "optimizer states": optimizer_states(shape, setup),
-        "reference model": reference(shape, setup),
+        "weights": states.weights(shape, setup),
+        "master weights": states.masters(shape, setup),
+        "optimizer states": states.optimizer_states(shape, setup),
+        "reference model": states.reference(shape, setup),
     }
-    gradient = gradients(shape, setup)
+    gradient = states.gradients(shape, setup)
     before = gradient if setup.micro_batches > 1 else 0.0  # those of the micro-batches before
-    saved = saved_activations(shape, setup)
-    copies = setup.autocast and setup.weight_bytes == 4
-    all_copies = 2 * shape.linear * (not setup.sharding.splits_weights) * copies * (not setup.lora)
-    held_copies = 0.0 if setup.checkpointing else 2.0 * shape.linear * copies * (not setup.sharding.splits_weights)
-    head_forward, head_backward = head(shape, setup)
+    saved = activations.saved_activations(shape, setup)
+    copied = 2.0 * shape.linear * (setup.autocast and setup.weight_bytes == 4)
+    at_once = copied * (not setup.sharding.splits_weights)
+    all_copies, held_copies = at_once * (not setup.lora), at_once * (not setup.checkpointing)
+    tile = activations.logits(setup, setup.micro_batch)
     embedding = shape.embedding * setup.weight_bytes * (not setup.lora)
-    buffers = communication(shape, setup)
     training: dict[str, dict[str, float]] = {
         "forward": {
             "gradients": before,
             "activations": saved,
             "16-bit copies of weights": max(all_copies, held_copies),
-            "log-probs of the loss": head_forward,
+            "log-probs of the loss": tile,
         },
         "backward of the head": {
             "gradients": before,
             "activations": saved,
             "16-bit copies of weights": held_copies,
-            "log-probs of the loss": head_backward,
+            "log-probs of the loss": tile + activations.head_gradients(shape, setup),
         },
         "backward of a layer": {
             "gradients": before + embedding * shape.is_tied,
-            "activations": saved + working_activations(shape, setup),
-            "16-bit copies of weights": held_copies or 2 * shape.linear / shape.layers * copies,
+            "activations": saved + activations.working_activations(shape, setup),
+            "16-bit copies of weights": held_copies or copied / shape.layers,
         },
         "end of backward": {"gradients": gradient + embedding * (1 + shape.is_tied)},
-        "optimizer step": {"gradients": gradient, "optimizer's working memory": optimizer_work(shape, setup)},
+        "optimizer step": {"gradients": gradient, "optimizer's working memory": states.optimizer_work(shape, setup)},
     }
-    kept_in_training = {**kept, "communication buffers": buffers, **generation(shape, setup, card_gib, False)}
+    buffers = {"communication buffers": states.communication(shape, setup)}
+    kept_in_training = {**kept, **buffers, **generation(shape, setup, card_gib, False)}
     moments = [_moment(name, {**kept_in_training, **parts}, setup) for name, parts in training.items()]
     moments.append(_moment("generation", {**kept, **generation(shape, setup, card_gib, True)}, setup))
     if setup.evaluated:
         without_gradients = {
-            "activations": evaluation_activations(shape, setup),
+            "activations": activations.evaluation_activations(shape, setup),
             "16-bit copies of weights": all_copies,
-            "log-probs of the loss": head_forward,
+            "log-probs of the loss": activations.logits(setup, setup.evaluated),
         }
         moments.append(_moment("evaluation", {**kept_in_training, **without_gradients}, setup))
     return Estimate(card_gib=card_gib, moments=tuple(moments), sequences=sequences(shape, setup, card_gib))
@@ -140,13 +134,6 @@ def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
 
 def _moment(name: str, parts: Mapping[str, float], setup: Setup) -> Moment:
     inside = {part: each / GIB for part, each in parts.items() if each}
-    engine = sum(gib for part, gib in inside.items() if part.startswith("vLLM"))
-    processes = 0.5 if setup.processes > 1 else 0.0  # NCCL's channels
-    return Moment(
-        name=name,
-        parts={
-            **inside,
-            "CUDA context": CONTEXT_GIB + processes,
-            "fragmentation": FRAGMENTS * (sum(inside.values()) - engine),
-        },
-    )
+    context = CONTEXT_GIB + CHANNELS_GIB * (setup.processes > 1)
+    fragments = FRAGMENTS * sum(gib for part, gib in inside.items() if not part.startswith("vLLM"))
+    return Moment(name=name, parts={**inside, "CUDA context": context, "fragmentation": fragments})

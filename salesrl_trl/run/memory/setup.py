@@ -39,7 +39,7 @@ class Engine:
     processes: int
     """`vllm_tensor_parallel_size`."""
     length: int
-    """Most tokens of a prompt and its completion."""
+    """`max_model_len`: tokens of the longest prompt and completion. vLLM starts if its cache has room for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,20 +111,11 @@ def setup_of(
 ) -> Setup:
     """The setup of a run.
 
-    Args:
-        training (`SalesGRPOConfig`), model (`ModelConfig`):
-            Settings.
-        shape (`ModelShape`):
-            Figures of the policy.
-        prompt_tokens (`int`):
-            Tokens of the longest prompt. TRL pads a generation batch to its longest prompt and completion.
-        dtype (`str`, *optional*):
-            Number format of the weights in training: `None` or `"auto"` for the checkpoint's.
-        optim (`str`, *optional*):
-            Optimizer, by its name in transformers. Defaults to that of the settings.
+    - `prompt_tokens`: of the longest prompt. TRL pads a generation batch to its longest prompt and completion.
+    - `dtype`: number format of the weights in training; `None` or `"auto"` for the checkpoint's.
+    - `optim`: name of the optimizer in transformers; `None` for that of the settings.
     """
     autocast = training.bf16 or training.fp16
-    plugin = training.deepspeed_plugin
     alone = Setup(
         micro_batch=training.per_device_train_batch_size,
         micro_batches=training.gradient_accumulation_steps,
@@ -140,37 +131,37 @@ def setup_of(
         lora=model.use_peft,
         lora_dropout=model.use_peft and model.lora_dropout > 0 and not training.disable_dropout,
         has_reference=bool(training.kl_targets()),
-        offloads_optimizer=plugin is not None and _offloads(plugin, "offload_optimizer"),
-        offloads_weights=plugin is not None and _offloads(plugin, "offload_param"),
+        offloads_optimizer=_offloads(training, "offload_optimizer"),
+        offloads_weights=_offloads(training, "offload_param"),
         eager_attention=model.attn_implementation == "eager",
-        engine=_engine(training, prompt_tokens, autocast),
+        engine=_engine(training, shape, prompt_tokens),
         generates=not training.use_vllm and training.sampler is None,
     )
     return alone.sharded(_sharding(training), training.world_size)
 
 
 def _sharding(training: SalesGRPOConfig) -> Sharding:
-    plugin = training.deepspeed_plugin
-    if plugin is not None:
-        return {0: Sharding.NONE, 1: Sharding.ZERO1, 2: Sharding.ZERO2}.get(plugin.zero_stage, Sharding.ZERO3)
+    if training.deepspeed_plugin is not None:
+        return (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)[training.deepspeed_plugin.zero_stage]
     return Sharding.FSDP if training.is_sharded else Sharding.NONE
 
 
-def _offloads(plugin: object, name: str) -> bool:
-    zero = getattr(plugin, "deepspeed_config", {}).get("zero_optimization", {})
+def _offloads(training: SalesGRPOConfig, name: str) -> bool:
+    zero = getattr(training.deepspeed_plugin, "deepspeed_config", {}).get("zero_optimization", {})
     return zero.get(name, {}).get("device", "none") not in ("none", None)
 
 
-def _engine(training: SalesGRPOConfig, prompt_tokens: int, autocast: bool) -> Engine | None:
+def _engine(training: SalesGRPOConfig, shape: ModelShape, prompt_tokens: int) -> Engine | None:
     if not training.use_vllm or training.vllm_mode != "colocate":
         return None
     given = training.parsed_engine_kwargs()
-    share, length = given.get("gpu_memory_utilization"), given.get("max_model_len") or training.vllm_max_model_length
-    longest = prompt_tokens + (training.max_completion_length or 1)
+    share, length = given.get("gpu_memory_utilization"), given.get("max_model_len")
+    longest = training.vllm_max_model_length or shape.positions  # vLLM's own default
+    longest = longest or prompt_tokens + (training.max_completion_length or 1)
     return Engine(
-        share=share if isinstance(share, float) else training.vllm_gpu_memory_utilization,
+        share=share if isinstance(share, float | int) else training.vllm_gpu_memory_utilization,
         sleeps=training.vllm_enable_sleep_mode,
-        number_bytes=NUMBER_BYTES.get(training.vllm_dtype, 2 if autocast else 4),
+        number_bytes=NUMBER_BYTES.get(training.vllm_dtype, 2 if training.bf16 or training.fp16 else 4),
         processes=training.vllm_tensor_parallel_size,
         length=length if isinstance(length, int) else longest,
     )

@@ -1,6 +1,5 @@
 """The figures of a model that decide its memory. Owns the count, on a model that is built without its weights."""
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -9,13 +8,11 @@ from transformers import PreTrainedModel
 from trl import ModelConfig
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.run.checks.model import empty_model, put_adapter
-
-GIB = 2**30
+from salesrl_trl.run.checks.model import empty_model, positions_of, put_adapter
 
 
 class UnknownShape(ConfigError):
-    """The figures of a model are not known."""
+    """A model is no decoder of attention and MLP blocks, by its configuration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +51,8 @@ class ModelShape:
     norms_heads: bool
     """Whether queries and keys are normalised (Qwen3)."""
     vocabulary: int
+    positions: int | None
+    """Tokens that the model is made for; `None` if the configuration does not say."""
     number_bytes: int
     """Bytes of a number in the checkpoint, by its configuration."""
     adapters: Adapters | None = None
@@ -66,29 +65,12 @@ def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: 
 
 @functools.lru_cache(maxsize=8)
 def model_shape(name_or_path: str, revision: str | None, trust_remote_code: bool) -> ModelShape:
-    """A model's figures. The model is built without its weights, in this process alone.
-
-    Args:
-        name_or_path (`str`), revision (`str`, *optional*), trust_remote_code (`bool`):
-            As in `AutoConfig.from_pretrained`.
-    """
+    """A model's figures, without adapters. Raises `UnknownShape`."""
     return shape_of(empty_model(name_or_path, revision, trust_remote_code))
 
 
-def with_adapters(
-    shape: ModelShape, lora: ModelConfig, name_or_path: str, revision: str | None, trust_remote_code: bool
-) -> ModelShape:
-    """The figures of the same model with the LoRA adapters that `lora` sets, counted as PEFT makes them."""
-    model = empty_model(name_or_path, revision, trust_remote_code)
-    return dataclasses.replace(shape, adapters=adapters_of(model, lora))
-
-
 def shape_of(model: PreTrainedModel) -> ModelShape:
-    """The figures of a model.
-
-    Raises:
-        `UnknownShape`: it is no decoder of attention and MLP blocks, by its configuration.
-    """
+    """The figures of a model, without adapters. Raises `UnknownShape`."""
     text = model.config.get_text_config()
     asked = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     if missing := [name for name in asked if not isinstance(getattr(text, name, None), int)]:
@@ -119,12 +101,13 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         key_value=(getattr(text, "num_key_value_heads", None) or heads) * width,
         norms_heads=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         vocabulary=text.vocab_size,
+        positions=positions_of(model.config),
         number_bytes=torch.empty((), dtype=dtype).element_size(),
     )
 
 
 def adapters_of(model: PreTrainedModel, lora: ModelConfig) -> Adapters:
-    """The adapters that PEFT gives a model on the meta device, which it changes."""
+    """The adapters that PEFT puts on an empty model, which it changes."""
     from peft.tuners.lora import LoraLayer
 
     adapted = put_adapter(model, lora)

@@ -4,6 +4,8 @@ Sources, by their releases: TRL 1.16 (`GRPOTrainer.__init__`), PEFT 0.21 (an ada
 (`runtime/zero`, with the sizes of `zero/config.py`), torchao and bitsandbytes (their optimizers' states).
 """
 
+import re
+
 from salesrl_trl.run.memory.setup import Setup, Sharding
 from salesrl_trl.run.memory.shape import ModelShape
 
@@ -11,13 +13,8 @@ BUCKET = 500_000_000
 """Numbers of DeepSpeed's `reduce_bucket_size`."""
 LIVE = 1_000_000_000
 """Numbers of DeepSpeed's `stage3_max_live_parameters`."""
-STATE_BYTES = {
-    "adamw_torch": 8, "adamw_torch_fused": 8, "adamw_8bit": 2, "adamw_bnb_8bit": 2, "paged_adamw_8bit": 2,
-    "adamw_torch_8bit": 2, "adamw_torch_4bit": 1, "paged_adamw_32bit": 8, "adafactor": 0, "sgd": 0, "adagrad": 4,
-    "rmsprop": 4, "lion_32bit": 4, "lion_8bit": 1, "paged_lion_32bit": 4, "paged_lion_8bit": 1, "ademamix": 12,
-    "ademamix_8bit": 3,
-}  # fmt: skip
-"""Bytes of an optimizer's states for a float32 weight, by its name in transformers. Others count as AdamW's."""
+MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3}
+"""Numbers that an optimizer keeps for a weight, by the begin of its name in transformers. Others count as AdamW."""
 
 
 def trained(shape: ModelShape, setup: Setup) -> int:
@@ -58,23 +55,19 @@ def masters(shape: ModelShape, setup: Setup) -> float:
 
 
 def optimizer_states(shape: ModelShape, setup: Setup) -> float:
-    """Two float32 moments of AdamW for a float32 weight; plain AdamW on a bf16 weight has them in bf16.
+    """Moments in float32; those of PyTorch's AdamW on a bf16 weight in bf16. ZeRO and FSDP split them.
 
-    8-bit optimizers (torchao, bitsandbytes) have 1 byte a moment, and a scale for each 256 numbers. ZeRO and FSDP
-    divide the states by the processes.
+    Optimizers of 8 and 4 bits (torchao, bitsandbytes) have a scale for each 256 numbers of two moments.
     """
     if setup.offloads_optimizer:
         return 0.0
-    each: float = STATE_BYTES.get(setup.optim, 8)
-    if (
-        not setup.lora
-        and setup.weight_bytes == 2
-        and not setup.sharding.is_zero
-        and setup.optim.startswith("adamw_torch")
-    ):
-        each = min(each, 4)
-    if "8bit" in setup.optim or "4bit" in setup.optim:
-        each += 2 * 4 / 256
+    moments = MOMENTS.get(setup.optim.removeprefix("paged_").split("_")[0], 2)
+    if few := re.search(r"([48])bit", setup.optim):
+        each = moments * int(few[1]) / 8 + 2 * 4 / 256
+    elif setup.optim.startswith("adamw_torch") and not (setup.lora or setup.sharding.is_zero):
+        each = moments * setup.weight_bytes
+    else:
+        each = moments * 4.0
     return trained(shape, setup) * each / (1 if setup.sharding is Sharding.NONE else setup.processes)
 
 

@@ -22,6 +22,7 @@ from salesrl_trl.types import SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.run.preflight.plan import Plan
+    from salesrl_trl.run.settings import RunConfig
 
 STAGES: dict[str, Stage] = {stage.name: stage for stage in (RagStage(), JudgeStage())}
 
@@ -42,7 +43,8 @@ class StepSettings:
     def __post_init__(self) -> None:
         if self.generation_batch_size is None:
             steps = self.steps_per_generation or self.gradient_accumulation_steps
-            self.generation_batch_size = self.per_device_train_batch_size * steps
+            processes = int(os.environ.get("WORLD_SIZE", "1"))
+            self.generation_batch_size = self.per_device_train_batch_size * steps * processes
 
     @property
     def process_index(self) -> int:
@@ -60,29 +62,33 @@ class ServicesConfig:
 
 @dataclass
 class ServicesPlan:
-    """The part of `Plan` that the two stages read."""
+    """The part of a plan that the two stages read."""
 
-    config: ServicesConfig
+    config: "ServicesConfig | RunConfig"
     in_depth: bool = True
     opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """What stages opened for later ones, such as the embedded services. The end of a preflight closes it."""
 
     @cached_property
     def reward(self) -> RewardParts:
+        """Rubrics, weights and keys. No address is asked."""
         training = self.config.training
         return read_reward(self.config.reward, training.branches, training.hybrid_reference_weight > 0)
 
     @cached_property
     def addresses(self) -> tuple[str, str]:
+        """The addresses of the RAG service and the judge. Embedded ones are started, and stop with the preflight."""
         config = self.config.reward
         if not (config.embeds_rag or config.embeds_judge):
             return config.rag_base_url or "", config.judge_base_url or ""
         knowledge = config.knowledge_file
-        services = EmbeddedServices(documents=None if knowledge is None else Path(knowledge).expanduser())
-        started = self.opened.enter_context(services)
+        documents = None if knowledge is None else Path(knowledge).expanduser()
+        started = self.opened.enter_context(EmbeddedServices(documents=documents))
         return config.rag_base_url or started.rag_base_url, config.judge_base_url or started.judge_base_url
 
     @cached_property
     def train_rows(self) -> list[SalesRow]:
+        """All training rows, with those whose prompts are too long."""
         from salesrl_trl.data.sources import load_rows  # brings pandas
 
         data = self.config.data
@@ -96,22 +102,10 @@ def read_alone(argv: Sequence[str], default_recipe: Path) -> ServicesConfig:
 
 
 def examine_alone(name: str, argv: Sequence[str], default_recipe: Path) -> Iterator[StageReport]:
-    """Run one of `STAGES` and yield its report.
-
-    Args:
-        name (`str`):
-            Name of the stage.
-        argv (`Sequence[str]`):
-            Command-line arguments, perhaps with `--config FILE.yaml`.
-        default_recipe (`Path`):
-            Recipe for a command line without `--config`.
-
-    Raises:
-        `SalesRLError`: a setting does not work.
-    """
-    plan = ServicesPlan(read_alone(argv, default_recipe))
-    data = plan.config.data
-    own_rows = next((each for each in (data.dataset, data.eval_dataset) if each not in ("demo", None)), None)
-    check_stand_ins(plan.config.reward, plan.config.training.branches, own_rows)
+    """Run one of `STAGES` and yield its report. Raises `SalesRLError` if a setting does not work."""
+    config = read_alone(argv, default_recipe)
+    own_rows = [each for each in (config.data.dataset, config.data.eval_dataset) if each not in ("demo", None)]
+    check_stand_ins(config.reward, config.training.branches, next(iter(own_rows), None))
+    plan = ServicesPlan(config)
     with plan.opened:
         yield report_of(STAGES[name], cast("Plan", plan))

@@ -1,5 +1,6 @@
 """The stage `config`: settings that depend on each other or on files. Those alone are checked in `config/`."""
 
+import math
 from pathlib import Path
 
 from salesrl_trl.config.sizes import check_evaluation
@@ -41,8 +42,8 @@ class ConfigStage:
         _ = plan.reward, plan.model_config  # raise if they do not work
         _check_disk(plan, findings)
         micro_batch = training.per_device_train_batch_size * training.world_size
-        findings.figure("processes", training.world_size)
-        findings.figure("completions_a_step", micro_batch * training.gradient_accumulation_steps)
+        findings.figures["processes"] = training.world_size
+        findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
         notes += earlier_start(training.output_dir, resumes=training.resume_from_checkpoint is not None)
         model = config.model
         model.attn_implementation, attention = choose_attention(
@@ -51,7 +52,7 @@ class ConfigStage:
             in_16_bits=training.bf16 or training.fp16,
             model=plan.model_config,
         )
-        for note in (*notes, *([attention] if attention else [])):
+        for note in (*notes, *filter(None, [attention])):
             findings.note(note)
         steps, warm_up = training.max_steps, training.warmup_steps
         if 0 < steps <= warm_up:
@@ -78,26 +79,20 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     parameters = parameter_count(model.model_name_or_path, model.model_revision, training.trust_remote_code)
     weights = WEIGHT_BYTES * parameters / GIB
     each = weights + (0.0 if training.save_only_model else OPTIMIZER_BYTES * parameters / GIB)
-    saved = int(training.max_steps // training.save_steps) if 0 < training.save_steps <= training.max_steps else 1
+    every, steps = training.save_steps, training.max_steps
+    every = math.ceil(every * steps) if 0 < every < 1 else every  # a share of the steps
+    saved = int(steps // every) if 0 < every <= steps else 1
     kept = min(saved, training.save_total_limit + 1) if training.save_total_limit else saved
     needed = kept * each + weights * (1 + bool(plan.config.telemetry.quick_eval_steps))
     free = free_gib(training.output_dir)
-    findings.figure("checkpoint_gib", each)
-    findings.figure("disk_needed_gib", needed)
-    if free >= needed:
-        return
-    text = (
-        f"A checkpoint takes about {each:.1f} GiB, and {kept} of them with the policies of the end and of the best "
-        f"evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk."
-    )
-    remedy = (
-        "Name an `output_dir` on a larger disk, keep fewer (`save_total_limit`, one more is there while it saves), or "
-        "keep weights alone (`save_only_model: true`)."
-    )
-    if free < each:
-        findings.fail(text, remedy)
-    else:
-        findings.note(text, remedy)
+    findings.figures |= {"checkpoint_gib": each, "disk_needed_gib": needed}
+    if free < needed:
+        (findings.fail if free < each else findings.note)(
+            f"A checkpoint takes about {each:.1f} GiB, and {kept} of them with the policies of the end and of the "
+            f"best evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk.",
+            "Name an `output_dir` on a larger disk, keep fewer (`save_total_limit`, one more is there while it "
+            "saves), or keep weights alone (`save_only_model: true`).",
+        )
 
 
 def _check_small_policy(plan: Plan) -> None:

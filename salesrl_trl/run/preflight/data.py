@@ -28,22 +28,21 @@ class DataStage:
         _check_quick_evaluation(plan)
         _check_branches(plan, findings)
         _check_repeats(train.rows, held_out.rows, findings)
-        findings.figure("train_rows", len(train.rows))
-        findings.figure("held_out_rows", len(held_out.rows))
-        findings.figure("longest_prompt_tokens", max(train.longest, held_out.longest))
-        findings.figure("limit_tokens", None if plan.limit is None else plan.limit.tokens)
+        findings.figures |= {
+            "train_rows": len(train.rows),
+            "held_out_rows": len(held_out.rows),
+            "longest_prompt_tokens": max(train.longest, held_out.longest),
+            "limit_tokens": None if plan.limit is None else plan.limit.tokens,
+        }
         return findings
 
 
 def _check_branches(plan: Plan, findings: Findings) -> None:
     rows = Counter(row.branch for row in plan.train.rows)
-    for branch in plan.config.training.branches:
-        findings.figure(f"rows_{branch}", rows[branch])
-    without = [branch for branch in plan.config.training.branches if not rows[branch]]
-    if without:
-        findings.note(
-            f"No training row belongs to {', '.join(without)}.", "Add rows, or leave the branch out of `branches`."
-        )
+    findings.figures |= {f"rows_{branch}": rows[branch] for branch in plan.config.training.branches}
+    if without := [branch for branch in plan.config.training.branches if not rows[branch]]:
+        remedy = "Add rows, or leave the branch out of `branches`."
+        findings.note(f"No training row belongs to {', '.join(without)}.", remedy)
 
 
 def _check_repeats(train: Sequence[SalesRow], held_out: Sequence[SalesRow], findings: Findings) -> None:

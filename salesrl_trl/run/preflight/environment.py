@@ -25,8 +25,8 @@ from salesrl_trl.run.preflight.stage import Findings
 from salesrl_trl.run.settings import RunConfig
 from salesrl_trl.telemetry.device import GIB
 
-BITSANDBYTES = r"bnb|paged|^(adamw|lion)_8bit"
-"""Optimizers of bitsandbytes, by their names in transformers."""
+BITSANDBYTES, TORCHAO = r"bnb|paged|ademamix|lion|^adamw_8bit", r"^adamw_torch_[48]bit"
+"""Optimizers of these packages, by their names in transformers."""
 LEAST_DISK_GIB = 1.0
 """Free disk of the output folder. Below it even the small policy's files are at risk."""
 PROBE_MIB = 64
@@ -68,22 +68,19 @@ def _in_process_vllm(training: SalesGRPOConfig) -> bool:
 
 
 def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
-    findings.figure("python", platform.python_version())
+    findings.figures["python"] = platform.python_version()
     for each in software.packages():
         if not each.is_met:
             found = f"{each.name} is {each.installed or 'not installed'}. Expected {each.name}{each.wanted}."
             remedy = f'Install it: pip install "{each.name}{each.wanted}", or all by scripts/install.sh.'
-            if each.name == "trl":  # the trainer overrides methods of these releases
-                findings.fail(found, remedy)
-            else:
-                findings.note(found, remedy)
+            # the trainer overrides methods of these releases of TRL
+            (findings.fail if each.name == "trl" else findings.note)(found, remedy)
     if not _in_process_vllm(training):
         return
-    findings.figure("vllm", software.installed("vllm"))
-    if software.installed("vllm") is None:
-        findings.fail(
-            "`use_vllm` is true, and vLLM is not installed.", "Run scripts/install.sh, or set `use_vllm: false`."
-        )
+    findings.figures["vllm"] = version = software.installed("vllm")
+    if version is None:
+        remedy = "Run scripts/install.sh, or set `use_vllm: false`."
+        findings.fail("`use_vllm` is true, and vLLM is not installed.", remedy)
     for wanted in _torch_of_vllm():
         if not wanted.specifier.contains(torch.__version__, prereleases=True):
             findings.fail(
@@ -96,8 +93,7 @@ def _extras(config: RunConfig, findings: Findings) -> None:
     """Check for packages that single settings want. transformers looks for them after the model is loaded."""
     training, model = config.training, config.model
     available = {*get_available_reporting_integrations(), "none", "all"}
-    missing = [name for name in training.report_to if name not in available]
-    if missing:
+    if missing := [name for name in training.report_to if name not in available]:
         findings.fail(
             f"`report_to` names {', '.join(missing)}, which is not installed. Expected some of: "
             f"{', '.join(sorted(available))}.",
@@ -105,6 +101,7 @@ def _extras(config: RunConfig, findings: Findings) -> None:
         )
     wanted = {
         "bitsandbytes": model.load_in_4bit or model.load_in_8bit or re.search(BITSANDBYTES, training.optim.value),
+        "torchao": re.search(TORCHAO, training.optim.value),
         "liger_kernel": training.use_liger_kernel,
     }
     for module, is_wanted in wanted.items():
@@ -112,7 +109,7 @@ def _extras(config: RunConfig, findings: Findings) -> None:
             findings.fail(
                 f"The settings want {module}, which is not installed.",
                 f"Install it (pip install {module.replace('_', '-')}), or leave out `load_in_4bit`, `load_in_8bit`, "
-                "`use_liger_kernel` and 8-bit optimizers.",
+                f"`use_liger_kernel` and `optim: {training.optim.value}`.",
             )
 
 
@@ -128,14 +125,15 @@ def _torch_of_vllm() -> list[Requirement]:
 
 
 def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:
-    findings.figure("torch", torch.__version__)
-    findings.figure("cuda", torch.version.cuda)
     asks = in_depth or not torch.cuda.is_available()  # nvidia-smi may take a second
     gpus = software.gpus() if asks and shutil.which("nvidia-smi") else []
-    findings.figure("driver", gpus[0]["driver_version"] if gpus else None)
-    findings.figure("gpus", torch.cuda.device_count())
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if gpus and not hidden and not torch.cuda.is_available():
+    findings.figures |= {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": gpus[0]["driver_version"] if gpus else None,
+        "gpus": torch.cuda.device_count(),
+    }
+    if gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not torch.cuda.is_available():
         build = f"of CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         findings.note(
             f"The driver {gpus[0]['driver_version']} shows {len(gpus)} GPUs that torch {torch.__version__}, {build}, "
@@ -145,8 +143,7 @@ def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> N
     if training.device.type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(training.device)
-    findings.figure("device", torch.cuda.get_device_name(training.device))
-    findings.figure("capability", f"{major}.{minor}")
+    findings.figures |= {"device": torch.cuda.get_device_name(training.device), "capability": f"{major}.{minor}"}
     kernels = torch.cuda.get_arch_list()
     if torch.version.hip is None and not any(_runs_on(each, major, minor) for each in kernels):
         findings.fail(
@@ -167,8 +164,7 @@ def _runs_on(kernel: str, major: int, minor: int) -> bool:
 
 def _disk(output_dir: str, in_depth: bool, findings: Findings) -> None:
     check_output_dir(output_dir)
-    free = free_gib(output_dir)
-    findings.figure("disk_free_gib", free)
+    findings.figures["disk_free_gib"] = free = free_gib(output_dir)
     if free < LEAST_DISK_GIB:
         findings.fail(
             f"`output_dir` {output_dir} has {free:.2f} GiB of free disk. Expected {LEAST_DISK_GIB:g} GiB at least.",
@@ -176,8 +172,7 @@ def _disk(output_dir: str, in_depth: bool, findings: Findings) -> None:
         )
     elif in_depth:
         written, read = _disk_speed(Path(output_dir).expanduser())
-        findings.figure("disk_write_mib_s", written)
-        findings.figure("disk_read_mib_s", read)
+        findings.figures |= {"disk_write_mib_s": written, "disk_read_mib_s": read}
         if written < SLOW_MIB_S:
             findings.note(
                 f"`output_dir` {output_dir} writes {written:.0f} MiB/s: checkpoints of a large model take minutes.",
@@ -207,45 +202,40 @@ def _shared_memory(training: SalesGRPOConfig, findings: Findings) -> None:
         return
     usage = shutil.disk_usage(SHARED_MEMORY)
     free = usage.free / GIB
-    findings.figure("shm_gib", usage.total / GIB)
-    findings.figure("shm_free_gib", free)
+    findings.figures |= {"shm_gib": usage.total / GIB, "shm_free_gib": free}
     users = {
         f"{training.world_size} processes": training.world_size > 1,
         "`vllm_tensor_parallel_size`": training.use_vllm and training.vllm_tensor_parallel_size > 1,
         "`dataloader_num_workers`": training.dataloader_num_workers > 0,
     }
     using = [name for name, uses in users.items() if uses]
-    if not using or free >= USUAL_SHARED_GIB:
-        return
-    found = f"{SHARED_MEMORY} has {free:.2f} GiB free, and {', '.join(using)} use it"
-    remedy = "Start the container with `--shm-size 8g`, or delete what earlier runs left there."
-    if free < LEAST_SHARED_GIB:
-        findings.fail(f"{found}. Expected {USUAL_SHARED_GIB:g} GiB.", remedy)
-    else:
-        findings.note(f"{found}. Usual is {USUAL_SHARED_GIB:g} GiB and more.", remedy)
+    if using and free < USUAL_SHARED_GIB:
+        (findings.fail if free < LEAST_SHARED_GIB else findings.note)(
+            f"{SHARED_MEMORY} has {free:.2f} GiB free, and {', '.join(using)} use it. Expected "
+            f"{USUAL_SHARED_GIB:g} GiB.",
+            "Start the container with `--shm-size 8g`, or delete what earlier runs left there.",
+        )
 
 
 def _ports(training: SalesGRPOConfig, findings: Findings) -> None:
     """Check the ports that a run does not choose by itself. A launched process's own port is in use already."""
-    if training.use_vllm and training.vllm_mode == "server" and training.process_index == 0:
-        port = training.vllm_group_port
-        if _is_taken(port):
-            findings.fail(
-                f"`vllm_group_port` is {port}, and that port of this machine is in use. Expected a free one: the "
-                "vLLM server gets its weights through it.",
-                "Set another, or end the program that has it (`ss -ltnp`).",
-            )
-    if "RANK" not in os.environ and torch.cuda.device_count() > 1:
-        port = int(os.environ.get("MASTER_PORT") or 29500)
-        if _is_taken(port):
-            findings.note(
-                f"Port {port} is in use, which `accelerate launch` takes for several GPUs.",
-                "Launch with `--main_process_port 0`.",
-            )
+    port, has_server = training.vllm_group_port, training.use_vllm and training.vllm_mode == "server"
+    if has_server and training.process_index == 0 and _is_taken(port):
+        findings.fail(
+            f"`vllm_group_port` is {port}, and that port of this machine is in use. Expected a free one: the vLLM "
+            "server gets its weights through it.",
+            "Set another, or end the program that has it (`ss -ltnp`).",
+        )
+    port = int(os.environ.get("MASTER_PORT") or 29500)
+    if "RANK" not in os.environ and torch.cuda.device_count() > 1 and _is_taken(port):
+        findings.note(
+            f"Port {port} is in use, which `accelerate launch` takes for several GPUs.",
+            "Launch with `--main_process_port 0`.",
+        )
 
 
 def _is_taken(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: ended ones do not count
         try:
             probe.bind(("", port))
@@ -256,11 +246,8 @@ def _is_taken(port: int) -> bool:
 
 def _compilers(training: SalesGRPOConfig, findings: Findings) -> None:
     attention = [name for module, name in ATTENTION.items() if importlib.util.find_spec(module)]
-    findings.figure("attention", ", ".join(["sdpa", *attention]))
     found = {"C": _first(C_COMPILERS), "C++": _first(CXX_COMPILERS), "nvcc": shutil.which("nvcc")}
-    findings.figure("triton", software.installed("triton"))
-    for name, path in found.items():
-        findings.figure(name, path)
+    findings.figures |= {"attention": ", ".join(["sdpa", *attention]), "triton": software.installed("triton"), **found}
     on_gpu = training.device.type == "cuda"
     compiled = training.torch_compile or (_in_process_vllm(training) and (on_gpu or not training.vllm_enforce_eager))
     wanted = "C" if on_gpu else "C++"
@@ -280,24 +267,23 @@ def _first(names: Iterable[str]) -> str | None:
 
 def _locks(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:
     uses_deepspeed = training.deepspeed_plugin is not None
-    if not (uses_deepspeed or in_depth):
-        return
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    for lock in sorted(set(cache.resolve().glob("**/lock")) - _open_files(cache)):
-        age = time.time() - lock.stat().st_mtime
-        if age < STALE_S:
-            continue
-        found = f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed was interrupted, and the next one waits."
-        if uses_deepspeed:
-            findings.fail(found, f"Remove it: rm {lock}")
-        else:
-            findings.note(found, f"Remove it before a run with DeepSpeed: rm {lock}")
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions").resolve()
+    locks = set(cache.glob("**/lock")) if uses_deepspeed or in_depth else set()
+    for lock in sorted(locks - _open_files() if locks else ()):
+        with contextlib.suppress(FileNotFoundError):  # the build has ended meanwhile
+            age = time.time() - lock.stat().st_mtime
+            if age >= STALE_S:
+                (findings.fail if uses_deepspeed else findings.note)(
+                    f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed was interrupted, and the next one "
+                    "waits.",
+                    f"Remove it{'' if uses_deepspeed else ' before a run with DeepSpeed'}: rm {lock}",
+                )
 
 
-def _open_files(folder: Path) -> set[Path]:
-    """Files that processes of this user hold open, as torch does with a build's lock. Empty without the folder."""
+def _open_files() -> set[Path]:
+    """Files that processes of this user hold open, as torch does with a build's lock."""
     found = set()
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if folder.is_dir() else ():
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # closed meanwhile, or another user's
             found.add(Path(os.readlink(descriptor)))
     return found

@@ -58,17 +58,9 @@ def under_load(config: RewardConfig) -> RewardConfig:
 async def put_load(
     transport: Transport | None, calls: Sequence[Callable[[], Awaitable[T]]], in_flight: int, patience_s: float
 ) -> Load[T]:
-    """Make the calls.
+    """Make the calls, which all go over the transport, if there is one.
 
-    Args:
-        transport (`Transport`, *optional*):
-            The transport that they all go over, if there is one.
-        calls (`Sequence[Callable[[], Awaitable[T]]]`):
-            The calls.
-        in_flight (`int`):
-            Most calls at once.
-        patience_s (`float`):
-            Seconds that one call may take, retries included.
+    At most `in_flight` at once. Each one may take `patience_s` seconds, retries included.
     """
     gate = asyncio.Semaphore(in_flight)
 
@@ -96,8 +88,7 @@ def report_load(findings: Findings, name: str, load: Load[T], config: RewardConf
         "http_429": load.traffic["overloads"],
         "retries": load.traffic["retries"],
     }
-    for what, value in figures.items():
-        findings.figure(f"{name}_{what}", value)
+    findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}
     for text in trouble(name, load.traffic, config):
         findings.note(f"{name} {text}")
     times = f"p50 {figures['p50_s']:.2f} s, p95 {figures['p95_s']:.2f} s" if seconds else "no answer"

@@ -1,19 +1,19 @@
 """The stage `memory`: whether training fits the card, and the number format of the policy's weights."""
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torchao_available
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.checks.model import empty_model
 from salesrl_trl.run.memory.cards import Card, card_here, used_gib, users
 from salesrl_trl.run.memory.estimate import Estimate, estimate
 from salesrl_trl.run.memory.remedies import advice
 from salesrl_trl.run.memory.setup import Setup, setup_of
-from salesrl_trl.run.memory.shape import ModelShape, UnknownShape, model_shape, with_adapters
+from salesrl_trl.run.memory.shape import ModelShape, UnknownShape, adapters_of, model_shape
 from salesrl_trl.run.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, Precision, choose_precision
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.stage import Findings
@@ -24,23 +24,16 @@ MARGIN = 0.1
 
 @dataclass
 class Scales:
-    """Weigh a plan's training on a card. The plan names a model.
-
-    Args:
-        plan (`Plan`):
-            The run.
-        card_gib (`float`):
-            Memory of the card.
-        prompt_tokens (`int`, *optional*):
-            Tokens of a prompt. Defaults to those of the longest training row.
-    """
+    """Weigh a plan's training on a card. The plan names a model."""
 
     plan: Plan
     card_gib: float
     prompt_tokens: int | None = None
+    """Tokens of a prompt; `None` for those of the longest training row."""
 
     @property
     def source(self) -> tuple[str, str | None, bool]:
+        """Name, revision and `trust_remote_code` of the model."""
         config = self.plan.config
         assert config.model.model_name_or_path is not None
         return config.model.model_name_or_path, config.model.model_revision, config.training.trust_remote_code
@@ -48,24 +41,20 @@ class Scales:
     @cached_property
     def shape(self) -> ModelShape:
         """The policy's figures, without adapters unless they are trained."""
-        plain = model_shape(*self.source)
-        return self.adapted if self.plan.config.model.use_peft else plain
+        return self.adapted if self.plan.config.model.use_peft else model_shape(*self.source)
 
     @cached_property
     def adapted(self) -> ModelShape:
-        """The policy's figures with adapters.
-
-        Raises:
-            `ConfigError`: adapters are to be trained, and have no place in the model.
-        """
+        """The policy's figures with adapters. Raises `ConfigError` if these are to be trained, and have no place."""
         lora, plain = self.plan.config.model, model_shape(*self.source)
         try:
-            return with_adapters(plain, lora, *self.source)
+            return replace(plain, adapters=adapters_of(empty_model(*self.source), lora))
         except ConfigError:
             if lora.use_peft:
                 raise
             # only a remedy, for a model whose usual layers PEFT does not know
-            return with_adapters(plain, dataclasses.replace(lora, lora_target_modules="all-linear"), *self.source)
+            everywhere = replace(lora, lora_target_modules="all-linear")
+            return replace(plain, adapters=adapters_of(empty_model(*self.source), everywhere))
 
     def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
         prompt_tokens = self.plan.train.longest if self.prompt_tokens is None else self.prompt_tokens
@@ -84,9 +73,8 @@ class MemoryStage:
     needs: tuple[str, ...] = ("config", "data")
 
     def run(self, plan: Plan) -> Findings:
-        training, findings = plan.config.training, Findings()
-        card = card_here(training.device)
-        model, scales = plan.config.model, None
+        training, model, findings = plan.config.training, plan.config.model, Findings()
+        card, scales = card_here(training.device), None
         unknown = "this run is on the CPU" if card is None else "the packaged small policy fits every card"
         if model.model_name_or_path is not None and (card is not None or model.use_peft):
             weighed = Scales(plan, math.inf if card is None else card.gib)
@@ -95,25 +83,25 @@ class MemoryStage:
                 scales = None if card is None else weighed
             except UnknownShape as error:
                 unknown = f"no estimate: {error}"
+        if training.mode != "train":
+            plan.dtype = model.dtype
+            return Findings(skipped=f"nothing is trained in `mode: {training.mode}`")
         chosen = settle_precision(plan, scales)
         if chosen.note is not None:
             findings.note(chosen.note)
-        if training.mode != "train":
-            findings.skip(f"nothing is trained in `mode: {training.mode}`")
-        elif scales is None:
-            findings.skip(unknown)
-        elif card is not None:
-            found = scales.weigh(plan.dtype)
-            _compare(scales, found, findings)
-            _compare_with_others(card, found, findings)
+        if scales is None or card is None:
+            findings.skipped = unknown
+        else:
+            plan.estimate = scales.weigh(plan.dtype)
+            _compare(scales, plan.estimate, findings)
+            _compare_with_others(card, plan.estimate, findings)
         return findings
 
 
 def settle_precision(plan: Plan, scales: Scales | None) -> Precision:
     """Choose the number format of the weights and set the optimizer that it needs.
 
-    Raises:
-        `ConfigError`: all weights are to be trained, and no number format fits.
+    Raises `ConfigError` if all weights are to be trained, and no number format fits.
     """
     model, training = plan.config.model, plan.config.training
     trains_all_weights = not (model.use_peft or training.is_sharded)
@@ -136,24 +124,24 @@ def settle_precision(plan: Plan, scales: Scales | None) -> Precision:
 def _compare(scales: Scales, found: Estimate, findings: Findings) -> None:
     """Note or fail where the estimate is above the card."""
     peak, card = found.peak, found.card_gib
-    for part, gib in peak.parts.items():
-        findings.figure(f"{part.replace(' ', '_')}_gib", round(gib, 2))
-    findings.figure("needed_gib", round(found.needed_gib, 2))
-    findings.figure("card_gib", round(card, 2))
+    figures = {**peak.parts, "needed": found.needed_gib, "card": card}
+    findings.figures |= {f"{part.replace(' ', '_')}_gib": round(gib, 2) for part, gib in figures.items()}
     if found.fits:
         return
     text = f"training takes about {found.needed_gib:.1f} GiB ({peak.name}), and the card has {card:.1f}."
-    if not found.starts_engine:
+    setup = scales.setup(scales.plan.dtype)
+    if setup.engine is not None and not found.starts_engine:
         text = (
             f"vLLM's share of the card has room for {found.sequences:.1f} completions of full length beside the "
-            "weights. Expected at least 1: vLLM would not start."
+            f"weights, of `vllm_max_model_length` {setup.engine.length} tokens. Expected at least 1: vLLM would not "
+            "start."
         )
-    setup = scales.setup(scales.plan.dtype)
     remedy = f"{advice(scales.adapted, setup, card)} `scripts/check_gpu_memory.py` shows all."
     model = scales.plan.config.model
-    is_tried = (model.dtype == "float32" and not model.use_peft) or found.needed_gib <= (1 + MARGIN) * card
-    if is_tried and found.starts_engine:
+    if found.starts_engine and found.needed_gib <= (1 + MARGIN) * card:
         findings.note(f"{text} The run may still fit: the estimate is good to {MARGIN:.0%}.", remedy)
+    elif found.starts_engine and model.dtype == "float32" and not model.use_peft:
+        findings.note(f"{text} It is tried all the same, because `dtype` is float32.", remedy)
     else:
         findings.fail(text, remedy)
 
@@ -163,7 +151,7 @@ def _compare_with_others(card: Card, found: Estimate, findings: Findings) -> Non
     used = used_gib(card)
     if used is None:
         return
-    findings.figure("used_gib", round(used, 2))
+    findings.figures["used_gib"] = round(used, 2)
     if found.fits and used + found.needed_gib > (1 + MARGIN) * card.gib:
         named = ", ".join(f"{each.name} ({each.pid}) {each.gib:.1f} GiB" for each in users(card))
         findings.fail(

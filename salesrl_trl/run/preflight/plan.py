@@ -4,7 +4,6 @@ Each part is made when it is first asked for, and kept. The check of a part is i
 that can't be made raises a `SalesRLError`.
 """
 
-import contextlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,7 +19,8 @@ from salesrl_trl.run.assembly import addresses
 from salesrl_trl.run.checks.addresses import check_vllm_server
 from salesrl_trl.run.checks.model import check_model, generation_config_of, load_tokenizer, positions_of
 from salesrl_trl.run.checks.prompts import prompt_limit, prompt_of
-from salesrl_trl.run.checks.reward import RewardParts, read_reward
+from salesrl_trl.run.memory.estimate import Estimate
+from salesrl_trl.run.preflight.alone import ServicesPlan
 from salesrl_trl.run.settings import RunConfig
 from salesrl_trl.types import SalesRow
 
@@ -29,33 +29,22 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Plan:
-    """A run before its model is loaded.
-
-    Args:
-        config (`RunConfig`):
-            Settings. Stages settle some of them: the checkpoint's path, the optimizer.
-        in_depth (`bool`, *optional*, defaults to `False`):
-            Whether stages may take seconds, as in a preflight. At the start of a run they only look.
-        dtype (`str`, *optional*):
-            Number format of the policy's weights in training. The stage `memory` sets it.
-        notes (`list[str]`, *optional*, defaults to none):
-            Findings that a user should know at the start: lines for the run's banner.
-        policy (`PreTrainedModel`, *optional*):
-            The policy with its weights. The stage `model` of a preflight sets it.
-        rehearsal (`Rehearsal`, *optional*):
-            The trainer of a preflight. The first stage that needs it sets it.
-        opened (`ExitStack`, *optional*):
-            What stages opened for later ones, such as the embedded services. The runner of a preflight closes it.
-    """
+class Plan(ServicesPlan):
+    """A run before its model is loaded. Stages settle some of its settings: the checkpoint's path, the optimizer."""
 
     config: RunConfig
     in_depth: bool = False
+    """Whether stages may take seconds, as in a preflight. At the start of a run they only look."""
     dtype: str | None = None
+    """Number format of the policy's weights in training. The stage `memory` sets it."""
+    estimate: Estimate | None = None
+    """The memory of training on this card, if it is known. The stage `memory` sets it."""
     notes: list[str] = field(default_factory=list)
+    """Findings that a user should know at the start: lines for the run's banner."""
     policy: PreTrainedModel | None = None
+    """The policy with its weights. The stage `model` of a preflight sets it."""
     rehearsal: "Rehearsal | None" = None
-    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """The trainer of a preflight. The first stage that needs it sets it."""
 
     @property
     def rows(self) -> list[SalesRow]:
@@ -68,21 +57,8 @@ class Plan:
         return prompt_of(self.config.data, self.config.reward.action_format().fields)
 
     @cached_property
-    def reward(self) -> RewardParts:
-        """Rubrics, weights and keys. No address is asked."""
-        training = self.config.training
-        return read_reward(self.config.reward, training.branches, training.hybrid_reference_weight > 0)
-
-    @cached_property
     def addresses(self) -> tuple[str, str]:
-        """The addresses of the RAG service and the judge. Embedded ones are started, and stop with the preflight."""
         return self.opened.enter_context(addresses(self.config.reward))
-
-    @cached_property
-    def train_rows(self) -> list[SalesRow]:
-        """All training rows, with those whose prompts are too long."""
-        data = self.config.data
-        return load_rows(data.dataset, data.train_split, self.config.training.branches, data.max_train_rows)
 
     @cached_property
     def held_out_rows(self) -> list[SalesRow]:

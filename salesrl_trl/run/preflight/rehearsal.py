@@ -51,12 +51,7 @@ _ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")
 
 
 class MadeUpReward(BatchedReward):
-    """Rewards from no service, all different, so that every group has advantages.
-
-    Args:
-        branches (`Sequence[str]`):
-            Branch of each row.
-    """
+    """Rewards from no service, all different, so that every group has advantages. `branches`: that of each row."""
 
     def __init__(self, branches: Sequence[str]) -> None:
         super().__init__()
@@ -82,37 +77,29 @@ class Rehearsal:
 
 
 def rehearse(plan: Plan) -> Rehearsal:
-    """Build the run's trainer, with vLLM's engine. The end of the preflight closes it and drops its output folder.
-
-    Args:
-        plan (`Plan`):
-            Plan of the run, with the policy if it is loaded already.
-    """
+    """Build the run's trainer, with vLLM's engine. The end of the preflight closes it and drops its output folder."""
     folder = plan.opened.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_preflight_"))
     training = rehearsed(plan.config.training, folder)
     if training.vllm_load_format == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
         training.vllm_load_format = "dummy"  # random weights: only a push that works can make log-probs agree
     rows = longest(plan.train, training.generation_batch_size // training.num_generations)
     telemetry = replace(plan.config.telemetry, timing=True, perf_logging_steps=1, trace_steps="", quick_eval_steps=0)
-    rehearsal = Plan(
-        replace(plan.config, training=training, telemetry=telemetry),
-        dtype=plan.dtype,
-        policy=plan.policy,
-    )
+    config = replace(plan.config, training=training, telemetry=telemetry)
+    rehearsal = Plan(config, dtype=plan.dtype, policy=plan.policy)
     rehearsal.train, rehearsal.held_out = rows, FittingPrompts(rows=[], prompts=[], lengths=[], note=None)
     reward = MadeUpReward([row.branch for row in rows.rows])
     trainer = build_trainer(rehearsal, reward, build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)
-    return Rehearsal(trainer=trainer, prompt_tokens=rows.lengths[0], shortest=rows.prompts[-1])
+    shortest = rows.prompts[rows.lengths.index(min(rows.lengths))]
+    return Rehearsal(trainer=trainer, prompt_tokens=rows.longest, shortest=shortest)
 
 
 def rehearsed(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
     """The run's settings of training, for `STEPS` steps with completions of full length that write no checkpoint."""
     made = copy.copy(training)  # `replace` would settle settings again that are settled
+    full_length: dict[str, object] = {} if training.sampler else {"min_new_tokens": training.max_completion_length}
     if training.use_vllm:
-        full_length: dict[str, object] = {"ignore_eos": True}
-    else:
-        full_length = {} if training.sampler else {"min_new_tokens": training.max_completion_length}
+        full_length = {"ignore_eos": True}
     kept = {name: each for name, each in (training.generation_kwargs or {}).items() if name not in _ENDS}
     changes = {"output_dir": output_dir, "generation_kwargs": kept | full_length}
     for name, value in (_IN_FRONT_OF_A_RUN | changes).items():
@@ -122,11 +109,6 @@ def rehearsed(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
 
 def longest(rows: FittingPrompts, count: int) -> FittingPrompts:
     """So many rows with the longest prompts, from the longest on. Rows come again if there are too few."""
-    order = sorted(range(len(rows.rows)), key=lambda at: -rows.lengths[at])
-    chosen = list(itertools.islice(itertools.cycle(order), count))
-    return FittingPrompts(
-        rows=[rows.rows[at] for at in chosen],
-        prompts=[rows.prompts[at] for at in chosen],
-        lengths=[rows.lengths[at] for at in chosen],
-        note=None,
-    )
+    order = sorted(zip(rows.lengths, rows.rows, rows.prompts, strict=True), key=lambda each: -each[0])
+    lengths, chosen, prompts = map(list, zip(*itertools.islice(itertools.cycle(order), count), strict=True))
+    return FittingPrompts(rows=chosen, prompts=prompts, lengths=lengths, note=None)

@@ -15,14 +15,8 @@ from salesrl_trl.run.preflight.training import EngineStage, ModelStage, StepStag
 from salesrl_trl.run.settings import RunConfig
 
 BEFORE_A_RUN: tuple[Stage, ...] = (
-    EnvironmentStage(),
-    ConfigStage(),
-    DataStage(),
-    TokenizerStage(),
-    MemoryStage(),
-    RagStage(),
-    JudgeStage(),
-)
+    EnvironmentStage(), ConfigStage(), DataStage(), TokenizerStage(), MemoryStage(), RagStage(), JudgeStage(),
+)  # fmt: skip
 """The stages of a run, in order of cost. None of them loads a model's weights."""
 STAGES: tuple[Stage, ...] = (*BEFORE_A_RUN, ModelStage(), EngineStage(), StepStage())
 """The stages of a preflight."""
@@ -49,8 +43,7 @@ def chosen(wanted: Sequence[str], stages: Sequence[Stage]) -> list[Stage]:
         `ConfigError`: there is no such stage.
     """
     by_name = {stage.name: stage for stage in stages}
-    unknown = [name for name in wanted if name not in by_name]
-    if unknown:
+    if unknown := [name for name in wanted if name not in by_name]:
         raise ConfigError(f"`stage` is {', '.join(unknown)!r}. Expected some of: {', '.join(by_name)}. Correct it.")
     needed = list(wanted or by_name)
     for each in needed:  # grows while it is walked
@@ -59,18 +52,10 @@ def chosen(wanted: Sequence[str], stages: Sequence[Stage]) -> list[Stage]:
 
 
 def examine(plan: Plan, stages: Sequence[Stage], wanted: Sequence[str] = ()) -> Iterator[StageReport]:
-    """Run the stages in their order. The first failure ends it.
-
-    Args:
-        plan (`Plan`):
-            The run. What its stages opened is closed at the end.
-        stages (`Sequence[Stage]`):
-            From `chosen`.
-        wanted (`Sequence[str]`, *optional*, defaults to all):
-            Names of the stages that are reported. Of the others only a failure is.
+    """Run the stages of `chosen` in their order. The first failure ends it, and what they opened is closed.
 
     Yields:
-        `StageReport`: when a stage has ended.
+        `StageReport`: when a stage has ended. With `wanted`, only of these stages and of one that failed.
     """
     with plan.opened:
         for stage in stages:

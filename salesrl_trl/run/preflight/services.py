@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import JudgeInvalid, ServiceError
@@ -74,11 +74,9 @@ class JudgeStage:
     needs: tuple[str, ...] = ("config",)
 
     def run(self, plan: "Plan") -> Findings:
-        findings = Findings()
-        rubrics = _rubrics(plan)
+        findings, rubrics = Findings(), _rubrics(plan)
         if not rubrics:
-            findings.skip("no branch weighs a judge")
-            return findings
+            return Findings(skipped="no branch weighs a judge")
         for note in check_judges(plan.config.reward, plan.reward):
             findings.note(note)
         if _measures(plan):
@@ -100,14 +98,35 @@ def calls_of(config: RewardConfig, in_flight: int) -> int:
     return min(max(in_flight, FEWEST_CALLS), MOST_CALLS)
 
 
-async def _first_answers(
-    loads: Mapping[str, Awaitable[Load[T]]], places: Mapping[str, str]
-) -> dict[str, ServiceError | T]:
-    """One call to each service: the answer, or the error with the service's place."""
-    results = await asyncio.gather(*loads.values())
-    found = {name: (load.errors or load.answers)[0] for name, load in zip(loads, results, strict=True)}
-    add_places(found, places)
-    return found
+@dataclasses.dataclass(frozen=True)
+class _Service(Generic[T]):
+    """A service at the load of a step."""
+
+    transport: Transport | None
+    in_flight: int
+    patience_s: float
+    calls: Sequence[Callable[[], Awaitable[T]]]
+    instead: str | None
+    """What happens without this service; `None` if training needs it."""
+
+
+async def _put_loads(services: Mapping[str, _Service[T]]) -> dict[str, Load[T]]:
+    loads = (put_load(each.transport, each.calls, each.in_flight, each.patience_s) for each in services.values())
+    return dict(zip(services, await asyncio.gather(*loads), strict=True))
+
+
+async def _drop_failing(services: dict[str, _Service[T]], places: Mapping[str, str], findings: Findings) -> None:
+    """Ask each service once. Raises the error of one that training needs, or of the first if all of them fail."""
+    loads = await _put_loads(
+        {name: dataclasses.replace(each, calls=each.calls[:1]) for name, each in services.items()}
+    )
+    failed = {name: load.errors[0] for name, load in loads.items() if load.errors}
+    add_places(failed, places)
+    for name, error in failed.items():
+        instead = services.pop(name).instead
+        if instead is None or len(failed) == len(loads):
+            raise error
+        findings.note(str(error), instead)
 
 
 def _too_few(load: Load[T], plan: "Plan") -> bool:
@@ -138,36 +157,25 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     rag, _ = build_services(under_load(config), plan.reward, *plan.addresses)
     kept = (AnswerStore(keep=0), AnswerStore(keep=0))
     answers = RagAnswers(rag, config.rag_score_threshold, config.rag_top_k, config.action_format(), *kept)
-    completions = min(training.generation_batch_size, config.rag_max_concurrency)
-    prompts = max(completions // training.num_generations, 1)
+    batch, most, patience_s = training.generation_batch_size, config.rag_max_concurrency, config.rag_timeout_s
+    completions, prompts = min(batch, most), min(max(batch // training.num_generations, 1), most)
     count = calls_of(config, completions)
     rows = list(itertools.islice(itertools.cycle(plan.train_rows), max(count, 1)))
-    asked: list[list[Callable[[], Awaitable[Answer]]]] = [
-        [partial(answers.ask_8b, row, answers.plain_action(row.conversation[-1].content)) for row in rows],
-        [partial(answers.ask_32b, row) for row in rows[: max(count // training.num_generations, 1)]],
-    ]
-    needed = dict(zip(rag.transports, (True, plan.reward.reference_weighed), strict=True))
-    calls = dict(zip(rag.transports, asked, strict=True))
-    in_flight = dict(zip(rag.transports, (completions, prompts), strict=True))
-
-    def load(name: str, at_once: int, count: int | None) -> Awaitable[Load[Answer]]:
-        return put_load(rag.transports[name], calls[name][:count], at_once, config.rag_timeout_s)
-
+    ask_8b = [partial(answers.ask_8b, row, answers.plain_action(row.conversation[-1].content)) for row in rows]
+    ask_32b = [partial(answers.ask_32b, row) for row in rows[: max(count // training.num_generations, prompts)]]
+    alone = None if plan.reward.reference_weighed else "Without a reference the judge scores each answer alone."
+    (name_8b, transport_8b), (name_32b, transport_32b) = rag.transports.items()
+    services: dict[str, _Service[Answer]] = {
+        name_8b: _Service(transport_8b, completions, patience_s, ask_8b, None),
+        name_32b: _Service(transport_32b, prompts, patience_s, ask_32b, alone),
+    }
     try:
-        places = dict.fromkeys(rag.transports, f"at {rag.identity}")
-        first = await _first_answers({name: load(name, 1, 1) for name in calls}, places)
-        for name, answer in first.items():
-            if isinstance(answer, ServiceError):
-                if needed[name]:
-                    raise answer
-                findings.note(str(answer), "Without a reference the judge scores each answer alone.")
-                del calls[name]
+        await _drop_failing(services, dict.fromkeys(services, f"at {rag.identity}"), findings)
         if count == 0:
             return
-        loads = await asyncio.gather(*(load(name, in_flight[name], None) for name in calls))
-        for name, each in zip(calls, loads, strict=True):
-            _report(findings, name, each, plan, needed[name])
-            await _report_passages(findings, name, each, answers, plan)
+        for name, load in (await _put_loads(services)).items():
+            _report(findings, name, load, plan, needed=services[name].instead is None)
+            await _report_passages(findings, name, load, answers, plan)
     finally:
         await answers.aclose()
 
@@ -176,7 +184,7 @@ async def _report_passages(
     findings: Findings, name: str, load: Load[Answer], answers: RagAnswers, plan: "Plan"
 ) -> None:
     without = sum(not answer.passages for answer in load.answers)
-    findings.figure(f"{name}_without_passages", without)
+    findings.figures[f"{name}_without_passages"] = without
     if 2 * without <= len(load.answers):
         return
     text = f"{name}: {without} of {len(load.answers)} answers have no passage."
@@ -194,12 +202,8 @@ async def _report_passages(
 # The judge
 
 
-class _Asked(NamedTuple):
-    """A provider, or a judge of one's own."""
-
-    transport: Transport | None
-    in_flight: int
-    ask: Callable[[Sample], Awaitable[Verdict]]
+_Asked = tuple[Transport | None, int, Callable[[Sample], Awaitable[Verdict]]]
+"""A provider's transport, its calls in flight, and how it is asked. A judge of one's own has no transport."""
 
 
 def _rubrics(plan: "Plan") -> dict[str, str]:
@@ -215,44 +219,39 @@ async def _examine_judge(plan: "Plan", rubrics: Mapping[str, str], findings: Fin
     verdicts = plan.config.training.generation_batch_size * config.judge_repeats
     verdicts *= max(len(scoring.rubrics(branch)) for branch in scoring.weights)
     asked = _providers(judge, config, verdicts)
-    calls = max(calls_of(config, each.in_flight) for each in asked.values())
+    calls = max(calls_of(config, in_flight) for _, in_flight, _ in asked.values())
     planned = samples(rubrics, config.action_format(), max(calls, MIN_CALLS))
     if not isinstance(judge, JudgeClient):  # it reads the answers in an order of its own
         planned = [dataclasses.replace(each, candidate_first=True) for each in planned]
-    timeouts = [each.timeout_s or 0.0 for each in config.parsed_judge_providers()]
-
-    def load(each: _Asked, at_once: int, chosen: Sequence[Sample]) -> Awaitable[Load[Verdict]]:
-        patience_s = max(config.judge_timeout_s, *timeouts) if timeouts else config.judge_timeout_s
-        return put_load(each.transport, [partial(each.ask, sample) for sample in chosen], at_once, patience_s)
-
+    patience_s = max([config.judge_timeout_s, *(each.timeout_s or 0.0 for each in config.parsed_judge_providers())])
+    instead = "Its verdicts go to the other providers."
+    services = {
+        name: _Service(transport, in_flight, patience_s, [partial(ask, sample) for sample in planned], instead)
+        for name, (transport, in_flight, ask) in asked.items()
+    }
     try:
-        first = await _first_answers({name: load(each, 1, planned[:1]) for name, each in asked.items()}, judge.places)
-        failed = [result for result in first.values() if isinstance(result, ServiceError)]
-        if len(failed) == len(asked):
-            raise failed[0]
-        for name, result in first.items():
-            if isinstance(result, ServiceError):
-                findings.note(str(result), "Its verdicts go to the other providers.")
-                del asked[name]
+        await _drop_failing(services, judge.places, findings)
         if calls == 0:
             return
-        loads = await asyncio.gather(*(load(each, each.in_flight, planned) for each in asked.values()))
+        loads = await _put_loads(services)
         scored: dict[str, list[tuple[Sample, float]]] = {}
-        hopeless = all(_too_few(each, plan) for each in loads)
-        for name, each in zip(asked, loads, strict=True):
-            _report(findings, name, each, plan, needed=hopeless)
-            invalid = sum(isinstance(error, JudgeInvalid) for error in each.errors)
-            findings.figure(f"{name}_invalid_share", invalid / len(each.results))
+        hopeless = all(_too_few(load, plan) for load in loads.values())
+        for name, load in loads.items():
+            _report(findings, name, load, plan, needed=hopeless)
+            invalid = sum(isinstance(error, JudgeInvalid) for error in load.errors)
+            findings.figures[f"{name}_invalid_share"] = invalid / len(load.results)
             scored[name] = [
                 (sample, result[0].candidate)
-                for sample, result in zip(planned, each.results, strict=True)
+                for sample, result in zip(planned, load.results, strict=True)
                 if not isinstance(result, ServiceError)
             ]
             _report_noise(findings, name, noise_of(scored[name]), config)
         _report_judges(findings, scored)
         usage = judge.drain_usage().values()
-        findings.figure("judge_tokens", sum(each.prompt_tokens + each.completion_tokens for each in usage))
-        findings.figure("judge_usd", sum(each.usd for each in usage))
+        findings.figures |= {
+            "judge_tokens": sum(each.prompt_tokens + each.completion_tokens for each in usage),
+            "judge_usd": sum(each.usd for each in usage),
+        }
     finally:
         await judge.aclose()
 
@@ -260,15 +259,15 @@ async def _examine_judge(plan: "Plan", rubrics: Mapping[str, str], findings: Fin
 def _providers(judge: Judge, config: RewardConfig, verdicts: int) -> dict[str, _Asked]:
     """By service name, how a provider is asked. Each has its share of a step's verdicts, a mere fallback has all."""
     if not isinstance(judge, JudgeClient):
-        return {JUDGE: _Asked(None, min(verdicts, config.judge_max_concurrency), partial(_ask_own, judge))}
+        return {JUDGE: (None, min(verdicts, config.judge_max_concurrency), partial(_ask_own, judge))}
     clients = list(judge.providers.values())
     weights = sum(client.settings.weight for client in clients)
-    asked = {}
+    asked: dict[str, _Asked] = {}
     for client in clients:
         transport = client.settings.transport
         share = math.ceil(verdicts * (client.settings.weight / weights or 1))
         in_flight = min(share, limits_of(transport.service, config).cap)
-        asked[transport.service] = _Asked(transport, in_flight, partial(_ask, judge, client))
+        asked[transport.service] = (transport, in_flight, partial(_ask, judge, client))
     return asked
 
 
@@ -286,8 +285,7 @@ async def _ask_own(judge: Judge, sample: Sample) -> Verdict:
 def _report_noise(findings: Findings, name: str, noise: Noise, config: RewardConfig) -> None:
     share = noise.share(config.judge_repeats)
     figures = {**dataclasses.asdict(noise), "noise_share": share}
-    for what, value in figures.items():
-        findings.figure(f"{name}_{what}", value)
+    findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}
     if noise.spread_sd is not None and noise.spread_sd < FLAT:
         findings.note(
             f"{name} scores right and wrong answers of the packaged set alike: their scores have a standard deviation "
@@ -313,7 +311,7 @@ def _report_noise(findings: Findings, name: str, noise: Noise, config: RewardCon
 def _advice(noise: Noise, config: RewardConfig) -> str:
     for repeats in range(2 * (config.judge_repeats // 2) + 2, MOST_REPEATS + 1, 2):
         if (share := noise.share(repeats)) is not None and share <= NOISY:
-            return f"Set `judge_repeats: {repeats}` : it brings the share of noise to {share:.0%}."
+            return f"Set `judge_repeats: {repeats}`: it brings the share of noise to {share:.0%}."
     return "Choose another model, write a clearer rubric, or lower the `temperature` of a provider that has one."
 
 
@@ -321,7 +319,7 @@ def _report_judges(findings: Findings, scored: Mapping[str, Sequence[tuple[Sampl
     gap = widest_gap(scored)
     if gap is None:
         return
-    findings.figure("judge_providers_gap", gap)
+    findings.figures["judge_providers_gap"] = gap
     if gap >= FAR_APART:
         findings.note(
             f"The judges' mean scores of the same answers differ by up to {gap:.2f}. Different judges may score the "

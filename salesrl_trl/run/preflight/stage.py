@@ -54,21 +54,15 @@ class Findings:
 
     found: list[Finding] = field(default_factory=list)
     figures: dict[str, Figure] = field(default_factory=dict)
+    """By name, which has the unit: `p95_s`, `free_gib`."""
     skipped: str | None = None
     """Reason why the stage had nothing to do."""
 
     def note(self, text: str, remedy: str = "") -> None:
         self.found.append(Finding(text, remedy))
 
-    def figure(self, name: str, value: Figure) -> None:
-        """Keep a figure. Its unit is in its name: `p95_s`, `free_gib`."""
-        self.figures[name] = value
-
     def fail(self, text: str, remedy: str) -> None:
         self.found.append(Finding(text, remedy, is_failure=True))
-
-    def skip(self, reason: str) -> None:
-        self.skipped = reason
 
     def raise_failure(self) -> None:
         """Raise `ConfigError` with the first failure, if there is one."""

@@ -1,6 +1,6 @@
 """The stage `tokenizer`: does a completion begin and end where the chat template says?"""
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.stage import Findings
@@ -20,17 +20,20 @@ class TokenizerStage:
         generation = plan.generation_config
         listed = None if generation is None else generation.eos_token_id
         ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
-        findings.figure("end_tokens", ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends))))
-        if not ends:
+        findings.figures["end_tokens"] = ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends)))
+        if ends:
+            _check_end_of_turn(tokenizer, ends, kwargs, findings)
+        else:
             findings.fail(
                 "Neither the tokenizer nor the model's generation_config.json has an end token: every completion "
                 "would be cut off at `max_completion_length`.",
                 "Set `eos_token` in tokenizer_config.json to the token that ends a turn of the chat template.",
             )
-        _check_end_of_turn(tokenizer, ends, kwargs, findings)
         _check_generation_prompt(tokenizer, kwargs, findings)
-        _check_sampling(generation, findings)
-        _check_vocabulary(plan, findings)
+        if generation is not None:
+            _check_sampling(generation, findings)
+        if plan.model_config is not None:
+            _check_vocabulary(plan.model_config, len(tokenizer), findings)
         return findings
 
 
@@ -40,17 +43,17 @@ def _check_end_of_turn(
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     text = tokenizer.apply_chat_template(turns, tokenize=False, **kwargs)
     behind = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
-    special = [token for token in behind if token in tokenizer.added_tokens_decoder]
-    findings.figure("end_of_turn", tokenizer.convert_ids_to_tokens(special[0]) if special else None)
+    special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
+    token = None if special is None else tokenizer.convert_ids_to_tokens(special)
+    findings.figures["end_of_turn"] = token
     if ends.intersection(behind):
         return
-    names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends)))
-    if special:
-        token = tokenizer.convert_ids_to_tokens(special[0])
+    names = findings.figures["end_tokens"]
+    if token is not None:
         findings.fail(
             f"The chat template ends a turn with {token}, which ends no completion: only {names} does. Completions "
             "would run on to `max_completion_length`.",
-            f"Add {special[0]} to `eos_token_id` in the model's generation_config.json, or set `eos_token` to {token} "
+            f"Add {special} to `eos_token_id` in the model's generation_config.json, or set `eos_token` to {token} "
             "in tokenizer_config.json.",
         )
     else:
@@ -78,28 +81,23 @@ def _check_generation_prompt(
             "The chat template changes earlier text when it adds its generation prompt. Expected it at the end alone.",
             "Correct chat_template.jinja, or use the instruct model's own.",
         )
-    findings.figure("generation_prompt", repr(prompt.removeprefix(without)))
+    findings.figures["generation_prompt"] = repr(prompt.removeprefix(without))
 
 
-def _check_sampling(generation: GenerationConfig | None, findings: Findings) -> None:
+def _check_sampling(generation: GenerationConfig, findings: Findings) -> None:
     """A model with flags that contradict each other is sampled from without a word, and refused when it is saved."""
-    if generation is None:
-        return
     try:
         generation.validate(strict=True)
     except ValueError as error:
-        said = " ".join(str(error).split())
         findings.fail(
-            f"The model's generation_config.json contradicts itself, and transformers refuses to save such a model: "
-            f"{said}",
+            "The model's generation_config.json contradicts itself, and transformers refuses to save such a model: "
+            + " ".join(str(error).split()),
             "Correct that file: with temperature, top_p or top_k it wants `do_sample: true`.",
         )
 
 
-def _check_vocabulary(plan: Plan, findings: Findings) -> None:
-    if plan.model_config is None:
-        return
-    rows, tokens = getattr(plan.model_config.get_text_config(), "vocab_size", None), len(plan.tokenizer)
+def _check_vocabulary(model: PretrainedConfig, tokens: int, findings: Findings) -> None:
+    rows = getattr(model.get_text_config(), "vocab_size", None)
     if rows is not None and tokens > rows:
         findings.fail(
             f"The tokenizer has {tokens} tokens, and the model embeddings for {rows}. Expected no more tokens than "

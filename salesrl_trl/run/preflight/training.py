@@ -17,9 +17,7 @@ from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS
 from salesrl_trl.replaced import replaced
 from salesrl_trl.run.building import load_policy, policy_path
 from salesrl_trl.run.checks.model import empty_model, linear_layers, put_adapter
-from salesrl_trl.run.memory.cards import card_here
 from salesrl_trl.run.precision import STOCHASTIC_OPTIM
-from salesrl_trl.run.preflight.memory import Scales
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.stage import Findings
 from salesrl_trl.telemetry.device import GIB, forget_peak
@@ -51,21 +49,22 @@ class ModelStage:
     def run(self, plan: Plan) -> Findings:
         config, findings = plan.config, Findings()
         if config.training.mode == "rewards":
-            findings.skip(NO_POLICY)
-            return findings
+            return Findings(skipped=NO_POLICY)
         path = policy_path(config)
         count_weights(path, config.model, config.training.trust_remote_code, findings)
         with TimingContext("load") as loading:
             policy = plan.policy = load_policy(config, plan.dtype)
-        findings.figure("load_s", loading.cost_time)
-        findings.figure("dtype", str(policy.dtype).removeprefix("torch."))
-        findings.figure("attention", policy.config._attn_implementation)
+        findings.figures |= {
+            "load_s": loading.cost_time,
+            "dtype": str(policy.dtype).removeprefix("torch."),
+            "attention": policy.config._attn_implementation,
+        }
         if config.training.is_sharded:
             findings.note(LATER)
             return findings
         with TimingContext("forward") as forward:
             unusable = numbers_missing(policy, plan, config.training)
-        findings.figure("forward_s", forward.cost_time)
+        findings.figures["forward_s"] = forward.cost_time
         if unusable:
             findings.fail(
                 f"{unusable} of the policy's logits for the first prompt are no numbers, with weights in "
@@ -76,13 +75,12 @@ class ModelStage:
 
 
 def count_weights(path: str, model: ModelConfig, trust_remote_code: bool, findings: Findings) -> None:
-    """Count the weights that will be trained, by the model without its weights, with its adapter if there is one.
+    """Count the weights, and those that are trained, of the model without its weights.
 
-    Raises:
-        `ConfigError`: the adapter has no place in the model.
+    Raises `ConfigError` if the adapter has no place in the model.
     """
     empty = empty_model(path, model.model_revision, trust_remote_code)
-    findings.figure("parameters_m", sum(each.numel() for each in empty.parameters()) / 1e6)
+    findings.figures["parameters_m"] = sum(each.numel() for each in empty.parameters()) / 1e6
     trained: torch.nn.Module = empty
     if model.use_peft:
         there = linear_layers(empty)
@@ -95,7 +93,7 @@ def count_weights(path: str, model: ModelConfig, trust_remote_code: bool, findin
                 f"`lora_target_modules` names {', '.join(missing)}, which the model does not have.",
                 f"Its linear layers are {there}. Correct the names.",
             )
-    findings.figure("trained_m", sum(each.numel() for each in trained.parameters() if each.requires_grad) / 1e6)
+    findings.figures["trained_m"] = sum(each.numel() for each in trained.parameters() if each.requires_grad) / 1e6
 
 
 def numbers_missing(policy: PreTrainedModel, plan: Plan, training: SalesGRPOConfig) -> int:
@@ -118,20 +116,20 @@ class EngineStage:
 
     def run(self, plan: Plan) -> Findings:
         training, findings = plan.config.training, Findings()
-        if training.mode == "rewards" or not training.use_vllm:
+        if training.mode == "rewards":
+            return Findings(skipped=NO_POLICY)
+        if not training.use_vllm:
             instead = f"`sampler` {training.sampler}" if training.sampler else "transformers"
-            without = f"`use_vllm` is false: {instead} generates, with the trainer's own model"
-            findings.skip(NO_POLICY if training.mode == "rewards" else without)
-            return findings
+            return Findings(skipped=f"`use_vllm` is false: {instead} generates, with the trainer's own model")
         with TimingContext("start") as starting:
             rehearsal = rehearsal_of(plan)
-        findings.figure("start_s", starting.cost_time)
+        findings.figures["start_s"] = starting.cost_time
         if training.vllm_mode == "server":
             findings.note("vLLM is a server: its start is not tried, and it has the policy's weights from now on")
         if training.is_sharded:
             findings.note(LATER)
-            return findings
-        self._compare(rehearsal, training, findings)
+        else:
+            self._compare(rehearsal, training, findings)
         return findings
 
     def _compare(self, rehearsal: "Rehearsal", training: SalesGRPOConfig, findings: Findings) -> None:
@@ -151,10 +149,12 @@ class EngineStage:
             replaced(engine, "max_completion_length", min(SHORT, training.max_completion_length)),
         ):
             sampled = rooms.check_sampler([rehearsal.shortest] * training.num_generations)
-        findings.figure("weight_push_s", pushing.cost_time)
-        findings.figure("generation_s", generating.cost_time)
-        findings.figure("tokens", sum(map(len, sampled.completion_ids)))
-        findings.figure("logp_difference_nats", rooms.weight_check.difference)
+        findings.figures |= {
+            "weight_push_s": pushing.cost_time,
+            "generation_s": generating.cost_time,
+            "tokens": sum(map(len, sampled.completion_ids)),
+            "logp_difference_nats": rooms.weight_check.difference,
+        }
 
 
 class StepStage:
@@ -166,8 +166,7 @@ class StepStage:
     def run(self, plan: Plan) -> Findings:
         training, findings = plan.config.training, Findings()
         if training.mode != "train":
-            findings.skip(f"`mode` is {training.mode}: no weights are trained")
-            return findings
+            return Findings(skipped=f"`mode` is {training.mode}: no weights are trained")
         rehearsal = rehearsal_of(plan)
         trainer = rehearsal.trainer
         forget_peak(training.device)
@@ -175,15 +174,17 @@ class StepStage:
         entries = trainer.state.log_history
         first, *_, last = [entry for entry in entries if "loss" in entry]
         report_memory((first, last), training.device, findings)
-        if (card := card_here(training.device)) is not None and plan.config.model.model_name_or_path is not None:
-            findings.figure("estimated_gib", Scales(plan, card.gib).weigh(plan.dtype).peak.tensors_gib)
-        findings.figure("first_step_s", first[STEP_SECONDS])
-        findings.figure("step_s", last[STEP_SECONDS])
-        for phase in TIMED:
-            findings.figure(f"{phase}_s", last[time_of(phase)])
-        findings.figure("logp_difference_nats", trainer.rooms.weight_check.difference)
-        findings.figure("prompt_tokens", rehearsal.prompt_tokens)
-        findings.figure("completion_tokens", int(last["completions/mean_length"]))
+        if plan.estimate is not None:  # these steps have no evaluation
+            moments = [each.tensors_gib for each in plan.estimate.moments if each.name != "evaluation"]
+            findings.figures["estimated_gib"] = max(moments)
+        findings.figures |= {
+            "first_step_s": first[STEP_SECONDS],
+            "step_s": last[STEP_SECONDS],
+            **{f"{phase}_s": last[time_of(phase)] for phase in TIMED},
+            "logp_difference_nats": trainer.rooms.weight_check.difference,
+            "prompt_tokens": rehearsal.prompt_tokens,
+            "completion_tokens": int(last["completions/mean_length"]),
+        }
         if last["completions/min_length"] < training.max_completion_length:
             findings.note(
                 f"completions of {last['completions/mean_length']:.0f} tokens on average came, not of "
@@ -197,22 +198,12 @@ class StepStage:
 def judge_update(
     step: Mapping[str, float], changed: float | None, training: SalesGRPOConfig, findings: Findings
 ) -> None:
-    """Judge the first step's gradient, and the share of the weights that it changed.
+    """Judge the first step, by its log line and by the share of the weights with a gradient that it changed.
 
-    Args:
-        step (`Mapping[str, float]`):
-            The log line of the first step.
-        changed (`float`, *optional*):
-            Share of the weights with a gradient that changed; `None` if none had a gradient.
-        training (`SalesGRPOConfig`):
-            Settings.
-        findings (`Findings`):
-            Gets figures and judgement.
+    `changed` is `None` if no weight had a gradient.
     """
     loss, norm = step["loss"], step.get("grad_norm")
-    findings.figure("loss", loss)
-    findings.figure("grad_norm", norm)
-    findings.figure("changed_share", changed)
+    findings.figures |= {"loss": loss, "grad_norm": norm, "changed_share": changed}
     if not math.isfinite(loss) or not (norm is None or math.isfinite(norm)):
         got = f"the longest batch has the loss {loss:g} and a gradient of the norm {norm}. Expected numbers."
         if training.fp16:  # the scale of the loss is halved until there is none
@@ -238,14 +229,12 @@ def judge_update(
 def report_memory(steps: Sequence[Mapping[str, float]], device: torch.device, findings: Findings) -> None:
     """The most memory that the steps took: of the card if there is one, of the process if not."""
     if device.type != "cuda":
-        findings.figure("host_gib", max(step[HOST_MEMORY] for step in steps))
+        findings.figures["host_gib"] = max(step[HOST_MEMORY] for step in steps)
         return
     free, card = (each / GIB for each in torch.cuda.mem_get_info(device))
     peak = max(step[GPU_PEAK] for step in steps)
     outside = card - free - torch.cuda.memory_reserved(device) / GIB  # CUDA itself, and other processes
-    findings.figure("peak_gib", peak)
-    findings.figure("left_gib", card - outside - peak)
-    findings.figure("card_gib", card)
+    findings.figures |= {"peak_gib": peak, "left_gib": card - outside - peak, "card_gib": card}
     if card - outside - peak < SPARE * card:
         findings.note(
             f"{peak:.1f} GiB were in use at the peak and {outside:.1f} GiB are used outside of PyTorch, of the card's "

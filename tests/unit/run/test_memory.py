@@ -1,25 +1,27 @@
 """The estimate of memory: counted figures, activations as autograd keeps them, and every change in its direction."""
 
 import dataclasses
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from trl import ModelConfig, get_peft_config
 
-from salesrl_trl.run.memory import cards
+from salesrl_trl.run.memory import cards, states
 from salesrl_trl.run.memory.activations import layer_activations, saved_activations
 from salesrl_trl.run.memory.cards import named_card
 from salesrl_trl.run.memory.estimate import Estimate, Moment, estimate
 from salesrl_trl.run.memory.remedies import advice, remedies
 from salesrl_trl.run.memory.setup import Engine, Setup, Sharding
-from salesrl_trl.run.memory.shape import GIB, adapters_of, model_shape, parameter_count, shape_of
+from salesrl_trl.run.memory.shape import adapters_of, model_shape, parameter_count, shape_of
 from salesrl_trl.run.preflight import memory
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.stage import Verdict
 from salesrl_trl.run.settings import parse
+from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]
 LORA = ModelConfig(use_peft=True, lora_r=8, lora_dropout=0.0)
@@ -192,7 +194,7 @@ def stage(tiny, monkeypatch, tmp_path):
             moments = (Moment(name="forward", parts={"weights": needed_gib}),)
             return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
 
-        rows = {"query-gpu": f"{used_gib * 1024}", "query-compute": f"41, python, {used_gib * 1024}"}
+        rows = {"query-gpu": f"{used_gib * 1024}", "query-compute": f"{used_gib * 1024}, 41, python"}
         monkeypatch.setattr(f"{memory.__name__}.estimate", weighed)
         monkeypatch.setattr(f"{memory.__name__}.card_here", lambda device: cards.Card("a card", 80.0, "GPU-1"))
         monkeypatch.setattr(cards.shutil, "which", lambda name: name)
@@ -223,7 +225,7 @@ def stage(tiny, monkeypatch, tmp_path):
         (
             {"needed_gib": 90, "arguments": ("--use_peft", "false")},
             Verdict.NOTED,
-            "may still fit",
+            "It is tried all the same, because `dtype` is float32.",
         ),
         ({"needed_gib": 60, "sequences": 0.5}, Verdict.FAILED, "room for 0.5 completions of full length"),
         ({"needed_gib": 60, "used_gib": 40}, Verdict.FAILED, "40.0 are in use now, by python (41) 40.0 GiB"),
@@ -234,6 +236,11 @@ def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):
     assert found.verdict is verdict
     assert text is None or text in found.found[0].text
     assert found.figures["needed_gib"] == asked["needed_gib"]
+
+
+def test_no_weights_are_trained_in_mode_rollouts_so_none_have_to_fit_in_float32(stage):
+    found = stage(90, arguments=("--use_peft", "false", "--dtype", "bfloat16", "--mode", "rollouts"))
+    assert (found.verdict, found.found) == (Verdict.SKIPPED, [])
 
 
 def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monkeypatch):
@@ -247,3 +254,55 @@ def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monk
     model_shape.cache_clear()
     assert found.verdict is Verdict.SKIPPED
     assert "mamba has no number for num_attention_heads" in found.skipped
+
+
+@pytest.mark.parametrize(
+    ("said", "used", "names"),
+    [
+        ("[N/A]", None, []),
+        ("", None, []),
+        (subprocess.TimeoutExpired("nvidia-smi", 20), None, []),
+        ("1024", 1.0, ["tool, with a comma"]),
+    ],
+)
+def test_a_driver_that_does_not_say_what_is_used_ends_no_run(monkeypatch, said, used, names):
+    def ask(command, **_):
+        if isinstance(said, Exception):
+            raise said
+        return SimpleNamespace(returncode=0, stdout=said if "memory.used" in command[2] else f"{said}, 7, {names}")
+
+    names = names[0] if names else ""
+    monkeypatch.setattr(cards.shutil, "which", lambda name: name)
+    monkeypatch.setattr(cards.subprocess, "run", ask)
+    card = cards.Card("a card", 80.0, "GPU-1")
+    assert cards.used_gib(card) == used
+    assert [each.name for each in cards.users(card)] == ([names] if names else [])
+
+
+def test_vllm_wants_room_for_its_own_longest_completion(tiny, tmp_path):
+    given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--output_dir", str(tmp_path)]
+    plan = Plan(parse(["--use_vllm", "true", *given], None))
+    positions = AutoConfig.from_pretrained(tiny).max_position_embeddings
+    assert memory.Scales(plan, 80.0, prompt_tokens=8).setup(None).engine.length == positions
+    plan.config.training.vllm_max_model_length = 128
+    assert memory.Scales(plan, 80.0, prompt_tokens=8).setup(None).engine.length == 128
+
+
+@pytest.mark.parametrize(
+    ("optim", "each"),
+    [
+        ("adamw_torch_4bit", 1 + 1 / 32), ("adafactor", 0), ("rmsprop", 4), ("rmsprop_bnb_8bit", 1 + 1 / 32),
+        ("paged_lion_32bit", 4), ("ademamix", 12), ("paged_ademamix_32bit", 12), ("paged_ademamix_8bit", 3 + 1 / 32),
+    ],
+)  # fmt: skip
+def test_an_optimizer_has_so_many_moments_of_so_many_bits(seven, optim, each):
+    found = states.optimizer_states(seven, dataclasses.replace(FULL, optim=optim))
+    assert found == pytest.approx(seven.parameters * each)
+
+
+def test_an_evaluation_has_the_log_probs_of_its_own_batch(seven):
+    run = setup(micro_batch=1, evaluated=64, completion_tokens=512)
+    parts = {moment.name: moment.parts["log-probs of the loss"] * GIB for moment in estimate(seven, run, 80.0).moments
+             if "log-probs of the loss" in moment.parts}  # fmt: skip
+    assert parts["forward"] == 512 * 32_768 * 2
+    assert parts["evaluation"] == 4096 * 32_768 * 2  # 64 x 512 tokens in tiles of 4096

@@ -1,5 +1,6 @@
 """A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from salesrl_trl.run.preflight.stage import Findings, Verdict
 from salesrl_trl.run.settings import parse
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
+ABSENT = ("bitsandbytes", "torchao")
 CHEAP = runner.STAGES[:4]
 """Those that ask no service and load no model."""
 Usage = namedtuple("Usage", "total used free")
@@ -93,9 +95,14 @@ def test_vllm_wants_the_torch_that_it_was_compiled_for(told, monkeypatch):
     [
         (["--report_to", "comet_ml"], "`report_to` names comet_ml, which is not installed. Expected some of: all"),
         (["--load_in_4bit", "true"], "The settings want bitsandbytes, which is not installed. Install it (pip"),
+        (["--optim", "lion_32bit"], "The settings want bitsandbytes, which is not installed."),
+        (["--optim", "paged_ademamix_8bit"], "The settings want bitsandbytes, which is not installed."),
+        (["--optim", "adamw_torch_4bit"], "The settings want torchao, which is not installed."),
     ],
 )
-def test_packages_that_single_settings_want_are_looked_for(told, arguments, message):
+def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, arguments, message):
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in ABSENT else real(name, *rest))
     assert message in told(*arguments, stages=CHEAP[:1])
 
 
@@ -112,7 +119,7 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     workers = ["--dataloader_num_workers", "2"]
     assert "/dev/shm has 0.05 GiB free, and `dataloader_num_workers` use it. Expected 1" in told(*workers)
     free["shm"] = 0.5
-    assert "Usual is 1 GiB and more. Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
+    assert "Expected 1 GiB. Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
 
 
 def test_a_port_that_the_run_needs_is_free(told):
@@ -165,6 +172,13 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
     assert told(stages=CHEAP[:1], change=with_deepspeed) == ""  # another machine may be building
     os.utime(lock, (0, 0))
     assert f"Remove it: rm {lock}" in told(stages=CHEAP[:1], change=with_deepspeed)
+
+    def build_ends():
+        lock.unlink(missing_ok=True)
+        return set()
+
+    monkeypatch.setattr(environment, "_open_files", build_ends)
+    assert told(stages=CHEAP[:1], change=with_deepspeed) == ""
 
 
 @pytest.mark.parametrize(
@@ -264,6 +278,7 @@ def test_checkpoints_have_room(told, policy, monkeypatch):
     found = told(*given, "--save_total_limit", "3", stages=CHEAP[1:2])
     assert "about 12.0 GiB, and 4 of them" in found and "evaluation 56.0" in found
     assert told(*given, "--save_total_limit", "1", "--save_only_model", "true", stages=CHEAP[1:2]) == ""
+    assert "and 2 of them" in told(*given, "--save_steps", "0.5", stages=CHEAP[1:2])  # a share of the steps
     free["gib"] = 10.0
     assert "has 10.0 GiB of free disk. Name an `output_dir`" in told(*given, stages=CHEAP[1:2])
 

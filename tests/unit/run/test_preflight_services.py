@@ -27,7 +27,7 @@ from salesrl_trl.run.settings import SettingsParser, all_kinds, names_of_setting
 from salesrl_trl.types import Verdict as Scores
 
 SECRET = "my card number is 4111"
-TRAINING = {"generation_batch_size": 32, "num_generations": 8, "min_valid_reward_fraction": 0.5}
+TRAINING = {"num_generations": 8, "min_valid_reward_fraction": 0.5}
 RIGHT = ("2,400 yuan for 24 lessons, on", "前5节内可以退还剩余课程的学费，退款")
 """Words of the right answers."""
 
@@ -48,13 +48,13 @@ def shown(user):
     return read_sections(user)["candidate_answer"]
 
 
-def examine(stage, services, process_index=0, **given):
+def examine(stage, services, process_index=0, generation_batch_size=32, **given):
     """The report of a stage. No call is tried again unless `given` otherwise."""
     settings = {"rag_base_url": services.url, "judge_base_url": f"{services.url}/v1", "max_attempts": 1, **given}
     if "judge_providers" in settings or "judge" in settings:
         del settings["judge_base_url"]
     training = SimpleNamespace(branches=["fairness", "hallucination"], hybrid_reference_weight=0.0, **TRAINING)
-    training.process_index = process_index
+    training.process_index, training.generation_batch_size = process_index, generation_batch_size
     plan = Plan(SimpleNamespace(reward=RewardConfig(**settings), training=training), in_depth=True)
     plan.train_rows = [row(f"r{at}") for at in range(7)]
     plan.train_rows[0] = row("r0", tenant_id=SECRET)
@@ -99,6 +99,12 @@ def test_the_limits_bound_the_calls_in_flight(services):
     services.functions.clear()
     report = examine(JudgeStage(), services, judge_max_concurrency=4)
     assert report.figures["judge_in_flight"] == 4 and report.figures["judge_p95_s"] == pytest.approx(1.0)
+
+
+def test_the_references_of_a_large_step_are_asked_for_at_once(services):
+    report = examine(RagStage(), services, generation_batch_size=512, rag_max_concurrency=64)
+    # 512 completions are 64 groups of 8, each of which wants a reference
+    assert (report.figures["rag_8b_in_flight"], report.figures["rag_32b_in_flight"]) == (64, 64)
 
 
 @pytest.mark.parametrize(("calls", "made"), [(0, 1), (8, 9), (50, 49)])
@@ -321,6 +327,13 @@ def test_a_stage_alone_reads_the_same_settings_as_a_run(recipe, tmp_path, monkey
     for each in dataclasses.fields(StepSettings):
         if each.name != "steps_per_generation":  # TRL computes the one from the other
             assert getattr(alone.training, each.name) == getattr(config.training, each.name), each.name
+
+
+def test_a_stage_alone_counts_the_completions_of_all_processes(tmp_path, monkeypatch):
+    one = read_alone(["--output_dir", str(tmp_path)], RECIPES[0]).training
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    four = read_alone(["--output_dir", str(tmp_path)], RECIPES[0]).training
+    assert four.generation_batch_size == 4 * one.generation_batch_size
 
 
 def test_a_stage_alone_knows_every_setting_of_a_run():

@@ -12,8 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from salesrl_trl.data.lengths import token_counter
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import GPU_PEAK
+from salesrl_trl.run.memory.cards import Card
+from salesrl_trl.run.memory.estimate import Estimate, Moment
+from salesrl_trl.run.memory.shape import UnknownShape
 from salesrl_trl.run.preflight.memory import MemoryStage, Scales
 from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.preflight.rehearsal import rehearse
 from salesrl_trl.run.preflight.runner import examine
 from salesrl_trl.run.preflight.stage import Findings, Verdict
 from salesrl_trl.run.preflight.training import EngineStage, ModelStage, StepStage, judge_update, report_memory
@@ -49,6 +53,33 @@ def test_steps_are_made_on_the_longest_batch_and_leave_nothing(planned, tmp_path
     assert step.figures["step_s"] >= step.figures["forward_s"] + step.figures["backward_s"] > 0
     assert list(tmp_path.iterdir()) == []
     assert vars(plan.config.training) == settings  # those of the run
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, monkeypatch, known):
+    def weighed(*_):
+        if not known:
+            raise UnknownShape("no number for num_attention_heads")
+        moments = (Moment(name="forward", parts={"weights": 3.0}), Moment(name="evaluation", parts={"weights": 9.0}))
+        return Estimate(card_gib=80.0, moments=moments, sequences=None)
+
+    monkeypatch.setattr("salesrl_trl.run.preflight.memory.card_here", lambda _: Card("a", 80.0))
+    monkeypatch.setattr(Scales, "shape", property(weighed))
+    monkeypatch.setattr(Scales, "weigh", weighed)
+    memory, _, step = examine(planned(), stages=(MemoryStage(), ModelStage(), StepStage()))
+    assert memory.verdict is (Verdict.PASSED if known else Verdict.SKIPPED)
+    assert step.verdict is Verdict.PASSED
+    assert step.figures.get("estimated_gib") == (3.0 if known else None)
+
+
+def test_the_engine_is_asked_with_the_shortest_prompt_where_rows_come_again(planned, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.run.preflight.rehearsal.build_trainer", lambda *_: SimpleNamespace(finish=print))
+    plan = planned("--max_train_rows", "3", "--num_generations", "2")  # 4 prompts from 3 rows: the longest comes again
+    with plan.opened:
+        rehearsal = rehearse(plan)
+    lengths = token_counter(plan.tokenizer)([rehearsal.shortest, *plan.train.prompts])
+    assert len(set(lengths)) > 1
+    assert lengths[0] == min(lengths)
 
 
 @pytest.mark.parametrize("mode", ["rollouts", "rewards"])

@@ -9,9 +9,9 @@ import torch
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.memory.cards import named_card
 from salesrl_trl.run.memory.command import main
-from salesrl_trl.run.memory.shape import GIB
 from salesrl_trl.run.presets import FOLDER, PRESETS
 from salesrl_trl.run.settings import parse
+from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/full.yaml"
