@@ -106,7 +106,8 @@ class SalesGRPOConfig(GRPOConfig):
         min_valid_reward_fraction (`float`, *optional*, defaults to `0.5`):
             Smallest share of scored completions in a generation batch. A batch below it does not move the policy.
         max_skipped_generations (`int`, *optional*, defaults to `3`):
-            Skipped batches in a row after which the run saves a checkpoint and stops with the reason.
+            Skipped batches in a row after which the run saves a checkpoint and stops with the reason. At its last step
+            two are enough.
         max_kl (`float`, *optional*, defaults to `1000.0`):
             KL of all branches, in nats per token. Three log lines in a row above it end the run without a checkpoint,
             as a gradient that is not finite does: the policy is broken. Usual bands end below 1.
