@@ -57,6 +57,11 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
         if wish == "bf16" and not _has_bf16():
             precision = "float32"
             notes.append(f"precision: float32. The recipe asks for bf16, which {torch.cuda.get_device_name()} lacks")
+    if on_cpu and str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
+        _leave_out_shared_memory()
+        notes.append(
+            "DeepSpeed's collectives over shared memory, compiled in a minute or two, are left out: gloo's do"
+        )
     configured = _hand_to_accelerate("no" if precision == "float32" else precision)
     if configured is not None and configured not in ("no", wish):
         notes.append(f"accelerate's configuration has mixed_precision {configured}: not used, the recipe decides")
@@ -80,6 +85,13 @@ def _check_fsdp(on_cpu: bool) -> None:
             "loads weights, and the reference policy of all others has none. Expected false, as in "
             "accelerate_configs/fsdp2.yaml."
         )
+
+
+def _leave_out_shared_memory() -> None:
+    """Say that one operator of DeepSpeed is not for this machine. On a CPU it is compiled at the start of a run."""
+    import deepspeed.ops  # a run without DeepSpeed does without it
+
+    vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}  # else all are tried, by compilers
 
 
 def _has_bf16() -> bool:

@@ -1,9 +1,11 @@
 """A recipe's device and precision become what the machine can do, for accelerate and DeepSpeed too."""
 
+import importlib
 import os
 
 import pytest
 import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from trl import GRPOConfig
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -60,6 +62,21 @@ def test_accelerate_on_the_cpu_keeps_a_run_there_beside_an_idle_gpu(gpus, monkey
     gpus(1)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     assert settle(False, False, False).use_cpu
+
+
+def test_on_a_cpu_deepspeed_compiles_nothing_at_the_start_and_that_is_said(gpus, monkeypatch):
+    """Else the operator is built when processes find each other: 70 s of CPU for one that gloo stands in for."""
+    import deepspeed.ops
+
+    gpus(0)
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    builder = deepspeed.ops.op_builder.cpu.ShareMemCommBuilder
+    monkeypatch.setattr(builder, "load", lambda self: pytest.fail("it was compiled"))
+    assert "are left out: gloo's do" in " ".join(settle(True, False, False).notes)
+    backend = importlib.import_module("deepspeed.comm.torch")
+    monkeypatch.setattr(backend, "get_accelerator", CPU_Accelerator)
+    assert backend.build_shm_op() is None
 
 
 @pytest.mark.parametrize(
