@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from types import TracebackType
 
 FOLDER = "SALESRL_TRL_LAUNCH"
 """Environment variable with the folder, where accelerate's process will print the words."""
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as shells have it."""
 _LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")
 _LOG = "log"
 _POLL_S = 0.05
@@ -104,6 +107,8 @@ def end_as_the_run_did() -> None:
 def _end(
     folder: Path, usual: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    if issubclass(kind, KeyboardInterrupt) and folder.is_dir():  # the run got it too, and says what is saved
+        raise SystemExit(EXIT_INTERRUPTED)
     status = _status(error)
     if status is None or not folder.is_dir():  # no run of this package
         usual(kind, error, trace)

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+from salesrl_trl.config.checks import check_positive
 from salesrl_trl.config.sizes import check_evaluation
 from salesrl_trl.data.faster_disk import copied
 from salesrl_trl.data.sources import DEMO, check_source, is_file
@@ -35,6 +36,8 @@ class ConfigStage:
         if training.held_out_eval:
             check_evaluation(training, training.world_size)
         _check_small_policy(plan)
+        if config.model.use_peft:
+            check_positive(config.model, "lora_r", "lora_alpha")
         sources = [each for each in (config.data.dataset, config.data.eval_dataset) if each not in (DEMO, None)]
         for source in sources:
             check_source(source)

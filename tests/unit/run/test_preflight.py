@@ -191,6 +191,21 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
         (["--temperature", "0"], "`temperature` is 0.0. Expected more than 0"),
         (["--top_p", "1.5"], "`top_p` is 1.5. Expected more than 0, and at most 1"),
         (["--min_p", "2"], "`min_p` is 2.0. Expected 0 to 1"),
+        (["--per_device_train_batch_size", "0"], "`per_device_train_batch_size` is 0. Expected a number, at least 1"),
+        (
+            ["--gradient_accumulation_steps", "-1"],
+            "`gradient_accumulation_steps` is -1. Expected a number, at least 1",
+        ),
+        (["--max_completion_length", "0"], "`max_completion_length` is 0. Expected a number, at least 1"),
+        (["--vllm_max_model_length", "-1"], "`vllm_max_model_length` is -1. Expected a number, at least 1"),
+        (["--vllm_gpu_memory_utilization", "0"], "`vllm_gpu_memory_utilization` is 0.0. Expected a number, more than"),
+        (["--vllm_gpu_memory_utilization", "25"], "`vllm_gpu_memory_utilization` is 25.0. Expected at most 1"),
+        (["--learning_rate", "nan"], "`learning_rate` is nan. Expected a finite number"),
+        (["--learning_rate=-1e-6"], "`learning_rate` is -1e-06. Expected a number, 0 or more"),
+        (["--max_steps", "0"], "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
+        (["--num_train_epochs", "0"], "`num_train_epochs` is 0.0. Expected a number, more than 0"),
+        (["--save_strategy", "steps", "--save_steps", "-1"], "`save_steps` is -1.0. Expected a number, more than 0"),
+        (["--use_peft", "true", "--lora_r", "0"], "`lora_r` is 0. Expected more than 0"),
     ],
 )
 def test_settings_that_cannot_work_are_told_with_advice(told, arguments, message):
