@@ -1,10 +1,14 @@
 """A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
 
+import functools
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -358,3 +362,30 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
     monkeypatch.setattr(runner, "STAGES", (Chatty(),))
     assert main(["--json", "--config", str(RECIPE), "--output_dir", str(tmp_path)]) == 0
     assert [json.loads(line)["passed"] for line in capsys.readouterr().out.splitlines()] == [True] * told
+
+
+def preflight(*arguments, **options):
+    command = [sys.executable, "-m", "salesrl_trl.preflight", "--config", str(RECIPE), *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_a_reader_that_ends_early_ends_a_preflight_without_a_traceback(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does after its lines
+    with preflight("--stage", "config,data", "--output_dir", str(tmp_path), stdout=writing) as run:
+        os.close(writing)
+        told = run.communicate(timeout=120)[1]
+    assert run.returncode == 128 + signal.SIGPIPE
+    assert "Error" not in told
+
+
+def test_ctrl_c_ends_a_preflight_with_130_and_without_a_traceback(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the connection and does not answer
+        address = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        default = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+        with preflight("--stage", "rag", "--rag_base_url", address, stdout=subprocess.PIPE, preexec_fn=default) as run:
+            connection, _ = mute.accept()
+            run.send_signal(signal.SIGINT)
+            said, told = run.communicate(timeout=60)
+        connection.close()
+    assert (run.returncode, said, told) == (130, "", "interrupted\n")
