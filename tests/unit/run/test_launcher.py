@@ -112,3 +112,12 @@ def test_a_launch_of_another_program_ends_as_ever(launch, child):
     done = launch(child, installed=True)
     assert done.returncode == 1
     assert "CalledProcessError" in done.stderr
+
+
+def test_ctrl_c_in_a_launch_has_no_traceback_of_the_launcher_s(tmp_path):
+    usual, error = [], KeyboardInterrupt()
+    with pytest.raises(SystemExit) as ended:
+        _end(tmp_path, lambda *_: usual.append("traceback"), KeyboardInterrupt, error, None)
+    assert (ended.value.code, usual) == (130, [])
+    _end(tmp_path / "no run", lambda *_: usual.append("traceback"), KeyboardInterrupt, error, None)
+    assert usual == ["traceback"]
