@@ -287,6 +287,28 @@ def test_a_model_whose_flags_cannot_be_saved_is_refused(told, policy):
     assert "refuses to save such a model" in told(*asked(policy))
 
 
+def test_weights_are_there_and_whole(told, policy):
+    weights, cheap = policy / "model.safetensors", {"stages": CHEAP[1:2]}
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert f"{weights} holds no weights, or a part of them (" in told(*asked(policy), **cheap)
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "is a pointer of Git LFS: `git lfs pull`" in told(*asked(policy), **cheap)
+    weights.unlink()
+    assert "where model.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (policy / "model.safetensors.index.json").write_text(json.dumps(index))
+    (policy / "model-1.safetensors").write_bytes(whole)
+    assert "where model-2.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
+    (policy / "model-2.safetensors").write_bytes(whole)
+    assert told(*asked(policy), **cheap) == ""
+
+
+def test_an_end_token_that_the_tokenizer_does_not_have_is_refused(told, policy):
+    changed(policy / "generation_config.json", eos_token_id=[2, 151645])
+    assert "has the end tokens [151645], and the tokenizer" in told(*asked(policy))
+
+
 def test_checkpoints_have_room(told, policy, monkeypatch):
     monkeypatch.setattr("salesrl_trl.run.preflight.config.parameter_count", lambda *_: 2**30)
     given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
