@@ -55,7 +55,7 @@ class Facts:
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that change a run. Of those that may hold a secret only the name is shown."""
     return {
-        name: "(set)" if is_secret(name) or _MAY_HOLD_PASSWORDS.fullmatch(name) else value
+        name: "(set)" if is_secret(name) or _MAY_HOLD_PASSWORDS.fullmatch(name) else str(without_keys(value))
         for name, value in sorted(environment.items())
         if _VARIABLES.match(name) or _MAY_HOLD_PASSWORDS.fullmatch(name) or name.endswith("_API_KEY")
     }
@@ -106,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.diff:
             if settings:
-                raise ConfigError(f"unknown arguments beside --diff: {', '.join(settings)}. Leave them out.")
+                names = [each.split("=")[0] for each in settings if each.startswith("-")]  # a value may be a key
+                raise ConfigError(f"unknown arguments beside --diff: {', '.join(names) or 'values'}. Leave them out.")
             found = differences(*options.diff)
             print(json.dumps(found) if options.json else difference_page(found))
             return DIFFERENT if any(found.values()) else 0

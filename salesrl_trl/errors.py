@@ -156,4 +156,4 @@ class TooFewRewardsError(SalesRLError, RuntimeError):
 
 
 class RunStopped(SalesRLError):
-    """The run was told to stop, for example by SIGTERM, and has saved its state."""
+    """The run was told to stop: by SIGTERM, and has saved its state, or by Ctrl-C."""

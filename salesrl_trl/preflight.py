@@ -3,7 +3,7 @@
 Says whether a run can work before it is started. Owns the command line. The stages are in `run.preflight`. Without
 `--config` the settings are those of recipes/full.yaml.
 
-Exit code: 0, or 2 after the first stage that failed.
+Exit code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
 """
 
 import argparse
@@ -11,17 +11,20 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.run import software
+from salesrl_trl.run.launcher import EXIT_INTERRUPTED
 from salesrl_trl.run.preflight.stage import Finding, StageReport, Verdict
 from salesrl_trl.run.preflight.text import as_json, next_step, stage_text
 
 RECIPE = software.PACKAGE.parent / "recipes" / "full.yaml"
 FAILED = 2
+EXIT_UNREAD = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Of several processes, the first one prints. The others print what fails in them, on stderr.
     """
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of the output has ended, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails again
+        return EXIT_UNREAD
+
+
+def _main(argv: Sequence[str] | None) -> int:
     options, settings = _parser().parse_known_args(argv)
     wanted, reports = options.stage.split(",") if options.stage else [], []
     out, is_first = sys.stdout, os.environ.get("RANK", "0") == "0"

@@ -82,11 +82,11 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                 if config.training.process_index == 0:
                     command, processes = [sys.argv[0], *argv], config.training.world_size
                     write_record(Path(config.training.output_dir), config.recipe, command, processes)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             exit_with(error, EXIT_BAD_INPUT)
         try:
             run(plan, services, start)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             exit_with(error, EXIT_STOPPED)
 
 

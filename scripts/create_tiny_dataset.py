@@ -34,10 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         records, name = load_records(options.source, options.split)
         check_columns(records[0].keys() if records else (), name)
-        branches = [str(record["branch"]) for record in records]
+        branches = [str(record.get("branch")) for record in records]
+        known = [branch for record in records if isinstance(branch := record.get("branch"), str)]
         places = chosen(branches, options.rows, options.by_branch, options.seed)
         for place in places:
-            parse_row(records[place], place, branches, name)
+            parse_row(records[place], place, sorted(set(known)), name)
         write(options.out, [records[place] for place in places])
     except (DataError, OSError) as error:
         print(f"create_tiny_dataset: {error}", file=sys.stderr)

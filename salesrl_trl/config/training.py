@@ -13,7 +13,7 @@ from salesrl_trl.config.loader import settle_loader
 from salesrl_trl.config.machine import has_fsdp, settle
 from salesrl_trl.config.sampling import RESHAPING, load_sampler, reshaping
 from salesrl_trl.config.schedule import settle_schedule
-from salesrl_trl.config.sizes import check_sizes
+from salesrl_trl.config.sizes import check_ranges, check_sizes
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
@@ -187,6 +187,7 @@ class SalesGRPOConfig(GRPOConfig):
             len(self.branches) > 0 and len(set(self.branches)) == len(self.branches),
             f"`branches` is {self.branches}. Expected at least one name, and each name once.",
         )
+        check_ranges(self)
         check_sizes(self)
         self._check_mode()
         self.compiled = compiled.folder_of(self.compile_cache_dir)

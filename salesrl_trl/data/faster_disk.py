@@ -31,6 +31,11 @@ def copied(path: Path, folder: Path) -> Path:
     origin = path.expanduser().resolve()
     if not origin.exists():
         return path
+    if folder.expanduser().resolve().is_relative_to(origin):
+        raise ConfigError(
+            f"`data_copy_dir` {folder} lies in {path}, which is to be copied there. Expected a folder beside it. Name "
+            "another, on the faster disk."
+        )
     copy = folder.expanduser() / f"{hashlib.sha256(str(origin).encode()).hexdigest()[:12]}-{origin.name}"
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)

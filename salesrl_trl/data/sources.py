@@ -164,6 +164,11 @@ def _read_jsonl(path: Path) -> list[Record]:
                     f"{path}, line {number} is not JSON ({error.msg}, column {error.colno}). Expected one JSON object "
                     "a line."
                 ) from None
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
+                raise DataError(
+                    f"{path}, line {number} can't be read ({type(error).__name__}). Expected one JSON object a line, "
+                    "without numbers of thousands of digits or lists within lists as deep. Correct the line."
+                ) from None
             if not isinstance(record, dict):
                 raise DataError(
                     f"{path}, line {number} is a {type(record).__name__}. Expected one JSON object a line."

@@ -18,15 +18,20 @@ from typing import NoReturn
 import stamina
 import transformers
 
-from salesrl_trl.errors import SalesRLError
+from salesrl_trl.errors import RunStopped, SalesRLError
 from salesrl_trl.run.last_words import words_of
-from salesrl_trl.run.launcher import keep_log, speak
+from salesrl_trl.run.launcher import EXIT_INTERRUPTED, keep_log, speak
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
 
 EXIT_BAD_INPUT = 2
 """The checks before a run refused its settings, data, addresses or model."""
 EXIT_STOPPED = 3
 """A run started and had to stop, for example because too few completions got a reward."""
+
+INTERRUPTED = (
+    "interrupted by Ctrl-C. Nothing was saved after the last checkpoint, if there is one. SIGTERM ends a run with a "
+    "checkpoint: `kill PID`."
+)
 
 _LEFT_OUT = {
     # at every weight push on a CPU, about the one module that has no weights
@@ -66,15 +71,17 @@ def set_log_level(level: str) -> None:
         logging.getLogger("salesrl_trl").setLevel(level.upper())
 
 
-def exit_with(error: Exception, code: int) -> NoReturn:
+def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
     """Print the error and what to do about it, and end the process.
 
     Args:
-        error (`Exception`):
+        error (`Exception | KeyboardInterrupt`):
             What ends the run. Only an error that is not of this package has a traceback.
         code (`int`):
-            Exit code for an error of this package. For others it is 1, as Python has it.
+            Exit code for an error of this package. After Ctrl-C it is 130, for others 1, as shells and Python have it.
     """
+    if isinstance(error, KeyboardInterrupt):
+        error, code = RunStopped(INTERRUPTED), EXIT_INTERRUPTED
     if not isinstance(error, SalesRLError):
         traceback.print_exception(error)
         code = 1
@@ -97,12 +104,14 @@ def keep_console(path: Path) -> None:
     for descriptor in (1, 2):
         _kept.terminal = original = os.dup(descriptor)
         # A session of its own: a signal to this process's group would end `tee` before the last lines are written.
+        # SIGPIPE stays ignored, as Python has it: `tee` goes on with the file when the console ends, as with `| head`.
         tee = subprocess.Popen(
             ["tee", "-a", str(path)],
             stdin=subprocess.PIPE,
             stdout=original,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            restore_signals=False,
         )
         assert tee.stdin is not None
         os.dup2(tee.stdin.fileno(), descriptor)

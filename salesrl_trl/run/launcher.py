@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from types import TracebackType
 
 FOLDER = "SALESRL_TRL_LAUNCH"
 """Environment variable with the folder, where accelerate's process will print the words."""
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as shells have it."""
 _LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")
 _LOG = "log"
 _POLL_S = 0.05
@@ -66,31 +69,35 @@ def speak(words: Words, terminal: int = 2) -> None:
     if given is None and launcher is None:
         _print(words.text)
         return
-    folder = Path(given) if given else Path(tempfile.gettempdir()) / f"salesrl_trl-{launcher}-{_started(launcher)}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    unfinished = folder / f"{os.getpid()}.part"
-    unfinished.write_text(json.dumps({**asdict(words), "at": time.time()}), encoding="utf-8")
-    unfinished.rename(unfinished.with_suffix(".json"))
-    with contextlib.suppress(FileExistsError):
-        (folder / f"spoken-{words.follows}").touch(exist_ok=False)
-        _print(words.text)
-    if given is None and len(list(folder.glob("spoken-*"))) == 1:
+    try:
+        folder = Path(given) if given else Path(tempfile.gettempdir()) / f"salesrl_trl-{launcher}-{_started(launcher)}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        unfinished = folder / f"{os.getpid()}.part"
+        unfinished.write_text(json.dumps({**asdict(words), "at": time.time()}), encoding="utf-8")
+        unfinished.rename(unfinished.with_suffix(".json"))
         with contextlib.suppress(FileExistsError):
-            (folder / "followed").touch(exist_ok=False)
-            subprocess.Popen(
-                [sys.executable, "-m", __name__, str(folder), str(launcher), _started(launcher)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=terminal,
-                start_new_session=True,  # a signal to the launch's group is not meant for it
-            )
+            (folder / f"spoken-{words.follows}").touch(exist_ok=False)
+            _print(words.text)
+        if given is None and len(list(folder.glob("spoken-*"))) == 1:
+            with contextlib.suppress(FileExistsError):
+                (folder / "followed").touch(exist_ok=False)
+                subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(folder), str(launcher), _started(launcher)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=terminal,
+                    start_new_session=True,  # a signal to the launch's group is not meant for it
+                )
+    except OSError:  # a full disk, for example: the words come before the launcher's own lines alone
+        _print(words.text)
 
 
 def keep_log(path: Path) -> None:
     """Let accelerate's process find the run's log, for the case that a signal ends the run without last words."""
     if given := os.environ.get(FOLDER):
-        Path(given).mkdir(mode=0o700, exist_ok=True)
-        (Path(given) / _LOG).write_text(str(path.resolve()), encoding="utf-8")
+        with contextlib.suppress(OSError):  # without room for it, such words do without the log
+            Path(given).mkdir(mode=0o700, exist_ok=True)
+            (Path(given) / _LOG).write_text(str(path.resolve()), encoding="utf-8")
 
 
 def end_as_the_run_did() -> None:
@@ -104,6 +111,8 @@ def end_as_the_run_did() -> None:
 def _end(
     folder: Path, usual: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    if issubclass(kind, KeyboardInterrupt) and folder.is_dir():  # the run got it too, and says what is saved
+        raise SystemExit(EXIT_INTERRUPTED)
     status = _status(error)
     if status is None or not folder.is_dir():  # no run of this package
         usual(kind, error, trace)

@@ -24,7 +24,12 @@ from salesrl_trl.run.software import code, packages
 Difference: TypeAlias = tuple[object, object]
 """The values of two runs; `ABSENT` where one has none."""
 ABSENT = "(none)"
-_SECRET = re.compile(r"(^|[_-])(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(^|[_-])(api_?key|key|token|secret|password|passwd|pwd|pass|auth|authorization|credentials?)([_-]?\d+)?$",
+    re.IGNORECASE,
+)
+_USER = re.compile(r"(?<=//)[^/\s]+@")
+"""The part of an address that may hold a password: of a proxy, for example."""
 _NO_SECRETS = ("eos_token", "pad_token", "bos_token")
 _HEAD = """\
 # Every setting of a run. `--config` with this file repeats the run; give `--output_dir` another folder.
@@ -37,21 +42,22 @@ def is_secret(name: str) -> bool:
 
 
 def without_keys(value: object) -> object:
-    """A setting's value as plain data. Entries of mappings that hold a key are left out, in JSON too."""
+    """A setting's value as plain data. Entries of mappings that hold a key are left out, in JSON too. In addresses
+    there are asterisks for user and password."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
         return {
             str(name): without_keys(each)
             for name, each in value.items()
-            if not (isinstance(each, str) and each and is_secret(str(name)))
+            if not each or isinstance(each, bool) or not is_secret(str(name))  # a setting without a value stays
         }
     if isinstance(value, list | tuple):
         return [without_keys(each) for each in value]
     if isinstance(value, str) and (plain := _from_json(value)) is not value:
         shown = without_keys(plain)
         return value if shown == plain else json.dumps(shown)
-    return value
+    return _USER.sub("***@", value) if isinstance(value, str) else value
 
 
 def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[str], processes: int) -> None:

@@ -270,7 +270,7 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}, {unreadable(error)}.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+        raise ConfigError(f"{path} is not YAML: {_yaml_fault(error)}.") from None
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
     small_policy = recipe.get(SMALL_POLICY) or {}
@@ -286,6 +286,14 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
             "them; `--help` lists all."
         )
     return recipe
+
+
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    """The fault and its place, without the line itself: it may hold a key."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error)
+    said = ", ".join(part for part in (error.context, error.problem) if part)
+    return f"{said} (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
 
 
 def _with_guesses(names: Sequence[object], known: set[str]) -> str:

@@ -259,3 +259,19 @@ def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(
     else:
         assert config.training.optim == plain
     assert sum("weights are trained in" in note for note in prepared.notes) == 1
+
+
+@pytest.mark.parametrize("interrupted", ["parse", "prepare"])
+def test_ctrl_c_ends_a_run_with_one_line_and_the_shell_s_code(interrupted, tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for name in ("set_up_logging", "keep_console"):  # they are for a whole process
+        monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
+    monkeypatch.setattr(f"salesrl_trl.train.{interrupted}", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        main(ROOT / "recipes/debug.yaml", ["--output_dir", str(tmp_path)])
+    assert ended.value.code == 130
+    told = capsys.readouterr().err
+    assert told.startswith("\nRunStopped: interrupted by Ctrl-C. Nothing was saved after the last checkpoint")
+    assert "Traceback" not in told

@@ -5,6 +5,7 @@ Owns `RewardParts`, the checked parts that `assembly` builds the reward chain fr
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,15 +181,19 @@ def read_key(variable: str | None, setting: str) -> str | None:
     """Read a key from an environment variable; `None` if the setting names no variable.
 
     Raises:
-        `ConfigError`: the variable is not set, or its value can't be sent. The message names the variable, and never
-            shows the key.
+        `ConfigError`: the variable is not set, or its value can't be sent. The message never shows the key, even if
+            the setting holds it in place of a name.
     """
     if variable is None:
         return None
     key = os.environ.get(variable)
     if not key:
+        is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable) is not None
+        named = f"the environment variable {variable}, which is not set" if is_name else (
+            "no environment variable that is set. It is not shown here: it may be the key itself"
+        )  # fmt: skip
         raise ConfigError(
-            f"`{setting}` names the environment variable {variable}, which is not set. Expected it to hold the key. "
+            f"`{setting}` names {named}. Expected the name of a variable that holds the key, such as JUDGE_API_KEY. "
             f"Export it before the launch, or leave `{setting}` out."
         )
     if fault := key_fault(key):

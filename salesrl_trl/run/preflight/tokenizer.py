@@ -2,6 +2,7 @@
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.stage import Findings
 
@@ -20,6 +21,12 @@ class TokenizerStage:
         generation = plan.generation_config
         listed = None if generation is None else generation.eos_token_id
         ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+        unknown = [each for each in sorted(ends) if each >= len(tokenizer)]
+        if unknown:
+            raise ConfigError(
+                f"The model's generation_config.json has the end tokens {unknown}, and the tokenizer {len(tokenizer)} "
+                "tokens. Expected tokens of the tokenizer. Put the tokenizer's files of the same model beside it."
+            )
         findings.figures["end_tokens"] = ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends)))
         if ends:
             _check_end_of_turn(tokenizer, ends, kwargs, findings)

@@ -22,13 +22,13 @@ from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.assembly import addresses, build_reward
 from salesrl_trl.run.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
+from salesrl_trl.run.launcher import EXIT_INTERRUPTED
 from salesrl_trl.run.settings import parse_part
 from salesrl_trl.run.simulation.completions import DEFAULT_MIX, VARIANTS, Completion, Fields, batches
 from salesrl_trl.run.simulation.findings import Step, step_summary, summarise
 from salesrl_trl.run.simulation.text import report_text, step_text
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
-EXIT_INTERRUPTED = 130
 DESCRIPTION = (
     "The load of a training run, without a model or a GPU. Takes a recipe and every setting of a training line. Of "
     "the training settings, `seed`, `num_generations`, `branches` and `min_valid_reward_fraction` count."

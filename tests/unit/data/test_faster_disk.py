@@ -36,3 +36,12 @@ def test_equal_names_of_other_folders_are_kept_apart(tmp_path):
     assert copied(tmp_path / "c", fast) == tmp_path / "c"
     with pytest.raises(ConfigError, match=r"could not be copied to .*rows.jsonl \(File exists\)"):
         copied(tmp_path / "a", tmp_path / "b" / "rows.jsonl")
+
+
+def test_a_folder_is_not_copied_into_itself(tmp_path):
+    store = tmp_path / "store"
+    (store / "table").mkdir(parents=True)
+    (store / "table/rows").write_text("1")
+    with pytest.raises(ConfigError, match="which is to be copied there"):
+        copied(store, store / "copies")
+    assert [path.name for path in store.rglob("*")] == ["table", "rows"]

@@ -117,3 +117,20 @@ def test_a_child_s_and_an_error_s_last_words_are_kept(tmp_path):
     assert done.stdout == "out\n"
     assert done.stderr.startswith("child\nTraceback") and done.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert sorted(kept.read_text().splitlines()) == sorted((done.stdout + done.stderr).splitlines())
+
+
+def test_the_log_goes_on_when_the_console_has_ended(tmp_path: Path) -> None:
+    """As with `| head`, or a terminal that was closed."""
+    script = (
+        "import sys; from pathlib import Path; from salesrl_trl.run.console import keep_console;"
+        "keep_console(Path(sys.argv[1])); print('first', flush=True); sys.stdin.readline();"
+        "print('second', flush=True); print('third', file=sys.stderr, flush=True); print('last', flush=True)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run.log")]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.stdin and run.stdout and run.stdout.readline() == b"first\n"
+    run.stdout.close()  # both streams write to this pipe
+    run.stdin.close()
+    assert run.wait(60) == 0
+    # stdout and stderr go through two processes, so that only the order within one is known
+    assert sorted((tmp_path / "run.log").read_text().split()) == ["first", "last", "second", "third"]

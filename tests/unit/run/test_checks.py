@@ -105,6 +105,13 @@ def test_a_key_variable_that_is_not_set_is_refused(monkeypatch):
         read_key("SOME_KEY", "judge_api_key_env")
 
 
+@pytest.mark.parametrize("key", ["sk-proj-1234", "0a1b2c3d4e5f", "abcdef"])
+def test_a_key_in_place_of_a_variable_s_name_is_not_shown(key):
+    with pytest.raises(ConfigError, match="it may be the key itself") as refused:
+        read_key(key, "judge_api_key_env")
+    assert key not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("key", "what"),
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from salesrl_trl.run.launcher import FOLDER, Words, _end, speak
+from salesrl_trl.run.launcher import FOLDER, Words, _end, keep_log, speak
 
 ROOT = Path(__file__).parents[3]
 HOOK = ROOT / "scripts/salesrl_trl_launch.pth"
@@ -112,3 +112,19 @@ def test_a_launch_of_another_program_ends_as_ever(launch, child):
     done = launch(child, installed=True)
     assert done.returncode == 1
     assert "CalledProcessError" in done.stderr
+
+
+def test_ctrl_c_in_a_launch_has_no_traceback_of_the_launcher_s(tmp_path):
+    usual, error = [], KeyboardInterrupt()
+    with pytest.raises(SystemExit) as ended:
+        _end(tmp_path, lambda *_: usual.append("traceback"), KeyboardInterrupt, error, None)
+    assert (ended.value.code, usual) == (130, [])
+    _end(tmp_path / "no run", lambda *_: usual.append("traceback"), KeyboardInterrupt, error, None)
+    assert usual == ["traceback"]
+
+
+def test_without_a_place_for_them_the_words_are_printed_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(FOLDER, str(tmp_path / "absent" / "folder"))
+    keep_log(tmp_path / "run.log")
+    speak(Words("Error: why", 3))
+    assert capsys.readouterr().err == "\nError: why\n"

@@ -1,10 +1,14 @@
 """A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
 
+import functools
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -191,6 +195,21 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
         (["--temperature", "0"], "`temperature` is 0.0. Expected more than 0"),
         (["--top_p", "1.5"], "`top_p` is 1.5. Expected more than 0, and at most 1"),
         (["--min_p", "2"], "`min_p` is 2.0. Expected 0 to 1"),
+        (["--per_device_train_batch_size", "0"], "`per_device_train_batch_size` is 0. Expected a number, at least 1"),
+        (
+            ["--gradient_accumulation_steps", "-1"],
+            "`gradient_accumulation_steps` is -1. Expected a number, at least 1",
+        ),
+        (["--max_completion_length", "0"], "`max_completion_length` is 0. Expected a number, at least 1"),
+        (["--vllm_max_model_length", "-1"], "`vllm_max_model_length` is -1. Expected a number, at least 1"),
+        (["--vllm_gpu_memory_utilization", "0"], "`vllm_gpu_memory_utilization` is 0.0. Expected a number, more than"),
+        (["--vllm_gpu_memory_utilization", "25"], "`vllm_gpu_memory_utilization` is 25.0. Expected at most 1"),
+        (["--learning_rate", "nan"], "`learning_rate` is nan. Expected a finite number"),
+        (["--learning_rate=-1e-6"], "`learning_rate` is -1e-06. Expected a number, 0 or more"),
+        (["--max_steps", "0"], "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
+        (["--num_train_epochs", "0"], "`num_train_epochs` is 0.0. Expected a number, more than 0"),
+        (["--save_strategy", "steps", "--save_steps", "-1"], "`save_steps` is -1.0. Expected a number, more than 0"),
+        (["--use_peft", "true", "--lora_r", "0"], "`lora_r` is 0. Expected more than 0"),
     ],
 )
 def test_settings_that_cannot_work_are_told_with_advice(told, arguments, message):
@@ -268,6 +287,28 @@ def test_a_model_whose_flags_cannot_be_saved_is_refused(told, policy):
     assert "refuses to save such a model" in told(*asked(policy))
 
 
+def test_weights_are_there_and_whole(told, policy):
+    weights, cheap = policy / "model.safetensors", {"stages": CHEAP[1:2]}
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert f"{weights} holds no weights, or a part of them (" in told(*asked(policy), **cheap)
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "is a pointer of Git LFS: `git lfs pull`" in told(*asked(policy), **cheap)
+    weights.unlink()
+    assert "where model.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (policy / "model.safetensors.index.json").write_text(json.dumps(index))
+    (policy / "model-1.safetensors").write_bytes(whole)
+    assert "where model-2.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
+    (policy / "model-2.safetensors").write_bytes(whole)
+    assert told(*asked(policy), **cheap) == ""
+
+
+def test_an_end_token_that_the_tokenizer_does_not_have_is_refused(told, policy):
+    changed(policy / "generation_config.json", eos_token_id=[2, 151645])
+    assert "has the end tokens [151645], and the tokenizer" in told(*asked(policy))
+
+
 def test_checkpoints_have_room(told, policy, monkeypatch):
     monkeypatch.setattr("salesrl_trl.run.preflight.config.parameter_count", lambda *_: 2**30)
     given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
@@ -343,3 +384,30 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
     monkeypatch.setattr(runner, "STAGES", (Chatty(),))
     assert main(["--json", "--config", str(RECIPE), "--output_dir", str(tmp_path)]) == 0
     assert [json.loads(line)["passed"] for line in capsys.readouterr().out.splitlines()] == [True] * told
+
+
+def preflight(*arguments, **options):
+    command = [sys.executable, "-m", "salesrl_trl.preflight", "--config", str(RECIPE), *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_a_reader_that_ends_early_ends_a_preflight_without_a_traceback(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does after its lines
+    with preflight("--stage", "config,data", "--output_dir", str(tmp_path), stdout=writing) as run:
+        os.close(writing)
+        told = run.communicate(timeout=120)[1]
+    assert run.returncode == 128 + signal.SIGPIPE
+    assert "Error" not in told
+
+
+def test_ctrl_c_ends_a_preflight_with_130_and_without_a_traceback(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the connection and does not answer
+        address = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        default = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+        with preflight("--stage", "rag", "--rag_base_url", address, stdout=subprocess.PIPE, preexec_fn=default) as run:
+            connection, _ = mute.accept()
+            run.send_signal(signal.SIGINT)
+            said, told = run.communicate(timeout=60)
+        connection.close()
+    assert (run.returncode, said, told) == (130, "", "interrupted\n")

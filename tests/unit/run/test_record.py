@@ -93,21 +93,35 @@ def test_two_runs_differ_in_what_was_changed_and_in_nothing_else(tmp_path, capsy
 
 def test_no_key_is_written(tmp_path):
     argv = ["--hub_token", "secret-1", "--vllm_engine_kwargs", '{"hf_token": "secret-2", "seed": 1}']
-    folder = record(tmp_path / "run", [*argv, "--hub-token=secret-3"], {"OPENAI_API_KEY": "secret-4"})
+    argv += ["--hub-token=secret-3", "--hub_model_id", "https://me:secret-4@hub/a"]
+    environment = {
+        "OPENAI_API_KEY": "secret-5",
+        "OPENAI_API_KEY_2": "secret-6",
+        "HTTPS_PROXY": "http://me:secret-7@p:1",
+    }
+    environment |= {"AUTHORIZATION": "Bearer secret-8", "MYSQL_PWD": "secret-9", "SOME_KEY": ["secret-10"]}
+    folder = record(tmp_path / "run", argv, environment)
     texts = (folder / SETTINGS_FILE).read_text() + (folder / RUN_FILE).read_text()
     assert "secret" not in texts
     assert "OPENAI_API_KEY" not in texts
-    assert json.loads(yaml.safe_load((folder / SETTINGS_FILE).read_text())["vllm_engine_kwargs"]) == {"seed": 1}
+    kept = yaml.safe_load((folder / SETTINGS_FILE).read_text())
+    assert json.loads(kept["vllm_engine_kwargs"]) == {"seed": 1}
+    assert (kept["env"]["HTTPS_PROXY"], kept["hub_model_id"]) == ("http://***@p:1", "https://***@hub/a")
 
 
 def test_the_environment_is_shown_without_secrets(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("https_proxy", "http://me:secret@proxy")
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:secret@mirror/hf")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     assert env.main([]) == 0
     shown = capsys.readouterr().out
     assert "secret" not in shown
     assert {"HF_TOKEN=(set)", "https_proxy=(set)", "VLLM_LOGGING_LEVEL=ERROR"} <= set(shown.split())
+    assert "HF_ENDPOINT=https://***@mirror/hf" in shown.split()
+    assert env.main(["--diff", "a", "b", "--hub_token", "secret"]) == env.BAD_INPUT
+    refused = capsys.readouterr().err
+    assert "--hub_token" in refused and "secret" not in refused
     assert env.main(["--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["folder"], facts["unmet"], facts["settings"]) == (str(PACKAGE), [], None)

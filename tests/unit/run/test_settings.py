@@ -46,16 +46,37 @@ def test_another_recipe_can_be_named(tmp_path):
         ("a: [\n", "is not YAML"),
         ("num_generations: 5\noutput_dir: x\n", "does not divide"),
         ("loss_type: dapo\nmax_steps: many\n", "the settings do not work"),
+        ("max_steps: [1]\n", r"`max_steps` is \[1\]. Expected at least 1"),
         ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
         ("small_policy:\n  prompt_stile: compact\n", r"prompt_stile \(did you mean prompt_style\?\)"),
     ],
-    ids=["unknown key", "list", "not yaml", "groups", "type", "small policy", "unknown key of the small policy"],
+    ids=[
+        "unknown key",
+        "list",
+        "not yaml",
+        "groups",
+        "type",
+        "kind",
+        "small policy",
+        "unknown key of the small policy",
+    ],
 )
 def test_a_recipe_that_cannot_work_is_refused(tmp_path, text, message):
     recipe = tmp_path / "bad.yaml"
     recipe.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         parse([], recipe)
+
+
+def test_a_recipe_that_is_not_yaml_is_refused_without_its_text(tmp_path):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text("max_steps: 1\nhub_token: secret: x\n", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"is not YAML: mapping values are not allowed here \(line 2, column 18\)"
+    ) as e:
+        parse([], recipe)
+    assert "secret" not in str(e.value)
+    assert e.value.__cause__ is None and e.value.__suppress_context__
 
 
 def test_a_recipe_that_is_not_there_is_refused(tmp_path):

@@ -33,6 +33,24 @@ def test_a_seed_draws_the_same_rows_and_branches_have_equal_shares():
     assert tool.chosen(branches, 500, False, 3) == list(range(100))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"conversation": []}', "row 1 (counted from 0): branch None is not configured. Expected one of: a."),
+        ('{"branch": null, "conversation": []}', "branch None is not configured. Expected one of: a."),
+        ("[" * 100_000, "line 2 can't be read (RecursionError)"),
+        ('{"branch": "a", "conversation": ' + "1" * 5_000 + "}", "line 2 can't be read (ValueError)"),
+    ],
+    ids=["no branch", "empty branch", "deep", "long number"],
+)
+def test_a_line_without_a_row_is_named(line, message, tmp_path, capsys):
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "tiny.jsonl"
+    rows.write_text('{"branch": "a", "conversation": [{"role": "customer", "content": "Hi"}]}\n' + line)
+    assert tool.main(["--source", str(rows), "--out", str(out)]) == tool.EXIT_USAGE
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_a_row_that_no_run_would_take_is_named(tmp_path, capsys):
     rows, out = tmp_path / "rows.jsonl", tmp_path / "tiny.jsonl"
     rows.write_text('{"branch": "a", "conversation": [{"role": "seller", "content": "Hi"}]}\n')
