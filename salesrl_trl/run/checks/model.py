@@ -1,13 +1,15 @@
 """Checks of the model: its configuration and its tokenizer. Loads no weights."""
 
+import http.client
+import os
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_utils import set_zero3_state
+from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 from trl import ModelConfig, get_peft_config
 
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
@@ -57,16 +60,18 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
 def _reach_hub(name: str, revision: str | None) -> None:
     """Ask the hub for the model once. Without it `from_pretrained` tries for most of a minute, and prints each try."""
     is_cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
-    if is_cached or HF_HUB_OFFLINE:
+    if is_cached or is_offline_mode():
         return
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:
-        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
-    except HfHubHTTPError:
+        urllib.request.urlopen(f"{hub}/api/models/{urllib.parse.quote(name)}", timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
         return  # it answered; `from_pretrained` says what it lacks
-    except (httpx.HTTPError, OSError) as error:
+    except (OSError, http.client.HTTPException) as error:
+        shown = re.sub("//[^/@]*@", "//", hub)  # without a password
         raise ModelNotFoundError(
             f"`model_name_or_path` is {name!r}, which is not on this machine, and the hub can't be reached at "
-            f"{ENDPOINT} ({type(error).__name__}). Expected a folder that `save_pretrained` wrote, or a hub that this "
+            f"{shown} ({type(error).__name__}). Expected a folder that `save_pretrained` wrote, or a hub that this "
             "machine can reach. Name such a folder, set `HTTPS_PROXY` or `HF_ENDPOINT`, or leave the model out to "
             "train the small demo policy."
         ) from error

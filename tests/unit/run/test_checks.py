@@ -15,7 +15,7 @@ from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected,
 from salesrl_trl.reward.service.http import MAX_BODY_BYTES, HttpClient
 from salesrl_trl.run.checks.addresses import check_models, check_rag, check_vllm_server
 from salesrl_trl.run.checks.folders import check_checkpoint, earlier_start
-from salesrl_trl.run.checks.model import check_model, positions_of
+from salesrl_trl.run.checks.model import check_model, load_tokenizer, positions_of
 from salesrl_trl.run.checks.prompts import prompt_limit
 from salesrl_trl.run.checks.reward import read_key
 
@@ -34,6 +34,24 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 def test_a_hub_name_that_cannot_be_reached_is_refused():
     with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
         check_model("nobody/no-such-model", None, False)
+
+
+def test_a_hub_out_of_reach_is_told_at_once_and_one_that_answers_is_asked_on(monkeypatch, httpserver):
+    """transformers tries for 40 s, and prints a line for each try."""
+    monkeypatch.setattr("salesrl_trl.run.checks.model.is_offline_mode", lambda: False)  # as a user's machine
+    monkeypatch.setenv("HF_ENDPOINT", "http://user:secret@127.0.0.1:9")
+    with pytest.raises(ModelNotFoundError, match=r"the hub can't be reached at http://127.0.0.1:9 \(URLError\)"):
+        check_model("nobody/no-such-model", None, False)
+    httpserver.expect_request("/api/models/nobody/no-such-model").respond_with_data("", status=404)
+    monkeypatch.setenv("HF_ENDPOINT", httpserver.url_for("").rstrip("/"))
+    with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
+        check_model("nobody/no-such-model", None, False)
+
+
+def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):
+    Qwen2Config().save_pretrained(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="where there is no tokenizer. Expected one of tokenizer.json"):
+        load_tokenizer(str(tmp_path), None, False)
 
 
 @pytest.mark.parametrize(
