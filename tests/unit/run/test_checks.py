@@ -50,7 +50,7 @@ def test_a_hub_out_of_reach_is_told_at_once_and_one_that_answers_is_asked_on(mon
 
 def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):
     Qwen2Config().save_pretrained(tmp_path)
-    with pytest.raises(ModelNotFoundError, match="where there is no tokenizer. Expected one of tokenizer.json"):
+    with pytest.raises(ModelNotFoundError, match=r"where there is no tokenizer\. Expected one of tokenizer\.json"):
         load_tokenizer(str(tmp_path), None, False)
 
 
