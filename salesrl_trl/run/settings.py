@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 import yaml
 from trl import TrlParser
@@ -134,6 +134,8 @@ class SettingsParser(TrlParser):
     ) -> None:
         super().__init__((*kinds, *unbuilt), allow_abbrev=False, **options)
         self._unread = unread
+        hints = (pair for kind in (*kinds, *unbuilt) for pair in get_type_hints(kind).items())
+        self._texts = {name for name, hint in hints if hint in (str, str | None)}
         self.dataclass_types = list(kinds)
         shown = {"help", *(each.name for kind in kinds for each in fields(kind))}
         for action in self._actions:
@@ -216,6 +218,10 @@ class SettingsParser(TrlParser):
             changes = _changes(small_policy, config, self._given)
             self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {changes}")
             config |= small_policy
+        for name in self._texts & config.keys():  # argparse converts only what the command line gives
+            kind = type(config[name]).__name__
+            if not isinstance(config[name], str | None):
+                raise ConfigError(f"`{name}` of the recipe is of type {kind}. Expected a text. Put it in quotes.")
         return super().set_defaults_with_config(**config)  # type: ignore[no-any-return]
 
     def error(self, message: str) -> NoReturn:

@@ -7,7 +7,7 @@ import math
 import pytest
 from support.loopback import ACTION, ANSWER, BAD, VERDICT, action, chat_completion
 
-from salesrl_trl.errors import ServiceUnavailable
+from salesrl_trl.errors import ServiceUnavailable, TooFewRewardsError
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.readiness import warm_up
 
@@ -98,10 +98,11 @@ def test_a_key_that_a_service_echoes_gets_nowhere(scripted_trainer, services, tm
     rewards, result = [], trainer.rooms.desk.result
     trainer.rooms.desk.result = lambda *given: rewards.append(result(*given)) or rewards[-1]
     with caplog.at_level(logging.DEBUG):
-        trainer.train()
+        with pytest.raises(TooFewRewardsError) as failed:
+            trainer.train()
         trainer.save_model()
         trainer.finish()
-    told = caplog.text + repr(rewards) + repr(vars(trainer.args)) + str(trainer.state.log_history)
+    told = str(failed.value) + caplog.text + repr(rewards) + repr(vars(trainer.args)) + str(trainer.state.log_history)
     assert f"{'rag_8b' if endpoint == '8b' else 'judge'}_http_401" in told
     assert PLANTED not in told
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

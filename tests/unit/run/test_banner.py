@@ -122,9 +122,9 @@ def test_a_child_s_and_an_error_s_last_words_are_kept(tmp_path):
 def test_the_log_goes_on_when_the_console_has_ended(tmp_path: Path) -> None:
     """As with `| head`, or a terminal that was closed."""
     script = (
-        "import sys; from pathlib import Path; from salesrl_trl.run.console import keep_console;"
-        "keep_console(Path(sys.argv[1])); print('first', flush=True); sys.stdin.readline();"
-        "print('second', flush=True); print('third', file=sys.stderr, flush=True); print('last', flush=True)"
+        "import os, sys; from pathlib import Path; from salesrl_trl.run.console import keep_console;"
+        "keep_console(Path(sys.argv[1])); os.write(1, b'first\\n'); sys.stdin.readline();"
+        "os.write(1, b'second\\n'); os.write(2, b'third\\n'); os.write(1, b'last\\n')"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "run.log")]
     run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
