@@ -25,8 +25,8 @@ LONG_FILES = (
 )  # fmt: skip
 """They come first, so that no worker ends with one of them while the others have nothing left."""
 
-# Without a handler of its own werkzeug makes one, when a request comes between two phases of a test. That handler keeps
-# the stderr of then, and complains on that of a later test.
+# Without a handler werkzeug makes one, when a request comes between two phases of a test. It would keep the stderr of
+# then, and complain on that of a later test.
 logging.getLogger("werkzeug").addHandler(logging.NullHandler())
 
 # What an example takes says how busy the machine is.
