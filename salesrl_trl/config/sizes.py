@@ -8,7 +8,7 @@ import os
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import check, check_finite
+from salesrl_trl.config.checks import check
 
 _AT_LEAST_1 = (
     "per_device_train_batch_size",
@@ -22,15 +22,17 @@ _AT_LEAST_1 = (
     "vllm_tensor_parallel_size",
     "ddp_timeout",
 )
-_AT_LEAST_0 = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "vllm_server_timeout")
+_AT_LEAST_0 = ("learning_rate", "weight_decay", "warmup_steps", "seed", "vllm_server_timeout")
 _MORE_THAN_0 = ("num_train_epochs", "vllm_gpu_memory_utilization")
 _EVERY = ("logging", "save", "eval")
 """What happens every so many steps, if its strategy is `steps`. A number below 1 is a share of the run."""
 
 
 def check_ranges(args: GRPOConfig) -> None:
-    """Raise `ConfigError` unless numbers that neither transformers nor TRL checks lie in their ranges."""
-    check_finite(args)
+    """Raise `ConfigError` unless numbers that neither transformers nor TRL checks lie in their ranges.
+
+    Other settings may be infinite: `max_kl` and `max_sampling_logp_difference` are without a limit then.
+    """
     every = tuple(f"{name}_steps" for name in _EVERY if getattr(args, f"{name}_strategy") == "steps")
     for names, least, expected in (
         (_AT_LEAST_1, 1, "at least 1"),
@@ -41,7 +43,7 @@ def check_ranges(args: GRPOConfig) -> None:
             value = getattr(args, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             check(
-                value is None or (is_number and value >= least),
+                value is None or (is_number and least <= value < math.inf),  # never so for NaN
                 f"`{name}` is {value!r}. Expected a number, {expected}.",
             )
     share = args.vllm_gpu_memory_utilization

@@ -23,7 +23,7 @@ CHECKPOINT = 9
 ON_TWO_MACHINES = ("accelerate.commands.launch", "--config_file", "accelerate_configs/two_machines.yaml")
 WITH_DEEPSPEED = ("accelerate.commands.launch", "--config_file", "accelerate_configs/full.yaml")
 LAUNCH_LIMIT_S = 240
-"""DeepSpeed compiles an op at its first run on a machine, about 25 s; all else takes about 20 s on two idle cores."""
+"""A launch takes about 30 s on two idle cores."""
 WEIGHT_TOLERANCE = 1e-4
 """A hundredth of one step of Adam at the learning rate 1e-2, of which 20 are made; 5e-6 was seen."""
 

@@ -204,7 +204,7 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
         (["--vllm_max_model_length", "-1"], "`vllm_max_model_length` is -1. Expected a number, at least 1"),
         (["--vllm_gpu_memory_utilization", "0"], "`vllm_gpu_memory_utilization` is 0.0. Expected a number, more than"),
         (["--vllm_gpu_memory_utilization", "25"], "`vllm_gpu_memory_utilization` is 25.0. Expected at most 1"),
-        (["--learning_rate", "nan"], "`learning_rate` is nan. Expected a finite number"),
+        (["--learning_rate", "nan"], "`learning_rate` is nan. Expected a number, 0 or more"),
         (["--learning_rate=-1e-6"], "`learning_rate` is -1e-06. Expected a number, 0 or more"),
         (["--max_steps", "0"], "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
         (["--num_train_epochs", "0"], "`num_train_epochs` is 0.0. Expected a number, more than 0"),
