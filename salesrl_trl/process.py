@@ -1,11 +1,13 @@
 """Settings of one process: memory, open files, the environment of its children, the folder of cached files, and the
-files of earlier starts.
+files of earlier starts; versions of installed packages.
 
 Owns these settings only. Does not start children. Standard library only.
 """
 
+import contextlib
 import ctypes
 import gc
+import importlib.metadata
 import itertools
 import os
 import resource
@@ -65,6 +67,14 @@ def allow_files(count: int) -> None:
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def installed(package: str) -> str | None:
+    """A package's version, or `None`. vLLM's build for a CPU has another name."""
+    for name in (package, f"{package}-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
 
 
 def cache_dir() -> Path:

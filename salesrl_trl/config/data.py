@@ -66,3 +66,8 @@ class DataConfig:
         ):
             value = getattr(self, name)
             check(value is None or value > 0, f"`{name}` is {value}. Expected at least 1, or nothing {otherwise}.")
+
+    @property
+    def own_sources(self) -> list[str]:
+        """The datasets of the run that are not the demo."""
+        return [each for each in (self.dataset, self.eval_dataset) if each is not None and each != DataConfig.dataset]

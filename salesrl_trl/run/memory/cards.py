@@ -1,18 +1,14 @@
 """The memory of a card, by its name or of the card in this machine, and the processes that use it now."""
 
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.software import ask_driver
 from salesrl_trl.telemetry.device import GIB
-
-DRIVER_S = 20.0
-"""Most seconds that the driver may take to answer. It may hang after a fault of a card."""
 
 
 class Usage(NamedTuple):
@@ -60,17 +56,17 @@ def used_gib(card: Card) -> float | None:
 def users(card: Card) -> list[Usage]:
     """The processes that use the card now. In a container the driver may hide them."""
     rows = _ask_driver(card, "--query-compute-apps=used_memory,pid,process_name")
-    return [Usage(int(pid), name, float(mib) / 1024) for mib, pid, name in rows]
+    return [Usage(int(pid), ", ".join(name), float(mib) / 1024) for mib, pid, *name in rows]
+
+
+def named_users(card: Card) -> str:
+    """The same in words: `"python (4711) 12.5 GiB"`; empty if none is known."""
+    return ", ".join(f"{each.name} ({each.pid}) {each.gib:.1f} GiB" for each in users(card))
 
 
 def _ask_driver(card: Card, query: str) -> list[list[str]]:
-    """The rows whose first field, the memory in MiB, the driver says. None if it does not answer."""
-    if card.uuid is None or shutil.which("nvidia-smi") is None:
+    """The rows whose first field, the memory in MiB, the driver says. None for a card that is not in this machine."""
+    if card.uuid is None:
         return []
-    command = ["nvidia-smi", f"--id={card.uuid}", query, "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DRIVER_S).stdout
-    except subprocess.SubprocessError:
-        return []
-    rows = ([field.strip() for field in line.split(",", 2)] for line in said.splitlines())
+    rows = ask_driver(f"--id={card.uuid}", query, "--format=csv,noheader,nounits")
     return [row for row in rows if row[0].replace(".", "").isdigit()]  # else "[N/A]"

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
-from salesrl_trl.run.memory.cards import Card, card_here, named_card, used_gib, users
+from salesrl_trl.run.memory.cards import Card, card_here, named_card, named_users, used_gib
 from salesrl_trl.run.memory.estimate import Estimate, estimate
 from salesrl_trl.run.memory.remedies import Remedy, advice, remedies
 from salesrl_trl.run.memory.setup import Setup, Sharding
@@ -116,7 +116,7 @@ def _in_use(card: Card, found: Estimate) -> list[str]:
     used = used_gib(card)
     if used is None:
         return []
-    named = ", ".join(f"{each.name} ({each.pid}) {each.gib:.1f} GiB" for each in users(card))
+    named = named_users(card)
     text = f"in use now: {used:.1f} GiB" + (f", by {named}" if named else "")
     if found.fits and used + found.needed_gib > card.gib:
         text += ". THIS LEAVES TOO LITTLE: end those processes first"

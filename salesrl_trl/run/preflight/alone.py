@@ -104,8 +104,7 @@ def read_alone(argv: Sequence[str], default_recipe: Path) -> ServicesConfig:
 def examine_alone(name: str, argv: Sequence[str], default_recipe: Path) -> Iterator[StageReport]:
     """Run one of `STAGES` and yield its report. Raises `SalesRLError` if a setting does not work."""
     config = read_alone(argv, default_recipe)
-    own_rows = [each for each in (config.data.dataset, config.data.eval_dataset) if each not in ("demo", None)]
-    check_stand_ins(config.reward, config.training.branches, next(iter(own_rows), None))
+    check_stand_ins(config.reward, config.training.branches, next(iter(config.data.own_sources), None))
     plan = ServicesPlan(config)
     with plan.opened:
         yield report_of(STAGES[name], cast("Plan", plan))

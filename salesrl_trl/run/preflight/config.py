@@ -1,20 +1,17 @@
 """The stage `config`: settings that depend on each other or on files. Those alone are checked in `config/`."""
 
-import contextlib
-import json
 import math
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
 
 from salesrl_trl.config.checks import check_positive
 from salesrl_trl.config.sizes import check_evaluation
 from salesrl_trl.data.faster_disk import copied
-from salesrl_trl.data.sources import DEMO, check_source, is_file
+from salesrl_trl.data.sources import check_source, is_file
 from salesrl_trl.demo.policy import PROMPT_STYLE
-from salesrl_trl.errors import ConfigError, ModelNotFoundError
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.checks.attention import choose_attention
 from salesrl_trl.run.checks.folders import check_checkpoint, earlier_start, free_gib
+from salesrl_trl.run.checks.model import check_weights
 from salesrl_trl.run.checks.reward import check_stand_ins
 from salesrl_trl.run.memory.shape import parameter_count
 from salesrl_trl.run.preflight.plan import Plan
@@ -24,9 +21,6 @@ from salesrl_trl.types import DEFAULT_FORMAT
 
 WEIGHT_BYTES, OPTIMIZER_BYTES = 4, 8
 """Bytes per parameter in a checkpoint: a float32 weight, and AdamW's two moments."""
-
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
-"""Endings of files of weights."""
 
 
 class ConfigStage:
@@ -45,13 +39,12 @@ class ConfigStage:
         _check_small_policy(plan)
         if config.model.use_peft:
             check_positive(config.model, "lora_r", "lora_alpha")
-        sources = [each for each in (config.data.dataset, config.data.eval_dataset) if each not in (DEMO, None)]
-        for source in sources:
+        for source in config.data.own_sources:
             check_source(source)
-        notes = check_stand_ins(config.reward, training.branches, next(iter(sources), None))
+        notes = check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
         _ = plan.reward, plan.model_config  # raise if they do not work
         if config.model.model_name_or_path is not None:
-            _check_weights(Path(config.model.model_name_or_path).expanduser())
+            check_weights(Path(config.model.model_name_or_path).expanduser())
         _check_disk(plan, findings)
         micro_batch = training.per_device_train_batch_size * training.world_size
         findings.figures["processes"] = training.world_size
@@ -83,34 +76,6 @@ def _copy_data(plan: Plan, findings: Findings) -> None:
             findings.note(f"`{name}` is read from {getattr(owner, name)}, a copy of {path}")
 
 
-def _check_weights(folder: Path) -> None:
-    """Raise `ModelNotFoundError` if a file of a local model's weights is absent, `ConfigError` if one is cut off."""
-    if not folder.is_dir():
-        return
-    files = {path.name for ending in WEIGHT_FILES for path in folder.glob(f"*{ending}")}
-    expected = set[str]()
-    for index in folder.glob("*.safetensors.index.json"):
-        with contextlib.suppress(ValueError, KeyError, AttributeError):  # transformers says what is wrong with it
-            expected |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    absent = sorted(expected - files) or ([] if files else ["model.safetensors"])
-    if absent:
-        raise ModelNotFoundError(
-            f"`model_name_or_path` is {str(folder)!r}, where {', '.join(absent[:3])} is missing ({len(absent)} in "
-            "all). Expected all weights beside config.json. Fetch the model again, or wait until its copy is complete."
-        )
-    for name in sorted(files):
-        if name.endswith(".safetensors"):
-            try:
-                with safe_open(folder / name, "pt"):  # reads the head, and compares it with the file's size
-                    pass
-            except SafetensorError as error:
-                raise ConfigError(
-                    f"{folder / name} holds no weights, or a part of them ({error}; {(folder / name).stat().st_size} "
-                    "bytes). Expected a whole file. Fetch it again; a file of 130 bytes is a pointer of Git LFS: "
-                    "`git lfs pull`."
-                ) from error
-
-
 def _check_disk(plan: Plan, findings: Findings) -> None:
     """Hold the checkpoints of a run that trains all weights against the free disk of the output folder."""
     model, training = plan.config.model, plan.config.training
@@ -127,11 +92,12 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     free = free_gib(training.output_dir)
     findings.figures |= {"checkpoint_gib": each, "disk_needed_gib": needed}
     if free < needed:
-        (findings.fail if free < each else findings.note)(
+        findings.add(
             f"A checkpoint takes about {each:.1f} GiB, and {kept} of them with the policies of the end and of the "
             f"best evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk.",
             "Name an `output_dir` on a larger disk, keep fewer (`save_total_limit`, one more is there while it "
             "saves), or keep weights alone (`save_only_model: true`).",
+            is_failure=free < each,
         )
 
 

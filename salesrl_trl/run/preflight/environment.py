@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from transformers.integrations import get_available_reporting_integrations
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.process import installed
 from salesrl_trl.run import software
 from salesrl_trl.run.checks.folders import check_output_dir, free_gib
 from salesrl_trl.run.preflight.plan import Plan
@@ -73,11 +74,10 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
         if not each.is_met:
             found = f"{each.name} is {each.installed or 'not installed'}. Expected {each.name}{each.wanted}."
             remedy = f'Install it: pip install "{each.name}{each.wanted}", or all by scripts/install.sh.'
-            # the trainer overrides methods of these releases of TRL
-            (findings.fail if each.name == "trl" else findings.note)(found, remedy)
+            findings.add(found, remedy, is_failure=each.name == "trl")  # the trainer overrides methods of TRL
     if not _in_process_vllm(training):
         return
-    findings.figures["vllm"] = version = software.installed("vllm")
+    findings.figures["vllm"] = version = installed("vllm")
     if version is None:
         remedy = "Run scripts/install.sh, or set `use_vllm: false`."
         findings.fail("`use_vllm` is true, and vLLM is not installed.", remedy)
@@ -126,7 +126,7 @@ def _torch_of_vllm() -> list[Requirement]:
 
 def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:
     asks = in_depth or not torch.cuda.is_available()  # nvidia-smi may take a second
-    gpus = software.gpus() if asks and shutil.which("nvidia-smi") else []
+    gpus = software.gpus() if asks else []
     findings.figures |= {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -210,10 +210,11 @@ def _shared_memory(training: SalesGRPOConfig, findings: Findings) -> None:
     }
     using = [name for name, uses in users.items() if uses]
     if using and free < USUAL_SHARED_GIB:
-        (findings.fail if free < LEAST_SHARED_GIB else findings.note)(
+        findings.add(
             f"{SHARED_MEMORY} has {free:.2f} GiB free, and {', '.join(using)} use it. Expected "
             f"{USUAL_SHARED_GIB:g} GiB.",
             "Start the container with `--shm-size 8g`, or delete what earlier runs left there.",
+            is_failure=free < LEAST_SHARED_GIB,
         )
 
 
@@ -247,7 +248,7 @@ def _is_taken(port: int) -> bool:
 def _compilers(training: SalesGRPOConfig, findings: Findings) -> None:
     attention = [name for module, name in ATTENTION.items() if importlib.util.find_spec(module)]
     found = {"C": _first(C_COMPILERS), "C++": _first(CXX_COMPILERS), "nvcc": shutil.which("nvcc")}
-    findings.figures |= {"attention": ", ".join(["sdpa", *attention]), "triton": software.installed("triton"), **found}
+    findings.figures |= {"attention": ", ".join(["sdpa", *attention]), "triton": installed("triton"), **found}
     on_gpu = training.device.type == "cuda"
     compiled = training.torch_compile or (_in_process_vllm(training) and (on_gpu or not training.vllm_enforce_eager))
     wanted = "C" if on_gpu else "C++"
@@ -273,10 +274,11 @@ def _locks(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> Non
         with contextlib.suppress(FileNotFoundError):  # the build has ended meanwhile
             age = time.time() - lock.stat().st_mtime
             if age >= STALE_S:
-                (findings.fail if uses_deepspeed else findings.note)(
+                findings.add(
                     f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed was interrupted, and the next one "
                     "waits.",
                     f"Remove it{'' if uses_deepspeed else ' before a run with DeepSpeed'}: rm {lock}",
+                    is_failure=uses_deepspeed,
                 )
 
 

@@ -9,7 +9,7 @@ from transformers.utils import is_torchao_available
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.checks.model import empty_model
-from salesrl_trl.run.memory.cards import Card, card_here, used_gib, users
+from salesrl_trl.run.memory.cards import Card, card_here, named_users, used_gib
 from salesrl_trl.run.memory.estimate import Estimate, estimate
 from salesrl_trl.run.memory.remedies import advice
 from salesrl_trl.run.memory.setup import Setup, setup_of
@@ -153,9 +153,8 @@ def _compare_with_others(card: Card, found: Estimate, findings: Findings) -> Non
         return
     findings.figures["used_gib"] = round(used, 2)
     if found.fits and used + found.needed_gib > (1 + MARGIN) * card.gib:
-        named = ", ".join(f"{each.name} ({each.pid}) {each.gib:.1f} GiB" for each in users(card))
         findings.fail(
             f"training takes about {found.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in use "
-            f"now, by {named or 'processes that the driver does not name here'}.",
+            f"now, by {named_users(card) or 'processes that the driver does not name here'}.",
             "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
         )

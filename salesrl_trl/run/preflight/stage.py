@@ -59,10 +59,13 @@ class Findings:
     """Reason why the stage had nothing to do."""
 
     def note(self, text: str, remedy: str = "") -> None:
-        self.found.append(Finding(text, remedy))
+        self.add(text, remedy, is_failure=False)
 
     def fail(self, text: str, remedy: str) -> None:
-        self.found.append(Finding(text, remedy, is_failure=True))
+        self.add(text, remedy, is_failure=True)
+
+    def add(self, text: str, remedy: str, *, is_failure: bool) -> None:
+        self.found.append(Finding(text, remedy, is_failure))
 
     def raise_failure(self) -> None:
         """Raise `ConfigError` with the first failure, if there is one."""

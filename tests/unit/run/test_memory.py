@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from trl import ModelConfig, get_peft_config
 
+from salesrl_trl.run import software
 from salesrl_trl.run.memory import cards, states
 from salesrl_trl.run.memory.activations import layer_activations, saved_activations
 from salesrl_trl.run.memory.cards import named_card
@@ -197,9 +198,8 @@ def stage(tiny, monkeypatch, tmp_path):
         rows = {"query-gpu": f"{used_gib * 1024}", "query-compute": f"{used_gib * 1024}, 41, python"}
         monkeypatch.setattr(f"{memory.__name__}.estimate", weighed)
         monkeypatch.setattr(f"{memory.__name__}.card_here", lambda device: cards.Card("a card", 80.0, "GPU-1"))
-        monkeypatch.setattr(cards.shutil, "which", lambda name: name)
         monkeypatch.setattr(
-            cards.subprocess,
+            software.subprocess,
             "run",
             lambda command, **_: SimpleNamespace(
                 returncode=0, stdout=next(rows[name] for name in rows if any(name in word for word in command))
@@ -272,8 +272,7 @@ def test_a_driver_that_does_not_say_what_is_used_ends_no_run(monkeypatch, said, 
         return SimpleNamespace(returncode=0, stdout=said if "memory.used" in command[2] else f"{said}, 7, {names}")
 
     names = names[0] if names else ""
-    monkeypatch.setattr(cards.shutil, "which", lambda name: name)
-    monkeypatch.setattr(cards.subprocess, "run", ask)
+    monkeypatch.setattr(software.subprocess, "run", ask)
     card = cards.Card("a card", 80.0, "GPU-1")
     assert cards.used_gib(card) == used
     assert [each.name for each in cards.users(card)] == ([names] if names else [])

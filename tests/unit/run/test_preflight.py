@@ -73,7 +73,8 @@ def told(tmp_path, monkeypatch):
 
 def packages(monkeypatch, **installed):
     real = software.installed
-    monkeypatch.setattr(software, "installed", lambda name: installed[name] if name in installed else real(name))
+    for module in (software, environment):
+        monkeypatch.setattr(module, "installed", lambda name: installed[name] if name in installed else real(name))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,6 @@ def test_a_gpu_runs_kernels_of_its_generation(kernels, runs):
 
 def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
     monkeypatch.setattr(software, "gpus", lambda: [{"driver_version": "470.1"}])
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if not torch.cuda.is_available():
         assert "The driver 470.1 shows 1 GPUs that torch" in told(stages=CHEAP[:1])
