@@ -6,6 +6,9 @@ docs/EXPERIMENTS.md holds the figures and their commands.
 - `pipeline`: the cost of slow rewards in a step;
 - `chains`: the cost of reward chains for vLLM's generation;
 - `kl`: the cost of a KL coefficient for each branch;
+- `start`: seconds to the end of the first step;
+- `memory`: the estimate of memory against the peak, and what settings of training cost;
+- `engine`: what settings of vLLM do for generation;
 - `sharding`: ZeRO-2, ZeRO-3 and FSDP2 beside one process with the same batch;
 - `timing`: the cost of measuring;
 - `kl_control`: fixed against controlled KL coefficients, in real training;

@@ -115,6 +115,20 @@ def save_model(shape: str, folder: Path, device: torch.device) -> Path:
 # Training without generation and without services
 
 
+class Clock(TrainerCallback):
+    """Seconds of each update."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._started = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._started = now()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(now() - self._started)
+
+
 class RandomTokens:
     """Generation replaced by tokens from a seed. Goes before the trainer among the bases."""
 

@@ -15,25 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, set_seed
+from transformers import set_seed
 
-from benchmarks.common import build_trainer, device, now, ratio_line, ratios, run_in_rounds, save_model
+from benchmarks.common import Clock, build_trainer, device, ratio_line, ratios, run_in_rounds, save_model
 
 ARMS = ("stock", "branches")
-
-
-class Clock(TrainerCallback):
-    """Seconds of each update."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._started = 0.0
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._started = now()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(now() - self._started)
 
 
 def measure(shape: str, updates: int, rounds: int) -> dict[str, Any]:

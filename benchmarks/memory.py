@@ -1,15 +1,20 @@
-"""The memory estimate against the measured peak, for random weights of real shapes. Trains, without services.
+"""The memory estimate against the measured peak, and what settings cost, for random weights of real shapes.
 
     .venv/bin/python -m benchmarks.memory [--shapes 0.5b 7b] [--no-vllm] [--json FILE]    # on a GPU
+    .venv/bin/python -m benchmarks.memory --settings --shapes 7b                        # seconds of an update
     .venv/bin/python -m benchmarks.memory --shapes tiny                                 # on a CPU: no figures
 
-Each row is two updates of two micro-batches through this package's trainer, with prompts of one length and completions
-of full length. One completion is shorter, so that there is padding. A row without `checkpointing` has no gradient
-checkpointing. `reference` says whether there is a second model. The last row has vLLM in the process.
+Each row is a few updates of two micro-batches through this package's trainer, without services, with prompts of one
+length and completions of full length. One completion is shorter, so that there is padding. A row without
+`checkpointing` has no gradient checkpointing. `reference` says whether there is a second model. The last row has vLLM
+in the process.
+
+`--settings` takes other rows: the first one with each of attention, compiler, checkpointing and precision changed.
 
 - `allocated`: PyTorch's peak, as the trainer logs it (it starts anew at each log line), against all tensors;
 - `reserved`: the peak of what PyTorch's allocator took from the device;
-- `used`: the memory of the device that is not free after the row, against the whole estimate. Nobody else may use it.
+- `used`: the memory of the device that is not free after the row, against the whole estimate. Nobody else may use it;
+- an update's seconds: the median of all updates but the first two.
 """
 
 import argparse
@@ -18,6 +23,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import statistics
 import sys
 import tempfile
 import time
@@ -37,6 +43,7 @@ from benchmarks.common import (
     SHAPES,
     TOKENS,
     Branched,
+    Clock,
     device,
     device_name,
     parser,
@@ -49,6 +56,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.policy import build_tokenizer
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.replaced import replaced
+from salesrl_trl.run.checks.attention import FLASH
 from salesrl_trl.run.memory.estimate import Estimate, estimate
 from salesrl_trl.run.memory.setup import setup_of
 from salesrl_trl.run.memory.shape import ModelShape, adapters_of, shape_of
@@ -71,12 +79,18 @@ class Row:
     checkpointing: bool = True
     reference: bool = True
     vllm: bool = False
+    attention: str = "sdpa"
+    compiled: bool = False
+    bf16_passes: bool = True
+    updates: int = 2
 
     @property
     def name(self) -> str:
         words = [self.shape, "LoRA" if self.lora else "full", self.dtype]
         words += ["8-bit AdamW"] * self.rounds + ["no checkpointing"] * (not self.checkpointing)
         words += ["reference"] * (self.reference and not self.lora) + ["vLLM"] * self.vllm
+        words += [self.attention] * (self.attention != "sdpa") + ["torch_compile"] * self.compiled
+        words += ["float32 passes"] * (not self.bf16_passes)
         return ", ".join(words)
 
     @property
@@ -97,6 +111,20 @@ def rows_of(shapes: Sequence[str], with_vllm: bool) -> list[Row]:
     return rows + [Row(shapes[0], lora=True, vllm=True)] * with_vllm
 
 
+def rows_of_settings(shapes: Sequence[str]) -> list[Row]:
+    """LoRA of each shape as the recipes train it, and with one setting changed. All weights in two precisions."""
+    changes: list[dict[str, Any]] = [{}, {"checkpointing": False}, {"attention": "eager"}, {"compiled": True}]
+    flash = {name: each for name, each in FLASH.items() if torch.cuda.is_available() and each.is_installed()}
+    changes += [{"attention": name} for name in flash]
+    rows = []
+    for shape in shapes:
+        rows += [Row(shape, lora=True, updates=6, **change) for change in changes]
+        if shape != "7b":
+            full = Row(shape, lora=False, dtype="float32", updates=6)
+            rows += [full, dataclasses.replace(full, bf16_passes=False)]
+    return rows
+
+
 class FullLength(Branched):
     """Every completion has the full length but the first one."""
 
@@ -105,10 +133,12 @@ class FullLength(Branched):
         return [[10 + place % 1000 for place in range(length)] for length in lengths], None
 
 
-def build(shape: str, dtype: str) -> Qwen2ForCausalLM:
+def build(row: Row) -> Qwen2ForCausalLM:
     """Random weights, made on the device."""
     with device():
-        return Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[shape]), dtype=getattr(torch, dtype))
+        return Qwen2ForCausalLM._from_config(
+            Qwen2Config(**SHAPES[row.shape]), dtype=getattr(torch, row.dtype), attn_implementation=row.attention
+        )
 
 
 def figures_of(shape: str, lora: ModelConfig | None) -> ModelShape:
@@ -120,7 +150,7 @@ def figures_of(shape: str, lora: ModelConfig | None) -> ModelShape:
 
 
 @contextlib.contextmanager
-def trainer_of(row: Row, folder: Path) -> Iterator[tuple[SalesGRPOTrainer, ModelConfig]]:
+def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPOTrainer, ModelConfig]]:
     """A trainer for a row, and the model's settings. Without vLLM completions are given, and no model is read."""
     where, length = device(), TOKENS[row.shape]
     engine: dict[str, Any] = {}
@@ -130,12 +160,13 @@ def trainer_of(row: Row, folder: Path) -> Iterator[tuple[SalesGRPOTrainer, Model
             "vllm_enforce_eager": True, "vllm_max_model_length": 2048, "max_sampling_logp_difference": 100.0,
         }  # fmt: skip
     args = SalesGRPOConfig(
-        **quiet(where, str(folder / "out"), **engine),
+        **quiet(where, str(folder / "out"), **engine, **({} if row.bf16_passes else {"bf16": False})),
         per_device_train_batch_size=BATCH[row.shape],
         gradient_accumulation_steps=2,
         max_completion_length=length,
         gradient_checkpointing=row.checkpointing,
-        max_steps=2,
+        torch_compile=row.compiled,
+        max_steps=row.updates,
         beta=BETA if row.reference else 0.0,
         held_out_eval=False,
         min_changed_weights=0.0,
@@ -147,8 +178,8 @@ def trainer_of(row: Row, folder: Path) -> Iterator[tuple[SalesGRPOTrainer, Model
         save_model(row.shape, folder / "model", where)
         policy = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, row.dtype))
     else:
-        policy = build(row.shape, row.dtype)
-    with replaced(upstream, "create_model_from_path", lambda *_, **__: build(row.shape, row.dtype)):
+        policy = build(row)
+    with replaced(upstream, "create_model_from_path", lambda *_, **__: build(row)):
         trainer = (SalesGRPOTrainer if row.vllm else FullLength)(
             policy,
             InstantReward(),
@@ -156,6 +187,7 @@ def trainer_of(row: Row, folder: Path) -> Iterator[tuple[SalesGRPOTrainer, Model
             train_dataset=Dataset.from_list([{"prompt": prompt, "row": index} for index in range(64)]),
             processing_class=build_tokenizer(),
             peft_config=get_peft_config(model_settings),
+            callbacks=[clock],
         )
     if isinstance(trainer, FullLength):
         trainer.length = length
@@ -173,7 +205,8 @@ def measure(row: Row) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     left = torch.cuda.memory_allocated() / GIB  # of the row before: nothing, if all is well
-    with tempfile.TemporaryDirectory() as folder, trainer_of(row, Path(folder)) as (trainer, model_settings):
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder, trainer_of(row, Path(folder), clock) as (trainer, model_settings):
         trainer.train()
         shape = figures_of(row.shape, model_settings if row.lora else None)
         prompt = len(build_tokenizer().apply_chat_template(
@@ -190,6 +223,8 @@ def measure(row: Row) -> dict[str, Any]:
                 "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
                 "used_gib": (total - free) / GIB,
             }
+    if len(clock.seconds) > 2:
+        figures["update_s"] = statistics.median(clock.seconds[2:])
     figures["seconds"] = time.perf_counter() - start
     return figures
 
@@ -216,6 +251,8 @@ def line(figures: dict[str, Any]) -> str:
         told += f"(estimate {figures['estimated_gib'] / figures['used_gib'] - 1:+.1%})"
     else:
         told += "; a CPU measures nothing"
+    if "update_s" in figures:
+        told += f"; an update {figures['update_s']:.3f} s"
     return f"{told}; {figures['seconds']:.0f} s"
 
 
@@ -226,10 +263,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     default = ["0.5b", "1.5b", "7b"] if on_gpu else ["tiny"]
     made.add_argument("--shapes", nargs="+", choices=sorted(BATCH), default=default)
     made.add_argument("--no-vllm", action="store_true", help="leave out the row with vLLM")
+    made.add_argument("--settings", action="store_true", help="rows with one setting changed, and their seconds")
     args = made.parse_args(argv)
+    with_vllm = on_gpu and not args.no_vllm
+    wanted = rows_of_settings(args.shapes) if args.settings else rows_of(args.shapes, with_vllm)
     show = functools.partial(print, file=sys.stderr, flush=True)
     rows = []
-    for row in rows_of(args.shapes, with_vllm=on_gpu and not args.no_vllm):
+    for row in wanted:
         rows.append(measure(row))
         show(line(rows[-1]))
     figures = {"device": device_name(device()), "rows": rows}

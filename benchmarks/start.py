@@ -7,7 +7,7 @@ The arms, in this order, each in fresh processes:
 - `stock`: TRL's `GRPOTrainer` as a user would write it: vLLM in the process, LoRA, bf16, an instant reward. The caches
   of compiled code are empty.
 - `warmup`: scripts/warmup_model.py for recipes/fast_load.py, with the same model and sizes.
-- `kept`: that recipe with its embedded services, the page cache and the compiled code of `warmup`.
+- `kept`: that recipe with its embedded services, the page cache and the kernels of `warmup`.
 - `stock_kept`: stock TRL again, with the page cache and the compiled code that the first arm left in its own folders.
 - `cold`: the recipe with an empty `compile_cache_dir`.
 
@@ -94,17 +94,28 @@ def _arm(arm: str, shape: str, folder: Path) -> dict[str, Any]:
     command = [str(ROOT / "recipes/fast_load.py"), *settings, "--output_dir", str(output)]
     wall = _run(folder, arm, command, {})
     start = json.loads((output / "start_up.json").read_text())
-    events = json.loads((output / "trace.json").read_text())
-    generation = [each["dur"] / 1e6 for each in events if each.get("name") == "generation" and each.get("ph") == "X"]
+    generation = generation_s(json.loads((output / "trace.json").read_text()))
     kept = [each for each in (output / "run.log").read_text().splitlines() if "[Run] compiled" in each]
     return {
         "wall_s": wall,
         "first_step_end_s": start["total_s"],
         "phases_s": start["phases_s"] | {"first_step": start["first_step_s"]},
         "beside_s": start["beside_s"],
-        "tokens_per_s": COMPLETIONS * SIZES[shape][0] / generation[-1],
+        "tokens_per_s": COMPLETIONS * SIZES[shape][0] / generation,
         "engine": kept[-1].rpartition(". ")[2],
     }
+
+
+def generation_s(trace: list[dict[str, Any]]) -> float:
+    """Seconds of the last generation in a run's trace, without the weight push that is a part of it."""
+
+    def spans(name: str) -> list[dict[str, Any]]:
+        return [each for each in trace if each.get("name") == name and each.get("ph") == "X"]
+
+    last = spans("generation")[-1]
+    end = last["ts"] + last["dur"]
+    inside = [push["dur"] for push in spans("weight_push") if last["ts"] <= push["ts"] < end]
+    return float(last["dur"] - sum(inside)) / 1e6
 
 
 def _recipe_settings(shape: str, folder: Path) -> list[str]:
@@ -158,14 +169,17 @@ def _this(child: str, shape: str) -> list[str]:
 
 
 def _run(folder: Path, name: str, arguments: Sequence[str], environment: dict[str, str]) -> float:
-    """Run a command with this interpreter. Returns its seconds. If it fails, the end of its output is shown."""
+    """Run a command with this interpreter. Returns its seconds. If it fails, the end of its output is shown.
+
+    It writes byte code, also where the machine's images do not want it: else each process compiles all it imports.
+    """
     log, began = folder / f"{name}.log", time.monotonic()
     with log.open("wb") as output:
         result = subprocess.run(
             [sys.executable, *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | environment,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | environment,
             cwd=ROOT,
         )
     if result.returncode:

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from salesrl_trl.process import collect_seldom, keep_freed_memory
+from salesrl_trl.process import collect_seldom, keep_freed_memory, remember_packages
 
 # First of all: torch, TRL and vLLM make a million objects that stay. Their import takes 5.9 s of CPU, not 7.3 s
 collect_seldom()
+remember_packages()
 
 from accelerate import PartialState
 

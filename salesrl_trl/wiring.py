@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run, weights_of
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.compiling import compiled_engine
+from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.engine import engine_options
 from salesrl_trl.config.rollouts import sampling_hints, sampling_warnings, scoring_settings, why_not_divisible
 from salesrl_trl.evaluation.answers import Processes
@@ -120,10 +120,9 @@ class Wiring:
     def building(self, model: PreTrainedModel) -> Iterator[None]:
         """While active, a TRL trainer under construction gets our engine options and reference policy."""
         args = self._args
-        options = engine_options(args, model)
-        with vllm_engine_options(options), reference_wanted(args, self.kl is not None):
+        with vllm_engine_options(engine_options(args, model)), reference_wanted(args, self.kl is not None):
             yield
-        is_compiled = args.use_vllm and args.vllm_mode == "colocate" and not options["enforce_eager"]
+        is_compiled = args.use_vllm and args.vllm_mode == "colocate" and engine_start(args) is Start.COMPILED
         if args.compiled is not None and is_compiled:
             compiled.keep_engine(args.compiled, compiled_engine(args, model.name_or_path))
 

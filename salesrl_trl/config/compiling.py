@@ -1,28 +1,31 @@
-"""From settings to the engine that vLLM compiles, and whether it compiles one.
+"""From settings to the way in which the colocated vLLM engine starts, and to the engine that it compiles.
 
 Owns this decision. Imports no vLLM, so that the banner may ask. `generation.compiled` owns the folder.
 """
 
+from enum import Enum
+
 import torch
 
 from salesrl_trl.config.training import SalesGRPOConfig
-from salesrl_trl.generation import compiled
+
+GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""vLLM's `compilation_config` for CUDA graphs of whole decoding steps, and no compiler."""
 
 
-def starts_eager(args: SalesGRPOConfig, model: str) -> bool:
-    """Whether the colocated engine starts without compilation and CUDA graphs.
+class Start(Enum):
+    """What an engine makes at its start."""
 
-    Args:
-        args (`SalesGRPOConfig`):
-            Settings.
-        model (`str`):
-            Folder or hub name of the policy.
-    """
-    if args.vllm_enforce_eager is not None:
-        return args.vllm_enforce_eager
-    if args.device.type == "cpu":
-        return True
-    return args.compiled is not None and not compiled.has_engine(args.compiled, compiled_engine(args, model))
+    EAGER = "eager"
+    GRAPHS = "with CUDA graphs, and compiles nothing"
+    COMPILED = "compiled, with CUDA graphs"
+
+
+def engine_start(args: SalesGRPOConfig) -> Start:
+    """What the colocated engine makes at its start."""
+    if args.vllm_enforce_eager is None:
+        return Start.EAGER if args.device.type == "cpu" else Start.GRAPHS
+    return Start.EAGER if args.vllm_enforce_eager else Start.COMPILED
 
 
 def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:

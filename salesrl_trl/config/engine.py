@@ -3,17 +3,16 @@
 Owns the mapping. `generation.vllm` hands the options to vLLM.
 """
 
-from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from salesrl_trl.config.compiling import starts_eager
+from salesrl_trl.config.compiling import GRAPHS_ALONE, Start, engine_start
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.vllm import engine_kwargs, pushes_all_weights, vllm_dtype
 
 
 def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:
-    """Arguments of `vllm.LLM` beside those of TRL; a collective.
+    """Arguments of `vllm.LLM` beside those of TRL.
 
     Args:
         args (`SalesGRPOConfig`):
@@ -31,10 +30,13 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
             "them to the server's command line."
         )
     caching = {name: getattr(args, f"vllm_{name}") for name in ("enable_prefix_caching", "enable_chunked_prefill")}
+    start = engine_start(args)
+    if start is Start.GRAPHS:
+        extra = {"compilation_config": GRAPHS_ALONE, **extra}
     process = args.process_index // args.vllm_tensor_parallel_size
     on_cpu = args.device.type == "cpu"
     return engine_kwargs(
-        enforce_eager=any(gather_object([starts_eager(args, model.name_or_path)])),  # alike on all ranks
+        enforce_eager=start is Start.EAGER,
         load_format=args.vllm_load_format or ("dummy" if pushes_all_weights(model, on_cpu) else "auto"),
         dtype=vllm_dtype(args.vllm_dtype, bf16=args.bf16, fp16=args.fp16, model_dtype=model.dtype),
         seed=args.seed * 1000 + process,  # equal within a group of tensor-parallel ranks

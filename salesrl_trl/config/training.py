@@ -74,9 +74,9 @@ class SalesGRPOConfig(GRPOConfig):
             Dotted path of a class that generates instead of TRL's engines, with `use_vllm: false`.
             `salesrl_trl.generation.sampler.Sampler` describes such a class.
         vllm_enforce_eager (`bool`, *optional*):
-            Whether to start vLLM without compilation and CUDA graphs. It then starts faster and generates two to three
-            times slower on a GPU. When not given: `True` on a CPU, where compilation takes 20 s or more; on a GPU
-            `False`, but with `compile_cache_dir` only if that folder holds the compiled engine.
+            Whether to start vLLM without compilation and CUDA graphs. It then generates two to three times slower on
+            a GPU. `False` compiles, which takes a minute at the first start (20 s on a CPU), and captures CUDA graphs.
+            When not given: CUDA graphs of decoding steps on a GPU without compilation; eager on a CPU.
         vllm_load_format (`str`, *optional*):
             How the colocated engine gets its first weights. `dummy` makes random ones, `auto` reads the model from
             disk, and vLLM has further names (`runai_streamer`, `fastsafetensors`). When not given: `dummy` if the

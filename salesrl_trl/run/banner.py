@@ -12,7 +12,7 @@ from trl import ModelConfig
 
 from salesrl_trl import __version__
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
-from salesrl_trl.config.compiling import compiled_engine, starts_eager
+from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.law import KLTarget
@@ -179,12 +179,12 @@ def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
     state = f"{training.compiled}: {compiled.kept(training.compiled)}"
     if not training.use_vllm or training.vllm_mode == "server":
         return state
-    is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
-    if starts_eager(training, policy_path):
-        asked = training.vllm_enforce_eager is not None or training.device.type == "cpu"
-        hint = "" if asked else "; scripts/warmup_model.py compiles this engine once, and generation is then faster"
-        return f"{state}. vLLM starts eager{hint}"
-    return f"{state}. vLLM starts with CUDA graphs, {'from this folder' if is_kept else 'which it compiles now'}"
+    start = engine_start(training)
+    told = f"{state}. vLLM starts {start.value}"
+    if start is Start.COMPILED:
+        is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
+        told += ", from this folder" if is_kept else ": it compiles this engine now, once"
+    return told
 
 
 def _versions(use_vllm: bool) -> str:

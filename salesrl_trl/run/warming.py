@@ -33,7 +33,6 @@ _ONE_STEP = {
     "save_strategy": "no",
     "report_to": "none",
     "warmup_steps": "0",
-    "vllm_enforce_eager": "false",
 }
 """Settings in place of those of the recipe and the command line."""
 

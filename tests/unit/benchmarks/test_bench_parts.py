@@ -9,10 +9,11 @@ import sys
 import time
 import urllib.request
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import pipeline, service
+from benchmarks import engine, pipeline, service, start
 from benchmarks.lengths import completion_tokens, fix_lengths, fix_server_lengths
 from benchmarks.service import GENERATIONS
 from benchmarks.vllm_server import vllm_server
@@ -256,3 +257,39 @@ def test_a_server_is_not_pushed_to_from_a_cpu(capsys):
     with pytest.raises(SystemExit):
         pipeline.main(["--device", "cpu", "--server", "1"])
     assert "needs two GPUs" in capsys.readouterr().err
+
+
+# Starts and engines
+
+
+def test_a_generations_seconds_are_without_the_weight_push_in_it():
+    spans = [
+        ("generation", 0, 9),
+        ("generation", 10, 6),
+        ("weight_push", 4, 1),
+        ("weight_push", 11, 2),
+        ("loss", 12, 1),
+    ]
+    trace = [{"name": name, "ph": "X", "ts": ts * 1e6, "dur": dur * 1e6} for name, ts, dur in spans]
+    assert start.generation_s([{"name": "process_name", "ph": "M"}, *trace]) == 4.0
+    found = {"stock": {"first_step_end_s": 8.0}, "warmup": {"wall_s": 3.0}, "kept": {"first_step_end_s": 2.0}}
+    assert start.ratios(found) == {"kept/stock": 0.25}
+
+
+def test_an_engines_rate_is_that_of_new_prompts_of_which_a_group_shares_one():
+    pytest.importorskip("vllm")
+    asked = []
+
+    class Engine:
+        def generate(self, prompts, settings, use_tqdm):
+            asked.append([tuple(each["prompt_token_ids"]) for each in prompts])
+            time.sleep(0.01)
+            completion = SimpleNamespace(token_ids=[0] * settings.max_tokens)
+            return [SimpleNamespace(outputs=[completion] * settings.n) for _ in prompts]
+
+    found = engine.measure(Engine(), prompt=32, completion=4)
+    for name, prompts, completions in (("alone", 1, 1), ("group", engine.PROMPTS, engine.PROMPTS * GENERATIONS)):
+        assert found[f"{name}_tokens_per_s"] == pytest.approx(completions * 4 / found[f"{name}_s"])
+        assert found[f"{name}_s"] >= 0.01
+        rounds = [each for each in asked if len(each) == prompts]
+        assert len(set(itertools.chain(*rounds))) == prompts * (engine.ROUNDS + 1)  # no prompt comes twice

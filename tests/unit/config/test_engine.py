@@ -1,14 +1,15 @@
-"""The engine's start: from dummy weights where the push sets them all, and with graphs where they are kept."""
+"""The engine's start: from dummy weights where the push sets them all, and with graphs on a GPU."""
 
 import os
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.compiling import compiled_engine, starts_eager
+from salesrl_trl.config.compiling import GRAPHS_ALONE, Start, compiled_engine, engine_start
 from salesrl_trl.config.engine import engine_options
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
@@ -67,17 +68,28 @@ def test_prefix_caching_and_chunked_prefill_reach_the_engine(config):
     assert "enable_prefix_caching" not in engine_options(config(use_vllm=True), Policy())  # vLLM's own choice
 
 
-def test_on_a_gpu_graphs_are_taken_when_they_are_kept(config, tmp_path):
-    args = config(compile_cache_dir=str(tmp_path / "compiled"), vllm_max_model_length=512)
-    on_gpu = SimpleNamespace(**{name: getattr(args, name) for name in dir(args) if name in vars(args)})
-    on_gpu.device, on_gpu.parsed_engine_kwargs = SimpleNamespace(type="gpu"), dict
-    assert (starts_eager(args, "policy"), starts_eager(on_gpu, "policy")) == (True, True)
-    compiled.keep_engine(args.compiled, compiled_engine(on_gpu, "policy"))
-    assert (starts_eager(args, "policy"), starts_eager(on_gpu, "policy")) == (True, False)
-    on_gpu.vllm_max_model_length = 1024  # vLLM would compile again
-    assert starts_eager(on_gpu, "policy")
-    on_gpu.vllm_enforce_eager = False
-    assert not starts_eager(on_gpu, "policy")
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "on_gpu"),
+    [(None, Start.EAGER, Start.GRAPHS), (True, Start.EAGER, Start.EAGER), (False, Start.COMPILED, Start.COMPILED)],
+)
+def test_the_engine_captures_graphs_on_a_gpu_and_compiles_only_when_it_is_asked_to(config, given, on_cpu, on_gpu):
+    own = '{"compilation_config": {"mode": 3}}'
+    args, asked = config(vllm_enforce_eager=given), config(vllm_enforce_eager=given, vllm_engine_kwargs=own)
+    assert engine_start(args) is on_cpu
+    with patch.object(type(args), "device", SimpleNamespace(type="cuda")):
+        assert engine_start(args) is on_gpu
+        options = engine_options(args, Policy())
+        assert engine_options(asked, Policy())["compilation_config"] == {"mode": 3}
+    assert options["enforce_eager"] == (on_gpu is Start.EAGER)
+    assert options.get("compilation_config") == (GRAPHS_ALONE if on_gpu is Start.GRAPHS else None)
+
+
+def test_an_engine_is_known_by_what_vllm_compiles_it_for(config, tmp_path):
+    settings = {"compile_cache_dir": str(tmp_path / "compiled"), "vllm_max_model_length": 512}
+    args, longer = config(**settings), config(**settings | {"vllm_max_model_length": 1024})
+    compiled.keep_engine(args.compiled, compiled_engine(args, "policy"))
+    assert compiled.has_engine(args.compiled, compiled_engine(args, "policy"))
+    assert not compiled.has_engine(args.compiled, compiled_engine(longer, "policy"))
 
 
 def test_every_compiler_gets_a_folder_in_the_one_that_is_named(config, tmp_path):
