@@ -172,7 +172,7 @@ def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPO
         min_changed_weights=0.0,
         **({"optim": STOCHASTIC_OPTIM, "optim_args": STOCHASTIC_ARGS} if row.rounds else {}),
     )
-    model_settings = ModelConfig(use_peft=row.lora, dtype=row.dtype)
+    model_settings = ModelConfig(use_peft=row.lora, dtype=row.dtype, attn_implementation=row.attention)
     prompt = [{"role": "user", "content": SENTENCE * (1 if row.shape == "tiny" else 16)}]
     if row.vllm:
         save_model(row.shape, folder / "model", where)
