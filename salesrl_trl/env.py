@@ -19,9 +19,10 @@ from pathlib import Path
 
 import psutil
 
+from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.run import software
-from salesrl_trl.run.record import Difference, differences, is_secret, settings_text, without_keys
+from salesrl_trl.run.record import Difference, differences, settings_text
 
 PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2

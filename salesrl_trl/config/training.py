@@ -3,11 +3,12 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trl import GRPOConfig
 
 from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
+from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.kl import law_of, targets_of
 from salesrl_trl.config.loader import settle_loader
 from salesrl_trl.config.machine import has_fsdp, settle
@@ -219,6 +220,10 @@ class SalesGRPOConfig(GRPOConfig):
         self._check_kl()
         self.parsed_engine_kwargs()
         self.sampler_class()
+
+    def to_dict(self) -> dict[str, object]:
+        """The settings as loggers show them: without keys."""
+        return cast(dict[str, object], without_keys(super().to_dict()))
 
     def _check_mode(self) -> None:
         check_choice(self, "mode", RUN_MODES)

@@ -1,6 +1,6 @@
 """A run's own record in its folder: every setting, the versions, the command.
 
-Owns `config.yaml` and `run.json`, the removal of keys from them, and the comparison of two runs. Needs no torch. Holds
+Owns `config.yaml` and `run.json`, and the comparison of two runs. Needs no torch. Holds
 nothing of the machine: folders of two machines can be compared.
 """
 
@@ -8,14 +8,13 @@ import dataclasses
 import json
 import os
 import platform
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TypeAlias
 
 import yaml
 
+from salesrl_trl.config.keys import from_json, is_secret, without_keys
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
 from salesrl_trl.process import put_aside
@@ -24,40 +23,9 @@ from salesrl_trl.run.software import code, packages
 Difference: TypeAlias = tuple[object, object]
 """The values of two runs; `ABSENT` where one has none."""
 ABSENT = "(none)"
-_SECRET = re.compile(
-    r"(^|[_-])(api_?key|key|token|secret|password|passwd|pwd|pass|auth|authorization|credentials?)([_-]?\d+)?$",
-    re.IGNORECASE,
-)
-_USER = re.compile(r"(?<=//)[^/\s]+@")
-"""The part of an address that may hold a password: of a proxy, for example."""
-_NO_SECRETS = ("eos_token", "pad_token", "bos_token")
 _HEAD = """\
 # Every setting of a run. `--config` with this file repeats the run; give `--output_dir` another folder.
 """
-
-
-def is_secret(name: str) -> bool:
-    """Whether the name of a setting or an environment variable is that of a key."""
-    return _SECRET.search(name) is not None and name not in _NO_SECRETS
-
-
-def without_keys(value: object) -> object:
-    """A setting's value as plain data. Entries of mappings that hold a key are left out, in JSON too. In addresses
-    there are asterisks for user and password."""
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {
-            str(name): without_keys(each)
-            for name, each in value.items()
-            if not each or isinstance(each, bool) or not is_secret(str(name))  # a setting without a value stays
-        }
-    if isinstance(value, list | tuple):
-        return [without_keys(each) for each in value]
-    if isinstance(value, str) and (plain := _from_json(value)) is not value:
-        shown = without_keys(plain)
-        return value if shown == plain else json.dumps(shown)
-    return _USER.sub("***@", value) if isinstance(value, str) else value
 
 
 def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[str], processes: int) -> None:
@@ -122,7 +90,7 @@ def _read(folder: Path) -> dict[str, dict[str, object]]:
 def _flat(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
     """Nested mappings by dotted names. A mapping that is given as JSON is one too."""
     for name, value in values.items():
-        plain = _from_json(value) if isinstance(value, str) else value
+        plain = from_json(value) if isinstance(value, str) else value
         if isinstance(plain, Mapping) and plain:
             yield from _flat(plain, f"{before}{name}.")
         else:
@@ -132,16 +100,6 @@ def _flat(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str,
 def _unequal(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Difference]:
     both = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in {**first, **second}}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
-
-
-def _from_json(text: str) -> object:
-    """The structure in a text that is one, or the text."""
-    if not text.lstrip().startswith(("{", "[")):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _command(command: Sequence[str]) -> Iterator[str]:
