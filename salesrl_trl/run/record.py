@@ -17,7 +17,7 @@ import yaml
 from salesrl_trl.config.keys import from_json, is_secret, without_keys
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
-from salesrl_trl.process import put_aside
+from salesrl_trl.process import put_aside, write_whole
 from salesrl_trl.run.software import code, packages
 
 Difference: TypeAlias = tuple[object, object]
@@ -41,9 +41,8 @@ def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[s
         processes (`int`):
             Number of processes.
     """
-    for name in (SETTINGS_FILE, RUN_FILE):
-        put_aside(folder / name)
-    (folder / SETTINGS_FILE).write_text(settings_text(recipe), encoding="utf-8")
+    put_aside(folder / SETTINGS_FILE, folder / RUN_FILE)
+    write_whole(folder / SETTINGS_FILE, settings_text(recipe))
     launcher = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("ACCELERATE_")}
     record = {
         "command": list(_command(command)),
@@ -53,7 +52,7 @@ def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[s
         "versions": {"python": platform.python_version()}
         | {each.name: each.installed for each in packages() if each.installed},
     }
-    (folder / RUN_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
 
 
 def settings_text(recipe: Mapping[str, object]) -> str:

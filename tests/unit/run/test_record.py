@@ -92,6 +92,19 @@ def test_two_runs_differ_in_what_was_changed_and_in_nothing_else(tmp_path, capsy
     assert "Expected the folder of a run" in capsys.readouterr().err
 
 
+def test_files_of_one_start_keep_one_number_although_a_start_was_cut_off_between_them(tmp_path):
+    for number in range(4):
+        write_record(tmp_path, {"seed": number}, ["recipes/debug.py", f"--seed={number}"], processes=1)
+        if number == 1:
+            (tmp_path / RUN_FILE).unlink()  # as if the second start had been killed here
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "config-1.yaml", "config-2.yaml", "config-3.yaml", "config.yaml", "run-1.json", "run-3.json", "run.json"
+    ]  # fmt: skip
+    for number in (1, 3):
+        assert yaml.safe_load((tmp_path / f"config-{number}.yaml").read_text()) == {"seed": number - 1}
+        assert json.loads((tmp_path / f"run-{number}.json").read_text())["command"][1] == f"--seed={number - 1}"
+
+
 def test_no_key_is_written(tmp_path):
     argv = ["--hub_token", "secret-1", "--vllm_engine_kwargs", '{"hf_token": "secret-2", "seed": 1}']
     argv += ["--hub-token=secret-3", "--hub_model_id", "https://me:secret-4@hub/a"]
