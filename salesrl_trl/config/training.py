@@ -14,7 +14,7 @@ from salesrl_trl.config.loader import settle_loader
 from salesrl_trl.config.machine import has_fsdp, settle
 from salesrl_trl.config.sampling import RESHAPING, load_sampler, reshaping
 from salesrl_trl.config.schedule import settle_schedule
-from salesrl_trl.config.sizes import check_ranges, check_sizes
+from salesrl_trl.config.sizes import check_numbers, check_sizes
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
@@ -188,7 +188,7 @@ class SalesGRPOConfig(GRPOConfig):
             len(self.branches) > 0 and len(set(self.branches)) == len(self.branches),
             f"`branches` is {self.branches}. Expected at least one name, and each name once.",
         )
-        check_ranges(self)
+        check_numbers(self)
         check_sizes(self)
         self._check_mode()
         self.compiled = compiled.folder_of(self.compile_cache_dir)
@@ -246,7 +246,6 @@ class SalesGRPOConfig(GRPOConfig):
         )
 
     def _check_sampling(self) -> None:
-        check_positive(self, "temperature", "repetition_penalty")
         check(0 < self.top_p <= 1, f"`top_p` is {self.top_p}. Expected more than 0, and at most 1 for all tokens.")
         check(0 <= (self.min_p or 0) <= 1, f"`min_p` is {self.min_p}. Expected 0 to 1, or nothing for all tokens.")
         temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)

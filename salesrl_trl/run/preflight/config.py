@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from salesrl_trl.config.checks import check_positive
+from salesrl_trl.config.ranges import LORA, check_ranges
 from salesrl_trl.config.sizes import check_evaluation
 from salesrl_trl.data.faster_disk import copied
 from salesrl_trl.data.sources import check_source, is_file
@@ -38,7 +38,7 @@ class ConfigStage:
             check_evaluation(training, training.world_size)
         _check_small_policy(plan)
         if config.model.use_peft:
-            check_positive(config.model, "lora_r", "lora_alpha")
+            check_ranges(config.model, LORA)
         for source in config.data.own_sources:
             check_source(source)
         notes = check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
