@@ -23,6 +23,7 @@ from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.run import software
 from salesrl_trl.run.record import Difference, differences, settings_text
+from salesrl_trl.tidy_end import end_tidily
 
 PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2
@@ -151,4 +152,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    end_tidily()
     sys.exit(main())

@@ -11,20 +11,19 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.run import software
-from salesrl_trl.run.launcher import EXIT_INTERRUPTED
+from salesrl_trl.run.launcher import end_tidily
 from salesrl_trl.run.preflight.stage import Finding, StageReport, Verdict
 from salesrl_trl.run.preflight.text import as_json, next_step, stage_text
+from salesrl_trl.tidy_end import is_interrupt
 
 RECIPE = software.PACKAGE.parent / "recipes" / "full.yaml"
 FAILED = 2
-EXIT_UNREAD = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,17 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Of several processes, the first one prints. The others print what fails in them, on stderr.
     """
-    try:
-        return _main(argv)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has ended, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails again
-        return EXIT_UNREAD
-
-
-def _main(argv: Sequence[str] | None) -> int:
     options, settings = _parser().parse_known_args(argv)
     wanted, reports = options.stage.split(",") if options.stage else [], []
     out, is_first = sys.stdout, os.environ.get("RANK", "0") == "0"
@@ -77,6 +65,8 @@ def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageRe
         stages = runner.chosen(wanted, runner.STAGES)
         plan = Plan(parse(settings, RECIPE), in_depth=True)
     except ImportError as error:
+        if is_interrupt(error):
+            raise
         wrong = ", ".join(f"{each.name}{each.wanted}" for each in software.packages() if not each.is_met)
         text = f"{error}. Expected the packages of setup.cfg; not met: {wrong or 'none'}."
         yield _failed("environment", Finding(text, "Install them with scripts/install.sh.", is_failure=True), start)
@@ -104,4 +94,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    end_tidily()
     sys.exit(main())

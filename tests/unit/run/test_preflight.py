@@ -437,4 +437,4 @@ def test_ctrl_c_ends_a_preflight_with_130_and_without_a_traceback(tmp_path):
             run.send_signal(signal.SIGINT)
             said, told = run.communicate(timeout=60)
         connection.close()
-    assert (run.returncode, said, told) == (130, "", "interrupted\n")
+    assert (run.returncode, said, told) == (130, "", "\ninterrupted by Ctrl-C\n")
