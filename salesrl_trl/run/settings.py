@@ -293,7 +293,7 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}, {unreadable(error)}.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {_yaml_fault(error)}.") from None
+        raise ConfigError(f"{path} is not YAML: {_yaml_fault(error)}. Correct it there.") from None
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
     small_policy = recipe.get(SMALL_POLICY) or {}

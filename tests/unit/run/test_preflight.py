@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -18,17 +19,21 @@ from packaging.requirements import Requirement
 from torch.utils.file_baton import FileBaton
 from transformers import AutoTokenizer
 
+from salesrl_trl import env
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.preflight import main
 from salesrl_trl.run import software
+from salesrl_trl.run.memory import command
 from salesrl_trl.run.preflight import environment, runner
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.runner import chosen, examine, prepare
 from salesrl_trl.run.preflight.stage import Findings, Verdict
 from salesrl_trl.run.settings import parse
+from salesrl_trl.run.simulation.command import main as simulate
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
 ABSENT = ("bitsandbytes", "torchao")
+check_memory = functools.partial(command.main, None)
 CHEAP = runner.STAGES[:4]
 """Those that ask no service and load no model."""
 Usage = namedtuple("Usage", "total used free")
@@ -405,12 +410,43 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
 
         def run(self, plan):
             print("a line of another library")
-            return Findings()
+            return Findings(figures={"kl": math.nan})
 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(runner, "STAGES", (Chatty(),))
     assert main(["--json", "--config", str(RECIPE), "--output_dir", str(tmp_path)]) == 0
-    assert [json.loads(line)["passed"] for line in capsys.readouterr().out.splitlines()] == [True] * told
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["passed"] for line in lines] == [True] * told
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        (main, ["--stage"], "the arguments do not work: argument --stage: expected one argument"),
+        (
+            main,
+            ["--stage", "judge", "--config", "absent.yaml"],
+            "there is no recipe absent.yaml. Expected a YAML file",
+        ),
+        (main, ["--max_stepz", "1"], "unknown arguments: --max_stepz (did you mean --max_steps?)"),
+        (main, ["--config", "BROKEN"], "is not YAML"),
+        (check_memory, [], "no model is named, and the packaged small policy fits every card"),
+        (check_memory, ["--sharding", "zero4"], "argument --sharding: invalid choice: 'zero4'"),
+        (check_memory, ["--processes", "0"], "`processes` is 0. Expected a number, at least 1"),
+        (check_memory, ["--config", "BROKEN"], "is not YAML"),
+        (check_memory, ["--model_name_or_path", "BROKEN"], "BROKEN"),
+        (simulate, ["--config", "BROKEN"], "is not YAML"),
+        (env.main, ["--diff", "absent", "none"], "absent holds no readable config.yaml and run.json"),
+    ],
+)
+def test_a_program_gets_one_json_object_of_a_failure_too(tool, arguments, message, capsys, tmp_path):
+    (tmp_path / "BROKEN").write_text("a: [")
+    given = [str(tmp_path / each) if each == "BROKEN" else each for each in arguments]
+    assert tool(["--json", *(["--card", "80gb"] if tool is check_memory else []), *given]) == 2
+    told = json.loads(capsys.readouterr().out)
+    found = told["stages"][0]["findings"][0] if tool is main else told["failure"]
+    assert message in found["text"]
+    assert found["remedy"] or "Expected" in found["text"] or "Correct" in found["text"]
 
 
 def preflight(*arguments, **options):
