@@ -92,7 +92,7 @@ def communication(shape: ModelShape, setup: Setup) -> float:
     """
     if setup.sharding is Sharding.FSDP:
         heads = shape.embedding * (1 if shape.is_tied else 2)
-        return 2.0 * (2 * shape.linear / shape.layers + heads)
+        return 2.0 * (2 * (shape.linear + shape.experts) / shape.layers + heads)
     if not setup.sharding.is_zero:
         return 0.0
     gathered = min(LIVE, shape.parameters) if setup.sharding is Sharding.ZERO3 else 0
