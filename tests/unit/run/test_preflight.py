@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from salesrl_trl.errors import SalesRLError
 from salesrl_trl.preflight import main
 from salesrl_trl.run import software
 from salesrl_trl.run.memory import command
+from salesrl_trl.run.memory.cards import Card
 from salesrl_trl.run.preflight import environment, runner
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.runner import chosen, examine, prepare
@@ -341,19 +343,31 @@ def test_an_end_token_that_the_tokenizer_does_not_have_is_refused(told, policy):
     assert "has the end tokens [151645], and the tokenizer" in told(*asked(policy))
 
 
+def deepspeed_in_16_bits(training):
+    training.deepspeed_plugin, training.bf16 = SimpleNamespace(zero_stage=2, deepspeed_config={}), True
+
+
 def test_checkpoints_have_room(told, policy, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.run.preflight.config.parameter_count", lambda *_: 2**30)
+    monkeypatch.setattr("salesrl_trl.run.preflight.memory.parameter_count", lambda *_: 2**30)
     given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
     free = {"gib": 200.0}
-    monkeypatch.setattr("salesrl_trl.run.preflight.config.free_gib", lambda *_: free["gib"])
-    assert told(*given, stages=CHEAP[1:2]) == ""
+    monkeypatch.setattr("salesrl_trl.run.preflight.memory.free_gib", lambda *_: free["gib"])
+    monkeypatch.setattr("salesrl_trl.run.preflight.memory.card_here", lambda device: Card("a card", 80.0))
+    asked_with = functools.partial(told, *given, stages=runner.STAGES[1:5])
+    assert "free disk" not in asked_with()
     free["gib"] = 30.0
-    found = told(*given, "--save_total_limit", "3", stages=CHEAP[1:2])
+    found = asked_with("--save_total_limit", "3")
     assert "about 12.0 GiB, and 4 of them" in found and "evaluation 56.0" in found
-    assert told(*given, "--save_total_limit", "1", "--save_only_model", "true", stages=CHEAP[1:2]) == ""
-    assert "and 2 of them" in told(*given, "--save_steps", "0.5", stages=CHEAP[1:2])  # a share of the steps
+    assert "free disk" not in asked_with("--save_total_limit", "1", "--save_only_model", "true")
+    assert "and 2 of them" in asked_with("--save_steps", "0.5")  # a share of the steps
+    # 2 bytes a weight, and two moments of a byte with a scale of 4 bytes for 256 numbers
+    rounded = ["--dtype", "bfloat16", "--optim", "adamw_torch_8bit", "--optim_args", "bf16_stochastic_round=True"]
+    assert "about 4.0 GiB, and 7 of them" in asked_with(*rounded)
+    # DeepSpeed's: 2 bytes a weight, and 4 each for its copy and two moments
+    found = asked_with("--save_total_limit", "1", change=deepspeed_in_16_bits)
+    assert "about 14.0 GiB, and 2 of them" in found
     free["gib"] = 10.0
-    assert "has 10.0 GiB of free disk. Name an `output_dir`" in told(*given, stages=CHEAP[1:2])
+    assert "has 10.0 GiB of free disk. Name an `output_dir`" in asked_with()
 
 
 def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(told, policy):
