@@ -5,7 +5,6 @@ prints docs/TROUBLESHOOTING.md. The first fault with a fitting sign counts: a sp
 """
 
 from salesrl_trl.run.fault import Fault, Sign, page
-from salesrl_trl.tidy_end import end_tidily
 
 _OUT_OF_MEMORY = "torch.OutOfMemoryError"
 _TOO_FEW = "TooFewRewardsError"
@@ -397,5 +396,4 @@ FAULTS: tuple[Fault, ...] = (
 
 
 if __name__ == "__main__":
-    end_tidily()
     print(page(FAULTS), end="")

@@ -49,7 +49,6 @@ def test_ctrl_c_during_the_imports_is_one_line_and_130(command, error, tmp_path)
     [
         ("-m", "salesrl_trl.env"),
         ("-u", "-m", "salesrl_trl.env"),
-        ("-m", "salesrl_trl.run.catalogue"),
         ("-m", "salesrl_trl.preflight", "--stage", "absent"),
         ("scripts/quick_test_rag_8b.py", *ADDRESS),
         ("scripts/test_rag_endpoints.py", *ADDRESS),
