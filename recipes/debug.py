@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from salesrl_trl.train import main
+from salesrl_trl.run.launcher import end_tidily
 
 if __name__ == "__main__":
+    end_tidily()
+    from salesrl_trl.train import main  # takes seconds
+
     main(Path(__file__).with_suffix(".yaml"))

@@ -6,7 +6,6 @@ text. torch is imported only for the settings of a recipe, which its classes che
 Exit code: 0; 1 with `--diff`, if the runs differ; 2 for bad input.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -19,9 +18,12 @@ from pathlib import Path
 
 import psutil
 
+from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.run import software
-from salesrl_trl.run.record import Difference, differences, is_secret, settings_text, without_keys
+from salesrl_trl.run.record import Difference, differences, settings_text
+from salesrl_trl.run.tools import ToolParser, tell_failure
+from salesrl_trl.tidy_end import end_tidily
 
 PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2
@@ -102,8 +104,9 @@ def difference_page(found: Mapping[str, Mapping[str, Difference]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the facts or the differences. Returns the exit code."""
-    options, settings = _parser().parse_known_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        options, settings = _parser().parse_known_args(argv)
         if options.diff:
             if settings:
                 names = [each.split("=")[0] for each in settings if each.startswith("-")]  # a value may be a key
@@ -118,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(page(shown) + (f"\n\n{settings_text(recipe)}" if recipe is not None else ""))
     except SalesRLError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        tell_failure(error, as_json="--json" in argv)
         return BAD_INPUT
     return 0
 
@@ -131,8 +134,8 @@ def _recipe(argv: Sequence[str]) -> Mapping[str, object]:
     return plain
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ToolParser:
+    parser = ToolParser(
         prog=PROGRAM,
         usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...] [--json] | --diff RUN_A RUN_B",
         description="Code, versions, GPUs and environment here, and the settings of a recipe if one is given.",
@@ -150,4 +153,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    end_tidily()
     sys.exit(main())

@@ -6,25 +6,23 @@ Says whether a run can work before it is started. Owns the command line. The sta
 Exit code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
 """
 
-import argparse
 import contextlib
-import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from salesrl_trl.errors import SalesRLError
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.run import software
-from salesrl_trl.run.launcher import EXIT_INTERRUPTED
-from salesrl_trl.run.preflight.stage import Finding, StageReport, Verdict
-from salesrl_trl.run.preflight.text import as_json, next_step, stage_text
+from salesrl_trl.run.launcher import end_tidily
+from salesrl_trl.run.preflight.stage import Finding, StageReport, Verdict, finding_of
+from salesrl_trl.run.preflight.text import all_reports, next_step, stage_text
+from salesrl_trl.run.tools import ToolParser, strict_json
+from salesrl_trl.tidy_end import is_interrupt
 
 RECIPE = software.PACKAGE.parent / "recipes" / "full.yaml"
 FAILED = 2
-EXIT_UNREAD = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,30 +30,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Of several processes, the first one prints. The others print what fails in them, on stderr.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    out, as_json, is_first = sys.stdout, "--json" in argv, os.environ.get("RANK", "0") == "0"
+    wanted, reports = list[str](), list[StageReport]()
     try:
-        return _main(argv)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has ended, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails again
-        return EXIT_UNREAD
-
-
-def _main(argv: Sequence[str] | None) -> int:
-    options, settings = _parser().parse_known_args(argv)
-    wanted, reports = options.stage.split(",") if options.stage else [], []
-    out, is_first = sys.stdout, os.environ.get("RANK", "0") == "0"
+        options, settings = _parser().parse_known_args(argv)
+    except ConfigError as error:
+        examined = iter([_failed("config", finding_of(error), time.perf_counter())])
+    else:
+        wanted += options.stage.split(",") if options.stage else []
+        examined = _reports(wanted, settings)
     with contextlib.redirect_stdout(sys.stderr):  # for lines of DeepSpeed and vLLM
-        for report in _reports(wanted, settings):
+        for report in examined:
             reports.append(report)
             if not is_first and report.verdict is Verdict.FAILED:
                 print(f"rank {os.environ['RANK']}: {stage_text(report)}")
-            if is_first and not options.json:
+            if is_first and not as_json:
                 print(stage_text(report), file=out, flush=True)
     following = next_step(reports, wanted)
     if is_first:
-        print(json.dumps(as_json(reports, following)) if options.json else following)
+        print(strict_json(all_reports(reports, following)) if as_json else following)
     return FAILED if reports[-1].verdict is Verdict.FAILED else 0
 
 
@@ -77,11 +71,13 @@ def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageRe
         stages = runner.chosen(wanted, runner.STAGES)
         plan = Plan(parse(settings, RECIPE), in_depth=True)
     except ImportError as error:
+        if is_interrupt(error):
+            raise
         wrong = ", ".join(f"{each.name}{each.wanted}" for each in software.packages() if not each.is_met)
         text = f"{error}. Expected the packages of setup.cfg; not met: {wrong or 'none'}."
         yield _failed("environment", Finding(text, "Install them with scripts/install.sh.", is_failure=True), start)
-    except SalesRLError as error:
-        yield _failed("config", Finding(str(error), is_failure=True), start)
+    except Exception as error:
+        yield _failed("config", finding_of(error), start)
     else:
         yield from runner.examine(plan, stages, wanted)
 
@@ -90,8 +86,8 @@ def _failed(stage: str, finding: Finding, start: float) -> StageReport:
     return StageReport(stage, Verdict.FAILED, time.perf_counter() - start, (finding,), {})
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ToolParser:
+    parser = ToolParser(
         prog="python -m salesrl_trl.preflight",
         usage="%(prog)s [--config RECIPE.yaml] [--stage NAME[,NAME]] [--json] [--SETTING VALUE ...]",
         description="Says whether a run can work, in stages from cheap to costly. The first failure ends it. Takes "
@@ -104,4 +100,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    end_tidily()
     sys.exit(main())

@@ -111,8 +111,25 @@ def child_environment(*, with_gpu: bool = False) -> dict[str, str]:
     return environment | {name: value.partition(",")[0] for name, value in chosen.items()}
 
 
-def put_aside(path: Path) -> None:
-    """Rename an existing file to one with a number, so that the file of an earlier start is kept."""
-    if path.exists():
-        number = next(n for n in itertools.count(1) if not path.with_stem(f"{path.stem}-{n}").exists())
-        path.rename(path.with_stem(f"{path.stem}-{number}"))
+def put_aside(*paths: Path) -> tuple[Path, ...]:
+    """Rename existing files to ones with a number, so that the files of an earlier start are kept.
+
+    All get the same number, even if some are absent. Returns the new paths.
+    """
+
+    def numbered(number: int) -> tuple[Path, ...]:
+        return tuple(path.with_stem(f"{path.stem}-{number}") for path in paths)
+
+    aside = next(some for some in map(numbered, itertools.count(1)) if not any(path.exists() for path in some))
+    for path, other in zip(paths, aside, strict=True):
+        if path.exists():
+            path.rename(other)
+    return aside
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, and its folder if need be. A process that is cut off leaves the old file or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)

@@ -27,7 +27,7 @@ from salesrl_trl.reward.readiness import warm_up
 from salesrl_trl.run.assembly import launched_services, open_reward
 from salesrl_trl.run.banner import closing_lines
 from salesrl_trl.run.building import build_instruments, build_trainer, take_policy
-from salesrl_trl.run.checks.folders import check_output_dir
+from salesrl_trl.run.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.run.console import (
     EXIT_BAD_INPUT,
     EXIT_STOPPED,
@@ -75,6 +75,8 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                 if config.training.mode == "rewards":
                     raise SystemExit(_simulate(config, default_recipe, argv))
                 check_output_dir(config.training.output_dir)
+                if config.training.process_index == 0:
+                    stack.enter_context(claim_output_dir(config.training.output_dir))
                 if config.training.process_index == config.training.local_process_index:  # of the first node
                     keep_console(Path(config.training.output_dir) / LOG_FILE)
                 services = stack.enter_context(launched_services(config.reward))  # they start while the checks run

@@ -10,6 +10,11 @@ without a tenant. Needs the extra `vector-store`. Writes nothing before all docu
 Exit code: 0 written; 1 the embedding service failed; 2 wrong usage or documents; 130 interrupted.
 """
 
+from salesrl_trl.tidy_end import end_tidily
+
+if __name__ == "__main__":
+    end_tidily()  # before the imports that take seconds
+
 import argparse
 import asyncio
 import dataclasses
@@ -33,7 +38,6 @@ from salesrl_trl.reward.service.transport import Transport
 
 EXIT_SERVICE = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 MAX_CONCURRENCY = 4
 """Requests at the same time. They keep a server with one GPU busy."""
@@ -50,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return failed(error, EXIT_USAGE)
     except ServiceError as error:
         return failed(error, EXIT_SERVICE)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     return 0
 
 

@@ -10,6 +10,11 @@ or .parquet, by the ending of --out, with all columns. The rows keep their order
 Exit code: 0 written; 2 wrong usage or a row that no run would take.
 """
 
+from salesrl_trl.tidy_end import end_tidily
+
+if __name__ == "__main__":
+    end_tidily()  # before the imports that take seconds
+
 import argparse
 import json
 import random

@@ -17,6 +17,8 @@ from typing import Any
 from demo_content.conversations import build_split
 from demo_content.knowledge import build_knowledge
 
+from salesrl_trl.tidy_end import end_tidily
+
 SEED = 20240611
 TRAIN_ROWS = 960
 HELD_OUT_ROWS = 160
@@ -44,4 +46,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_tidily()
     main()

@@ -105,4 +105,14 @@ def address(text: str) -> SplitResult:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        code = 130
+    except OSError as error:  # of stdout: that of the connection is a result
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush fails again
+        print(f"the output can't be written ({error.strerror})", file=sys.stderr)
+        code = 2
+    sys.exit(code)

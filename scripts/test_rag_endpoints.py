@@ -1124,7 +1124,13 @@ def number(kind: type, low: float, high: float) -> Callable[[str], Any]:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        code = main()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+        code = EXIT_INTERRUPTED
+    except OSError as error:  # of stdout: those of connections are findings
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush fails again
+        print(f"the output can't be written ({error.strerror})", file=sys.stderr)
+        code = EXIT_USAGE
+    sys.exit(code)

@@ -12,7 +12,10 @@ packages. Several processes: `accelerate launch scripts/warmup_model.py ...`, wi
 
 from pathlib import Path
 
-from salesrl_trl.run.warming import main
+from salesrl_trl.run.launcher import end_tidily
 
 if __name__ == "__main__":
+    end_tidily()
+    from salesrl_trl.run.warming import main  # takes seconds
+
     main(Path(__file__).parents[1] / "recipes" / "full.yaml")

@@ -6,7 +6,8 @@ import json
 import math
 import re
 import urllib.parse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from salesrl_trl.errors import ConfigError
@@ -17,6 +18,8 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+LONGEST_SHOWN = 200
+"""Characters of a path that a message shows."""
 Kind = TypeVar("Kind", bound=list[object] | dict[str, object])
 
 
@@ -49,6 +52,38 @@ def check_finite(config: "DataclassInstance", where: str = "") -> None:
         check(
             not isinstance(value, float) or math.isfinite(value),
             f"`{where}{each.name}` is {value}. Expected a finite number.",
+        )
+
+
+def check_path(setting: str, path: str) -> None:
+    """Refuse a path that no file can have, or that may not be looked at. There need be nothing at the path."""
+    try:
+        Path(path).expanduser().stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, RuntimeError) as error:  # the latter is pathlib's, for a `~NAME` without a home
+        shown = path if len(path) <= LONGEST_SHOWN else path[:LONGEST_SHOWN] + "..."
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"`{setting}` is {shown!r}, which can't be looked at ({reason}). Expected a path that this user may read. "
+            "Correct it."
+        ) from None
+
+
+def check_text(where: str, value: object, name: str = "") -> None:
+    """Refuse a NUL, and half a character, in the texts of a structure: no file's name, request or environment variable
+    may hold one. `where`: what holds the structure. `name`: the setting, with dots."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            check_text(where, key, name)
+            check_text(where, each, f"{name}.{key}".removeprefix("."))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            check_text(where, each, name)
+    elif isinstance(value, str):
+        check(
+            not re.search(r"[\0\ud800-\udfff]", value),
+            f"`{name}` of {where} holds a NUL or half a character. Expected a text without. Remove it.",
         )
 
 

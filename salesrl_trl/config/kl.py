@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from salesrl_trl.config.checks import check, load_object, structure
+from salesrl_trl.config.ranges import KL_COEFFICIENT, check_range
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget, check_law
 
@@ -37,6 +38,7 @@ def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[
         )
         try:
             targets[branch] = KLTarget(**entry)
+            check_range("beta", targets[branch].beta, KL_COEFFICIENT)
         except ConfigError as error:
             raise ConfigError(f"`branch_kl` of {branch!r}: {error}") from error
     return targets if any(target.beta for target in targets.values()) else {}

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from salesrl_trl.config.checks import about, check_positive
+from salesrl_trl.config.checks import about
+from salesrl_trl.config.ranges import WARM_START, check_ranges
 
 
 @dataclass
@@ -20,4 +21,4 @@ class WarmStartConfig:
     warm_start_seed: int = field(default=0, metadata=about("Seed of the small policy."))
 
     def __post_init__(self) -> None:
-        check_positive(self, "warm_start_steps")
+        check_ranges(self, WARM_START)

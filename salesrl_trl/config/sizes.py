@@ -1,53 +1,23 @@
-"""Ranges of TRL's settings, and sizes that have to go together: groups, micro-batches, generation batches, processes.
+"""Numbers of TRL's settings, and sizes that have to go together: groups, micro-batches, generation batches, processes.
 
 Owns these checks. TRL makes some of them too, but later, and without advice.
 """
 
-import math
 import os
 
 from trl import GRPOConfig
 
 from salesrl_trl.config.checks import check
+from salesrl_trl.config.ranges import EVERY, TRAINING, check_ranges
 
-_AT_LEAST_1 = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "generation_batch_size",
-    "num_iterations",
-    "max_completion_length",
-    "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
-    "ddp_timeout",
-)
-_AT_LEAST_0 = ("learning_rate", "weight_decay", "warmup_steps", "seed", "vllm_server_timeout")
-_MORE_THAN_0 = ("num_train_epochs", "vllm_gpu_memory_utilization")
 _EVERY = ("logging", "save", "eval")
-"""What happens every so many steps, if its strategy is `steps`. A number below 1 is a share of the run."""
+"""What happens every so many steps, if its strategy is `steps`."""
 
 
-def check_ranges(args: GRPOConfig) -> None:
-    """Raise `ConfigError` unless numbers that neither transformers nor TRL checks lie in their ranges.
-
-    Other settings may be infinite: `max_kl` and `max_sampling_logp_difference` are without a limit then.
-    """
-    every = tuple(f"{name}_steps" for name in _EVERY if getattr(args, f"{name}_strategy") == "steps")
-    for names, least, expected in (
-        (_AT_LEAST_1, 1, "at least 1"),
-        (_AT_LEAST_0, 0, "0 or more"),
-        ((*_MORE_THAN_0, *every), math.ulp(0), "more than 0"),
-    ):
-        for name in names:
-            value = getattr(args, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            check(
-                value is None or (is_number and least <= value < math.inf),  # never so for NaN
-                f"`{name}` is {value!r}. Expected a number, {expected}.",
-            )
-    share = args.vllm_gpu_memory_utilization
-    check(share <= 1, f"`vllm_gpu_memory_utilization` is {share}. Expected at most 1, the whole GPU.")
+def check_numbers(args: GRPOConfig) -> None:
+    """Raise `ConfigError` unless numbers that neither transformers nor TRL checks lie in their ranges."""
+    every = (f"{name}_steps" for name in _EVERY if getattr(args, f"{name}_strategy") == "steps")
+    check_ranges(args, TRAINING | dict.fromkeys(every, EVERY))
     steps = args.max_steps
     check(
         isinstance(steps, int) and (steps == -1 or steps > 0),

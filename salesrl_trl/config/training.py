@@ -3,17 +3,18 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trl import GRPOConfig
 
 from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
+from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.kl import law_of, targets_of
 from salesrl_trl.config.loader import settle_loader
 from salesrl_trl.config.machine import has_fsdp, settle
 from salesrl_trl.config.sampling import RESHAPING, load_sampler, reshaping
 from salesrl_trl.config.schedule import settle_schedule
-from salesrl_trl.config.sizes import check_ranges, check_sizes
+from salesrl_trl.config.sizes import check_numbers, check_sizes
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
@@ -187,7 +188,7 @@ class SalesGRPOConfig(GRPOConfig):
             len(self.branches) > 0 and len(set(self.branches)) == len(self.branches),
             f"`branches` is {self.branches}. Expected at least one name, and each name once.",
         )
-        check_ranges(self)
+        check_numbers(self)
         check_sizes(self)
         self._check_mode()
         self.compiled = compiled.folder_of(self.compile_cache_dir)
@@ -220,6 +221,10 @@ class SalesGRPOConfig(GRPOConfig):
         self.parsed_engine_kwargs()
         self.sampler_class()
 
+    def to_dict(self) -> dict[str, object]:
+        """The settings as loggers show them: without keys."""
+        return cast(dict[str, object], without_keys(super().to_dict()))
+
     def _check_mode(self) -> None:
         check_choice(self, "mode", RUN_MODES)
         processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -241,7 +246,6 @@ class SalesGRPOConfig(GRPOConfig):
         )
 
     def _check_sampling(self) -> None:
-        check_positive(self, "temperature", "repetition_penalty")
         check(0 < self.top_p <= 1, f"`top_p` is {self.top_p}. Expected more than 0, and at most 1 for all tokens.")
         check(0 <= (self.min_p or 0) <= 1, f"`min_p` is {self.min_p}. Expected 0 to 1, or nothing for all tokens.")
         temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)

@@ -24,7 +24,7 @@ import filelock
 
 from salesrl_trl.data.prompts import action_text, build_prompt, template_path
 from salesrl_trl.data.sources import demo_path, load_drafts
-from salesrl_trl.errors import SalesRLError
+from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.process import cache_dir, child_environment, keep_freed_memory
 from salesrl_trl.types import Action
 
@@ -72,12 +72,21 @@ def cached_policy(steps: int, seed: int) -> Path:
 
     Raises:
         `SalesRLError`: the warm start failed; the message holds the end of its output.
+        `ConfigError`: the cache does not hold it, and can't be written.
     """
     target = _policy_folder(steps, seed)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{target}.lock"):
-        if not (target / "config.json").is_file():
-            _make_in_subprocess(target, steps, seed)
+    if (target / "config.json").is_file():  # it came there whole, so that a cache that can only be read will do
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{target}.lock"):
+            if not (target / "config.json").is_file():
+                _make_in_subprocess(target, steps, seed)
+    except OSError as error:
+        raise ConfigError(
+            f"the small policy can't be kept in {target.parent} ({error.strerror}). Expected a folder with room, and "
+            "the right to write. Set the environment variable SALESRL_CACHE_DIR to one, or give `model_name_or_path`."
+        ) from error
     return target
 
 

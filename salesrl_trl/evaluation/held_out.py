@@ -14,6 +14,7 @@ from pathlib import Path
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.names import HELD_OUT_FILE, REWARD, outcome_of, reward_of
+from salesrl_trl.process import put_aside, write_whole
 from salesrl_trl.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,8 @@ Figures = Mapping[str, float | None]
 
 
 class HeldOut(TrainerCallback):
-    """Logs each evaluation of the held-out rows in a line, and keeps all of them in `held_out.json`. At the end of
-    training it sets the first beside the last.
+    """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
+    the end of training it sets the first beside the last. A resumed run goes on with the file.
 
     Args:
         branches (`Sequence[str]`):
@@ -44,10 +45,17 @@ class HeldOut(TrainerCallback):
         num_generations: int,
     ) -> None:
         self._branches = branches
-        self._output_dir = output_dir
+        self._path = output_dir / HELD_OUT_FILE
         self._drain_rewards = drain_rewards
         self._num_generations = num_generations
         self._evaluations: list[_Evaluation] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._evaluations = []
+        if state.is_world_process_zero and state.global_step:
+            self._evaluations = [each for each in _read(self._path) if each.step <= state.global_step]
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
@@ -61,15 +69,15 @@ class HeldOut(TrainerCallback):
         rows = row_means(rewards, self._num_generations)
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
+        self._evaluations = [each for each in self._evaluations if each.step != state.global_step]
         self._evaluations.append(_Evaluation(state.global_step, figures, rows))
         if not state.is_world_process_zero:
             return
         scored = sum(not math.isnan(reward) for reward in rewards)
         few = "" if scored == len(rewards) else f"; {scored} of {len(rewards)} completions were scored"
         logger.info(f"[HeldOut@{state.global_step}] {_text(figures)}{few}")
-        self._output_dir.mkdir(parents=True, exist_ok=True)
         text = json.dumps([{"step": each.step, **each.figures} for each in self._evaluations], indent=2) + "\n"
-        (self._output_dir / HELD_OUT_FILE).write_text(text, encoding="utf-8")
+        write_whole(self._path, text)
         if len(self._evaluations) > 1 and state.global_step >= state.max_steps:
             self._compare()
 
@@ -101,6 +109,19 @@ class _Evaluation:
     figures: Figures
     rows: Sequence[float]
     """Mean reward of each row, NaN without one. Empty if the order of rows is not known."""
+
+
+def _read(path: Path) -> list[_Evaluation]:
+    """The evaluations of earlier starts. A file that can't be read is kept under another name."""
+    if not path.is_file():
+        return []
+    try:
+        records = [dict(each) for each in json.loads(path.read_text(encoding="utf-8"))]
+        return [_Evaluation(int(each.pop("step")), each, []) for each in records]
+    except (ValueError, TypeError, KeyError) as error:
+        (kept,) = put_aside(path)
+        logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {kept.name}")
+        return []
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:

@@ -21,6 +21,7 @@ from salesrl_trl.evaluation.figures import (
 )
 from salesrl_trl.evaluation.pareto import pareto_front
 from salesrl_trl.names import REWARD
+from salesrl_trl.process import write_whole
 
 Record = Mapping[str, Any]
 """One evaluation as a JSON object."""
@@ -248,10 +249,7 @@ class QuickEvalHistory:
             json.dumps({**each.as_dict(), "best": self._best is not None and each is self.best})
             for each in self.evaluations
         ]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        fresh.replace(self.path)  # a run that is cut off leaves the old record or the new one, whole
+        write_whole(self.path, "".join(f"{line}\n" for line in lines))
 
     def add(self, evaluation: QuickEvaluation) -> bool:
         """Add one; returns whether it is the best so far."""

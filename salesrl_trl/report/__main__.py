@@ -14,6 +14,7 @@ from salesrl_trl.names import REPORT_PAGE_FILE, REPORT_TEXT_FILE
 from salesrl_trl.report.page import html_page, text_page
 from salesrl_trl.report.plots import draw, require_matplotlib
 from salesrl_trl.report.records import read_run
+from salesrl_trl.tidy_end import end_tidily
 
 PROGRAM = "python -m salesrl_trl.report"
 BAD_INPUT = 2
@@ -62,4 +63,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    end_tidily()
     sys.exit(main())

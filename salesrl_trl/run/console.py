@@ -20,8 +20,9 @@ import transformers
 
 from salesrl_trl.errors import RunStopped, SalesRLError
 from salesrl_trl.run.last_words import words_of
-from salesrl_trl.run.launcher import EXIT_INTERRUPTED, keep_log, speak
+from salesrl_trl.run.launcher import keep_log, speak
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
+from salesrl_trl.tidy_end import EXIT_INTERRUPTED
 
 EXIT_BAD_INPUT = 2
 """The checks before a run refused its settings, data, addresses or model."""

@@ -9,7 +9,7 @@ in a folder of the launch. One of two prints them:
   another one's.
 
 Owns the folder and both ways. Refuses to decide the words: `last_words` does. Standard library only, because
-accelerate's process imports it before anything else.
+accelerate's process imports it before anything else, as a command does before the imports that take seconds.
 """
 
 import atexit
@@ -18,7 +18,6 @@ import functools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,10 +28,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from salesrl_trl import tidy_end
+from salesrl_trl.tidy_end import EXIT_INTERRUPTED
+
 FOLDER = "SALESRL_TRL_LAUNCH"
 """Environment variable with the folder, where accelerate's process will print the words."""
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, as shells have it."""
 _LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")
 _LOG = "log"
 _POLL_S = 0.05
@@ -90,6 +90,11 @@ def speak(words: Words, terminal: int = 2) -> None:
                 )
     except OSError:  # a full disk, for example: the words come before the launcher's own lines alone
         _print(words.text)
+
+
+def end_tidily() -> None:
+    """`tidy_end` for a command that may be launched: its line comes at the launch's end, and its exit code counts."""
+    tidy_end.end_tidily(lambda text, code: speak(Words(text, code)))
 
 
 def keep_log(path: Path) -> None:

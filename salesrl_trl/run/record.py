@@ -1,6 +1,6 @@
 """A run's own record in its folder: every setting, the versions, the command.
 
-Owns `config.yaml` and `run.json`, the removal of keys from them, and the comparison of two runs. Needs no torch. Holds
+Owns `config.yaml` and `run.json`, and the comparison of two runs. Needs no torch. Holds
 nothing of the machine: folders of two machines can be compared.
 """
 
@@ -8,56 +8,24 @@ import dataclasses
 import json
 import os
 import platform
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TypeAlias
 
 import yaml
 
+from salesrl_trl.config.keys import from_json, is_secret, without_keys
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
-from salesrl_trl.process import put_aside
+from salesrl_trl.process import put_aside, write_whole
 from salesrl_trl.run.software import code, packages
 
 Difference: TypeAlias = tuple[object, object]
 """The values of two runs; `ABSENT` where one has none."""
 ABSENT = "(none)"
-_SECRET = re.compile(
-    r"(^|[_-])(api_?key|key|token|secret|password|passwd|pwd|pass|auth|authorization|credentials?)([_-]?\d+)?$",
-    re.IGNORECASE,
-)
-_USER = re.compile(r"(?<=//)[^/\s]+@")
-"""The part of an address that may hold a password: of a proxy, for example."""
-_NO_SECRETS = ("eos_token", "pad_token", "bos_token")
 _HEAD = """\
 # Every setting of a run. `--config` with this file repeats the run; give `--output_dir` another folder.
 """
-
-
-def is_secret(name: str) -> bool:
-    """Whether the name of a setting or an environment variable is that of a key."""
-    return _SECRET.search(name) is not None and name not in _NO_SECRETS
-
-
-def without_keys(value: object) -> object:
-    """A setting's value as plain data. Entries of mappings that hold a key are left out, in JSON too. In addresses
-    there are asterisks for user and password."""
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {
-            str(name): without_keys(each)
-            for name, each in value.items()
-            if not each or isinstance(each, bool) or not is_secret(str(name))  # a setting without a value stays
-        }
-    if isinstance(value, list | tuple):
-        return [without_keys(each) for each in value]
-    if isinstance(value, str) and (plain := _from_json(value)) is not value:
-        shown = without_keys(plain)
-        return value if shown == plain else json.dumps(shown)
-    return _USER.sub("***@", value) if isinstance(value, str) else value
 
 
 def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[str], processes: int) -> None:
@@ -73,9 +41,8 @@ def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[s
         processes (`int`):
             Number of processes.
     """
-    for name in (SETTINGS_FILE, RUN_FILE):
-        put_aside(folder / name)
-    (folder / SETTINGS_FILE).write_text(settings_text(recipe), encoding="utf-8")
+    put_aside(folder / SETTINGS_FILE, folder / RUN_FILE)
+    write_whole(folder / SETTINGS_FILE, settings_text(recipe))
     launcher = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("ACCELERATE_")}
     record = {
         "command": list(_command(command)),
@@ -85,7 +52,7 @@ def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[s
         "versions": {"python": platform.python_version()}
         | {each.name: each.installed for each in packages() if each.installed},
     }
-    (folder / RUN_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
 
 
 def settings_text(recipe: Mapping[str, object]) -> str:
@@ -122,7 +89,7 @@ def _read(folder: Path) -> dict[str, dict[str, object]]:
 def _flat(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
     """Nested mappings by dotted names. A mapping that is given as JSON is one too."""
     for name, value in values.items():
-        plain = _from_json(value) if isinstance(value, str) else value
+        plain = from_json(value) if isinstance(value, str) else value
         if isinstance(plain, Mapping) and plain:
             yield from _flat(plain, f"{before}{name}.")
         else:
@@ -132,16 +99,6 @@ def _flat(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str,
 def _unequal(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Difference]:
     both = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in {**first, **second}}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
-
-
-def _from_json(text: str) -> object:
-    """The structure in a text that is one, or the text."""
-    if not text.lstrip().startswith(("{", "[")):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _command(command: Sequence[str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 import yaml
 from trl import TrlParser
 
+from salesrl_trl.config.checks import check_path, check_text
 from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.presets import FOLDER, PRESETS
@@ -32,6 +33,11 @@ ENVIRONMENT = "env"
 """A recipe's key. TRL's parser writes its entries to the environment."""
 PRESET = "preset"
 """An argument of the command line, and no setting: names of overlays of the recipe."""
+PATHS = (
+    "output_dir", "resume_from_checkpoint", "compile_cache_dir", "model_name_or_path", "dataset", "eval_dataset",
+    "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file", "vector_store_path", "reference_cache",
+)  # fmt: skip
+"""Settings that may be paths of this machine."""
 _SOURCES = {
     "salesrl_trl": "config/*.py",
     "trl": "trainer/*_config.py",
@@ -198,12 +204,15 @@ class SettingsParser(TrlParser):
             return tuple(read[:-1]) if others else read
         except ConfigError:
             raise
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OSError) as error:  # the last one is of the environment
             raise ConfigError(f"the settings do not work: {error}") from error
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
-        """Keeps the values: the classes change them while they check them."""
+        """Checks paths. Keeps the values: the classes change them while they check them."""
         namespace, unknown = super().parse_known_args(*args, **kwargs)
+        for name in PATHS:
+            if isinstance(path := getattr(namespace, name, None), str):
+                check_path(name, path)
         self.values |= copy.deepcopy(vars(namespace))
         return namespace, unknown
 
@@ -269,14 +278,22 @@ def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], given:
 
 
 def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
+    check_path("--config", str(path))
     if not path.is_file():
         raise ConfigError(f"there is no recipe {path}. Expected a YAML file. Correct --config.")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        check_text(str(path), recipe)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be read ({error.strerror}). Expected a file that this user may read."
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply, or holds itself. Expected a mapping of settings.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}, {unreadable(error)}.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {_yaml_fault(error)}.") from None
+        raise ConfigError(f"{path} is not YAML: {_yaml_fault(error)}. Correct it there.") from None
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
     small_policy = recipe.get(SMALL_POLICY) or {}
@@ -284,7 +301,7 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
         raise ConfigError(
             f"`{SMALL_POLICY}` of {path} is a {type(small_policy).__name__}. Expected a mapping of settings."
         )
-    unknown = sorted((set(recipe) | set(small_policy)) - known)
+    unknown = sorted((set(recipe) | set(small_policy)) - known, key=str)
     if unknown:
         raise ConfigError(
             f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, "

@@ -95,7 +95,7 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
             )
         config.reward.warm_up_services = False
         plan = prepare(config)
-    except SalesRLError as error:
+    except Exception as error:
         exit_with(error, EXIT_BAD_INPUT)
     logger.info(f"[WarmUp] before: {folder}: {compiled.kept(folder)}")
     name, began = config.model.model_name_or_path, time.perf_counter()
@@ -104,7 +104,7 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
         logger.info(f"[WarmUp] page cache: {size / 2**30:.2f} GiB of weights, {time.perf_counter() - began:.1f} s")
     try:
         _train_one_step(plan)
-    except SalesRLError as error:
+    except Exception as error:
         exit_with(error, EXIT_STOPPED)
     logger.info(
         f"[WarmUp] after {time.perf_counter() - began:.0f} s: {folder}: {compiled.kept(folder)}, for up to "

@@ -19,6 +19,7 @@ ORDER = (
     "fencing",
     "process",
     "replaced",
+    "tidy_end",
     "timing",
     "names",
     "data",

@@ -13,6 +13,7 @@ from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.run.building import build_instruments
+from salesrl_trl.run.checks.folders import claim_output_dir
 from salesrl_trl.run.memory.cards import Card
 from salesrl_trl.run.memory.estimate import Estimate, Moment
 from salesrl_trl.run.preflight.runner import prepare
@@ -259,6 +260,17 @@ def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(
     else:
         assert config.training.optim == plain
     assert sum("weights are trained in" in note for note in prepared.notes) == 1
+
+
+def test_of_two_runs_in_one_folder_the_second_is_refused(tmp_path, monkeypatch, capsys):
+    for name in ("set_up_logging", "keep_console"):  # they are for a whole process
+        monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
+    monkeypatch.setattr("salesrl_trl.train.prepare", lambda _: pytest.fail("the folder is another run's"))
+    with claim_output_dir(tmp_path), pytest.raises(SystemExit) as ended:
+        main(ROOT / "recipes/debug.yaml", ["--output_dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"another run writes to `output_dir` '{tmp_path}' now" in capsys.readouterr().err
+    claim_output_dir(tmp_path).close()  # that run has ended
 
 
 @pytest.mark.parametrize("interrupted", ["parse", "prepare"])

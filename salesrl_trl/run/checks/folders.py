@@ -4,14 +4,20 @@ Refuses to read a checkpoint's state. `checkpoint.identity` compares a checkpoin
 """
 
 import difflib
+import fcntl
+import logging
 import shutil
 import tempfile
 from datetime import datetime
 from pathlib import Path
+from typing import BinaryIO
 
 from transformers.trainer_utils import get_last_checkpoint
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import LOG_FILE
+
+logger = logging.getLogger(__name__)
 
 
 def check_output_dir(path: Path | str) -> None:
@@ -26,6 +32,25 @@ def check_output_dir(path: Path | str) -> None:
             f"nothing can be written to `output_dir` {str(path)!r} ({error.strerror}). Expected a folder, or a place "
             "for one, with free space and the right to write. Name another."
         ) from None
+
+
+def claim_output_dir(path: Path | str) -> BinaryIO:
+    """Keep the output folder for this run, until the returned file is closed or the process ends.
+
+    Raises `ConfigError` if another run has it: the two would overwrite each other's checkpoints.
+    """
+    log = (Path(path).expanduser() / LOG_FILE).open("ab")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.close()
+        raise ConfigError(
+            f"another run writes to `output_dir` {str(path)!r} now. Expected a folder of its own for each. Name "
+            f"another, or wait until that run has ended (`fuser {log.name}` shows its processes)."
+        ) from None
+    except OSError as error:  # some network disks have no locks
+        logger.info(f"off: the check that one run alone writes to {path} ({error.strerror})")
+    return log
 
 
 def free_gib(folder: Path | str) -> float:

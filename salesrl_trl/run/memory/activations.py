@@ -28,12 +28,18 @@ def layer_activations(shape: ModelShape, setup: Setup) -> float:
       weight, and the inputs of the linear layers, c h once or, as autocast casts for each layer anew, 5 c h together.
     - attention: 4 c q for queries, keys, values and output, 4 for each head, c S for the mask; eager: its weights.
     - MLP: 3 c f for gate, its activation and up; all weights in training: c f more, the input of down.
+    - experts that are one weight: the same in that weight's format, because autocast does not cast for a grouped
+      product (`integrations/moe.py`), and for each visited expert a copy of its output, and of its input if it is
+      trained. Of a shared expert the output and its product with the gate.
     - adapters: each casts its own input, c wide, with a mask of 1 byte under dropout, and keeps its inner c x rank.
     """
     computed, stream = setup.compute_bytes, setup.weight_bytes
     hidden, query, heads = shape.hidden, shape.query, shape.heads
     length = setup.prompt_tokens + setup.completion_tokens
-    inner = (3 if setup.lora else 4) * computed * shape.intermediate
+    inner = (3 if setup.lora else 4) * (computed * shape.intermediate + (stream - computed) * shape.routed_width)
+    if shape.routed_width:
+        inner += (1 if setup.lora else 2) * stream * hidden * shape.routed
+        inner += 2 * computed * hidden * (shape.intermediate > shape.routed_width)
     norms = 2.0 * (4 * hidden + 4)
     if not setup.lora:
         norms += 2 * stream * hidden + (2 if stream == computed else 5) * computed * hidden

@@ -1,12 +1,13 @@
 """`scripts/check_gpu_memory.py`: the estimate of a run as a table. Owns the command line and the wording."""
 
 import argparse
-import json
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.config.ranges import Range, check_range
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
 from salesrl_trl.run.memory.cards import Card, card_here, named_card, named_users, used_gib
 from salesrl_trl.run.memory.estimate import Estimate, estimate
@@ -16,6 +17,7 @@ from salesrl_trl.run.preflight.memory import Scales, settle_precision
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.settings import RunConfig, parse
 from salesrl_trl.run.software import PACKAGE
+from salesrl_trl.run.tools import ToolParser, strict_json, tell_failure
 
 RECIPE = PACKAGE.parent / "recipes" / "full.yaml"
 SHARDINGS = {each.name.lower(): each for each in Sharding}
@@ -23,19 +25,24 @@ SHARDINGS = {each.name.lower(): each for each in Sharding}
 
 def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     """Print the table. Returns the exit code."""
-    options, settings = _parser(description).parse_known_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    as_json = "--json" in argv
     try:
-        config = parse(settings, RECIPE)
-        card = _card(options.card, config)
-        setup, scales = _setup(config, card, options)
-    except SalesRLError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        options, settings = _parser(description).parse_known_args(argv)
+        for name in ("processes", "prompt_tokens"):
+            check_range(name, getattr(options, name), Range(1))
+        with contextlib.redirect_stdout(sys.stderr):  # for lines of other libraries
+            config = parse(settings, RECIPE)
+            card = _card(options.card, config)
+            setup, scales = _setup(config, card, options)
+            found = estimate(scales.adapted, setup, card.gib)
+            changes = [] if found.fits else remedies(scales.adapted, setup, card.gib)
+    except Exception as error:
+        tell_failure(error, as_json)
         return EXIT_BAD_INPUT
-    found = estimate(scales.adapted, setup, card.gib)
-    changes = [] if found.fits else remedies(scales.adapted, setup, card.gib)
-    show = _as_json if options.json else _as_text
+    show = _as_json if as_json else _as_text
     print(show(found, setup, changes, card, f"{scales.source[0]}, {_trained(setup)}"))
-    if not found.fits and not options.json:
+    if not found.fits and not as_json:
         print(advice(scales.adapted, setup, card.gib))
     return 0 if found.fits else EXIT_STOPPED
 
@@ -71,7 +78,7 @@ def _setup(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[
         plan.dtype = config.model.dtype
     setup = scales.setup(plan.dtype)
     if sharding is not Sharding.NONE or options.processes > 1:
-        setup = setup.sharded(sharding, max(options.processes, 1))
+        setup = setup.sharded(sharding, options.processes)
     return setup, scales
 
 
@@ -137,11 +144,11 @@ def _as_json(found: Estimate, setup: Setup, changes: Sequence[Remedy], card: Car
             for each in changes
         ],
     }
-    return json.dumps(figures)
+    return strict_json(figures)
 
 
-def _parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(description: str | None) -> ToolParser:
+    parser = ToolParser(
         usage="%(prog)s [--config RECIPE.yaml] [--card 80gb] [--json] [--SETTING VALUE ...]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -151,5 +158,5 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--sharding", choices=SHARDINGS, default="none", help="states that processes share")
     parser.add_argument("--processes", type=int, default=1, help="processes that train together, a card each")
     parser.add_argument("--prompt_tokens", type=int, help="tokens of a prompt; default: the longest of the data")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; of a failure too")
     return parser

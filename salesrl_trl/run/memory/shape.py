@@ -32,9 +32,11 @@ class ModelShape:
 
     parameters: int
     linear: int
-    """Parameters of the linear layers, without the output head."""
+    """Parameters of the linear layers, without the output head. Experts that are one weight are none."""
+    experts: int
+    """Parameters of such experts, in all layers: one weight for each product of all experts of a block."""
     largest: int
-    """Parameters of the largest linear layer of a block."""
+    """Parameters of the largest weight of a block."""
     embedding: int
     """Parameters of the token embedding."""
     is_tied: bool
@@ -42,7 +44,11 @@ class ModelShape:
     layers: int
     hidden: int
     intermediate: int
-    """Width of a block's MLP. For a mixture of experts: of all experts that a token visits."""
+    """Width of a block's MLP. For a mixture of experts: of all experts that a token visits, shared ones included."""
+    routed: int
+    """Experts that a token is sent to; 0 without a mixture."""
+    routed_width: int
+    """The part of `intermediate` that they have, if they are one weight; else 0."""
     heads: int
     query: int
     """Width of a token's queries, over all heads."""
@@ -81,21 +87,28 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         for each in model.modules()
         if isinstance(each, torch.nn.Linear) and each is not head  # the head's product is never cast as a whole
     ]
+    experts = [each.numel() for name, each in model.named_parameters() if each.dim() == 3 and ".experts." in name]
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    visited = getattr(text, "num_experts_per_tok", None)
+    visited = getattr(text, "num_experts_per_tok", None) or 0
     mlp = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     mlp = max(mlp) if isinstance(mlp, list) else mlp  # Gemma 3n has one for each block
+    expert = getattr(text, "moe_intermediate_size", None) or mlp
+    number = getattr(text, "n_shared_experts", None) or 0
+    shared = getattr(text, "shared_expert_intermediate_size", None) or number * expert
     dtype = model.config.dtype or torch.float32
     return ModelShape(
         parameters=sum(each.numel() for each in model.parameters()),
         linear=sum(linear),
-        largest=max(linear, default=0),
+        experts=sum(experts),
+        largest=max([*linear, *experts], default=0),
         embedding=embedding.weight.numel(),
         is_tied=head is not None and head.weight is embedding.weight,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=visited * (getattr(text, "moe_intermediate_size", None) or mlp) if visited else mlp,
+        intermediate=visited * expert + shared if visited else mlp,
+        routed=visited,
+        routed_width=visited * expert if experts else 0,
         heads=heads,
         query=heads * width,
         key_value=(getattr(text, "num_key_value_heads", None) or heads) * width,

@@ -61,14 +61,16 @@ def optimizer_states(shape: ModelShape, setup: Setup) -> float:
     """
     if setup.offloads_optimizer:
         return 0.0
-    moments = MOMENTS.get(setup.optim.removeprefix("paged_").split("_")[0], 2)
-    if few := re.search(r"([48])bit", setup.optim):
-        each = moments * int(few[1]) / 8 + 2 * 4 / 256
-    elif setup.optim.startswith("adamw_torch") and not (setup.lora or setup.sharding.is_zero):
-        each = moments * setup.weight_bytes
-    else:
-        each = moments * 4.0
+    each = moment_bytes(setup.optim, 4 if setup.lora or setup.sharding.is_zero else setup.weight_bytes)
     return trained(shape, setup) * each / (1 if setup.sharding is Sharding.NONE else setup.processes)
+
+
+def moment_bytes(optim: str, weight_bytes: int) -> float:
+    """Bytes that an optimizer, by its name in transformers, keeps for a weight of so many bytes."""
+    moments = MOMENTS.get(optim.removeprefix("paged_").split("_")[0], 2)
+    if few := re.search(r"([48])bit", optim):
+        return moments * int(few[1]) / 8 + 2 * 4 / 256
+    return moments * (weight_bytes if optim.startswith("adamw_torch") else 4.0)
 
 
 def gradients(shape: ModelShape, setup: Setup) -> float:
@@ -92,7 +94,7 @@ def communication(shape: ModelShape, setup: Setup) -> float:
     """
     if setup.sharding is Sharding.FSDP:
         heads = shape.embedding * (1 if shape.is_tied else 2)
-        return 2.0 * (2 * shape.linear / shape.layers + heads)
+        return 2.0 * (2 * (shape.linear + shape.experts) / shape.layers + heads)
     if not setup.sharding.is_zero:
         return 0.0
     gathered = min(LIVE, shape.parameters) if setup.sharding is Sharding.ZERO3 else 0

@@ -1,26 +1,20 @@
 """The stage `config`: settings that depend on each other or on files. Those alone are checked in `config/`."""
 
-import math
 from pathlib import Path
 
-from salesrl_trl.config.checks import check_positive
+from salesrl_trl.config.ranges import LORA, check_ranges
 from salesrl_trl.config.sizes import check_evaluation
 from salesrl_trl.data.faster_disk import copied
 from salesrl_trl.data.sources import check_source, is_file
 from salesrl_trl.demo.policy import PROMPT_STYLE
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.checks.attention import choose_attention
-from salesrl_trl.run.checks.folders import check_checkpoint, earlier_start, free_gib
+from salesrl_trl.run.checks.folders import check_checkpoint, earlier_start
 from salesrl_trl.run.checks.model import check_weights
 from salesrl_trl.run.checks.reward import check_stand_ins
-from salesrl_trl.run.memory.shape import parameter_count
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.stage import Findings
-from salesrl_trl.telemetry.device import GIB
 from salesrl_trl.types import DEFAULT_FORMAT
-
-WEIGHT_BYTES, OPTIMIZER_BYTES = 4, 8
-"""Bytes per parameter in a checkpoint: a float32 weight, and AdamW's two moments."""
 
 
 class ConfigStage:
@@ -38,14 +32,13 @@ class ConfigStage:
             check_evaluation(training, training.world_size)
         _check_small_policy(plan)
         if config.model.use_peft:
-            check_positive(config.model, "lora_r", "lora_alpha")
+            check_ranges(config.model, LORA)
         for source in config.data.own_sources:
             check_source(source)
         notes = check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
         _ = plan.reward, plan.model_config  # raise if they do not work
         if config.model.model_name_or_path is not None:
             check_weights(Path(config.model.model_name_or_path).expanduser())
-        _check_disk(plan, findings)
         micro_batch = training.per_device_train_batch_size * training.world_size
         findings.figures["processes"] = training.world_size
         findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
@@ -74,31 +67,6 @@ def _copy_data(plan: Plan, findings: Findings) -> None:
         if data.data_copy_dir is not None and is_local:
             setattr(owner, name, str(copied(Path(path), Path(data.data_copy_dir))))
             findings.note(f"`{name}` is read from {getattr(owner, name)}, a copy of {path}")
-
-
-def _check_disk(plan: Plan, findings: Findings) -> None:
-    """Hold the checkpoints of a run that trains all weights against the free disk of the output folder."""
-    model, training = plan.config.model, plan.config.training
-    if model.model_name_or_path is None or model.use_peft or training.save_strategy == "no":
-        return
-    parameters = parameter_count(model.model_name_or_path, model.model_revision, training.trust_remote_code)
-    weights = WEIGHT_BYTES * parameters / GIB
-    each = weights + (0.0 if training.save_only_model else OPTIMIZER_BYTES * parameters / GIB)
-    every, steps = training.save_steps, training.max_steps
-    every = math.ceil(every * steps) if 0 < every < 1 else every  # a share of the steps
-    saved = int(steps // every) if 0 < every <= steps else 1
-    kept = min(saved, training.save_total_limit + 1) if training.save_total_limit else saved
-    needed = kept * each + weights * (1 + bool(plan.config.telemetry.quick_eval_steps))
-    free = free_gib(training.output_dir)
-    findings.figures |= {"checkpoint_gib": each, "disk_needed_gib": needed}
-    if free < needed:
-        findings.add(
-            f"A checkpoint takes about {each:.1f} GiB, and {kept} of them with the policies of the end and of the "
-            f"best evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk.",
-            "Name an `output_dir` on a larger disk, keep fewer (`save_total_limit`, one more is there while it "
-            "saves), or keep weights alone (`save_only_model: true`).",
-            is_failure=free < each,
-        )
 
 
 def _check_small_policy(plan: Plan) -> None:

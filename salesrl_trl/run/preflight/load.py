@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from salesrl_trl.config import RewardConfig
-from salesrl_trl.errors import ServiceError
+from salesrl_trl.errors import DeadlineExceeded, ServiceError, ServiceTimeout
 from salesrl_trl.reward.clocked import clocked
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.service.transport import TRAFFIC, Transport
@@ -56,18 +56,35 @@ def under_load(config: RewardConfig) -> RewardConfig:
 
 
 async def put_load(
-    transport: Transport | None, calls: Sequence[Callable[[], Awaitable[T]]], in_flight: int, patience_s: float
+    transport: Transport | None,
+    calls: Sequence[Callable[[], Awaitable[T]]],
+    in_flight: int,
+    patience_s: float,
+    service: str,
+    setting: str,
 ) -> Load[T]:
     """Make the calls, which all go over the transport, if there is one.
 
-    At most `in_flight` at once. Each one may take `patience_s` seconds, retries included.
+    At most `in_flight` at once. Each one may take `patience_s` seconds, retries included. The error of one that takes
+    longer names the `service` and the `setting` of its time.
     """
     gate = asyncio.Semaphore(in_flight)
 
     async def one(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
         async with gate:
-            with deadline(patience_s):
-                return await clocked(call)
+            try:
+                with deadline(patience_s):
+                    async with asyncio.timeout(patience_s if transport is None else None):  # it knows the deadline
+                        result = await clocked(call)
+            except TimeoutError:
+                result = DeadlineExceeded("")
+        return _late(result) if isinstance(result, ServiceTimeout) else result
+
+    def _late(error: ServiceTimeout) -> ServiceTimeout:
+        is_own = isinstance(error, DeadlineExceeded)
+        said = f"{service} gave no complete answer within {patience_s:g} s" if is_own else str(error)
+        remedy = f"look at the service's own log, or raise {setting} if it is merely slow."
+        return ServiceTimeout(f"{said}. Expected an answer in time: {remedy}", f"{service}_timeout")
 
     results = await asyncio.gather(*(one(call) for call in calls))
     traffic = dict.fromkeys((*TRAFFIC, "slots"), 0)

@@ -4,19 +4,23 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torchao_available
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.checks.folders import free_gib
 from salesrl_trl.run.checks.model import empty_model
 from salesrl_trl.run.memory.cards import Card, card_here, named_users, used_gib
 from salesrl_trl.run.memory.estimate import Estimate, estimate
 from salesrl_trl.run.memory.remedies import advice
-from salesrl_trl.run.memory.setup import Setup, setup_of
-from salesrl_trl.run.memory.shape import ModelShape, UnknownShape, adapters_of, model_shape
+from salesrl_trl.run.memory.setup import NUMBER_BYTES, Setup, setup_of
+from salesrl_trl.run.memory.shape import ModelShape, UnknownShape, adapters_of, model_shape, parameter_count
+from salesrl_trl.run.memory.states import moment_bytes
 from salesrl_trl.run.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, Precision, choose_precision
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.stage import Findings
+from salesrl_trl.telemetry.device import GIB
 
 MARGIN = 0.1
 """An estimate that is above the card's memory by less than this share is a note, and no failure."""
@@ -87,6 +91,7 @@ class MemoryStage:
             plan.dtype = model.dtype
             return Findings(skipped=f"nothing is trained in `mode: {training.mode}`")
         chosen = settle_precision(plan, scales)
+        _check_disk(plan, findings)
         if chosen.note is not None:
             findings.note(chosen.note)
         if scales is None or card is None:
@@ -119,6 +124,47 @@ def settle_precision(plan: Plan, scales: Scales | None) -> Precision:
         training.optim, training.optim_args = OptimizerNames(STOCHASTIC_OPTIM), STOCHASTIC_ARGS
     plan.dtype = chosen.dtype
     return chosen
+
+
+def _check_disk(plan: Plan, findings: Findings) -> None:
+    """Hold the checkpoints of a run that trains all weights against the free disk of the output folder.
+
+    A checkpoint has the weights in the format of training, and the optimizer's states: AdamW's moments in float32, and
+    DeepSpeed's float32 copies of 16-bit weights beside them.
+    """
+    model, training = plan.config.model, plan.config.training
+    if model.model_name_or_path is None or model.use_peft or training.save_strategy == "no":
+        return
+    parameters = parameter_count(model.model_name_or_path, model.model_revision, training.trust_remote_code)
+    computes_in_16_bits = training.bf16 or training.fp16
+    number, copies = number_bytes(plan), 4 * (training.deepspeed_plugin is not None and computes_in_16_bits)
+    states = copies + moment_bytes(training.optim.value, 4 if copies else number)
+    weights = number * parameters / GIB
+    each = weights + (0.0 if training.save_only_model else states * parameters / GIB)
+    every, steps = training.save_steps, training.max_steps
+    every = math.ceil(every * steps) if 0 < every < 1 else every  # a share of the steps
+    saved = int(steps // every) if 0 < every <= steps else 1
+    kept = min(saved, training.save_total_limit + 1) if training.save_total_limit else saved
+    needed = kept * each + weights * (1 + bool(plan.config.telemetry.quick_eval_steps))
+    free = free_gib(training.output_dir)
+    findings.figures |= {"checkpoint_gib": each, "disk_needed_gib": needed}
+    if free < needed:
+        findings.add(
+            f"A checkpoint takes about {each:.1f} GiB, and {kept} of them with the policies of the end and of the "
+            f"best evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk.",
+            "Name an `output_dir` on a larger disk, keep fewer (`save_total_limit`, one more is there while it "
+            "saves), or keep weights alone (`save_only_model: true`).",
+            is_failure=free < each,
+        )
+
+
+def number_bytes(plan: Plan) -> int:
+    """Bytes of a trained weight, by the chosen format or by the model's own."""
+    own = getattr(plan.model_config, "dtype", None) or torch.float32
+    training = plan.config.training
+    if training.deepspeed_plugin is not None and (training.bf16 or training.fp16):
+        return 2
+    return NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
 
 
 def _compare(scales: Scales, found: Estimate, findings: Findings) -> None:

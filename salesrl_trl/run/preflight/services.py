@@ -110,15 +110,20 @@ class _Service(Generic[T]):
     """What happens without this service; `None` if training needs it."""
 
 
-async def _put_loads(services: Mapping[str, _Service[T]]) -> dict[str, Load[T]]:
-    loads = (put_load(each.transport, each.calls, each.in_flight, each.patience_s) for each in services.values())
+async def _put_loads(services: Mapping[str, _Service[T]], config: RewardConfig) -> dict[str, Load[T]]:
+    loads = (
+        put_load(each.transport, each.calls, each.in_flight, each.patience_s, name, limits_of(name, config).timeout)
+        for name, each in services.items()
+    )
     return dict(zip(services, await asyncio.gather(*loads), strict=True))
 
 
-async def _drop_failing(services: dict[str, _Service[T]], places: Mapping[str, str], findings: Findings) -> None:
+async def _drop_failing(
+    services: dict[str, _Service[T]], places: Mapping[str, str], config: RewardConfig, findings: Findings
+) -> None:
     """Ask each service once. Raises the error of one that training needs, or of the first if all of them fail."""
     loads = await _put_loads(
-        {name: dataclasses.replace(each, calls=each.calls[:1]) for name, each in services.items()}
+        {name: dataclasses.replace(each, calls=each.calls[:1]) for name, each in services.items()}, config
     )
     failed = {name: load.errors[0] for name, load in loads.items() if load.errors}
     add_places(failed, places)
@@ -170,10 +175,10 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
         name_32b: _Service(transport_32b, prompts, patience_s, ask_32b, alone),
     }
     try:
-        await _drop_failing(services, dict.fromkeys(services, f"at {rag.identity}"), findings)
+        await _drop_failing(services, dict.fromkeys(services, f"at {rag.identity}"), config, findings)
         if count == 0:
             return
-        for name, load in (await _put_loads(services)).items():
+        for name, load in (await _put_loads(services, config)).items():
             _report(findings, name, load, plan, needed=services[name].instead is None)
             await _report_passages(findings, name, load, answers, plan)
     finally:
@@ -230,10 +235,10 @@ async def _examine_judge(plan: "Plan", rubrics: Mapping[str, str], findings: Fin
         for name, (transport, in_flight, ask) in asked.items()
     }
     try:
-        await _drop_failing(services, judge.places, findings)
+        await _drop_failing(services, judge.places, config, findings)
         if calls == 0:
             return
-        loads = await _put_loads(services)
+        loads = await _put_loads(services, config)
         scored: dict[str, list[tuple[Sample, float]]] = {}
         hopeless = all(_too_few(load, plan) for load in loads.values())
         for name, load in loads.items():

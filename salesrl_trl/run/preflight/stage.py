@@ -114,18 +114,18 @@ def report_of(stage: Stage, plan: "Plan") -> StageReport:
     try:
         findings = stage.run(plan)
     except Exception as error:
-        findings = Findings([_failure(error)])
+        findings = Findings([finding_of(error)])
     found = [*findings.found, *([Finding(findings.skipped)] if findings.skipped else [])]
     return StageReport(stage.name, findings.verdict, time.perf_counter() - start, tuple(found), dict(findings.figures))
 
 
-def _failure(error: Exception) -> Finding:
+def finding_of(error: Exception) -> Finding:
     """An error of this package says what to do. Of another one the catalogue does, as at the end of a run."""
     if isinstance(error, SalesRLError):
         return Finding(str(error), is_failure=True)
     fault, text = recognised(error), f"{type(error).__name__}: {short(error)}"
     if fault is None:
-        logger.exception("a stage of the preflight failed by an error that is not in the catalogue")
+        logger.error("an error that is not in the catalogue", exc_info=error)
         return Finding(text, f"The traceback is on stderr. {PAGE} has the known faults.", is_failure=True)
     steps = " ".join(f"{number}. {step}" for number, step in enumerate(fault.remedies, 1))
     return Finding(f"{fault.title}. {fault.cause} {text}", f"{steps} More: {PAGE}#{fault.anchor}.", is_failure=True)

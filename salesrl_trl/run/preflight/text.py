@@ -33,7 +33,7 @@ def next_step(reports: Sequence[StageReport], wanted: Sequence[str]) -> str:
     return f"All stages passed in {seconds:.1f} s. Next: start the recipe's script with the same settings."
 
 
-def as_json(reports: Sequence[StageReport], following: str) -> dict[str, object]:
+def all_reports(reports: Sequence[StageReport], following: str) -> dict[str, object]:
     """All reports, for programs."""
     return {
         "passed": reports[-1].verdict is not Verdict.FAILED,

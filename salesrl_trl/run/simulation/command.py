@@ -5,7 +5,6 @@ Owns the settings that a simulation adds to those of a run. Refuses to count or 
 
 import dataclasses
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +21,12 @@ from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.assembly import addresses, build_reward
 from salesrl_trl.run.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
-from salesrl_trl.run.launcher import EXIT_INTERRUPTED
 from salesrl_trl.run.settings import parse_part
 from salesrl_trl.run.simulation.completions import DEFAULT_MIX, VARIANTS, Completion, Fields, batches
 from salesrl_trl.run.simulation.findings import Step, step_summary, summarise
 from salesrl_trl.run.simulation.text import report_text, step_text
+from salesrl_trl.run.tools import strict_json, tell_failure
+from salesrl_trl.tidy_end import EXIT_INTERRUPTED
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 DESCRIPTION = (
@@ -193,7 +193,7 @@ def run(prepared: Prepared, settings: Settings) -> int:
     summary = summarise(steps, training.min_valid_reward_fraction, config)
     if simulation.json:
         each = [step_summary(number, step, simulation.show_text) for number, step in enumerate(steps, 1)]
-        print(json.dumps({"steps": each, **summary}))
+        print(strict_json({"steps": each, **summary}))
     else:
         print(report_text(summary, simulation.steps, training.min_valid_reward_fraction))
     return EXIT_STOPPED if summary["skipped_steps"] else 0
@@ -213,14 +213,14 @@ def _head(rows: int, settings: Settings) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, prepare, run. Returns the exit code."""
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
-    failing_as = EXIT_BAD_INPUT
+    argv, failing_as = sys.argv[1:] if argv is None else argv, EXIT_BAD_INPUT
     try:
-        settings = parse(sys.argv[1:] if argv is None else argv)
+        settings = parse(argv)
         prepared = prepare(settings)
         failing_as = EXIT_STOPPED
         return run(prepared, settings)
     except SalesRLError as error:
-        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        tell_failure(error, as_json="--json" in argv)
         return failing_as
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from salesrl_trl.data.prompts import action_text, build_prompt
 from salesrl_trl.data.sources import load_drafts
 from salesrl_trl.demo import policy
-from salesrl_trl.errors import SalesRLError
+from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.types import Action
 
 
@@ -55,6 +55,17 @@ def test_processes_that_ask_at_once_share_one_warm_start(tmp_path, monkeypatch):
     assert json.loads((first / "config.json").read_text())["model_type"] == "qwen2"
     AutoModelForCausalLM.from_pretrained(first)
     assert AutoTokenizer.from_pretrained(first).chat_template == policy._CHAT_TEMPLATE
+
+
+def test_a_cache_that_can_only_be_read_will_do_if_it_holds_the_policy(tmp_path, monkeypatch):
+    monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
+    folder = policy._policy_folder(2, 0)
+    folder.mkdir(parents=True)
+    folder.with_name(f"{folder.name}.lock").mkdir()  # in place of a folder without the right to write
+    with pytest.raises(ConfigError, match=r"can't be kept in .* Set the environment variable SALESRL_CACHE_DIR to"):
+        policy.cached_policy(steps=2, seed=0)
+    (folder / "config.json").touch()
+    assert policy.cached_policy(steps=2, seed=0) == folder
 
 
 def test_a_warm_start_that_fails_says_so_and_leaves_no_half_policy(tmp_path, monkeypatch):

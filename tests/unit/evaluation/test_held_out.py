@@ -26,6 +26,11 @@ def evaluate(tmp_path):
         args = SimpleNamespace(dataloader_persistent_workers=persistent)
         callback.on_evaluate(args, state, TrainerControl())
 
+    def begin(step):
+        state = TrainerState(global_step=step, is_world_process_zero=True)
+        callback.on_train_begin(SimpleNamespace(), state, TrainerControl())
+
+    evaluated.begin = begin
     return evaluated
 
 
@@ -39,6 +44,37 @@ def test_the_first_evaluation_is_set_beside_the_last(evaluate, caplog, tmp_path)
     assert "held-out mean reward changed by +0.500 ± 0.000 (standard error, row by row)" in caplog.text
     written = json.loads((tmp_path / "held_out.json").read_text())
     assert written[2] == {"step": 20, "reward": 0.75, "fairness": 0.75, "valid_actions": 0.75}
+
+
+def steps(folder):
+    return [each["step"] for each in json.loads((folder / "held_out.json").read_text())]
+
+
+def test_another_training_has_evaluations_of_its_own_and_a_resumed_one_those_before_it(evaluate, caplog, tmp_path):
+    for step in (0, 10, 20):
+        evaluate(step, 0.25)
+    evaluate.begin(0)
+    evaluate(0, 0.5)
+    assert steps(tmp_path) == [0]
+    for step in (10, 15):
+        evaluate(step, 0.6)
+    for process in range(2):  # the second one is resumed too
+        evaluate.begin(10)  # from its checkpoint: step 15 will come again
+        evaluate(10, 0.7)
+        assert steps(tmp_path) == [0, 10], process
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        evaluate(20, 0.75)
+    assert steps(tmp_path) == [0, 10, 20]
+    assert caplog.messages[-1] == "held-out mean reward changed by +0.250"  # since step 0
+
+
+def test_a_file_that_can_not_be_read_is_kept_aside(evaluate, caplog, tmp_path):
+    (tmp_path / "held_out.json").write_text('[{"step": 0, "rew')
+    evaluate.begin(10)
+    assert "held_out.json can't be read (JSONDecodeError). It is kept as held_out-1.json" in caplog.text
+    evaluate(10, 0.5)
+    assert steps(tmp_path) == [10]
+    assert (tmp_path / "held_out-1.json").read_text() == '[{"step": 0, "rew'
 
 
 def test_an_evaluation_without_a_score_claims_no_change(evaluate, caplog):

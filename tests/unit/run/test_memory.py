@@ -7,7 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 from trl import ModelConfig, get_peft_config
 
 from salesrl_trl.run import software
@@ -25,16 +34,25 @@ from salesrl_trl.run.settings import parse
 from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]
-LORA = ModelConfig(use_peft=True, lora_r=8, lora_dropout=0.0)
+LORA = ModelConfig(use_peft=True, lora_r=8, lora_dropout=0.0, lora_target_modules=["q_proj", "v_proj"])
 WIDTHS = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
           "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 SEVEN = {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
          "num_attention_heads": 28, "num_key_value_heads": 4}  # fmt: skip
 
 
-def shape_with_adapters(widths):
+MIXED = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 80, "head_dim": 16}
+DENSE = Qwen2Config(**WIDTHS)
+MIXTURES = (
+    Qwen2MoeConfig(**WIDTHS, **MIXED, shared_expert_intermediate_size=96),
+    Qwen3MoeConfig(**WIDTHS, **MIXED),
+    MixtralConfig(**WIDTHS, num_local_experts=8),
+)
+
+
+def shape_with_adapters(config):
     with torch.device("meta"):
-        plain, adapted = (Qwen2ForCausalLM(Qwen2Config(**widths)) for _ in range(2))
+        plain, adapted = (AutoModelForCausalLM.from_config(config) for _ in range(2))
     return dataclasses.replace(shape_of(plain), adapters=adapters_of(adapted, LORA))
 
 
@@ -52,13 +70,14 @@ FULL = setup(lora=False, weight_bytes=4)
 
 @pytest.fixture(scope="module")
 def seven():
-    return shape_with_adapters(SEVEN)
+    return shape_with_adapters(Qwen2Config(**SEVEN))
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all weights"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_activations_are_what_autograd_keeps(lora, dtype):
-    model, shape = Qwen2ForCausalLM._from_config(Qwen2Config(**WIDTHS), dtype=dtype), shape_with_adapters(WIDTHS)
+@pytest.mark.parametrize("config", [DENSE, *MIXTURES], ids=lambda config: config.model_type)
+def test_activations_are_what_autograd_keeps(lora, dtype, config):
+    model, shape = AutoModelForCausalLM.from_config(config, dtype=dtype), shape_with_adapters(config)
     if lora:
         from peft import get_peft_model
 
@@ -72,7 +91,7 @@ def test_activations_are_what_autograd_keeps(lora, dtype):
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
         return tensor
 
-    ids, mask = torch.zeros(4, 48, dtype=torch.long), torch.ones(4, 48, dtype=torch.long)
+    ids, mask = torch.arange(192).reshape(4, 48), torch.ones(4, 48, dtype=torch.long)
     mask[0, :5] = 0
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
         model.train().model(input_ids=ids, attention_mask=mask, use_cache=False)
@@ -83,7 +102,7 @@ def test_activations_are_what_autograd_keeps(lora, dtype):
     copies = 2 * shape.linear if dtype == torch.float32 else 0  # of autocast
     to_the_loss = run.tokens * shape.hidden * run.weight_bytes  # which is not computed here
     found = saved_activations(shape, run) + copies - to_the_loss
-    assert sum(size for size, _ in kept.values()) == pytest.approx(found, rel=0.03)
+    assert sum(size for size, _ in kept.values()) == pytest.approx(found, rel=0.03 if config is DENSE else 0.06)
 
 
 def test_a_model_s_figures_are_its_own(tiny):

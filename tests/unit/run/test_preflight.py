@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,17 +20,22 @@ from packaging.requirements import Requirement
 from torch.utils.file_baton import FileBaton
 from transformers import AutoTokenizer
 
+from salesrl_trl import env
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.preflight import main
 from salesrl_trl.run import software
+from salesrl_trl.run.memory import command
+from salesrl_trl.run.memory.cards import Card
 from salesrl_trl.run.preflight import environment, runner
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.runner import chosen, examine, prepare
 from salesrl_trl.run.preflight.stage import Findings, Verdict
 from salesrl_trl.run.settings import parse
+from salesrl_trl.run.simulation.command import main as simulate
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
 ABSENT = ("bitsandbytes", "torchao")
+check_memory = functools.partial(command.main, None)
 CHEAP = runner.STAGES[:4]
 """Those that ask no service and load no model."""
 Usage = namedtuple("Usage", "total used free")
@@ -192,7 +199,31 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
         (["--generation_batch_size", "100"], "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
         (["--generation_batch_size", "96", "--steps_per_generation", "2"], "are both given. Expected one of them"),
         (["--auto_find_batch_size", "true"], "`auto_find_batch_size` is true, which would take groups apart"),
-        (["--temperature", "0"], "`temperature` is 0.0. Expected more than 0"),
+        (["--temperature", "0"], "`temperature` is 0.0. Expected a number, more than 0, and at most 10"),
+        (
+            ["--temperature", "1e9"],
+            "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above",
+        ),
+        (["--learning_rate", "1e30"], "`learning_rate` is 1e+30. Expected a number, 0 or more, and at most 1: AdamW"),
+        (
+            ["--branch_kl", "{}", "--beta", "1e9"],
+            "`beta` is 1000000000.0. Expected a number, 0 or more, and at most 1",
+        ),
+        (
+            ["--branch_kl", '{"fairness": {"beta": 1e9}}'],
+            "`branch_kl` of 'fairness': `beta` is 1000000000.0. Expected",
+        ),
+        (["--max_grad_norm=-1"], "`max_grad_norm` is -1.0. Expected a number, 0 or more"),
+        (["--adam_beta2", "1"], "`adam_beta2` is 1.0. Expected a number, 0 or more, and less than 1: a moment"),
+        (
+            ["--seed", "4294967296"],
+            "`seed` is 4294967296. Expected a number, 0 or more, and at most 4294967295",
+        ),
+        (["--warm_start_seed=-1"], "`warm_start_seed` is -1. Expected a number, 0 or more"),
+        (
+            ["--use_peft", "true", "--lora_dropout", "2"],
+            "`lora_dropout` is 2.0. Expected a number, 0 or more, and less",
+        ),
         (["--top_p", "1.5"], "`top_p` is 1.5. Expected more than 0, and at most 1"),
         (["--min_p", "2"], "`min_p` is 2.0. Expected 0 to 1"),
         (["--per_device_train_batch_size", "0"], "`per_device_train_batch_size` is 0. Expected a number, at least 1"),
@@ -203,13 +234,16 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
         (["--max_completion_length", "0"], "`max_completion_length` is 0. Expected a number, at least 1"),
         (["--vllm_max_model_length", "-1"], "`vllm_max_model_length` is -1. Expected a number, at least 1"),
         (["--vllm_gpu_memory_utilization", "0"], "`vllm_gpu_memory_utilization` is 0.0. Expected a number, more than"),
-        (["--vllm_gpu_memory_utilization", "25"], "`vllm_gpu_memory_utilization` is 25.0. Expected at most 1"),
+        (
+            ["--vllm_gpu_memory_utilization", "25"],
+            "`vllm_gpu_memory_utilization` is 25.0. Expected a number, more than 0, and at most 1",
+        ),
         (["--learning_rate", "nan"], "`learning_rate` is nan. Expected a number, 0 or more"),
         (["--learning_rate=-1e-6"], "`learning_rate` is -1e-06. Expected a number, 0 or more"),
         (["--max_steps", "0"], "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
         (["--num_train_epochs", "0"], "`num_train_epochs` is 0.0. Expected a number, more than 0"),
         (["--save_strategy", "steps", "--save_steps", "-1"], "`save_steps` is -1.0. Expected a number, more than 0"),
-        (["--use_peft", "true", "--lora_r", "0"], "`lora_r` is 0. Expected more than 0"),
+        (["--use_peft", "true", "--lora_r", "0"], "`lora_r` is 0. Expected a number, at least 1"),
     ],
 )
 def test_settings_that_cannot_work_are_told_with_advice(told, arguments, message):
@@ -309,19 +343,31 @@ def test_an_end_token_that_the_tokenizer_does_not_have_is_refused(told, policy):
     assert "has the end tokens [151645], and the tokenizer" in told(*asked(policy))
 
 
+def deepspeed_in_16_bits(training):
+    training.deepspeed_plugin, training.bf16 = SimpleNamespace(zero_stage=2, deepspeed_config={}), True
+
+
 def test_checkpoints_have_room(told, policy, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.run.preflight.config.parameter_count", lambda *_: 2**30)
+    monkeypatch.setattr("salesrl_trl.run.preflight.memory.parameter_count", lambda *_: 2**30)
     given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
     free = {"gib": 200.0}
-    monkeypatch.setattr("salesrl_trl.run.preflight.config.free_gib", lambda *_: free["gib"])
-    assert told(*given, stages=CHEAP[1:2]) == ""
+    monkeypatch.setattr("salesrl_trl.run.preflight.memory.free_gib", lambda *_: free["gib"])
+    monkeypatch.setattr("salesrl_trl.run.preflight.memory.card_here", lambda device: Card("a card", 80.0))
+    asked_with = functools.partial(told, *given, stages=runner.STAGES[1:5])
+    assert "free disk" not in asked_with()
     free["gib"] = 30.0
-    found = told(*given, "--save_total_limit", "3", stages=CHEAP[1:2])
+    found = asked_with("--save_total_limit", "3")
     assert "about 12.0 GiB, and 4 of them" in found and "evaluation 56.0" in found
-    assert told(*given, "--save_total_limit", "1", "--save_only_model", "true", stages=CHEAP[1:2]) == ""
-    assert "and 2 of them" in told(*given, "--save_steps", "0.5", stages=CHEAP[1:2])  # a share of the steps
+    assert "free disk" not in asked_with("--save_total_limit", "1", "--save_only_model", "true")
+    assert "and 2 of them" in asked_with("--save_steps", "0.5")  # a share of the steps
+    # 2 bytes a weight, and two moments of a byte with a scale of 4 bytes for 256 numbers
+    rounded = ["--dtype", "bfloat16", "--optim", "adamw_torch_8bit", "--optim_args", "bf16_stochastic_round=True"]
+    assert "about 4.0 GiB, and 7 of them" in asked_with(*rounded)
+    # DeepSpeed's: 2 bytes a weight, and 4 each for its copy and two moments
+    found = asked_with("--save_total_limit", "1", change=deepspeed_in_16_bits)
+    assert "about 14.0 GiB, and 2 of them" in found
     free["gib"] = 10.0
-    assert "has 10.0 GiB of free disk. Name an `output_dir`" in told(*given, stages=CHEAP[1:2])
+    assert "has 10.0 GiB of free disk. Name an `output_dir`" in asked_with()
 
 
 def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(told, policy):
@@ -378,12 +424,43 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
 
         def run(self, plan):
             print("a line of another library")
-            return Findings()
+            return Findings(figures={"kl": math.nan})
 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(runner, "STAGES", (Chatty(),))
     assert main(["--json", "--config", str(RECIPE), "--output_dir", str(tmp_path)]) == 0
-    assert [json.loads(line)["passed"] for line in capsys.readouterr().out.splitlines()] == [True] * told
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["passed"] for line in lines] == [True] * told
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        (main, ["--stage"], "the arguments do not work: argument --stage: expected one argument"),
+        (
+            main,
+            ["--stage", "judge", "--config", "absent.yaml"],
+            "there is no recipe absent.yaml. Expected a YAML file",
+        ),
+        (main, ["--max_stepz", "1"], "unknown arguments: --max_stepz (did you mean --max_steps?)"),
+        (main, ["--config", "BROKEN"], "is not YAML"),
+        (check_memory, [], "no model is named, and the packaged small policy fits every card"),
+        (check_memory, ["--sharding", "zero4"], "argument --sharding: invalid choice: 'zero4'"),
+        (check_memory, ["--processes", "0"], "`processes` is 0. Expected a number, at least 1"),
+        (check_memory, ["--config", "BROKEN"], "is not YAML"),
+        (check_memory, ["--model_name_or_path", "BROKEN"], "BROKEN"),
+        (simulate, ["--config", "BROKEN"], "is not YAML"),
+        (env.main, ["--diff", "absent", "none"], "absent holds no readable config.yaml and run.json"),
+    ],
+)
+def test_a_program_gets_one_json_object_of_a_failure_too(tool, arguments, message, capsys, tmp_path):
+    (tmp_path / "BROKEN").write_text("a: [")
+    given = [str(tmp_path / each) if each == "BROKEN" else each for each in arguments]
+    assert tool(["--json", *(["--card", "80gb"] if tool is check_memory else []), *given]) == 2
+    told = json.loads(capsys.readouterr().out)
+    found = told["stages"][0]["findings"][0] if tool is main else told["failure"]
+    assert message in found["text"]
+    assert found["remedy"] or "Expected" in found["text"] or "Correct" in found["text"]
 
 
 def preflight(*arguments, **options):
@@ -410,4 +487,4 @@ def test_ctrl_c_ends_a_preflight_with_130_and_without_a_traceback(tmp_path):
             run.send_signal(signal.SIGINT)
             said, told = run.communicate(timeout=60)
         connection.close()
-    assert (run.returncode, said, told) == (130, "", "interrupted\n")
+    assert (run.returncode, said, told) == (130, "", "\ninterrupted by Ctrl-C\n")

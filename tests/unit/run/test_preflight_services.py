@@ -298,6 +298,24 @@ def test_a_judge_of_ones_own_is_measured_too(services):
     assert report.figures["judge_order_gap"] is None  # the order is its own
 
 
+class Mute(Judge):
+    """A judge of one's own that never answers."""
+
+    async def judge(self, rubric, row, action, candidate, reference):
+        await asyncio.Event().wait()
+
+
+def test_a_judge_that_never_answers_is_told_with_the_seconds_and_their_setting(services):
+    said = "within 7 s. Expected an answer in time: look at the service's own log, or raise `judge_timeout_s` if"
+    report = examine(JudgeStage(), services, judge=f"{__name__}.Mute", judge_timeout_s=7.0)
+    assert report.verdict is Verdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
+    for first in ([], [(500, {}, {}, 1.0)]):  # the attempt behind it has less than the whole time
+        replies = itertools.chain(first, itertools.repeat((200, {}, {}, 1e9)))
+        services.functions["judge"] = lambda request, replies=replies: next(replies)
+        report = examine(JudgeStage(), services, judge_timeout_s=7.0, max_attempts=3)
+        assert report.verdict is Verdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
+
+
 @pytest.mark.parametrize(("failing", "verdict"), [(("one", "two"), Verdict.FAILED), (("two",), Verdict.NOTED)])
 def test_judges_fail_the_stage_if_all_of_them_fail_under_load(services, failing, verdict):
     asked, well = Counter(), services.functions["judge"]

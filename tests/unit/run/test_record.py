@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from salesrl_trl import env
+from salesrl_trl.config.keys import is_secret
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
 from salesrl_trl.run.record import differences, settings_text, write_record
 from salesrl_trl.run.settings import parse
@@ -91,9 +92,24 @@ def test_two_runs_differ_in_what_was_changed_and_in_nothing_else(tmp_path, capsy
     assert "Expected the folder of a run" in capsys.readouterr().err
 
 
+def test_files_of_one_start_keep_one_number_although_a_start_was_cut_off_between_them(tmp_path):
+    for number in range(4):
+        write_record(tmp_path, {"seed": number}, ["recipes/debug.py", f"--seed={number}"], processes=1)
+        if number == 1:
+            (tmp_path / RUN_FILE).unlink()  # as if the second start had been killed here
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "config-1.yaml", "config-2.yaml", "config-3.yaml", "config.yaml", "run-1.json", "run-3.json", "run.json"
+    ]  # fmt: skip
+    for number in (1, 3):
+        assert yaml.safe_load((tmp_path / f"config-{number}.yaml").read_text()) == {"seed": number - 1}
+        assert json.loads((tmp_path / f"run-{number}.json").read_text())["command"][1] == f"--seed={number - 1}"
+
+
 def test_no_key_is_written(tmp_path):
     argv = ["--hub_token", "secret-1", "--vllm_engine_kwargs", '{"hf_token": "secret-2", "seed": 1}']
     argv += ["--hub-token=secret-3", "--hub_model_id", "https://me:secret-4@hub/a"]
+    argv += ["--generation_kwargs", '{"extra": {"accessToken": "secret-a", "headers": {"x-api-key": "secret-b"}}}']
+    argv += ["--run_name", "http://hub/a?part=1&accessToken=secret-c#b"]
     environment = {
         "OPENAI_API_KEY": "secret-5",
         "OPENAI_API_KEY_2": "secret-6",
@@ -102,11 +118,26 @@ def test_no_key_is_written(tmp_path):
     environment |= {"AUTHORIZATION": "Bearer secret-8", "MYSQL_PWD": "secret-9", "SOME_KEY": ["secret-10"]}
     folder = record(tmp_path / "run", argv, environment)
     texts = (folder / SETTINGS_FILE).read_text() + (folder / RUN_FILE).read_text()
+    logged = parse(argv, ROOT / "recipes/debug.yaml").training.to_json_string()  # as TensorBoard shows it
+    assert '"max_steps"' in logged and "secret" not in logged
     assert "secret" not in texts
     assert "OPENAI_API_KEY" not in texts
     kept = yaml.safe_load((folder / SETTINGS_FILE).read_text())
     assert json.loads(kept["vllm_engine_kwargs"]) == {"seed": 1}
+    assert kept["run_name"] == "http://hub/a?part=1&accessToken=***#b"
     assert (kept["env"]["HTTPS_PROXY"], kept["hub_model_id"]) == ("http://***@p:1", "https://***@hub/a")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["accessToken", "apiKey", "APIKey", "apikey", "accesstoken", "clientSecret", "dbPassword2"], True),
+        (["bearer", "Bearer", "x-api-key", "X-API-Key", "Set-Cookie", "api_keys", "OPENAI_API_KEY_2"], True),
+        (["max_tokens", "maxTokens", "eos_token", "monkey", "bypass", "judge_api_key_env", "keyboard", ""], False),
+    ],
+)
+def test_a_key_is_known_by_the_last_words_of_its_name(names, expected):
+    assert [name for name in names if is_secret(name) is not expected] == []
 
 
 def test_the_environment_is_shown_without_secrets(monkeypatch, capsys):

@@ -6,7 +6,7 @@ import pytest
 
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.run.settings import parse, parse_part
+from salesrl_trl.run.settings import PATHS, parse, parse_part
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,6 +50,10 @@ def test_another_recipe_can_be_named(tmp_path):
         ("max_steps: [1]\n", r"`max_steps` is \[1\]. Expected at least 1"),
         ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
         ("small_policy:\n  prompt_stile: compact\n", r"prompt_stile \(did you mean prompt_style\?\)"),
+        ('output_dir: "a\\0b"\n', "`output_dir` of .*bad.yaml holds a NUL or half a character"),
+        ('judge_providers: [{name: "a\\ud800"}]\n', "`judge_providers.name` of .* holds a NUL or half a character"),
+        ("env: {'': x}\n", "the settings do not work: .*Invalid argument"),
+        ("branches: &a [*a]\n", "is nested too deeply, or holds itself"),
     ],
     ids=[
         "unknown key",
@@ -61,6 +65,10 @@ def test_another_recipe_can_be_named(tmp_path):
         "kind",
         "small policy",
         "unknown key of the small policy",
+        "NUL",
+        "surrogate",
+        "environment",
+        "recursive",
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused(tmp_path, text, message):
@@ -84,6 +92,15 @@ def test_a_recipe_that_is_not_yaml_is_refused_without_its_text(tmp_path):
 def test_a_recipe_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no recipe"):
         parse([], tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("a" * 5000, "File name too long"), ("~no-such-user/x", "Could not determine home directory")]
+)
+@pytest.mark.parametrize("name", [*PATHS, "config"])
+def test_a_path_that_no_file_can_have_is_refused(name, path, reason):
+    with pytest.raises(ConfigError, match=rf"`(--)?{name}` is '.{{1,203}}', which can't be looked at \({reason}"):
+        parse(["--output_dir", "x", f"--{name}={path}"], None)
 
 
 def test_an_unknown_argument_is_refused():

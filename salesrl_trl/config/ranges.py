@@ -1,0 +1,84 @@
+"""The ranges of TRL's and transformers' numbers that neither of them checks, in one table.
+
+A range ends where nobody can mean a number any more: beyond it weights become NaN, or nothing is learned.
+"""
+
+import math
+import sys
+from typing import NamedTuple
+
+from salesrl_trl.config.checks import check
+
+_MORE_THAN_0, _LESS_THAN_1 = math.ulp(0.0), math.nextafter(1.0, 0.0)
+_THREE_YEARS_S = 1e8
+
+
+class Range(NamedTuple):
+    """The numbers that a setting may have, both ends included."""
+
+    least: float
+    most: float = sys.float_info.max
+    why: str = ""
+    """Reason of the upper end."""
+
+    @property
+    def text(self) -> str:
+        """`"more than 0, and at most 10: ..."`."""
+        least = {0.0: "0 or more", _MORE_THAN_0: "more than 0"}.get(self.least, f"at least {self.least:g}")
+        if self.most >= sys.float_info.max:
+            return least
+        most = "less than 1" if self.most == _LESS_THAN_1 else f"at most {self.most:.10g}"
+        return f"{least}, and {most}" + (f": {self.why}" if self.why else "")
+
+
+KL_COEFFICIENT = Range(0, 100, "rewards lie between 0 and 1, and beside such a coefficient they count for nothing")
+_SHARE = Range(0, 1)
+_SEED = Range(0, 2**32 - 1, "numpy takes no larger one")
+EVERY = Range(_MORE_THAN_0)
+"""Steps from one log, checkpoint or evaluation to the next. A number below 1 is a share of the run."""
+TRAINING = {
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+         "steps_per_generation", "generation_batch_size", "num_iterations", "max_completion_length",
+         "vllm_max_model_length", "vllm_tensor_parallel_size"),
+        Range(1),
+    ),
+    **dict.fromkeys(("warmup_steps", "eval_delay", "epsilon", "epsilon_high", "entropy_coef"), Range(0)),
+    **dict.fromkeys(("label_smoothing_factor", "ref_model_mixup_alpha", "top_entropy_quantile"), _SHARE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), Range(0, _LESS_THAN_1, "a moment has to forget")),
+    **dict.fromkeys(("seed", "data_seed"), _SEED),
+    "num_train_epochs": Range(_MORE_THAN_0),
+    "learning_rate": Range(0, 1, "AdamW moves each weight by about so much in a step"),
+    "weight_decay": Range(0, 1, "it is a share of the weights, times `learning_rate`"),
+    "adam_epsilon": Range(0, 1, "beside it the moments count for nothing"),
+    "max_grad_norm": Range(0, math.inf),  # infinite, as 0: no limit
+    "temperature": Range(_MORE_THAN_0, 10, "above it tokens are drawn almost evenly from the whole vocabulary"),
+    "repetition_penalty": Range(_MORE_THAN_0, 10, "above it no token comes twice"),
+    "beta": KL_COEFFICIENT,
+    "vllm_gpu_memory_utilization": Range(_MORE_THAN_0, 1, "1 is the whole GPU"),
+    "vllm_server_timeout": Range(0, _THREE_YEARS_S, "these are seconds"),
+    "ddp_timeout": Range(1, _THREE_YEARS_S, "these are seconds"),
+}  # fmt: skip
+"""Ranges of `GRPOConfig`. Settings without one may be infinite: `max_kl` is without a limit then."""
+LORA = {
+    "lora_r": Range(1),
+    "lora_alpha": Range(1, 10_000, "an adapter's output is multiplied by `lora_alpha` / `lora_r`"),
+    "lora_dropout": Range(0, _LESS_THAN_1, "it is the share of inputs that are left out"),
+}
+"""Ranges of `ModelConfig`."""
+WARM_START = {"warm_start_steps": Range(1), "warm_start_seed": _SEED}
+
+
+def check_ranges(config: object, ranges: dict[str, Range]) -> None:
+    """Raise `ConfigError` unless every setting of these names lies in its range, or is not given."""
+    for name, allowed in ranges.items():
+        check_range(name, getattr(config, name), allowed)
+
+
+def check_range(name: str, value: object, allowed: Range) -> None:
+    """Raise `ConfigError` unless a setting's value is `None`, or a number in the range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    check(
+        value is None or (is_number and allowed.least <= value <= allowed.most),  # type: ignore[operator]  # NaN: False
+        f"`{name}` is {value!r}. Expected a number, {allowed.text}.",
+    )

@@ -1,0 +1,46 @@
+"""What commands have in common: wrong arguments are refused as settings are, and a failure is told to programs too.
+
+Imports no torch.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.preflight.stage import finding_of
+
+
+class ToolParser(argparse.ArgumentParser):
+    """Raises `ConfigError` for wrong arguments. `argparse` would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"the arguments do not work: {message}. Correct them; `--help` lists all.")
+
+
+def tell_failure(error: Exception, as_json: bool) -> None:
+    """Print an error: its name and message on stderr, or `{"failure": {"error", "text", "remedy"}}` on stdout.
+
+    The text of an error of this package holds its remedy.
+    """
+    found, name = finding_of(error), type(error).__name__
+    if as_json:
+        print(json.dumps({"failure": {"error": name, "text": found.text, "remedy": found.remedy}}))
+    else:
+        print(f"{name}: {found.message}", file=sys.stderr)
+
+
+def strict_json(value: object) -> str:
+    """JSON for every reader: numbers that are none, or infinite, are null."""
+    return json.dumps(_finite(value))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,76 @@
+"""The end of a command that Ctrl-C or an output without room cuts off: one line and an exit code, no traceback.
+
+Standard library only: a command calls `end_tidily` before the imports that take seconds.
+"""
+
+import atexit
+import contextlib
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as shells have it."""
+EXIT_UNREAD = 128 + signal.SIGPIPE
+"""The reader of the output has ended, as with `| head`."""
+EXIT_UNWRITTEN = 2
+_FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Numbers of errors in writing. Those of files that are opened have the file's name."""
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+Tell = Callable[[str, int], object]
+"""Gets a line, and the exit code that follows."""
+
+
+def _print(text: str, code: int) -> None:
+    sys.stderr.write(f"\n{text}\n")  # the terminal shows ^C on the line before
+
+
+def end_tidily(tell: Tell = _print) -> None:
+    """From now on, Ctrl-C and an output that can't be written end this process with a line, wherever they come."""
+    sys.excepthook = _hook(sys.excepthook, tell)
+    atexit.register(_flush, tell)
+
+
+def _hook(usual: _Hook, tell: Tell) -> _Hook:
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_interrupt(error):
+            tell("interrupted by Ctrl-C", EXIT_INTERRUPTED)
+            raise SystemExit(EXIT_INTERRUPTED)
+        if isinstance(error, OSError) and error.filename is None and error.errno in _FAULTS:
+            raise SystemExit(_unwritten(error, tell))
+        usual(kind, error, trace)
+
+    return end
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether it is Ctrl-C, or what a library made of it in its import."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        if isinstance(error, ImportError) and "KeyboardInterrupt" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _unwritten(error: OSError, tell: Tell) -> int:
+    """Tell it, drop what is left, and return the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush fails again
+    if error.errno == errno.EPIPE:
+        return EXIT_UNREAD
+    told = f"the output can't be written ({error.strerror}). Expected a stdout with room. Send it elsewhere."
+    with contextlib.suppress(OSError):  # stderr goes to the same place
+        tell(told, EXIT_UNWRITTEN)
+    return EXIT_UNWRITTEN
+
+
+def _flush(tell: Tell) -> None:
+    """The last thing of a process. Python itself would print the error as one that is ignored."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        os._exit(_unwritten(error, tell))  # nothing else can change the exit code here

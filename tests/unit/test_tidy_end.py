@@ -1,0 +1,63 @@
+"""Ctrl-C in a command's imports, and an output that can't be written, end it with a line and no traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from salesrl_trl.process import child_environment
+
+ROOT = Path(__file__).parents[2]
+SLOW = ("accelerate", "datasets", "numpy", "stamina", "torch", "transformers", "trl")
+"""Modules whose import takes long."""
+ADDRESS = ("--base-url", "http://127.0.0.1:9")
+
+
+def ended(*command, folder=None, **options):
+    environment = child_environment()
+    if folder is not None:
+        environment["PYTHONPATH"] = f"{folder}:{environment['PYTHONPATH']}"
+    command = [sys.executable, *command]
+    options = {"stdout": subprocess.PIPE, **options}
+    return subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("error", ["signal.raise_signal(signal.SIGINT)", "raise ImportError('KeyboardInterrupt: ')"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("recipes/debug.py",),
+        ("-m", "salesrl_trl.preflight"),
+        ("-m", "salesrl_trl.env", "--config", "recipes/debug.yaml"),
+        *((f"scripts/{name}.py",) for name in (
+            "warmup_model", "check_gpu_memory", "simulate_training_rewards", "test_components", "build_vector_store",
+            "create_tiny_dataset",
+        )),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_ctrl_c_during_the_imports_is_one_line_and_130(command, error, tmp_path):
+    for name in SLOW:
+        (tmp_path / f"{name}.py").write_text(f"import signal\n{error}\n")
+    end = ended(*command, folder=tmp_path)
+    assert (end.returncode, end.stderr, end.stdout) == (130, "\ninterrupted by Ctrl-C\n", "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-m", "salesrl_trl.env"),
+        ("-u", "-m", "salesrl_trl.env"),
+        ("-m", "salesrl_trl.preflight", "--stage", "absent"),
+        ("scripts/quick_test_rag_8b.py", *ADDRESS),
+        ("scripts/test_rag_endpoints.py", *ADDRESS),
+    ],
+    ids=" ".join,
+)
+def test_an_output_without_room_is_one_line_and_2(command):
+    with open("/dev/full", "w") as full:
+        end = ended(*command, stdout=full)
+    assert end.returncode == 2
+    assert end.stderr.strip().startswith("the output can't be written (No space left on device)")
+    assert len(end.stderr.strip().splitlines()) == 1
