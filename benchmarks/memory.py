@@ -149,10 +149,8 @@ def figures_of(shape: str, lora: ModelConfig | None) -> ModelShape:
     return figures if lora is None else dataclasses.replace(figures, adapters=adapters_of(model, lora))
 
 
-@contextlib.contextmanager
-def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPOTrainer, ModelConfig]]:
-    """A trainer for a row, and the model's settings. Without vLLM completions are given, and no model is read."""
-    where, length = device(), TOKENS[row.shape]
+def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOConfig, ModelConfig]:
+    """The settings of a row, and those of its model."""
     engine: dict[str, Any] = {}
     if row.vllm:
         engine = {
@@ -163,7 +161,7 @@ def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPO
         **quiet(where, str(folder / "out"), **engine, **({} if row.bf16_passes else {"bf16": False})),
         per_device_train_batch_size=BATCH[row.shape],
         gradient_accumulation_steps=2,
-        max_completion_length=length,
+        max_completion_length=TOKENS[row.shape],
         gradient_checkpointing=row.checkpointing,
         torch_compile=row.compiled,
         max_steps=row.updates,
@@ -172,8 +170,19 @@ def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPO
         min_changed_weights=0.0,
         **({"optim": STOCHASTIC_OPTIM, "optim_args": STOCHASTIC_ARGS} if row.rounds else {}),
     )
-    model_settings = ModelConfig(use_peft=row.lora, dtype=row.dtype, attn_implementation=row.attention)
-    prompt = [{"role": "user", "content": SENTENCE * (1 if row.shape == "tiny" else 16)}]
+    return args, ModelConfig(use_peft=row.lora, dtype=row.dtype, attn_implementation=row.attention)
+
+
+def prompt_of(row: Row) -> list[dict[str, str]]:
+    """The prompt of all completions of a row."""
+    return [{"role": "user", "content": SENTENCE * (1 if row.shape == "tiny" else 16)}]
+
+
+@contextlib.contextmanager
+def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPOTrainer, ModelConfig]]:
+    """A trainer for a row, and the model's settings. Without vLLM completions are given, and no model is read."""
+    where = device()
+    args, model_settings = settings_of(row, where, folder)
     if row.vllm:
         save_model(row.shape, folder / "model", where)
         policy = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, row.dtype))
@@ -184,17 +193,24 @@ def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPO
             policy,
             InstantReward(),
             args=args,
-            train_dataset=Dataset.from_list([{"prompt": prompt, "row": index} for index in range(64)]),
+            train_dataset=Dataset.from_list([{"prompt": prompt_of(row), "row": index} for index in range(64)]),
             processing_class=build_tokenizer(),
             peft_config=get_peft_config(model_settings),
             callbacks=[clock],
         )
     if isinstance(trainer, FullLength):
-        trainer.length = length
+        trainer.length = TOKENS[row.shape]
     try:
         yield trainer, model_settings
     finally:
         trainer.finish()
+
+
+def estimate_of(row: Row, args: SalesGRPOConfig, model_settings: ModelConfig, card_gib: float) -> Estimate:
+    """The estimate of a row, for a card with so much memory."""
+    shape = figures_of(row.shape, model_settings if row.lora else None)
+    tokens = build_tokenizer().apply_chat_template(prompt_of(row), add_generation_prompt=True, return_dict=True)
+    return estimate(shape, setup_of(args, model_settings, shape, len(tokens["input_ids"]), dtype=row.dtype), card_gib)
 
 
 def measure(row: Row) -> dict[str, Any]:
@@ -208,14 +224,9 @@ def measure(row: Row) -> dict[str, Any]:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, trainer_of(row, Path(folder), clock) as (trainer, model_settings):
         trainer.train()
-        shape = figures_of(row.shape, model_settings if row.lora else None)
-        prompt = len(build_tokenizer().apply_chat_template(
-            trainer.train_dataset[0]["prompt"], add_generation_prompt=True, return_dict=True
-        )["input_ids"])  # fmt: skip
-        setup = setup_of(trainer.args, model_settings, shape, prompt, dtype=row.dtype)
         card = torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else 80.0
-        found = estimate(shape, setup, card)
-        figures = {"row": row.name, "tokens": setup.tokens, "left_gib": left, **expected(found)}
+        found = estimate_of(row, trainer.args, model_settings, card)
+        figures = {"row": row.name, "left_gib": left, **expected(found)}
         if on_gpu:
             free, total = torch.cuda.mem_get_info()
             figures |= {

@@ -73,9 +73,15 @@ def working_activations(shape: ModelShape, setup: Setup) -> float:
 
     With gradient checkpointing its activations. In the MLP's product: three gradients of width f, less the input of
     down, which is done with; two gradients of the residual stream; one weight's gradient, in 16 bits and its format.
+    In eager attention's softmax, when what the MLP kept is done with: the gradients of its result and of its input,
+    both in float32, and of the weights in the products' format.
     """
     again = layer_activations(shape, setup) if setup.checkpointing else 0.0
     widths = (3 if setup.lora else 2) * setup.compute_bytes * shape.intermediate
+    if setup.eager_attention:
+        length = setup.prompt_tokens + setup.completion_tokens
+        weights = (4 + 4 * (setup.compute_bytes == 2) + setup.compute_bytes) * shape.heads * length
+        widths = max(widths, weights - (3 if setup.lora else 4) * setup.compute_bytes * shape.intermediate)
     number = 0 if setup.lora else 2 + setup.weight_bytes * (setup.weight_bytes != setup.compute_bytes)
     return again + setup.tokens * (widths + 2 * setup.weight_bytes * shape.hidden) + number * shape.largest
 

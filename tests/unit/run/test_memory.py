@@ -19,6 +19,7 @@ from transformers import (
 )
 from trl import ModelConfig, get_peft_config
 
+from benchmarks.memory import Row, estimate_of, settings_of
 from salesrl_trl.run import software
 from salesrl_trl.run.memory import cards, states
 from salesrl_trl.run.memory.activations import layer_activations, saved_activations
@@ -324,3 +325,27 @@ def test_an_evaluation_has_the_log_probs_of_its_own_batch(seven):
              if "log-probs of the loss" in moment.parts}  # fmt: skip
     assert parts["forward"] == 512 * 32_768 * 2
     assert parts["evaluation"] == 4096 * 32_768 * 2  # 64 x 512 tokens in tiles of 4096
+
+
+@pytest.mark.parametrize(
+    ("row", "used_gib"),
+    [
+        (Row("0.5b", lora=True), 3.66),
+        (Row("0.5b", lora=True, checkpointing=False), 18.77),
+        (Row("0.5b", lora=True, attention="eager"), 5.83),
+        (Row("0.5b", lora=False, dtype="float32"), 14.37),
+        (Row("0.5b", lora=False, dtype="float32", checkpointing=False), 35.81),
+        (Row("0.5b", lora=False, dtype="float32", bf16_passes=False), 15.79),
+        (Row("1.5b", lora=True), 5.63),
+        (Row("1.5b", lora=False, dtype="float32"), 35.69),
+        (Row("7b", lora=True), 17.04),
+        (Row("7b", lora=True, checkpointing=False), 33.97),
+        (Row("7b", lora=True, attention="eager"), 18.03),
+        (Row("7b", lora=False, dtype="float32", reference=False), 131.74),
+    ],
+    ids=lambda each: each.name if isinstance(each, Row) else "",
+)
+def test_an_estimate_is_within_ten_percent_of_what_an_h200_used(row, used_gib, tmp_path):
+    args, model = settings_of(row, torch.device("cpu"), tmp_path)
+    args.bf16 = row.bf16_passes  # a CPU's settings have none
+    assert estimate_of(row, args, model, 140.0).needed_gib == pytest.approx(used_gib, rel=0.1)
