@@ -3,20 +3,14 @@
 import gc
 import logging
 import os
-import tempfile
 from collections import Counter
-from pathlib import Path
 
-import filelock
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from pytest_httpserver import HTTPServer
 from support.loopback import Services
 from support.seconds import TookTooLong
-
-WARM_START_STEPS = 40
-"""Enough for half of its actions to be valid."""
 
 LONG_FILES = (
     "test_launch.py", "test_vllm_server.py", "test_exact_mode.py", "test_lookahead.py", "test_ranks.py",
@@ -62,18 +56,11 @@ def _process_as_it_was():
 
 
 @pytest.fixture(scope="session")
-def policy_path(request):
-    """The small policy after a short warm start. pytest's cache keeps it until its recipe changes."""
-    from salesrl_trl.demo import policy
+def policy_path(tmp_path_factory):
+    """A policy whose actions are valid."""
+    from support.writer import make_writer
 
-    folder = request.config.cache.mkdir("policies")
-    path = folder / policy._policy_folder(WARM_START_STEPS, 0).name
-    with filelock.FileLock(f"{path}.lock"):  # between the processes of a test run
-        if not path.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as made:
-                policy.make_policy(Path(made) / "policy", WARM_START_STEPS, seed=0)
-                (Path(made) / "policy").rename(path)  # whole, or not there
-    return path
+    return make_writer(tmp_path_factory.mktemp("writer") / "policy")
 
 
 @pytest.fixture(scope="session")
