@@ -19,6 +19,9 @@ LONG_FILES = (
 )  # fmt: skip
 """They come first, so that no worker ends with one of them while the others have nothing left."""
 
+# Until the tests are collected: what is imported stays, and looking through it takes seconds.
+gc.disable()
+
 # Without a handler werkzeug makes one, when a request comes between two phases of a test. It would keep the stderr of
 # then, and complain on that of a later test.
 logging.getLogger("werkzeug").addHandler(logging.NullHandler())
@@ -112,6 +115,7 @@ def pytest_collection_finish():
     """Hide the imported modules from the garbage collector: each training collects, which takes 0.4 s with them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure():
