@@ -3,11 +3,8 @@
 import gc
 import logging
 import os
-import tempfile
 from collections import Counter
-from pathlib import Path
 
-import filelock
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -15,15 +12,15 @@ from pytest_httpserver import HTTPServer
 from support.loopback import Services
 from support.seconds import TookTooLong
 
-WARM_START_STEPS = 40
-"""Enough for half of its actions to be valid."""
-
 LONG_FILES = (
     "test_launch.py", "test_vllm_server.py", "test_exact_mode.py", "test_lookahead.py", "test_ranks.py",
     "test_resume.py", "test_time_of_a_run.py", "test_rollouts_in_flight.py", "test_sigterm.py", "test_two_ranks.py",
     "test_kl_exactness.py", "test_trainer.py", "test_readme.py",
 )  # fmt: skip
 """They come first, so that no worker ends with one of them while the others have nothing left."""
+
+# Until the tests are collected: what is imported stays, and looking through it takes seconds.
+gc.disable()
 
 # Without a handler werkzeug makes one, when a request comes between two phases of a test. It would keep the stderr of
 # then, and complain on that of a later test.
@@ -62,18 +59,11 @@ def _process_as_it_was():
 
 
 @pytest.fixture(scope="session")
-def policy_path(request):
-    """The small policy after a short warm start. pytest's cache keeps it until its recipe changes."""
-    from salesrl_trl.demo import policy
+def policy_path(tmp_path_factory):
+    """A policy whose actions are valid."""
+    from support.writer import make_writer
 
-    folder = request.config.cache.mkdir("policies")
-    path = folder / policy._policy_folder(WARM_START_STEPS, 0).name
-    with filelock.FileLock(f"{path}.lock"):  # between the processes of a test run
-        if not path.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as made:
-                policy.make_policy(Path(made) / "policy", WARM_START_STEPS, seed=0)
-                (Path(made) / "policy").rename(path)  # whole, or not there
-    return path
+    return make_writer(tmp_path_factory.mktemp("writer") / "policy")
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +115,7 @@ def pytest_collection_finish():
     """Hide the imported modules from the garbage collector: each training collects, which takes 0.4 s with them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure():

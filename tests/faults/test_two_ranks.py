@@ -7,7 +7,7 @@ import pytest
 import torch
 from faults import two_ranks
 from faults.two_ranks import DEADLINE_S, HANGS_S, LATE_S
-from support.ranks import run_ranks
+from support.ranks import of_one_machine, run_ranks
 from support.seconds import check_seconds
 
 LAUNCH_LIMIT_S = 240
@@ -16,10 +16,8 @@ LAUNCH_LIMIT_S = 240
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    one, other = run_ranks(
-        [launcher], (two_ranks.__file__, tiny, tmp_path), tmp_path, LAUNCH_LIMIT_S, OMP_NUM_THREADS="1"
-    )
+    arguments = (two_ranks.__file__, tiny, tmp_path)
+    one, other = run_ranks(of_one_machine(), arguments, tmp_path, LAUNCH_LIMIT_S, OMP_NUM_THREADS="1")
     for name in one:
         assert one[name]["error"] == other[name]["error"], name
         assert one[name]["steps"] == other[name]["steps"], name

@@ -2,7 +2,6 @@
 
 import pytest
 from support.loopback import ACTION, BAD
-from support.scripted import build_trainer, default_rows, loopback_reward
 
 
 @pytest.fixture
@@ -11,6 +10,9 @@ def scripted_trainer(tiny, services, tmp_path):
 
     `chain` are settings of the reward chain, everything else the trainer's.
     """
+    # TRL, which takes seconds, and which not all tests here need
+    from support.scripted import build_trainer, default_rows, loopback_reward
+
     built = []
 
     def build(texts=(ACTION, BAD), chain=None, **settings):

@@ -23,7 +23,7 @@ import pytest
 import torch
 from support.keyed import keyed_rows, make_tiny_policy
 from support.loopback import Services, action, build_reward, row
-from support.ranks import run_ranks
+from support.ranks import of_one_machine, run_ranks
 from support.runs import spans
 from support.scripted import settings
 from support.vllm_server import serve
@@ -311,10 +311,9 @@ def test_without_importance_ratios_too_a_servers_weights_are_checked_once(build,
 
 
 def test_two_processes_ask_a_server_each_for_its_own(served, server, httpserver, tmp_path):
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     services = Services(httpserver)
     arguments = (__file__, served, server, services.url, tmp_path)
-    one, other = run_ranks([launcher], arguments, tmp_path, 240, OMP_NUM_THREADS="1")
+    one, other = run_ranks(of_one_machine(), arguments, tmp_path, 240, OMP_NUM_THREADS="1")
     for rank in (one, other):
         check_steps(rank["log"], 2)
         assert rank["asked"] == 5 * BATCH

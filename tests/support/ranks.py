@@ -7,22 +7,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+from accelerate.utils.other import get_free_port
+
 ROOT = Path(__file__).parents[2]
 
 
+def of_one_machine():
+    """For each of two ranks, the variables that torch's launcher gives it. The launcher itself imports torch."""
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_free_port()}
+    return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(2)]
+
+
 def run_ranks(launchers, arguments, out, limit_s, **env):
-    """Launch `python -m LAUNCHER ARGUMENTS` for each launcher at once; together they make two ranks. Returns what each
-    rank wrote to `OUT/rankN.json`; the launchers' messages are in `OUT/stderrN.txt`."""
+    """Launch `python -m LAUNCHER ARGUMENTS` for each launcher at once; together they make two ranks. In the place of a
+    launcher may be a `dict`, the variables of a rank that is started without one. Returns what each rank wrote to
+    `OUT/rankN.json`; messages are in `OUT/stderrN.txt`."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")))
     logs = [out / f"stderr{number}.txt" for number in range(len(launchers))]
     started = []
     for launcher, log in zip(launchers, logs, strict=True):
+        own, words = (launcher, ()) if isinstance(launcher, dict) else ({}, ("-m", *launcher))
         with log.open("w") as stderr:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", *launcher, *map(str, arguments)],
+                    [sys.executable, *words, *map(str, arguments)],
                     cwd=ROOT,
-                    env={**os.environ, "PYTHONPATH": paths, **env},
+                    env={**os.environ, "PYTHONPATH": paths, **env, **{name: str(each) for name, each in own.items()}},
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
                     start_new_session=True,

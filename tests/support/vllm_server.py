@@ -6,4 +6,6 @@ from benchmarks.vllm_server import vllm_server
 def serve(model, log, *options, **environment):
     """`benchmarks.vllm_server.vllm_server` with the options of a small model on a CPU."""
     small = ("--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16", *options)
-    return vllm_server(model, log, *small, **{"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **environment})
+    # the last: on a CPU the engine's process then has no worker process below it, which imports all of vLLM once more
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return vllm_server(model, log, *small, **own | environment)

@@ -219,12 +219,17 @@ def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, m
 
 
 def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps(tmp_path):
-    command = [sys.executable, "recipes/debug.py", "--dataset", "absent.jsonl", "--output_dir", str(tmp_path / "run")]
+    command = [sys.executable, "-X", "importtime", "recipes/debug.py", "--dataset", "absent.jsonl"]
+    command += ["--output_dir", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     assert "DataError: there is no dataset file" in done.stderr
     assert "Traceback" not in done.stderr
     assert "DataError: there is no dataset file" in (tmp_path / "run/run.log").read_text()
+    imported = {line.rsplit("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "salesrl_trl.train" in imported
+    # vLLM's CPU platform walks over all loaded modules and trips over llvmlite's, which bm25s brings
+    assert "llvmlite" not in imported
 
 
 def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):

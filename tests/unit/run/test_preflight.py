@@ -471,7 +471,7 @@ def preflight(*arguments, **options):
 def test_a_reader_that_ends_early_ends_a_preflight_without_a_traceback(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)  # as `| head` does after its lines
-    with preflight("--stage", "config,data", "--output_dir", str(tmp_path), stdout=writing) as run:
+    with preflight("--stage", "rag", "--rag_base_url", "http://127.0.0.1:9", stdout=writing) as run:
         os.close(writing)
         told = run.communicate(timeout=120)[1]
     assert run.returncode == 128 + signal.SIGPIPE
