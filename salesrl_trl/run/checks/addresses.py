@@ -202,9 +202,17 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
 
 
 def _ask(base_url: str, path: str, key: str | None, service: str) -> bytes | ServiceError:
-    """Runs in another thread, because in a notebook this one already runs an event loop."""
+    """In this thread, where Ctrl-C ends it at once; in a notebook, whose thread runs an event loop, in another."""
+
+    def ask() -> bytes | ServiceError:
+        return asyncio.run(_get(base_url, path, key, service))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return ask()
     with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(lambda: asyncio.run(_get(base_url, path, key, service))).result()
+        return thread.submit(ask).result()
 
 
 async def _get(base_url: str, path: str, key: str | None, service: str) -> bytes | ServiceError:
