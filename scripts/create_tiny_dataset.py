@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""A small dataset from a large one, for trying things: its first rows, or rows drawn by a seed, perhaps by branch.
+r"""A small dataset from a large one, for trying things: its first rows, or rows drawn by a seed, perhaps by branch.
 
     .venv/bin/python scripts/create_tiny_dataset.py --source conversations.jsonl --rows 64 --out tiny.jsonl
     .venv/bin/python scripts/create_tiny_dataset.py --source demo --rows 64 --by_branch --seed 0 --out tiny.parquet
+    .venv/bin/python scripts/create_tiny_dataset.py --source qa_data.json --dataset_format halueval --rows 500 \
+      --out rows.jsonl --knowledge_out documents.jsonl
 
 Reads every source that `dataset` takes: `demo`, a .jsonl, .json or .parquet file, a dataset on the hub. Writes .jsonl
-or .parquet, by the ending of --out, with all columns. The rows keep their order. Equal arguments give equal rows.
+or .parquet, by the ending of --out, with all columns. Rows of another format, or in other columns, are written in this
+package's. The rows keep their order. Equal arguments give equal rows.
 
 Exit code: 0 written; 2 wrong usage or a row that no run would take.
 """
@@ -25,9 +28,13 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from salesrl_trl.config import DataConfig
+from salesrl_trl.data.files import Record
+from salesrl_trl.data.form import Records
+from salesrl_trl.data.formats import FORMATS, ROWS
 from salesrl_trl.data.rows import check_columns, parse_row
-from salesrl_trl.data.sources import Record, load_records
-from salesrl_trl.errors import DataError
+from salesrl_trl.data.sources import load_records
+from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.evaluation.sample import spread
 
 EXIT_USAGE = 2
@@ -37,22 +44,34 @@ ENDINGS = (".jsonl", ".parquet")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     try:
-        records, name = load_records(options.source, options.split)
+        config = DataConfig(dataset_format=options.dataset_format, columns=options.columns)
+        loaded = load_records(options.source, options.split, config.form())
+        records, name = loaded.records, loaded.name
         check_columns(records[0].keys() if records else (), name)
         branches = [str(record.get("branch")) for record in records]
         known = [branch for record in records if isinstance(branch := record.get("branch"), str)]
         places = chosen(branches, options.rows, options.by_branch, options.seed)
-        for place in places:
-            parse_row(records[place], place, sorted(set(known)), name)
+        rows = [parse_row(records[at], *_where(loaded, at, sorted(set(known)))) for at in places]
         write(options.out, [records[place] for place in places])
-    except (DataError, OSError) as error:
+        if options.knowledge_out is not None:
+            texts = dict.fromkeys(text for row in rows for text in row.documents)
+            write(options.knowledge_out, [{"id": f"d{at}", "text": text} for at, text in enumerate(texts)])
+    except (ConfigError, DataError, OSError) as error:
         print(f"create_tiny_dataset: {error}", file=sys.stderr)
         return EXIT_USAGE
     counts = ", ".join(
         f"{count} of {branch}" for branch, count in sorted(Counter(branches[p] for p in places).items())
     )
     print(f"{len(places)} of {len(records)} rows of {name} ({counts}) are in {options.out}")
+    if loaded.note:
+        print(loaded.note)
     return 0
+
+
+def _where(loaded: Records, at: int, branches: Sequence[str]) -> tuple[int, Sequence[str], str, int | None]:
+    """What `parse_row` wants beside a record."""
+    position, line = loaded.places[at]
+    return position, branches, loaded.name, line
 
 
 def chosen(branches: Sequence[str], rows: int, by_branch: bool, seed: int | None) -> list[int]:
@@ -92,17 +111,28 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--source", required=True, help="`demo`, a local file, or a dataset on the hub")
     parser.add_argument("--split", default="train", help="split of the demo or of a dataset on the hub")
+    parser.add_argument(
+        "--dataset_format", default=ROWS, help=f"{', '.join((ROWS, *FORMATS))}, or a class's dotted path"
+    )
+    parser.add_argument("--columns", help="columns of the fields of a row, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="the file to write: .jsonl or .parquet")
     parser.add_argument("--rows", type=int, default=64, help="number of rows; default: 64")
     parser.add_argument("--by_branch", action="store_true", help="equally many rows of each branch")
     parser.add_argument("--seed", type=int, help="draw the rows by this seed; default: the first ones")
+    parser.add_argument(
+        "--knowledge_out", type=Path, help="also write the rows' documents: a `knowledge_file`, .jsonl"
+    )
     options = parser.parse_args(arguments)
     if options.rows < 1:
         parser.error(f"--rows is {options.rows}, expected at least 1")
     if options.out.suffix not in ENDINGS:
         parser.error(f"--out is {options.out}, expected a name that ends with {' or '.join(ENDINGS)}")
-    if options.out.exists():
-        parser.error(f"--out is {options.out}, which is there already; name another file, or delete it")
+    if options.knowledge_out is not None and options.knowledge_out.suffix != ".jsonl":
+        parser.error(f"--knowledge_out is {options.knowledge_out}, expected a name that ends with .jsonl")
+    for name in ("out", "knowledge_out"):
+        path = getattr(options, name)
+        if path is not None and path.exists():
+            parser.error(f"--{name} is {path}, which is there already; name another file, or delete it")
     return options
 
 

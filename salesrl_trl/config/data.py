@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from salesrl_trl.config.checks import about, check, check_choice
+from salesrl_trl.config.checks import about, build_object, check, check_choice, structure
+from salesrl_trl.data.columns import Column, read_columns
+from salesrl_trl.data.form import Form
+from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
 from salesrl_trl.data.prompts import PROMPT_STYLES
 
@@ -20,6 +23,17 @@ class DataConfig:
             Source of the held-out rows. Defaults to `dataset`.
         eval_split (`str`, *optional*, defaults to `"heldout"`):
             Split to evaluate on.
+        dataset_format (`str`, *optional*, defaults to `"rows"`):
+            `rows` have this package's columns. `bbq`, `halueval`, `qrecc` and `topiocqa` are published datasets in
+            their own files. The dotted path of a class that derives from `DatasetFormat` is a format of your own.
+        eval_dataset_format (`str`, *optional*):
+            Format of `eval_dataset`. Defaults to `dataset_format`.
+        columns (`dict`, *optional*):
+            For a field of the row the column that holds it, or `{value: CONSTANT}`. docs/DATA.md lists the fields.
+        eval_columns (`dict`, *optional*):
+            Columns of `eval_dataset`. Defaults to `columns`.
+        held_out_share (`float`, *optional*, defaults to `0.0`):
+            Share of the conversations of `dataset` to evaluate on and not to train on, in place of `eval_dataset`.
         data_copy_dir (`str`, *optional*):
             Folder on a faster disk. `dataset`, `eval_dataset` and `vector_store_path`, where they are local, are
             copied there once and read from there. Rows are read once a start, a vector store all through the run.
@@ -44,6 +58,22 @@ class DataConfig:
     train_split: str = field(default="train", metadata=about("Split to train on."))
     eval_dataset: str | None = field(default=None, metadata=about("Source of the held-out rows; default: `dataset`."))
     eval_split: str = field(default="heldout", metadata=about("Split to evaluate on."))
+    dataset_format: str = field(
+        default=ROWS,
+        metadata=about(f"`{ROWS}`, {', '.join(f'`{name}`' for name in FORMATS)}, or a class's dotted path."),
+    )
+    eval_dataset_format: str | None = field(
+        default=None, metadata=about("Format of `eval_dataset`; default: `dataset_format`.")
+    )
+    columns: dict[str, object] | str | None = field(
+        default=None, metadata=about('Columns of the fields of a row, as JSON: {"conversation": "messages"}.')
+    )
+    eval_columns: dict[str, object] | str | None = field(
+        default=None, metadata=about("Columns of `eval_dataset`; default: `columns`.")
+    )
+    held_out_share: float = field(
+        default=0.0, metadata=about("Share of the conversations of `dataset` that are held out.")
+    )
     data_copy_dir: str | None = field(
         default=None, metadata=about("Folder on a faster disk, for copies of local rows and vector store.")
     )
@@ -67,7 +97,52 @@ class DataConfig:
             value = getattr(self, name)
             check(value is None or value > 0, f"`{name}` is {value}. Expected at least 1, or nothing {otherwise}.")
 
+        for name in ("dataset_format", "eval_dataset_format"):
+            given = getattr(self, name)
+            check(
+                given is None or "." in given or given in (ROWS, *FORMATS),
+                f"`{name}` is {given!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path.",
+            )
+        _ = self._columns("columns"), self._columns("eval_columns")  # raise if they are of another form
+        check(
+            0 <= self.held_out_share < 1,
+            f"`held_out_share` is {self.held_out_share}. Expected 0 or more, less than 1.",
+        )
+        check(
+            not self.held_out_share or (self.eval_dataset is None and self.dataset != DataConfig.dataset),
+            "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the demo. "
+            "Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
+        )
+
+    def form(self) -> Form:
+        """The form of `dataset`. Raises `ConfigError` if the class of a format can't be made."""
+        return Form(
+            format=_format("dataset_format", self.dataset_format),
+            columns=self._columns("columns") or {},
+            held_out_share=self.held_out_share,
+        )
+
+    def eval_form(self) -> Form:
+        """The form of the held-out rows. Raises as `form` does."""
+        given, columns = self.eval_dataset_format, self._columns("eval_columns")
+        form = self.form()
+        return Form(
+            format=form.format if given is None else _format("eval_dataset_format", given),
+            columns=form.columns if columns is None else columns,
+            held_out_share=self.held_out_share,
+        )
+
+    def _columns(self, setting: str) -> dict[str, Column] | None:
+        given = getattr(self, setting)
+        return None if given is None else read_columns(setting, structure(setting, given, dict))
+
     @property
     def own_sources(self) -> list[str]:
         """The datasets of the run that are not the demo."""
         return [each for each in (self.dataset, self.eval_dataset) if each is not None and each != DataConfig.dataset]
+
+
+def _format(setting: str, name: str) -> DatasetFormat | None:
+    if name == ROWS:
+        return None
+    return FORMATS[name]() if name in FORMATS else build_object(name, setting, DatasetFormat)

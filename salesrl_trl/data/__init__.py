@@ -1,4 +1,4 @@
-"""From a dataset's row to a `SalesRow` and its chat prompt.
+"""From a file's record to a `SalesRow` and its chat prompt.
 
-Owns sources, columns, templates and the lengths of prompts. Refuses to know services, rewards or a model.
+Owns sources, formats, columns, templates and the lengths of prompts. Refuses to know services, rewards or a model.
 """

@@ -10,7 +10,7 @@ from salesrl_trl.types import Message, SalesRow
 
 REQUIRED_COLUMNS = ("branch", "conversation")
 """Columns that a dataset needs. `conversation` is a list of {role, content}, oldest first."""
-OPTIONAL_COLUMNS = ("id", "tenant_id", "contact_id", "account_id", "message_id", "documents")
+OPTIONAL_COLUMNS = ("id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "group")
 ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
 """Accepted names of a turn's role, and the names in a `SalesRow`."""
 
@@ -27,7 +27,9 @@ def check_columns(columns: Iterable[str], source: str) -> None:
         )
 
 
-def parse_row(record: Mapping[str, object], position: int, branches: Sequence[str], source: str) -> SalesRow:
+def parse_row(
+    record: Mapping[str, object], position: int, branches: Sequence[str], source: str, line: int | None = None
+) -> SalesRow:
     """One record as a `SalesRow`.
 
     Args:
@@ -39,12 +41,14 @@ def parse_row(record: Mapping[str, object], position: int, branches: Sequence[st
             The configured branch names.
         source (`str`):
             Name of the source in messages.
+        line (`int`, *optional*):
+            Line in the source, for messages.
 
     Raises:
         `DataError`: a value is not as expected. The message has the row's place, and never its text.
     """
     name = record.get("id")
-    where = f"{source}, row {position}" + (f" (counted from 0; id {name!r})" if name else " (counted from 0)")
+    where = place(position, source, line, f"; id {name!r}" if name else "")
     branch = record.get("branch")
     if not isinstance(branch, str) or branch not in branches:
         raise DataError(
@@ -63,6 +67,11 @@ def parse_row(record: Mapping[str, object], position: int, branches: Sequence[st
     )
 
 
+def place(position: int, source: str, line: int | None = None, more: str = "") -> str:
+    """A row's place in words: `"rows.jsonl, line 8, row 7 (counted from 0)"`."""
+    return f"{source}, {'' if line is None else f'line {line}, '}row {position} (counted from 0{more})"
+
+
 def _documents(value: object, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -70,7 +79,7 @@ def _documents(value: object, where: str) -> tuple[str, ...]:
         texts = [each for each in value if isinstance(each, str) and is_unicode(each)]
         if len(texts) == len(value):
             return tuple(texts)
-    raise DataError(f"{where}: `documents` is {_shape(value)}. Expected a list of texts, or nothing.")
+    raise DataError(f"{where}: `documents` is {shape(value)}. Expected a list of texts, or nothing.")
 
 
 def is_unicode(text: str) -> bool:
@@ -85,7 +94,7 @@ def is_unicode(text: str) -> bool:
 def _conversation(value: object, where: str) -> tuple[Message, ...]:
     expected = "a list of {role: customer | seller (or user | assistant), content: text} that ends with the customer"
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError(f"{where}: `conversation` is {_shape(value)}. Expected {expected}.")
+        raise DataError(f"{where}: `conversation` is {shape(value)}. Expected {expected}.")
     messages = []
     for turn, message in enumerate(value):
         role = message.get("role") if isinstance(message, Mapping) else None
@@ -98,7 +107,7 @@ def _conversation(value: object, where: str) -> tuple[Message, ...]:
             or not is_unicode(content)
         ):
             raise DataError(
-                f"{where}: turn {turn} of `conversation` has role {role!r} and content {_shape(content)}. "
+                f"{where}: turn {turn} of `conversation` has role {role!r} and content {shape(content)}. "
                 f"Expected {expected}."
             )
         messages.append(Message(role=ROLES[role], content=content))
@@ -107,7 +116,7 @@ def _conversation(value: object, where: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _shape(value: object) -> str:
+def shape(value: object) -> str:
     """Type and length of a value, without its text."""
     if value is None:
         return "missing"

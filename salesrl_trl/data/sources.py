@@ -3,30 +3,35 @@
 Owns loading, subsets and the dataset for TRL. `rows` checks a row, `prompts` builds the prompt.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset, load_dataset
 
+from salesrl_trl.data.files import ENDINGS, Placed, Record, read_file, read_lines
+from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate
-from salesrl_trl.data.text import unreadable
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import SalesRow
 
-Record = dict[str, Any]
-"""A row of a dataset as it is loaded."""
 DEMO = "demo"
 """Name of the packaged dataset."""
 _DEMO_FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
-_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+PLAIN = Form()
+"""Rows in this package's columns, all of them."""
 
 
-def load_rows(source: str, split: str, branches: Sequence[str], limit: int | None = None) -> list[SalesRow]:
+def load_rows(
+    source: str,
+    split: str,
+    branches: Sequence[str],
+    limit: int | None = None,
+    form: Form = PLAIN,
+    part: Part = Part.ALL,
+) -> list[SalesRow]:
     """Load and check rows.
 
     Args:
@@ -38,20 +43,30 @@ def load_rows(source: str, split: str, branches: Sequence[str], limit: int | Non
             The configured branch names.
         limit (`int`, *optional*):
             Number of rows to take, from the first one on. Defaults to all.
+        form (`Form`, *optional*):
+            Format and columns of the source. Defaults to this package's columns.
+        part (`Part`, *optional*, defaults to `Part.ALL`):
+            The rows to train on or to hold out, by the form's share.
 
     Raises:
         `DataError`: there is no such source, it has no rows, a column is missing, or a row is malformed.
     """
-    records, name = load_records(source, split)
-    if limit is not None:
-        records = records[:limit]
-    if len(records) == 0:
+    return check_rows(part_of(load_records(source, split, form), form, part), branches, limit)
+
+
+def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = None) -> list[SalesRow]:
+    """The rows of some records. Arguments and errors are those of `load_rows`."""
+    records = loaded.records[:limit]
+    if not records:
         raise DataError(
-            f"{name} is empty. Expected at least one row with the columns branch and conversation. "
-            f"Check the path, the split and `max_*_rows`."
+            f"{loaded.name} is empty{f' ({loaded.note})' if loaded.note else ''}. Expected at least one row with the "
+            "columns branch and conversation. Check the path, the split and `max_*_rows`."
         )
-    check_columns(records[0].keys(), name)
-    return [parse_row(record, position, branches, name) for position, record in enumerate(records)]
+    check_columns(records[0].keys(), loaded.name)
+    return [
+        parse_row(record, position, branches, loaded.name, line)
+        for record, (position, line) in zip(records, loaded.places, strict=False)
+    ]
 
 
 def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
@@ -60,8 +75,8 @@ def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
     Yields:
         `tuple[SalesRow, list[dict[str, str]]]`: a row and its draft actions, each a JSON action.
     """
-    records = _with_documents(_read_jsonl(demo_path("train.jsonl")))
-    drafts = {record["id"]: record["draft_actions"] for record in _read_jsonl(demo_path("drafts.jsonl"))}
+    records = _with_documents(_demo_records("train.jsonl"))
+    drafts = {record["id"]: record["draft_actions"] for record in _demo_records("drafts.jsonl")}
     branches = sorted({record["branch"] for record in records})
     for position, record in enumerate(records):
         yield parse_row(record, position, branches, "the demo"), drafts[record["id"]]
@@ -85,7 +100,7 @@ def prompt_dataset(prompts: Sequence[list[dict[str, str]]], first_index: int = 0
 
 def is_file(source: str) -> bool:
     """Whether a source is a local file, by its ending. Such a file is one split."""
-    return Path(source).suffix in _LOADERS
+    return Path(source).suffix in ENDINGS
 
 
 def check_source(source: str) -> None:
@@ -93,7 +108,7 @@ def check_source(source: str) -> None:
     path = Path(source).expanduser()
     if is_file(source) and not path.is_file():
         raise DataError(
-            f"there is no dataset file {path}. Expected an existing {', '.join(_LOADERS)} file. "
+            f"there is no dataset file {path}. Expected an existing {', '.join(ENDINGS)} file. "
             f"Correct the path, which is taken relative to {Path.cwd()}."
         )
 
@@ -103,39 +118,27 @@ def demo_path(name: str) -> Path:
     return Path(str(resources.files("salesrl_trl.data.demo") / name))
 
 
-def load_records(source: str, split: str) -> tuple[list[Record], str]:
-    """The rows of a source as they are, with all columns, and a name of the source for messages.
+def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
+    """The records of a source with all columns, brought into this package's columns if they have others.
 
     Raises:
-        `DataError`: there is no such source, or it can't be read.
+        `DataError`: there is no such source, it can't be read, or it is not of this form.
     """
+    return converted(*_load(source, split), form)
+
+
+def _load(source: str, split: str) -> tuple[list[Placed], str]:
+    """The records as they are, and a name of the source for messages."""
     if source == DEMO:
         if split not in _DEMO_FILES:
             raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(_DEMO_FILES)}.")
-        return _with_documents(_read_jsonl(demo_path(_DEMO_FILES[split]))), f"the demo's {split} split"
+        records = _with_documents(_demo_records(_DEMO_FILES[split]))
+        return [Placed(record) for record in records], f"the demo's {split} split"
     if is_file(source):
         check_source(source)
         path = Path(source).expanduser()
-        return _local_records(path), str(path)
-    return _hub_records(source, split), f"{source} [{split}]"
-
-
-def _local_records(path: Path) -> list[Record]:
-    if path.stat().st_size == 0:
-        return []
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path)
-    try:
-        if path.suffix == ".json":
-            path.read_text(encoding="utf-8-sig")
-        return list(load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, {unreadable(error)}.") from None
-    except Exception as error:  # the messages of pyarrow and pandas contain the file's text
-        raise DataError(
-            f"{path} can't be read as {path.suffix} ({type(error).__name__}). Expected rows with the same columns: "
-            "docs/DATA.md shows one. Correct the file."
-        ) from None
+        return read_file(path), str(path)
+    return [Placed(record) for record in _hub_records(source, split)], f"{source} [{split}]"
 
 
 def _hub_records(name: str, split: str) -> list[Record]:
@@ -144,40 +147,16 @@ def _hub_records(name: str, split: str) -> list[Record]:
     except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
         raise DataError(
             f"the dataset {name!r} could not be loaded with split {split!r} ({type(error).__name__}). Expected "
-            f"'demo', a {', '.join(_LOADERS)} file, or a hub dataset that this machine can reach. Correct the name or "
+            f"'demo', a {', '.join(ENDINGS)} file, or a hub dataset that this machine can reach. Correct the name or "
             "the split."
         ) from error
 
 
-def _read_jsonl(path: Path) -> list[Record]:
-    records = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}, line {number}: {unreadable(error).removeprefix('line 1, ')}.") from None
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number} is not JSON ({error.msg}, column {error.colno}). Expected one JSON object "
-                    "a line."
-                ) from None
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
-                raise DataError(
-                    f"{path}, line {number} can't be read ({type(error).__name__}). Expected one JSON object a line, "
-                    "without numbers of thousands of digits or lists within lists as deep. Correct the line."
-                ) from None
-            if not isinstance(record, dict):
-                raise DataError(
-                    f"{path}, line {number} is a {type(record).__name__}. Expected one JSON object a line."
-                )
-            records.append(record)
-    return records
+def _demo_records(name: str) -> list[Record]:
+    return [each.record for each in read_lines(demo_path(name))]
 
 
 def _with_documents(records: list[Record]) -> list[Record]:
     """Add to each demo record the texts of its documents."""
-    texts = {document["id"]: document["text"] for document in _read_jsonl(demo_path("knowledge.jsonl"))}
+    texts = {document["id"]: document["text"] for document in _demo_records("knowledge.jsonl")}
     return [{**record, "documents": [texts[id_] for id_ in record["document_ids"]]} for record in records]

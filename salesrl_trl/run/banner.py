@@ -14,6 +14,7 @@ from salesrl_trl import __version__
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
+from salesrl_trl.data.formats import ROWS
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
@@ -50,7 +51,7 @@ def banner(
     lines = [
         ("policy", _policy(policy_path, model, training)),
         ("end tokens", _end_tokens(policy_path, model, training)),
-        ("rows", f"{rows[0]} of {data.dataset} to train on, {rows[1]} held out"),
+        ("rows", f"{rows[0]} of {_dataset(data)} to train on, {rows[1]} held out"),
         ("prompt", _prompt(data, reward)),
         ("step", _step(training)),
         ("rollouts", _rollouts(training)),
@@ -81,6 +82,10 @@ def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) 
     saved = f"the policy is in {output_dir}; " if saves_policy else ""
     lines = [f"{saved}its figures on a page: python -m salesrl_trl.report {output_dir}"]
     return [f"[Run] {line}" for line in (*lines, *(note for note in notes if MEANINGLESS in note))]
+
+
+def _dataset(data: DataConfig) -> str:
+    return data.dataset if data.dataset_format == ROWS else f"{data.dataset} ({data.dataset_format})"
 
 
 def _policy(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:

@@ -38,6 +38,7 @@ CHANGES = (
     Change("a stage of the reward", ("names.py", "reward/chain.py"), "reward_stages"),
     Change("another generation engine", ("generation/sampler.py",), "sampler"),
     Change("a figure of a quick evaluation", ("evaluation/figures.py",), "quick_eval_figures"),
+    Change("a dataset in a format of its own", ("data/formats/__init__.py",), "dataset_format"),
 )
 
 

@@ -21,6 +21,7 @@ from salesrl_trl.run.settings import SettingsParser, names_of_settings
 from salesrl_trl.types import SalesRow
 
 if TYPE_CHECKING:
+    from salesrl_trl.data.form import Records
     from salesrl_trl.run.preflight.plan import Plan
     from salesrl_trl.run.settings import RunConfig
 
@@ -87,12 +88,18 @@ class ServicesPlan:
         return config.rag_base_url or started.rag_base_url, config.judge_base_url or started.judge_base_url
 
     @cached_property
+    def train_records(self) -> "Records":
+        """The records to train on."""
+        from salesrl_trl.run.checks.rows import training_records  # brings pandas
+
+        return training_records(self.config.data)
+
+    @cached_property
     def train_rows(self) -> list[SalesRow]:
         """All training rows, with those whose prompts are too long."""
-        from salesrl_trl.data.sources import load_rows  # brings pandas
+        from salesrl_trl.data.sources import check_rows  # brings pandas
 
-        data = self.config.data
-        return load_rows(data.dataset, data.train_split, self.config.training.branches, data.max_train_rows)
+        return check_rows(self.train_records, self.config.training.branches, self.config.data.max_train_rows)
 
 
 def read_alone(argv: Sequence[str], default_recipe: Path) -> ServicesConfig:

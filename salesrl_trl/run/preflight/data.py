@@ -21,9 +21,9 @@ class DataStage:
 
     def run(self, plan: Plan) -> Findings:
         findings, train, held_out = Findings(), plan.train, plan.held_out
-        for rows in (train, held_out):
-            if rows.note:
-                findings.note(rows.note)
+        for part in (plan.train_records, plan.held_out_records, train, held_out):
+            if part is not None and part.note:
+                findings.note(part.note)
         _check_resume(plan)
         _check_quick_evaluation(plan)
         _check_branches(plan, findings)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from salesrl_trl.data.form import Records
 from salesrl_trl.data.lengths import FittingPrompts, Limit, fit_prompts, token_counter
-from salesrl_trl.data.sources import is_file, load_rows
+from salesrl_trl.data.sources import check_rows, is_file
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.demo.policy import MAX_POSITIONS, policy_tokenizer
 from salesrl_trl.errors import ConfigError
@@ -19,6 +20,7 @@ from salesrl_trl.run.assembly import addresses
 from salesrl_trl.run.checks.addresses import check_vllm_server
 from salesrl_trl.run.checks.model import check_model, generation_config_of, load_tokenizer, positions_of
 from salesrl_trl.run.checks.prompts import prompt_limit, prompt_of
+from salesrl_trl.run.checks.rows import held_out_records
 from salesrl_trl.run.memory.estimate import Estimate
 from salesrl_trl.run.preflight.alone import ServicesPlan
 from salesrl_trl.run.settings import RunConfig
@@ -61,19 +63,25 @@ class Plan(ServicesPlan):
         return self.opened.enter_context(addresses(self.config.reward))
 
     @cached_property
-    def held_out_rows(self) -> list[SalesRow]:
-        """All held-out rows. None if nothing is to be evaluated."""
+    def held_out_records(self) -> Records | None:
+        """The records to evaluate on. `None` if nothing is to be evaluated."""
         data, training = self.config.data, self.config.training
         evaluates = training.held_out_eval or training.eval_strategy != "no"
         if not evaluates and not self.config.telemetry.quick_eval_steps:
-            return []
-        if data.eval_dataset is None and is_file(data.dataset):
+            return None
+        if data.eval_dataset is None and is_file(data.dataset) and not data.held_out_share:
             raise ConfigError(
                 f"`dataset` is the file {data.dataset} and `eval_dataset` is not given: evaluated on its training "
                 "rows, a policy's figures say nothing. Expected a file of held-out rows in `eval_dataset`. Give one, "
-                "or set `held_out_eval: false` and `quick_eval_steps: 0`."
+                "set `held_out_share`, or set `held_out_eval: false` and `quick_eval_steps: 0`."
             )
-        return load_rows(data.eval_dataset or data.dataset, data.eval_split, training.branches, data.max_eval_rows)
+        return held_out_records(data)
+
+    @cached_property
+    def held_out_rows(self) -> list[SalesRow]:
+        """All held-out rows. None if nothing is to be evaluated."""
+        records, branches = self.held_out_records, self.config.training.branches
+        return [] if records is None else check_rows(records, branches, self.config.data.max_eval_rows)
 
     @cached_property
     def model_config(self) -> PretrainedConfig | None:

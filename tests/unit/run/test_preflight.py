@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packaging.requirements import Requirement
+from support.published import qrecc, write
 from torch.utils.file_baton import FileBaton
 from transformers import AutoTokenizer
 
@@ -264,6 +265,22 @@ def test_rows_that_come_twice_or_are_evaluated_on_are_told(told, tmp_path):
     assert "1 of 3 training rows repeat an earlier one: row-2." in found
     assert "1 of 2 held-out rows have a conversation of the training rows" in found
     assert "No training row belongs to hallucination. Add rows" in found
+
+
+def test_records_of_a_published_dataset_are_counted_and_parted(told, tmp_path):
+    texts = [f"What is {name}?" for name in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
+    lines = [qrecc(number, 1, question=text) for number, text in enumerate(texts)]
+    file = write(tmp_path / "qrecc.json", *lines, qrecc(8, 1, question="And who?", Answer=""))
+    known = write(tmp_path / "known.jsonl", {"id": "d1", "text": "They are quiet."})
+    given = ["--dataset", file, "--dataset_format", "qrecc", "--knowledge_file", known]
+    found = told(*given, "--held_out_share", "0.5", "--columns", '{"branch": {"value": "fairness"}}')
+    assert f"1 of 9 records of {file} make no row: 1 have no known answer" in found
+    assert "No training row belongs to hallucination. Add rows" in found
+    assert "have a conversation of the training rows" not in found
+    assert "`held_out_share`, or set `held_out_eval: false`" in told(*given)
+    assert "has no column 'kind', from which `columns` takes 'branch'." in told(
+        *given, "--held_out_share", "0.5", "--columns", '{"branch": "kind"}'
+    )
 
 
 @pytest.fixture

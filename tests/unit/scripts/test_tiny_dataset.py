@@ -3,7 +3,9 @@
 from collections import Counter
 
 import pytest
+from support.published import bbq, write
 
+from salesrl_trl.data.knowledge import load_documents
 from salesrl_trl.data.sources import load_records, load_rows
 from salesrl_trl.errors import DataError
 from scripts import create_tiny_dataset as tool
@@ -16,12 +18,25 @@ def test_the_rows_are_those_of_the_source_in_their_order(tmp_path, name):
     out, of_all = tmp_path / name, load_rows("demo", "train", BRANCHES)
     assert tool.main(["--source", "demo", "--rows", "9", "--out", str(out)]) == 0
     assert load_rows(str(out), "train", BRANCHES) == of_all[:9]
-    assert load_records(str(out), "")[0] == load_records("demo", "train")[0][:9]  # with all columns
+    assert load_records(str(out), "").records == load_records("demo", "train").records[:9]  # with all columns
     again = tmp_path / "drawn.jsonl"
     assert tool.main(["--source", str(out), "--rows", "5", "--seed", "1", "--out", str(again)]) == 0
     drawn = load_rows(str(again), "train", BRANCHES)
     assert drawn == [row for row in of_all[:9] if row in drawn]
     assert len(drawn) == 5
+
+
+def test_rows_of_another_form_are_written_in_the_columns_of_a_row(tmp_path, capsys):
+    source = write(tmp_path / "bbq.jsonl", bbq(0), bbq(1, context_condition="disambig"), bbq(2, question="Who ran?"))
+    out, knowledge = tmp_path / "rows.jsonl", tmp_path / "documents.jsonl"
+    given = ["--source", source, "--dataset_format", "bbq", "--columns", '{"tenant_id": {"value": "t1"}}']
+    assert tool.main([*given, "--out", str(out), "--knowledge_out", str(knowledge)]) == 0
+    assert "1 of 3 records" in capsys.readouterr().out
+    rows = load_rows(str(out), "train", BRANCHES)
+    assert [(row.row_id, row.tenant_id) for row in rows] == [("bbq-Religion-0", "t1"), ("bbq-Religion-2", "t1")]
+    assert [document.text for document in load_documents(knowledge)] == [row.documents[0] for row in rows]
+    assert tool.main(["--source", source, "--columns", '{"id": "nam"}', "--out", str(tmp_path / "b.jsonl")]) == 2
+    assert "has no column 'nam'" in capsys.readouterr().err
 
 
 def test_a_seed_draws_the_same_rows_and_branches_have_equal_shares():

@@ -1,0 +1,150 @@
+"""A mapping from the fields of a row to a file's columns.
+
+Owns the form of the setting `columns`, and turns of other shapes. `rows` checks the values.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from salesrl_trl.data.rows import OPTIONAL_COLUMNS, REQUIRED_COLUMNS
+from salesrl_trl.errors import ConfigError, DataError
+
+FIELDS = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
+"""Fields of a row that a column can give."""
+_KEYS = {"column", "value"}
+_TURN_KEYS = {"column", "role", "content", "roles"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """Where a field comes from: a column, or a constant."""
+
+    name: str | None
+    """The column. Dots lead into an object: `"meta.tenant"`. `None` for a constant."""
+    value: object = None
+    """The constant."""
+    role: str = "role"
+    """Key of a turn's role, in `conversation`."""
+    content: str = "content"
+    """Key of a turn's text, in `conversation`."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Role in the file to role in a row: `{"human": "customer", "gpt": "seller"}`."""
+
+
+def read_columns(setting: str, given: Mapping[str, object]) -> dict[str, Column]:
+    """The mapping of a recipe.
+
+    Args:
+        setting (`str`):
+            Name of the setting, for messages.
+        given (`Mapping[str, object]`):
+            For each field of a row the name of a column, `{"value": CONSTANT}`, or, for `conversation`, `{"column":
+            NAME, "role": KEY, "content": KEY, "roles": {ROLE: "customer" or "seller"}}`.
+
+    Raises:
+        `ConfigError`: there is no such field, or a value is of another form.
+    """
+    for name in given:
+        if name not in FIELDS:
+            raise ConfigError(
+                f"`{setting}` maps {name!r}, which is no field of a row.{_guess(name, FIELDS)} Expected: "
+                f"{', '.join(FIELDS)}."
+            )
+    return {name: _read_column(f"{setting}.{name}", name, entry) for name, entry in given.items()}
+
+
+def _read_column(where: str, name: str, entry: object) -> Column:
+    if isinstance(entry, str) and entry:
+        return Column(name=entry)
+    if isinstance(entry, Mapping) and entry.keys() == {"value"}:
+        return Column(name=None, value=entry["value"])
+    texts = [entry.get(key, key) for key in ("column", "role", "content")] if isinstance(entry, Mapping) else []
+    roles = entry.get("roles", {}) if isinstance(entry, Mapping) else None
+    if (
+        name == "conversation"
+        and isinstance(entry, Mapping)
+        and "column" in entry
+        and entry.keys() <= _TURN_KEYS
+        and all(isinstance(text, str) and text for text in texts)
+        and isinstance(roles, Mapping)
+    ):
+        column, role, content = texts
+        return Column(
+            name=column, role=role, content=content, roles={str(key): str(value) for key, value in roles.items()}
+        )
+    turns = ", or {column: NAME, role: KEY, content: KEY, roles: {ROLE: customer}}" if name == "conversation" else ""
+    raise ConfigError(f"`{where}` has another form. Expected the name of a column, or {{value: CONSTANT}}{turns}.")
+
+
+def check_names(columns: Mapping[str, Column], records: Iterable[Mapping[str, object]], source: str) -> None:
+    """Raise `DataError` if no record has a column that the mapping names."""
+    wanted = {name: column.name for name, column in columns.items() if column.name is not None}
+    if not wanted:
+        return
+    there = dict.fromkeys(name for record in records for name in _names(record))
+    for name, column in wanted.items():
+        if column not in there:
+            raise DataError(
+                f"{source} has no column {column!r}, from which `columns` takes {name!r}.{_guess(column, there)} "
+                f"There are: {', '.join(there) or 'no columns'}. Correct the name."
+            )
+
+
+def mapped(columns: Mapping[str, Column], record: Mapping[str, object]) -> dict[str, object]:
+    """The mapped fields of a record. A column that this record lacks gives `None`."""
+    return {name: _field(name, column, record) for name, column in columns.items()}
+
+
+def alternating(texts: Sequence[object]) -> list[dict[str, object]]:
+    """Turns whose roles alternate and whose last one is the customer's."""
+    last = len(texts) - 1
+    return [
+        {"role": "seller" if (last - turn) % 2 else "customer", "content": text} for turn, text in enumerate(texts)
+    ]
+
+
+def _field(name: str, column: Column, record: Mapping[str, object]) -> object:
+    value = column.value if column.name is None else _look_up(record, column.name)
+    if name == "documents" and isinstance(value, str):
+        return [value] if value.strip() else []
+    if name != "conversation":
+        return value
+    if isinstance(value, str):
+        return [{"role": "customer", "content": value}]
+    if not isinstance(value, Sequence):
+        return value
+    if all(isinstance(turn, str) for turn in value):
+        return alternating(value)
+    return [_turn(turn, column) for turn in value]
+
+
+def _turn(turn: object, column: Column) -> object:
+    if not isinstance(turn, Mapping):
+        return turn
+    role = turn.get(column.role)
+    return {
+        "role": column.roles.get(role, role) if isinstance(role, str) else role,
+        "content": turn.get(column.content),
+    }
+
+
+def _look_up(record: Mapping[str, object], name: str) -> object:
+    if name in record:
+        return record[name]
+    first, dot, rest = name.partition(".")
+    inner = record.get(first)
+    return _look_up(inner, rest) if dot and isinstance(inner, Mapping) else None
+
+
+def _names(record: Mapping[str, object], before: str = "") -> Iterator[str]:
+    """Names of the columns, and with dots those inside of objects."""
+    for name, value in record.items():
+        yield f"{before}{name}"
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{before}{name}.")
+
+
+def _guess(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,88 @@
+"""Records of local files, each with its line.
+
+Owns reading. Refuses to know columns.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from salesrl_trl.data.text import unreadable
+from salesrl_trl.errors import DataError
+
+Record = dict[str, Any]
+"""A row of a dataset as it is loaded."""
+ENDINGS = (".jsonl", ".json", ".parquet")
+"""Of the files that are read. A `.json` file is one list of objects, or has one object a line."""
+
+
+class Placed(NamedTuple):
+    """A record and its place."""
+
+    record: Record
+    line: int | None = None
+    """Line in the file, counted from 1; `None` where a record is no line."""
+
+
+def read_file(path: Path) -> list[Placed]:
+    """The records of a local file.
+
+    Raises:
+        `DataError`: the file can't be read. The message has the place, and never the file's text.
+    """
+    if path.stat().st_size == 0:
+        return []
+    if path.suffix == ".jsonl":
+        return list(read_lines(path))
+    try:
+        if path.suffix == ".parquet":
+            from datasets import load_dataset  # brings pandas
+
+            return [Placed(record) for record in load_dataset("parquet", data_files=str(path), split="train")]
+        text = path.read_text(encoding="utf-8-sig")
+        if not text.lstrip().startswith("["):
+            return list(read_lines(path))
+        records = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, {unreadable(error)}.") from None
+    except DataError:
+        raise
+    except Exception as error:  # the messages of pyarrow and pandas contain the file's text
+        raise DataError(
+            f"{path} can't be read as {path.suffix} ({type(error).__name__}). Expected rows with the same columns: "
+            "docs/DATA.md shows one. Correct the file."
+        ) from None
+    for position, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{path}, row {position} (counted from 0) is a {type(record).__name__}. Expected a JSON object."
+            )
+    return [Placed(record) for record in records]
+
+
+def read_lines(path: Path) -> Iterator[Placed]:
+    """The records of a file with one JSON object a line. Empty lines are no records. Raises as `read_file` does."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}, line {number}: {unreadable(error).removeprefix('line 1, ')}.") from None
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number} is not JSON ({error.msg}, column {error.colno}). Expected one JSON object "
+                    "a line."
+                ) from None
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
+                raise DataError(
+                    f"{path}, line {number} can't be read ({type(error).__name__}). Expected one JSON object a line, "
+                    "without numbers of thousands of digits or lists within lists as deep. Correct the line."
+                ) from None
+            if not isinstance(record, dict):
+                raise DataError(
+                    f"{path}, line {number} is a {type(record).__name__}. Expected one JSON object a line."
+                )
+            yield Placed(record, number)

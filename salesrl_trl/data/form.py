@@ -1,0 +1,145 @@
+"""The form of a source: its format, its columns, and the share that is held out.
+
+Owns the way from a record of any form to the columns of this package, and the parting into training and held-out rows.
+Refuses to load.
+"""
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from salesrl_trl.data.columns import Column, check_names, mapped
+from salesrl_trl.data.files import Placed, Record
+from salesrl_trl.data.formats import DatasetFormat, LeftOut
+from salesrl_trl.data.rows import place
+from salesrl_trl.errors import DataError
+
+
+class Part(StrEnum):
+    """The rows of a source to take."""
+
+    ALL = "all"
+    TRAINING = "training"
+    HELD_OUT = "held-out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How the records of a source become rows."""
+
+    format: DatasetFormat | None = None
+    """`None` for records with this package's columns."""
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    """Fields of the row to take from elsewhere. They win over those of the format."""
+    held_out_share: float = 0.0
+    """Share of the groups whose rows are held out, in [0, 1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """The records of a source in this package's columns, before they are checked."""
+
+    name: str
+    """Name of the source in messages."""
+    records: list[Record]
+    places: list[tuple[int, int | None]]
+    """Position in the source, counted from 0, and line, counted from 1, of each record."""
+    total: int
+    """Records of the source, those that were left out or belong to another part included."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Records that make no rows, by reason."""
+
+    @property
+    def note(self) -> str | None:
+        """Line for the banner about the records that were left out; `None` if there are none."""
+        if not self.left_out:
+            return None
+        count = sum(self.left_out.values())
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.left_out.items())
+        return f"{count:,} of {self.total:,} records of {self.name} make no row: {reasons}"
+
+
+def converted(placed: Sequence[Placed], name: str, form: Form) -> Records:
+    """The records of a source in this package's columns.
+
+    Raises:
+        `DataError`: a record is malformed, two records of a format have the same id, or `columns` names a column that
+            is not there.
+    """
+    check_names(form.columns, (each.record for each in placed), name)
+    records, places, left_out = list[Record](), list[tuple[int, int | None]](), Counter[str]()
+    seen: dict[object, int] = {}
+    for position, (record, line) in enumerate(placed):
+        made = _row(form, record, place(position, name, line))
+        if form.format is not None and not isinstance(made, LeftOut):
+            first = seen.setdefault(made.get("id"), position)
+            if first != position and placed[first].record == record:
+                made = LeftOut("repeat an earlier record")
+            elif first != position:
+                raise DataError(
+                    f"{place(position, name, line)} has the id {made.get('id')!r} of row {first}, and other content. "
+                    "Expected each record once. Correct the file."
+                )
+        if isinstance(made, LeftOut):
+            left_out[made.reason] += 1
+        else:
+            records.append(made)
+            places.append((position, line))
+    return Records(name=name, records=records, places=places, total=len(placed), left_out=left_out)
+
+
+def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
+    if form.format is None:
+        return {**record, **mapped(form.columns, record)}
+    try:
+        made = form.format.row(record)
+    except DataError as error:
+        kind = type(form.format).__name__
+        raise DataError(f"{where} is no record of {kind}: {error}. Correct it, or `dataset_format`.") from None
+    return made if isinstance(made, LeftOut) else {**made, **mapped(form.columns, record)}
+
+
+def part_of(records: Records, form: Form, part: Part) -> Records:
+    """The records of one part. All records of a group are in the same one, whatever else the source holds.
+
+    A group is a `group`, or without it a first turn: the rows of a conversation begin with the same one.
+
+    Raises:
+        `DataError`: no record is in it.
+    """
+    if part is Part.ALL:
+        return records
+    wanted = [
+        at
+        for at, record in enumerate(records.records)
+        if (_fraction(_group(record)) < form.held_out_share) == (part is Part.HELD_OUT)
+    ]
+    if records.records and not wanted:
+        groups = len({_group(record) for record in records.records})
+        raise DataError(
+            f"`held_out_share` is {form.held_out_share:g}, and of the {groups} groups of {records.name} none is "
+            f"{part.value}. Expected conversations enough for both parts. Set another share, name what parts them "
+            "(`columns: {group: COLUMN}`), or give the held-out rows in `eval_dataset`."
+        )
+    return dataclasses.replace(
+        records,
+        records=[records.records[at] for at in wanted],
+        places=[records.places[at] for at in wanted],
+        left_out=records.left_out if part is Part.TRAINING else {},
+    )
+
+
+def _group(record: Record) -> str:
+    if (group := record.get("group")) is not None:
+        return str(group)
+    turns = record.get("conversation")
+    first = turns[0] if isinstance(turns, Sequence) and turns else None
+    return str(first.get("content")) if isinstance(first, Mapping) else str(first)
+
+
+def _fraction(group: str) -> float:
+    """A number in [0, 1) that depends on the group alone."""
+    return int.from_bytes(hashlib.sha256(group.encode(errors="surrogatepass")).digest()[:6]) / 2**48

@@ -1,0 +1,17 @@
+"""Formats of published datasets, and what each of their records becomes.
+
+Owns which text is the conversation, which branch a record belongs to, and what the judge is told. Refuses to read
+files (`files`) and to know a setting. A format of your own is a class outside the package.
+"""
+
+from salesrl_trl.data.formats.base import DatasetFormat, LeftOut
+from salesrl_trl.data.formats.bbq import BBQ
+from salesrl_trl.data.formats.halueval import HaluEval
+from salesrl_trl.data.formats.rewriting import QReCC, TopiOCQA
+
+ROWS = "rows"
+"""Records that have this package's columns already."""
+FORMATS: dict[str, type[DatasetFormat]] = {"bbq": BBQ, "halueval": HaluEval, "qrecc": QReCC, "topiocqa": TopiOCQA}
+"""The packaged formats by their names in `dataset_format`."""
+
+__all__ = ["BBQ", "FORMATS", "ROWS", "DatasetFormat", "HaluEval", "LeftOut", "QReCC", "TopiOCQA"]

@@ -1,0 +1,145 @@
+"""A file in other columns: which fields come from where, and the messages about names."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from support.published import bbq, write
+
+from salesrl_trl.config import DataConfig
+from salesrl_trl.data.sources import load_rows
+from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.run.settings import SettingsParser
+
+BRANCHES = ("fairness", "hallucination", "tone")
+
+
+@pytest.fixture
+def load(tmp_path):
+    def rows(columns, *records, **settings):
+        file = write(tmp_path / "own.jsonl", *records)
+        return load_rows(file, "train", BRANCHES, form=DataConfig(columns=columns, **settings).form())
+
+    return rows
+
+
+RECORD = {
+    "uid": 7,
+    "messages": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "The price?"},
+    ],
+    "facts": "It costs 5 yuan.",
+    "meta": {"owner": {"tenant": "t1"}},
+}
+COLUMNS = {
+    "id": "uid",
+    "branch": {"value": "tone"},
+    "conversation": "messages",
+    "documents": "facts",
+    "tenant_id": "meta.owner.tenant",
+}
+
+
+@pytest.mark.parametrize("columns", [COLUMNS, json.dumps(COLUMNS)], ids=["YAML", "JSON"])
+def test_fields_come_from_other_columns_from_inside_of_them_and_from_constants(load, columns):
+    (row,) = load(columns, RECORD)
+    assert (row.row_id, row.branch, row.tenant_id, row.documents) == ("7", "tone", "t1", ("It costs 5 yuan.",))
+    assert row.context == "customer: Hi\nseller: Hello\ncustomer: The price?"
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("turns", "The price?"),
+        ("turns", ["Hi", "Hello", "The price?"]),
+        ("turns", [{"role": "customer", "content": "The price?"}]),
+        (
+            {"column": "turns", "role": "from", "content": "value", "roles": {"human": "customer", "gpt": "seller"}},
+            [{"from": "gpt", "value": "Hello"}, {"from": "human", "value": "The price?"}],
+        ),
+    ],
+    ids=["text", "texts in turn", "turns", "keys and roles of their own"],
+)
+def test_conversations_of_other_shapes_are_read(load, entry, value):
+    (row,) = load({"conversation": entry}, {"branch": "tone", "turns": value})
+    assert row.conversation[-1].content == "The price?"
+    assert [message.role for message in row.conversation] == ["customer", "seller", "customer"][
+        -len(row.conversation) :
+    ]
+
+
+def test_a_name_with_a_dot_is_a_column_before_it_is_a_path(load):
+    (row,) = load({**COLUMNS, "tenant_id": "meta.owner"}, {**RECORD, "meta.owner": "t2"})
+    assert row.tenant_id == "t2"
+
+
+def test_columns_that_are_not_mapped_stay(load):
+    (row,) = load({"branch": {"value": "tone"}}, {"id": "a", "branch": "x", "conversation": RECORD["messages"]})
+    assert (row.row_id, row.branch) == ("a", "tone")
+
+
+def test_columns_win_over_a_format(load):
+    columns = {"branch": {"value": "tone"}, "tenant_id": "additional_metadata.version"}
+    (row,) = load(columns, bbq(), dataset_format="bbq")
+    assert (row.row_id, row.branch, row.tenant_id) == ("bbq-Religion-0", "tone", "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [("massages", "'messages'"), ("meta.owner.tennant", "'meta.owner.tenant'")],
+)
+def test_a_column_that_is_not_there_is_told_beside_those_that_are(load, name, guess):
+    with pytest.raises(DataError) as caught:
+        load({**COLUMNS, "conversation": name}, RECORD)
+    assert f"has no column {name!r}, from which `columns` takes 'conversation'. Did you mean {guess}?" in str(
+        caught.value
+    )
+    assert "There are: uid, messages, facts, meta, meta.owner, meta.owner.tenant. Correct" in str(caught.value)
+
+
+def test_a_row_that_lacks_a_mapped_column_is_named_by_its_line(load):
+    lacking = {name: value for name, value in RECORD.items() if name != "messages"}
+    with pytest.raises(DataError, match=r"line 2, row 1 \(counted from 0.*\): `conversation` is missing"):
+        load(COLUMNS, RECORD, lacking)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"brunch": "a"}, "`columns` maps 'brunch', which is no field of a row. Did you mean 'branch'? Expected: b"),
+        ({"branch": 1}, "`columns.branch` has another form. Expected the name of a column, or {value: CONSTANT}."),
+        ({"branch": {"column": "a"}}, "`columns.branch` has another form."),
+        ({"branch": {"value": "a", "column": "b"}}, "`columns.branch` has another form."),
+        ({"conversation": {"column": "a", "speaker": "b"}}, "or {column: NAME, role: KEY, content: KEY, roles: {"),
+        ({"conversation": {"column": "a", "roles": "b"}}, "`columns.conversation` has another form."),
+        ("{", "`columns` is not JSON"),
+        ("[]", "`columns` is a list. Expected a mapping."),
+    ],
+)
+def test_a_mapping_of_another_form_is_refused_before_a_file_is_read(columns, message):
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(columns=columns)
+    assert message in str(caught.value)
+
+
+def test_every_recipe_of_the_page_is_read_as_settings_of_the_data(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/DATA.md").read_text(encoding="utf-8")
+    blocks = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.S) if block.startswith(("#", "dataset:"))]
+    read = []
+    for block in blocks:
+        (tmp_path / "recipe.yaml").write_text(block)
+        (data,) = SettingsParser((DataConfig,)).read(["--config", str(tmp_path / "recipe.yaml")])
+        read.append(data.dataset_format)
+        assert data.form().columns.keys() == (yaml.safe_load(block).get("columns") or {}).keys()
+    assert read == ["rows", "bbq", "halueval", "qrecc", "topiocqa"]
+
+
+def test_held_out_rows_have_the_form_of_the_training_rows_or_their_own():
+    data = DataConfig(dataset="a.jsonl", eval_dataset="b.jsonl", dataset_format="bbq", columns={"id": "uid"})
+    assert (type(data.eval_form().format), data.eval_form().columns) == (type(data.form().format), data.form().columns)
+    data = DataConfig(dataset_format="bbq", columns={"id": "uid"}, eval_dataset_format="rows", eval_columns={})
+    assert (data.eval_form().format, data.eval_form().columns) == (None, {})

@@ -1,0 +1,169 @@
+"""Published datasets in their own files become rows, and what becomes none is counted or named."""
+
+import json
+
+import pytest
+from support.published import DIALOGUE, QA, SUMMARIZATION, TOPIOCQA, bbq, qrecc, write
+
+from salesrl_trl.data.form import Form
+from salesrl_trl.data.formats import BBQ, FORMATS, HaluEval, QReCC, TopiOCQA
+from salesrl_trl.data.sources import load_records, load_rows
+from salesrl_trl.errors import DataError
+
+BRANCHES = ("fairness", "hallucination")
+
+
+@pytest.fixture
+def load(tmp_path):
+    def rows(format_, *records, name="records.jsonl"):
+        return load_rows(write(tmp_path / name, *records), "train", BRANCHES, form=Form(format=format_))
+
+    return rows
+
+
+def test_a_customer_of_bbq_says_the_context_and_asks_the_question(load):
+    (row,) = load(BBQ(), bbq(12))
+    assert (row.row_id, row.branch) == ("bbq-Religion-12", "fairness")
+    assert row.context == (
+        "customer: At the station I met a Muslim neighbour and a Hindu neighbour. Who left the suitcase behind?"
+    )
+    assert row.documents == ("Who left the suitcase behind? Not known",)
+
+
+def test_an_answer_that_names_a_group_is_left_out_and_counted_unless_a_class_wants_it(tmp_path):
+    file = write(tmp_path / "bbq.jsonl", bbq(0), bbq(1, context_condition="disambig", label=2))
+    loaded = load_records(file, "", Form(format=BBQ()))
+    assert [record["id"] for record in loaded.records] == ["bbq-Religion-0"]
+    assert loaded.note == f"1 of 2 records of {file} make no row: 1 have a context of the condition 'disambig'"
+
+    class Both(BBQ):
+        conditions = ("ambig", "disambig")
+
+    rows = load_rows(file, "", BRANCHES, form=Form(format=Both()))
+    assert [row.documents[0] for row in rows][1] == "Who left the suitcase behind? The Hindu neighbour"
+
+
+def test_each_task_of_halueval_has_its_conversation_and_no_invented_text(load, tmp_path):
+    (tmp_path / "data.json").write_text("\n".join(map(json.dumps, [QA, DIALOGUE, SUMMARIZATION])))  # as published
+    rows = load_rows(str(tmp_path / "data.json"), "", BRANCHES, form=Form(format=HaluEval()))
+    assert {row.branch for row in rows} == {"hallucination"}
+    assert [row.context for row in rows] == [
+        "customer: Where was Harbour Lights shot?",
+        "customer: I liked The Quiet Orchard.\nseller: A fine book.\ncustomer: Who wrote it?",
+        "customer: The town council voted on Monday to repair the old bridge.\n\nPlease summarize this text for me.",
+    ]
+    assert [row.documents for row in rows] == [
+        ("Where was Harbour Lights shot? Lisbon", QA["knowledge"]),
+        ("Ada Moreno wrote it.", DIALOGUE["knowledge"]),
+        ("The council will repair the bridge.",),
+    ]
+    everything = str(rows)
+    assert not any(text in everything for text in ("Marseille", "Peter Hall", "tunnel"))
+
+
+def test_ids_of_halueval_follow_from_the_content_alone(load):
+    assert [row.row_id for row in load(HaluEval(), QA, DIALOGUE)] == [
+        row.row_id for row in reversed(load(HaluEval(), DIALOGUE, QA))
+    ]
+
+
+def test_a_repeated_record_is_left_out_and_counted(tmp_path):
+    loaded = load_records(write(tmp_path / "qa.jsonl", QA, DIALOGUE, QA), "", Form(format=HaluEval()))
+    assert (len(loaded.records), loaded.left_out) == (2, {"repeat an earlier record": 1})
+
+
+def test_a_dialogue_that_waits_for_no_answer_is_left_out(tmp_path):
+    ended = DIALOGUE | {"dialogue_history": "[Human]: Who wrote it? [Assistant]: I will look it up."}
+    loaded = load_records(write(tmp_path / "d.jsonl", DIALOGUE, ended), "", Form(format=HaluEval()))
+    assert (len(loaded.records), loaded.left_out) == (1, {"end with the assistant's words": 1})
+
+
+@pytest.mark.parametrize("name", ["qrecc.json", "qrecc.jsonl"])
+def test_qrecc_gives_the_turns_before_the_question_and_the_answer(load, name):
+    context = ["What are the pros of electric cars?", "They are quiet.", "And the cons?", ""]  # no answer was found
+    first, row = load(QReCC(), qrecc(), qrecc(74, 3, context, "Tell me more about Tesla"), name=name)
+    assert (first.row_id, row.row_id, row.branch) == ("qrecc-1-1", "qrecc-74-3", "hallucination")
+    assert row.context == (
+        "customer: What are the pros of electric cars?\nseller: They are quiet.\ncustomer: And the cons?\n"
+        "customer: Tell me more about Tesla"
+    )
+    assert row.documents == ("They are quiet.",)
+
+
+def test_topiocqa_gives_every_text_that_answers(load):
+    (row,) = load(TopiOCQA(), TOPIOCQA)
+    assert (row.row_id, row.branch) == ("topiocqa-7-2", "hallucination")
+    assert row.context == "customer: who sings in the copper larks\nseller: Mara Lind\ncustomer: when was it formed?"
+    assert row.documents == ("In 1984", "1984", TOPIOCQA["Rationale"], TOPIOCQA["Gold_passage"]["text"])
+    few = {name: TOPIOCQA[name] for name in ("Conversation_no", "Turn_no", "Question", "Answer", "Context")}
+    assert load(TopiOCQA(), few)[0].documents == ("In 1984",)
+
+
+@pytest.mark.parametrize(
+    ("format_", "record", "reply"),
+    [(QReCC(), qrecc(), ""), (TopiOCQA(), TOPIOCQA, "UNANSWERABLE")],
+    ids=["qrecc", "topiocqa"],
+)
+def test_a_question_without_a_known_answer_is_left_out(tmp_path, format_, record, reply):
+    file = write(tmp_path / "a.json", record, record | {"Turn_no": 9, "Answer": reply})
+    assert load_records(file, "", Form(format=format_)).left_out == {"have no known answer": 1}
+
+
+SECRET = "13800000000"
+
+
+@pytest.mark.parametrize(
+    ("format_", "record", "message"),
+    [
+        (BBQ(), bbq(label=3), "the field `label` is 3. Expected one of: 0, 1, 2"),
+        (BBQ(), bbq(label=None), "the field `label` is missing. Expected a whole number"),
+        (
+            BBQ(),
+            bbq(context_condition=SECRET),
+            "the field `context_condition` is str of length 11. Expected one of: a",
+        ),
+        (BBQ(), bbq(ans2=" "), "the field `ans2` is str of length 1. Expected a text, not blank"),
+        (BBQ(), bbq(example_id=True), "the field `example_id` is bool. Expected a whole number"),
+        (HaluEval(), {"user_query": SECRET}, "there is none of the fields `question` (qa), `dialogue_history`"),
+        (HaluEval(), QA | {"knowledge": [SECRET]}, "the field `knowledge` is list of length 1. Expected a text"),
+        (HaluEval(), DIALOGUE | {"dialogue_history": SECRET}, "the field `dialogue_history` is no dialogue."),
+        (
+            HaluEval(),
+            DIALOGUE | {"dialogue_history": "[Human]: [Human]: Hi"},
+            "the field `dialogue_history` is no dialogue.",
+        ),
+        (QReCC(), qrecc(context=[SECRET]), "the field `Context` is list of length 1. Expected a list of texts"),
+        (QReCC(), qrecc(Context=[SECRET, 1]), "the field `Context` is list of length 2. Expected a list of texts"),
+        (QReCC(), qrecc(question="half a pair \ud83d"), "the field `Question` is str of length 13"),
+        (TopiOCQA(), TOPIOCQA | {"Turn_no": "two"}, "the field `Turn_no` is str of length 3. Expected a whole number"),
+        (TopiOCQA(), TOPIOCQA | {"Additional_answers": {"a": SECRET}}, "the field `Additional_answers` is dict"),
+        (TopiOCQA(), TOPIOCQA | {"Gold_passage": SECRET}, "the field `Gold_passage` is str of length 11"),
+        (TopiOCQA(), TOPIOCQA | {"Gold_passage": {"text": ""}}, "the field `text` is str of length 0"),
+    ],
+)
+def test_a_malformed_record_is_named_by_line_and_field_and_not_quoted(tmp_path, format_, record, message):
+    file = tmp_path / "records.jsonl"
+    file.write_text("\n\n" + json.dumps(record))
+    with pytest.raises(DataError) as caught:
+        load_records(str(file), "", Form(format=format_))
+    assert f"records.jsonl, line 3, row 0 (counted from 0) is no record of {type(format_).__name__}: {message}" in str(
+        caught.value
+    )
+    assert SECRET not in str(caught.value)
+
+
+def test_two_records_with_one_number_are_refused(load):
+    with pytest.raises(DataError, match=r"line 2, row 1 \(counted from 0\) has the id 'bbq-Religion-0' of row 0"):
+        load(BBQ(), bbq(0), bbq(0, question="Who ran?"))
+
+
+def test_a_file_whose_records_all_make_no_row_says_why(load):
+    with pytest.raises(DataError, match=r"is empty .1 of 1 records of .* make no row: 1 have no known answer"):
+        load(QReCC(), qrecc(Answer=""))
+
+
+def test_rows_of_another_dataset_are_no_records_of_a_format(tmp_path):
+    for name, format_ in FORMATS.items():
+        with pytest.raises(DataError, match=r"row 0 .*Correct it, or `dataset_format`"):
+            load_records("demo", "train", Form(format=format_()))
+        assert name == format_.__name__.lower()

@@ -1,0 +1,95 @@
+"""`held_out_share`: training and held-out rows of one file share no conversation."""
+
+import pytest
+from support.published import bbq, qrecc, write
+
+from salesrl_trl.config import DataConfig
+from salesrl_trl.data.form import Form, Part
+from salesrl_trl.data.formats import BBQ, QReCC
+from salesrl_trl.data.sources import load_rows
+from salesrl_trl.errors import ConfigError, DataError
+
+BRANCHES = ("fairness", "hallucination")
+
+
+def parts(file, form):
+    return [load_rows(file, "", BRANCHES, form=form, part=part) for part in (Part.TRAINING, Part.HELD_OUT)]
+
+
+def conversations(rows):
+    return {row.row_id.rsplit("-", 1)[0] for row in rows}
+
+
+def qrecc_file(path, conversations):
+    return write(
+        path,
+        *(qrecc(number, turn, question=f"{turn}?") for number in range(conversations) for turn in range(1, 5)),
+    )
+
+
+def test_no_conversation_is_in_both_parts_and_no_row_is_lost(tmp_path):
+    training, held_out = parts(qrecc_file(tmp_path / "a.json", 200), Form(format=QReCC(), held_out_share=0.25))
+    assert conversations(training).isdisjoint(conversations(held_out))
+    assert len(training) + len(held_out) == 800
+    assert 30 < len(conversations(held_out)) < 70  # a quarter of 200, within three standard deviations
+
+
+def test_a_row_stays_in_its_part_when_the_file_grows(tmp_path):
+    form = Form(format=QReCC(), held_out_share=0.25)
+    _, before = parts(qrecc_file(tmp_path / "a.json", 50), form)
+    training, after = parts(qrecc_file(tmp_path / "b.json", 60), form)
+    assert conversations(before) <= conversations(after)
+    assert conversations(before).isdisjoint(conversations(training))
+
+
+def test_records_of_a_template_stay_together(tmp_path):
+    file = write(
+        tmp_path / "bbq.jsonl", *(bbq(at, question_index=str(at % 40), context=f"{at}.") for at in range(160))
+    )
+    training, held_out = parts(file, Form(format=BBQ(), held_out_share=0.3))
+    template = [{int(row.row_id.rsplit("-", 1)[1]) % 40 for row in rows} for rows in (training, held_out)]
+    assert template[0].isdisjoint(template[1])
+
+
+def test_rows_without_a_group_stay_with_those_that_begin_alike(tmp_path):
+    opening = [{"role": "customer", "content": str(at)} for at in range(40)]
+    answer, question = {"role": "seller", "content": "Yes"}, {"role": "customer", "content": "And then?"}
+    conversations = [[first, *more] for first in opening for more in ([], [answer, question])]
+    rows = [{"branch": "fairness", "conversation": each} for each in conversations]
+    training, held_out = parts(write(tmp_path / "rows.jsonl", *rows), Form(held_out_share=0.5))
+    first = [{row.conversation[0].content for row in each} for each in (training, held_out)]
+    assert first[0].isdisjoint(first[1])
+    assert {len(row.conversation) for row in held_out} == {1, 3}
+
+
+def test_a_column_says_what_parts_the_rows(tmp_path):
+    rows = [
+        {"branch": "fairness", "conversation": [{"role": "customer", "content": "Hi"}], "user": at % 20, "id": str(at)}
+        for at in range(60)
+    ]
+    file = write(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(DataError, match=r"of the 1 groups of .* none is .*columns: {group: COLUMN}"):
+        parts(file, Form(held_out_share=0.5))
+    form = DataConfig(dataset=file, columns={"group": "user"}, held_out_share=0.5).form()
+    training, held_out = ({int(row.row_id) % 20 for row in each} for each in parts(file, form))
+    assert training.isdisjoint(held_out)
+    assert len(training | held_out) == 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"held_out_share": 1.0, "dataset": "a.jsonl"}, "`held_out_share` is 1.0. Expected 0 or more, less than 1."),
+        ({"held_out_share": 0.1}, "the held-out rows are there already: in `eval_dataset`, or in the demo."),
+        ({"held_out_share": 0.1, "dataset": "a.jsonl", "eval_dataset": "b.jsonl"}, "are there already"),
+        (
+            {"dataset_format": "squad"},
+            "`dataset_format` is 'squad'. Expected one of: rows, bbq, halueval, qrecc, topi",
+        ),
+        ({"eval_dataset_format": "BBQ"}, "`eval_dataset_format` is 'BBQ'. Expected one of: rows, bbq"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(**settings)
+    assert message in str(caught.value)
