@@ -94,11 +94,15 @@ class BranchedKL:
             is_logged (`bool`):
                 Whether this rank logs moves, and KLs that are not finite.
         """
+        before = [branch.notice for branch in self.control.branches]
         decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])
         if not is_logged:
             return
         for decision in decisions:
             _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {decision}")
+        for branch, notice in zip(self.control.branches, before, strict=True):
+            if branch.notice and branch.notice != notice:
+                _PLAIN_LOGGER.warning(f"[BranchedKL@{step}] {branch.branch}: {branch.notice}")
         for branch, (kl, *_) in zip(self.control.branches, totals, strict=True):
             if not math.isfinite(kl):
                 _PLAIN_LOGGER.warning(

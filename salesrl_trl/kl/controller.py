@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.law import KLLaw, KLTarget, State, moved, name_of
+from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, name_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +91,11 @@ class BranchController:
             return math.nan
         return self._steps_in_band / self._measured_steps
 
+    @property
+    def notice(self) -> str:
+        """What the law has to say of the last window, for the log; empty for nothing."""
+        return str(self._law_state.get(NOTICE, ""))
+
     def observe(self, kl_sum: float, tokens: float) -> Decision | None:
         """Take in one optimizer step's measurement over all ranks. A move holds from the next step on.
 
@@ -128,7 +133,8 @@ class BranchController:
             return None
         kl, before = kl_sum / tokens, self.beta
         least, most = self.target.bounds
-        after, self._law_state = moved(law, self.target, before, kl, self._law_state)
+        window = Window(target=self.target, beta=before, kl=kl, tokens=tokens)
+        after, self._law_state = moved(law, window, self._law_state)
         self.beta = max(least, min(most, after))
         if self.beta == before:
             return None

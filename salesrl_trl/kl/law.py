@@ -1,6 +1,6 @@
 """The target of a branch's KL, and the law that moves the branch's coefficient.
 
-Owns the band (`KLTarget`), the interface of a law (`KLLaw`) and the packaged law (`ControlLaw`). A law of your own is
+Owns the band (`KLTarget`), the interface of a law (`KLLaw`) and the packaged law (`AdaptiveLaw`). A law of your own is
 one class with the method `move`; docs/KL.md has an example.
 
 Pure: no torch, clock, file or collective, and no state of its own. The same arguments give the same coefficient, on
@@ -20,9 +20,32 @@ OPEN_BAND_WIDTH = 10.0
 """A band from 0 has no lower edge. Its centre is computed as if it began at `high` / 10."""
 FAR = 20.0
 """Largest distance from a band's centre, in half-widths. A KL of 0 has no logarithm."""
-RISE_PATIENCE = 6
-"""The first rise of a fresh policy's KL is over after this many windows without a new highest KL. A rising KL, however
-slow and noisy, sets a new highest value every few windows. A KL that stands still does so ever more seldom."""
+EXTREME = 100.0
+"""A law sees no KL further than this factor from its band."""
+PROPORTIONAL, INTEGRAL = 1.5, 0.3
+"""Parts of the packaged law's step. Their quotient, 5 windows, is near the time that a KL needs to come back."""
+SMOOTHING = 0.4
+"""Share of the old value in a smoothed log KL, if the window has the usual tokens."""
+USUAL = 0.1
+"""Share of a window's tokens in the usual number of tokens."""
+TREND_MEMORY, FIRST_TREND = 0.85, 0.3
+"""Memory by window of the trend of log KL, and the trend that is assumed at first."""
+RISE_WINDOWS, AHEAD = 25, 2.0
+"""A first rise reaches its band within `RISE_WINDOWS` by its trend. It is predicted over `AHEAD` windows."""
+MEMORY, LAG_MEMORY, PRIOR = 0.95, 0.7, 0.3
+"""Of the fit: memory by window of its sums, and of the coefficient that a KL answers to; weight of a floor of 0."""
+LEAST_SPAN = 0.3
+"""A floor is believed if 1 / beta varied by this much in the fit's memory (variance by squared mean)."""
+RISING = 0.25
+"""Growth of a smoothed log KL in a window that makes the fit begin anew."""
+HOLD_WINDOWS = 10
+"""Windows above the band, with a coefficient held or at its bound, before the band is said to be out of reach."""
+NOTICE = "notice"
+"""Name in a law's state of a text for the log: one sentence without the branch, or nothing."""
+OUT_OF_REACH = (
+    "the coefficient alone can't bring the KL into [{low:g}, {high:g}]: it is at its bound, or the KL hardly "
+    "answers, so that what is left comes from the optimizer's noise. Lower `learning_rate`, or raise `high`"
+)
 DEFAULT_RANGE = 100.0
 """Without bounds of its own, a coefficient stays within a hundredth and a hundred times its first value."""
 
@@ -112,119 +135,134 @@ class KLTarget:
         return max(-FAR, min(FAR, math.log(kl / math.sqrt(low * self.high)) / half_width))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """What a law is told of a branch's window: only measurements, which always are finite, of at least one token."""
+
+    target: KLTarget
+    """The branch's target. It has a band."""
+    beta: float
+    """Coefficient of the window."""
+    kl: float
+    """KL in nats per token: the mean over the window's tokens on all ranks. Noise and k1 can make it negative."""
+    tokens: float
+    """Number of those tokens, more than 0."""
+
+
 class KLLaw(Protocol):
     """Moves the coefficient of a branch once per window.
 
     One object serves all branches. It keeps nothing of a branch itself: checkpoints hold only what `move` returns.
     """
 
-    def move(self, target: KLTarget, beta: float, kl: float, state: State) -> tuple[float, State]:
+    def move(self, window: Window, state: State) -> tuple[float, State]:
         """Compute the next coefficient.
 
         Args:
-            target (`KLTarget`):
-                The branch's target. It has a band.
-            beta (`float`):
-                Coefficient of the window.
-            kl (`float`):
-                KL of the window in nats per token: the mean over tokens on all ranks. Always finite.
+            window (`Window`):
+                The window that ended.
             state (`State`):
                 State that the branch's last call returned. Checkpoints hold it.
 
         Returns:
             The coefficient from the next step on, and the state for the next call. The controller keeps the
-            coefficient within the target's bounds.
+            coefficient within the target's bounds. A text under `NOTICE` in the state is logged once as a warning.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ControlLaw:
-    """The packaged law: multiplies a coefficient by a factor.
+class AdaptiveLaw:
+    """The packaged law: PI control of log KL by log beta, in velocity form.
 
-    d is the distance of the window's KL from the band's centre in half-widths (-1 and 1 at the edges), and d' that of
-    the window before:
+    Here e is the logarithm of KL / centre of the band, smoothed, and e' that of the window before:
 
-        above the band          beta *= raise_factor
-        below the band          beta *= lower_factor
-        inside, d > 0           beta *= raise_factor ** (recentre * d)
-        inside, d < 0           beta *= lower_factor ** (recentre * -d)
+        log beta += PROPORTIONAL * (e - e') + INTEGRAL * e
 
-    Outside the band the coefficient stays unchanged:
+    The adaptive controller of Ziegler et al. (2019), which TRL's PPO had, is its integral part with a clip. The
+    proportional part of Stooke et al. (2020) brakes a KL that is on its way back.
 
-    - where d + trend_windows * (d - d') lies in the band or beyond it: the KL returns by itself;
-    - in the first window: no trend is known yet;
-    - below the band during the first rise of a fresh policy's KL. The rise ends when the KL reaches the band, or after
-      `RISE_PATIENCE` windows without a new highest KL.
-
-    `recentre = 0` and `trend_windows = 0` leave the factors alone. With them the KL waits at an edge of the band until
-    noise pushes it outside, and a coefficient falls to its bound while the KL of a fresh policy rises from 0.
+    - A step is at most a factor of `max_step`. Velocity form has no sum that could wind up at a bound.
+    - A window counts by its tokens beside the usual number of tokens. One with few tokens moves little.
+    - In the first window the coefficient stays: there is no trend yet.
+    - While a fresh policy's KL rises to its band, the coefficient is not lowered. The rise is over when its trend
+      would not bring it there within `RISE_WINDOWS`. If the rise is going to pass the band, the coefficient is raised
+      at once.
+    - The KL that no coefficient removes is estimated: least squares with forgetting (the sums of the recursive form)
+      fit KL = floor + drive / beta to the windows since the KL last rose. If the floor lies above the band, the
+      coefficient is not raised any more. `NOTICE` says so after `HOLD_WINDOWS` of it, or at the upper bound, if the
+      KL does not fall.
 
     Raises:
         `ConfigError`: for a law that can't work.
     """
 
-    raise_factor: float = 1.15
-    """More than 1."""
-    lower_factor: float = 0.85
-    """Between 0 and 1."""
-    recentre: float = 0.5
-    """Share of a whole step that corrects a coefficient at the inner side of an edge, in [0, 1]."""
-    trend_windows: float = 2.0
-    """Windows by which the KL's trend is extended, 0 or more."""
+    max_step: float = 1.5
+    """Largest factor of a coefficient in one window, more than 1."""
 
     def __post_init__(self) -> None:
-        for name in ("raise_factor", "lower_factor", "recentre", "trend_windows"):
-            if not is_number(getattr(self, name)):
-                raise ConfigError(f"`kl_{name}` is {getattr(self, name)!r}. Expected a number.")
-        checks = (
-            (self.raise_factor > 1, "kl_raise_factor", self.raise_factor, "more than 1"),
-            (0 < self.lower_factor < 1, "kl_lower_factor", self.lower_factor, "between 0 and 1"),
-            (0 <= self.recentre <= 1, "kl_recentre", self.recentre, "0 to 1"),
-            (self.trend_windows >= 0, "kl_trend_windows", self.trend_windows, "0 or more"),
-        )
-        for works, name, value, expected in checks:
-            if not works:
-                raise ConfigError(f"`{name}` is {value}. Expected {expected}.")
+        if not is_number(self.max_step) or self.max_step <= 1:
+            raise ConfigError(f"`kl_max_step` is {self.max_step!r}. Expected a number of more than 1.")
 
-    def move(self, target: KLTarget, beta: float, kl: float, state: State) -> tuple[float, State]:
-        """The next coefficient, and the state: the KL of this window, and how far the first rise has come."""
-        factor = self.factor(target, kl, state.get("previous"))
-        rising, highest = state.get("rising", True), state.get("highest", 0.0)
-        since_highest = state.get("since_highest", 0)
-        if self.trend_windows and rising:
-            since_highest = 0 if kl > highest else since_highest + 1
-            highest = max(highest, kl)
-            below = not target.contains(kl) and target.distance(kl) < 0
-            rising = below and since_highest < RISE_PATIENCE
-            if rising:
-                factor = max(factor, 1.0)
-        return beta * factor, {"previous": kl, "rising": rising, "highest": highest, "since_highest": since_highest}
+    def move(self, window: Window, state: State) -> tuple[float, State]:
+        """The next coefficient, and the state: smoothed log KL and trend, the first rise, and the sums of the fit."""
+        target = window.target
+        assert target.low is not None and target.high is not None
+        low = target.low or target.high / OPEN_BAND_WIDTH
+        centre = math.log(low * target.high) / 2
+        usual = state.get("tokens", window.tokens)
+        weight = window.tokens / usual
+        share = 1 - SMOOTHING**weight
+        log_kl = math.log(min(max(window.kl, low if target.low == 0 else low / EXTREME), target.high * EXTREME))
+        before = state.get("log_kl", log_kl)
+        smooth = before + share * (log_kl - before)
+        trend = TREND_MEMORY * state.get("trend", FIRST_TREND) + (1 - TREND_MEMORY) * (smooth - before)
+        seen = None if smooth - before > RISING else state.get("fit")  # a KL that rises does not answer yet
+        fit = _fitted(seen, 1 / window.beta, window.kl, weight)
+        step = 0.0
+        rising = state.get("rising", True) and smooth < math.log(low)
+        rising = rising and trend * RISE_WINDOWS > math.log(low) - smooth
+        if rising:
+            ahead = window.kl + AHEAD * (window.kl - state.get("kl", 0.0))
+            step = INTEGRAL * (math.log(ahead) - centre) if ahead > target.high else 0.0
+        elif state:
+            step = PROPORTIONAL * (smooth - before) + INTEGRAL * share / (1 - SMOOTHING) * (smooth - centre)
+        held, notice = state.get("held", 0) if window.kl > target.high else 0, ""
+        if _span(fit) > LEAST_SPAN and min(_floor(fit), window.kl) > target.high:
+            held, step = held + 1, min(step, 0.0)
+        elif window.kl > target.high and window.beta >= target.bounds[1]:
+            held += 1
+        if held >= HOLD_WINDOWS and smooth + trend * RISE_WINDOWS > math.log(target.high):
+            notice = OUT_OF_REACH.format(low=target.low, high=target.high)
+        most = math.log(self.max_step)
+        after = window.beta * math.exp(max(-most, min(most, step)))
+        return after, {
+            "log_kl": smooth, "trend": trend, "rising": rising, "kl": window.kl, "fit": fit, "held": held,
+            NOTICE: notice, "tokens": usual + USUAL * (window.tokens - usual),
+        }  # fmt: skip
 
-    def factor(self, target: KLTarget, kl: float, previous: float | None) -> float:
-        """The factor for a coefficient, apart from the first rise.
 
-        Args:
-            target (`KLTarget`):
-                A target with a band.
-            kl (`float`):
-                The window's KL, in nats per token.
-            previous (`float`, *optional*):
-                The KL of the window before.
-        """
-        distance = target.distance(kl)
-        if target.contains(kl):
-            return self._power(self.recentre * max(-1.0, min(1.0, distance)))
-        side = math.copysign(1.0, distance)
-        if not self.trend_windows:
-            return self._power(side)
-        if previous is None:
-            return 1.0
-        ahead = distance + self.trend_windows * (distance - target.distance(previous))
-        return 1.0 if side * ahead <= 1 else self._power(side)
+def _fitted(fit: list[float] | None, beta_inverse: float, kl: float, weight: float) -> list[float]:
+    """A fit with one more window: smoothed 1 / beta, then the sums of weight, x, y, xx, xy; x = 1 / beta, y = KL."""
+    x, *sums = fit or [beta_inverse, 0.0, 0.0, 0.0, 0.0, 0.0]
+    x += (1 - LAG_MEMORY) * (beta_inverse - x)
+    new = (1.0, x, kl, x * x, x * kl)
+    return [x, *(MEMORY * old + weight * value for old, value in zip(sums, new, strict=True))]
 
-    def _power(self, exponent: float) -> float:
-        return math.pow(self.raise_factor, exponent) if exponent > 0 else math.pow(self.lower_factor, -exponent)
+
+def _floor(fit: list[float]) -> float:
+    """The KL that no coefficient removes, in nats per token: 0 to the mean KL, and 0 without evidence."""
+    _, weight, x, kl, _, x_kl = fit
+    if kl <= 0:
+        return 0.0
+    slope = (x_kl * weight / (x * kl) - 1 + PRIOR) / (_span(fit) + PRIOR)  # 1 without a floor, 0 if nothing answers
+    return kl / weight * (1 - min(1.0, max(0.0, slope)))
+
+
+def _span(fit: list[float]) -> float:
+    """How far 1 / beta moved in the windows of the fit: its variance by its squared mean."""
+    _, weight, x, _, xx, _ = fit
+    return xx * weight / (x * x) - 1
 
 
 def name_of(law: object) -> str:
@@ -238,28 +276,29 @@ def check_law(law: KLLaw) -> None:
     Raises:
         `ConfigError`: `move` is missing, or takes or returns something else.
     """
-    arguments = (KLTarget(beta=0.1, low=0.02, high=0.06), 0.1, 0.1, State())
+    arguments = (Window(target=KLTarget(beta=0.1, low=0.02, high=0.06), beta=0.1, kl=0.1, tokens=1.0), State())
     try:
         inspect.signature(law.move).bind(*arguments)
     except (AttributeError, TypeError) as error:
         raise ConfigError(
             f"the KL law {name_of(law)} can't be used: {error}. Expected an object with the method "
-            "`move(target, beta, kl, state)`; `salesrl_trl.kl.law.KLLaw` describes it."
+            "`move(window, state)`; `salesrl_trl.kl.law.KLLaw` describes it."
         ) from error
     moved(law, *arguments)
 
 
-def moved(law: KLLaw, target: KLTarget, beta: float, kl: float, state: State) -> tuple[float, State]:
+def moved(law: KLLaw, window: Window, state: State) -> tuple[float, State]:
     """`law.move`, with a checked result. The state comes as a checkpoint would give it back.
 
     Raises:
         `ConfigError`: the result is not a finite number and a mapping of JSON values.
     """
-    result: object = law.move(target, beta, kl, dict(state))
+    result: object = law.move(window, dict(state))
     if isinstance(result, tuple) and len(result) == 2 and is_number(result[0]) and isinstance(result[1], dict):
         with contextlib.suppress(TypeError, ValueError):  # not JSON: refused below
             return float(result[0]), json.loads(json.dumps(result[1]))
     raise ConfigError(
-        f"the KL law {name_of(law)} returned {result!r} at a KL of {kl:g} and a coefficient of {beta:g}. Expected a "
-        "finite coefficient and a state: a dict of JSON values, `{}` for none."
+        f"the KL law {name_of(law)} returned {result!r} at a KL of {window.kl:g} and a coefficient of "
+        f"{window.beta:g}. Expected a finite coefficient and a state: a dict "
+        "of JSON values, `{}` for none."
     )

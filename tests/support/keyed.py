@@ -31,10 +31,6 @@ BRANCH_KL = {
 """Bands that the KL of these runs crosses: both coefficients are lowered and raised."""
 LAW = {
     "kl_update_steps": 2,
-    "kl_raise_factor": 1.15,
-    "kl_lower_factor": 0.85,
-    "kl_recentre": 0.5,
-    "kl_trend_windows": 2.0,
 }
 TOLERANCE = 1e-5
 """Relative; and absolute but for coefficients, as a KL is 0 at first and a loss changes its sign. A log-probability
