@@ -1,4 +1,4 @@
-"""KL laws against the simulated plant of `kl_plant`, side by side, as a table in Markdown. A quarter of a minute on one core.
+"""KL laws against the simulated plant of `kl_plant`, side by side, as a table in Markdown. 15 s on one core.
 
 python -m benchmarks.kl_simulate [--runs 200] [--windows 60]
 """
