@@ -48,7 +48,7 @@ TRAINING = {
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Range(0, _LESS_THAN_1, "a moment has to forget")),
     **dict.fromkeys(("seed", "data_seed"), _SEED),
     "num_train_epochs": Range(_MORE_THAN_0),
-    "learning_rate": Range(0, 1, "AdamW moves each weight by about so much in a step"),
+    "learning_rate": Range(0, 100, "AdamW moves each weight by about so much in a step"),
     "weight_decay": Range(0, 1, "it is a share of the weights, times `learning_rate`"),
     "adam_epsilon": Range(0, 1, "beside it the moments count for nothing"),
     "max_grad_norm": Range(0, math.inf),  # infinite, as 0: no limit
