@@ -14,7 +14,7 @@ The arms:
 The same for every arm:
 
 - random weights of a real shape; one policy, reference, optimizer and vLLM engine for all arms;
-- 64 completions a step, 8 for each prompt (32 with the tiny policy); their lengths depend on the prompt and the number
+- 64 completions a step, 8 for each prompt (16 with the tiny policy); their lengths depend on the prompt and the number
   of the sample alone (`benchmarks.lengths`);
 - a reward is two HTTP calls to a service in a process of its own; the time of an answer depends on the same two:
   log-normal around the two figures of `--latency`, which may be given several times;
@@ -70,7 +70,7 @@ from salesrl_trl.trainer import SalesGRPOTrainer
 
 TOKENS = {"0.5b": 256, "7b": 256, "tiny": 24}
 """Longest completion. The shortest is a quarter of it."""
-MICRO_BATCHES = {"0.5b": (8, 8), "7b": (8, 8), "tiny": (8, 4)}
+MICRO_BATCHES = {"0.5b": (8, 8), "7b": (8, 8), "tiny": (8, 2)}
 """Completions of a micro-batch, and micro-batches of an update."""
 PROMPT_WORDS = {"0.5b": 80, "7b": 80, "tiny": 20}
 WORDS = ("price", "delivery", "refund", "价格", "发货", "退款", "warranty", "保修", "尺寸", "discount")

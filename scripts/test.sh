@@ -35,7 +35,8 @@ run() {
   steps+=("$(printf '%5d s  %s' "$((SECONDS - start))" "$name")")
 }
 
-# The lowest versions, in a folder that lies before the locked ones on the path. Made again when the list changes.
+# The lowest versions, in a folder that lies before the locked ones on the path. Made again when the list changes. It
+# is made beside the tests: most of it is waiting for a disk.
 make_lowest() {
   local stamp="$lowest/.made-of" list="requirements/lowest.txt" arguments
   if cmp -s "$list" "$stamp"; then return; fi
@@ -48,7 +49,7 @@ make_lowest() {
 # With the lowest versions: a training, and beside it one room of tests for each package and what upstream's hooks are.
 # Two processes, one of which imports TRL, take less CPU time than two workers of one, and as long.
 test_lowest() {
-  make_lowest || return
+  wait "$lowest_made" || return
   local training status=0
   local pytest=("$bin/python" -m pytest -q -m "not (alone or gpu or slow)" "${durations[@]}")
   local -x PYTHONPATH="$lowest${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
@@ -85,15 +86,17 @@ else
   # Beside the tests, which often wait: it prints a finding at once, and the script stops after the tests.
   "$bin/mypy" &
   types=$!
-  trap 'kill "$types" 2>/dev/null || true' EXIT
+  make_lowest &
+  lowest_made=$!
+  trap 'kill "$types" "$lowest_made" 2>/dev/null || true' EXIT
   # One process more than cores, to four, each with a thread: tests wait now and then, and each process holds torch.
   # A file is one worker's; tests/conftest.py begins with the long ones.
   cores="$(env -u OMP_NUM_THREADS nproc)" # which else says what that variable holds
   OMP_NUM_THREADS=1 run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu)" \
     -n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
   run "mypy, beside the tests" wait "$types"
-  trap - EXIT
   run "tests with the lowest versions" test_lowest
+  trap - EXIT
   # Only the files that name these marks: collecting all tests takes longer than these tests.
   mapfile -t marked < <(grep -rlE 'mark\.(alone|gpu)\b' --include='test_*.py' tests)
   set -- -m "alone or gpu" "${durations[@]}" "${marked[@]}"

@@ -14,6 +14,7 @@ from support.seconds import TookTooLong
 
 LONG_FILES = (
     "test_launch.py", "test_vllm_server.py", "test_exact_mode.py", "test_lookahead.py", "test_ranks.py",
+    "test_bench_runs.py",
     "test_resume.py", "test_time_of_a_run.py", "test_rollouts_in_flight.py", "test_sigterm.py", "test_two_ranks.py",
     "test_kl_exactness.py", "test_trainer.py", "test_readme.py",
 )  # fmt: skip

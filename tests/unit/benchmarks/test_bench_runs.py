@@ -54,13 +54,12 @@ def run(tmp_path, name, *words):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(480)
 def test_rewards_that_nobody_waits_for_make_shorter_steps(tmp_path):
     arms = ("--arms", "stock", "exact", "lookahead_1", "floor")
-    words = ("--device", "cpu", *arms, "--steps", "1", "--latency", "0.8", "0.4")
+    words = ("--device", "cpu", *arms, "--steps", "1", "--latency", "0.6", "0.3")
     figures, told = run(tmp_path, "pipeline", *words)
-    assert figures["latency_s"] == [0.8, 0.4]
+    assert figures["latency_s"] == [0.6, 0.3]
     stock, exact, ahead = (figures["arms"][name] for name in ("stock", "exact", "lookahead_1"))
     # two blocks of one step, and for a lookahead of one a block of two rounds of two
     assert [len(arm["step_s"]) for arm in (stock, exact, ahead)] == [2, 2, 4]

@@ -207,7 +207,10 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
             ["--temperature", "1e9"],
             "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above",
         ),
-        (["--learning_rate", "1e30"], "`learning_rate` is 1e+30. Expected a number, 0 or more, and at most 100: AdamW"),
+        (
+            ["--learning_rate", "1e30"],
+            "`learning_rate` is 1e+30. Expected a number, 0 or more, and at most 100: AdamW",
+        ),
         (
             ["--branch_kl", "{}", "--beta", "1e9"],
             "`beta` is 1000000000.0. Expected a number, 0 or more, and at most 1",
