@@ -12,6 +12,8 @@ from pytest_httpserver import HTTPServer
 from support.loopback import Services
 from support.seconds import TookTooLong
 
+from salesrl_trl.process import remember_packages
+
 LONG_FILES = (
     "test_launch.py", "test_vllm_server.py", "test_exact_mode.py", "test_lookahead.py", "test_ranks.py",
     "test_bench_runs.py",
@@ -22,6 +24,7 @@ LONG_FILES = (
 
 # Until the tests are collected: what is imported stays, and looking through it takes seconds.
 gc.disable()
+remember_packages()
 
 # Without a handler werkzeug makes one, when a request comes between two phases of a test. It would keep the stderr of
 # then, and complain on that of a later test.

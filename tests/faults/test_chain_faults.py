@@ -101,7 +101,6 @@ def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault_in_memory
     assert seconds == pytest.approx(slowest, rel=1e-3)
 
 
-@pytest.mark.alone
 def test_a_call_costs_little_more_than_one_through_aiohttp_alone(fault):
     """Dense batches of 1,000 chains alternate with a bare aiohttp session that makes the same calls to one server: a
     slow machine slows both. The first batch opens the connections. If answers came one by one over many seconds,

@@ -1,6 +1,7 @@
 """Every recipe parses, every knob is set or turned somewhere, and what cannot work stops before a model is loaded."""
 
 import dataclasses
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import yaml
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
 from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.process import remember_packages
 from salesrl_trl.run.building import build_instruments
 from salesrl_trl.run.checks.folders import claim_output_dir
 from salesrl_trl.run.memory.cards import Card
@@ -292,3 +294,11 @@ def test_ctrl_c_ends_a_run_with_one_line_and_the_shell_s_code(interrupted, tmp_p
     told = capsys.readouterr().err
     assert told.startswith("\nRunStopped: interrupted by Ctrl-C. Nothing was saved after the last checkpoint")
     assert "Traceback" not in told
+
+
+def test_the_map_of_installed_packages_is_made_once_while_a_recipe_imports(monkeypatch):
+    asked = []
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: asked.append(1) or {"torch": ["torch"]})
+    remember_packages()
+    assert [importlib.metadata.packages_distributions() for _ in range(2)] == [{"torch": ["torch"]}] * 2
+    assert len(asked) == 1

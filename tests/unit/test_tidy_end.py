@@ -23,19 +23,23 @@ def ended(*command, folder=None, **options):
     return subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options)
 
 
-@pytest.mark.parametrize("error", ["signal.raise_signal(signal.SIGINT)", "raise ImportError('KeyboardInterrupt: ')"])
+RAISED, WRAPPED = "signal.raise_signal(signal.SIGINT)", "raise ImportError('KeyboardInterrupt: ')"
+"""Ctrl-C, and what a library makes of it."""
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("command", "error"),
     [
-        ("recipes/debug.py",),
-        ("-m", "salesrl_trl.preflight"),
-        ("-m", "salesrl_trl.env", "--config", "recipes/debug.yaml"),
-        *((f"scripts/{name}.py",) for name in (
+        (("recipes/debug.py",), WRAPPED),
+        (("recipes/debug.py",), RAISED),
+        (("-m", "salesrl_trl.preflight"), RAISED),
+        (("-m", "salesrl_trl.env", "--config", "recipes/debug.yaml"), RAISED),
+        *(((f"scripts/{name}.py",), RAISED) for name in (
             "warmup_model", "check_gpu_memory", "simulate_training_rewards", "test_components", "build_vector_store",
             "create_tiny_dataset",
         )),
     ],
-    ids=" ".join,
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
 )  # fmt: skip
 def test_ctrl_c_during_the_imports_is_one_line_and_130(command, error, tmp_path):
     for name in SLOW:
