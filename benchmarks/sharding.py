@@ -25,9 +25,9 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
-from benchmarks.common import BETA, SHAPES, device, device_name, now, parser, quiet, save_model, write_json
+from benchmarks.common import BETA, SHAPES, Clock, device, device_name, now, parser, quiet, save_model, write_json
 from benchmarks.service import BRANCHES, GENERATIONS, ROOT, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.policy import build_tokenizer
@@ -56,16 +56,6 @@ class Keyed(SalesGRPOTrainer):
             length = draw.randrange(self.length // 2, self.length + 1)
             completions.append([draw.randrange(10, 1000) for _ in range(length)])
         return completions, None
-
-
-class Clock(TrainerCallback):
-    """The times at which steps end."""
-
-    def __init__(self) -> None:
-        self.ends = list[float]()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(now())
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -106,7 +96,7 @@ def work(arguments: argparse.Namespace) -> None:
             "processes": processes,
             "first_weights": trainer.rooms.first_weights,
             "steps": [{name: entry[name] for name in names} for entry in steps],
-            "step_s": [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)],
+            "step_s": clock.seconds[1:],
             "peak_gib": peaks,
         }
         write_json(arguments.out / "figures.json", figures)

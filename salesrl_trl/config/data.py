@@ -108,10 +108,12 @@ class DataConfig:
             0 <= self.held_out_share < 1,
             f"`held_out_share` is {self.held_out_share}. Expected 0 or more, less than 1.",
         )
+        own = (self.eval_dataset, self.eval_dataset_format, self.eval_columns)
         check(
-            not self.held_out_share or (self.eval_dataset is None and self.dataset != DataConfig.dataset),
+            not self.held_out_share or (own == (None, None, None) and self.dataset != DataConfig.dataset),
             "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the demo. "
-            "Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
+            "Expected it with a `dataset` of your own, without `eval_dataset`, `eval_dataset_format` and "
+            "`eval_columns`. Leave one of them out.",
         )
 
     def form(self) -> Form:
@@ -129,7 +131,6 @@ class DataConfig:
         return Form(
             format=form.format if given is None else _format("eval_dataset_format", given),
             columns=form.columns if columns is None else columns,
-            held_out_share=self.held_out_share,
         )
 
     def _columns(self, setting: str) -> dict[str, Column] | None:

@@ -53,6 +53,8 @@ TRAINING = {
     "adam_epsilon": Range(0, 1, "beside it the moments count for nothing"),
     "max_grad_norm": Range(0, math.inf),  # infinite, as 0: no limit
     "temperature": Range(_MORE_THAN_0, 10, "above it tokens are drawn almost evenly from the whole vocabulary"),
+    "top_p": Range(_MORE_THAN_0, 1, "1 is all tokens"),
+    "min_p": _SHARE,
     "repetition_penalty": Range(_MORE_THAN_0, 10, "above it no token comes twice"),
     "beta": KL_COEFFICIENT,
     "vllm_gpu_memory_utilization": Range(_MORE_THAN_0, 1, "1 is the whole GPU"),

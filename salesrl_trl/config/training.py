@@ -246,8 +246,6 @@ class SalesGRPOConfig(GRPOConfig):
         )
 
     def _check_sampling(self) -> None:
-        check(0 < self.top_p <= 1, f"`top_p` is {self.top_p}. Expected more than 0, and at most 1 for all tokens.")
-        check(0 <= (self.min_p or 0) <= 1, f"`min_p` is {self.min_p}. Expected 0 to 1, or nothing for all tokens.")
         temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)
         check(
             temperature == self.temperature,

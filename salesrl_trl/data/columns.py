@@ -12,7 +12,6 @@ from salesrl_trl.errors import ConfigError, DataError
 
 FIELDS = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
 """Fields of a row that a column can give."""
-_KEYS = {"column", "value"}
 _TURN_KEYS = {"column", "role", "content", "roles"}
 
 

@@ -88,11 +88,18 @@ class ServicesPlan:
         return config.rag_base_url or started.rag_base_url, config.judge_base_url or started.judge_base_url
 
     @cached_property
+    def own_records(self) -> "Records":
+        """All records of `dataset`."""
+        from salesrl_trl.run.checks.rows import own_records  # brings pandas
+
+        return own_records(self.config.data)
+
+    @cached_property
     def train_records(self) -> "Records":
         """The records to train on."""
         from salesrl_trl.run.checks.rows import training_records  # brings pandas
 
-        return training_records(self.config.data)
+        return training_records(self.config.data, self.own_records)
 
     @cached_property
     def train_rows(self) -> list[SalesRow]:

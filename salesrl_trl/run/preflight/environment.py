@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from transformers.integrations import get_available_reporting_integrations
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.compiling import Start, engine_start
 from salesrl_trl.process import installed
 from salesrl_trl.run import software
 from salesrl_trl.run.checks.folders import check_output_dir, free_gib
@@ -250,7 +251,8 @@ def _compilers(training: SalesGRPOConfig, findings: Findings) -> None:
     found = {"C": _first(C_COMPILERS), "C++": _first(CXX_COMPILERS), "nvcc": shutil.which("nvcc")}
     findings.figures |= {"attention": ", ".join(["sdpa", *attention]), "triton": installed("triton"), **found}
     on_gpu = training.device.type == "cuda"
-    compiled = training.torch_compile or (_in_process_vllm(training) and (on_gpu or not training.vllm_enforce_eager))
+    builds = on_gpu or engine_start(training) is not Start.EAGER
+    compiled = training.torch_compile or (_in_process_vllm(training) and builds)
     wanted = "C" if on_gpu else "C++"
     if compiled and found[wanted] is None:
         findings.fail(

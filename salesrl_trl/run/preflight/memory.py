@@ -136,8 +136,9 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     if model.model_name_or_path is None or model.use_peft or training.save_strategy == "no":
         return
     parameters = parameter_count(model.model_name_or_path, model.model_revision, training.trust_remote_code)
-    computes_in_16_bits = training.bf16 or training.fp16
-    number, copies = number_bytes(plan), 4 * (training.deepspeed_plugin is not None and computes_in_16_bits)
+    own = getattr(plan.model_config, "dtype", None) or torch.float32
+    copies = 4 if training.deepspeed_plugin is not None and (training.bf16 or training.fp16) else 0
+    number = 2 if copies else NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
     states = copies + moment_bytes(training.optim.value, 4 if copies else number)
     weights = number * parameters / GIB
     each = weights + (0.0 if training.save_only_model else states * parameters / GIB)
@@ -156,15 +157,6 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
             "saves), or keep weights alone (`save_only_model: true`).",
             is_failure=free < each,
         )
-
-
-def number_bytes(plan: Plan) -> int:
-    """Bytes of a trained weight, by the chosen format or by the model's own."""
-    own = getattr(plan.model_config, "dtype", None) or torch.float32
-    training = plan.config.training
-    if training.deepspeed_plugin is not None and (training.bf16 or training.fp16):
-        return 2
-    return NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
 
 
 def _compare(scales: Scales, found: Estimate, findings: Findings) -> None:

@@ -75,7 +75,7 @@ class Plan(ServicesPlan):
                 "rows, a policy's figures say nothing. Expected a file of held-out rows in `eval_dataset`. Give one, "
                 "set `held_out_share`, or set `held_out_eval: false` and `quick_eval_steps: 0`."
             )
-        return held_out_records(data)
+        return held_out_records(data, lambda: self.own_records)
 
     @cached_property
     def held_out_rows(self) -> list[SalesRow]:

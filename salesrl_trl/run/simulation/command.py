@@ -20,7 +20,7 @@ from salesrl_trl.errors import ConfigError, SalesRLError, ServiceError, ServiceU
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.assembly import addresses, build_reward
 from salesrl_trl.run.checks.reward import RewardParts, prepare_reward
-from salesrl_trl.run.checks.rows import training_records
+from salesrl_trl.run.checks.rows import own_records, training_records
 from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
 from salesrl_trl.run.settings import parse_part
 from salesrl_trl.run.simulation.completions import DEFAULT_MIX, VARIANTS, Completion, Fields, batches
@@ -124,7 +124,7 @@ def prepare(settings: Settings) -> Prepared:
             "simulation writes no other actions. Leave it out."
         )
     return Prepared(
-        rows=check_rows(training_records(data), training.branches, data.max_train_rows),
+        rows=check_rows(training_records(data, own_records(data)), training.branches, data.max_train_rows),
         drafts={row.row_id: each for row, each in load_drafts()} if data.dataset == DEMO else {},
         parts=prepare_reward(reward, training.branches),
     )

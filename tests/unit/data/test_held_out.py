@@ -82,6 +82,7 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
         ({"held_out_share": 1.0, "dataset": "a.jsonl"}, "`held_out_share` is 1.0. Expected 0 or more, less than 1."),
         ({"held_out_share": 0.1}, "the held-out rows are there already: in `eval_dataset`, or in the demo."),
         ({"held_out_share": 0.1, "dataset": "a.jsonl", "eval_dataset": "b.jsonl"}, "are there already"),
+        ({"held_out_share": 0.1, "dataset": "a.jsonl", "eval_columns": {"id": "at"}}, "and `eval_columns`. Leave one"),
         (
             {"dataset_format": "squad"},
             "`dataset_format` is 'squad'. Expected one of: rows, bbq, halueval, qrecc, topi",

@@ -14,6 +14,7 @@ import time
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.utils.file_baton import FileBaton
 from transformers import AutoTokenizer
 
 from salesrl_trl import env
+from salesrl_trl.data import sources
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.preflight import main
 from salesrl_trl.run import software
@@ -152,6 +154,7 @@ def test_what_is_compiled_wants_a_compiler(told, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     assert "There is no C++ compiler on PATH. Expected one" in told("--vllm_enforce_eager", "false")
     assert told("--vllm_enforce_eager", "true", stages=CHEAP[:1]) == ""
+    assert told(stages=CHEAP[:1]) == ""  # on a CPU nothing is compiled unless it is asked for
 
 
 @pytest.mark.parametrize(
@@ -230,8 +233,8 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
             ["--use_peft", "true", "--lora_dropout", "2"],
             "`lora_dropout` is 2.0. Expected a number, 0 or more, and less",
         ),
-        (["--top_p", "1.5"], "`top_p` is 1.5. Expected more than 0, and at most 1"),
-        (["--min_p", "2"], "`min_p` is 2.0. Expected 0 to 1"),
+        (["--top_p", "1.5"], "`top_p` is 1.5. Expected a number, more than 0, and at most 1: 1 is all tokens."),
+        (["--min_p", "2"], "`min_p` is 2.0. Expected a number, 0 or more, and at most 1."),
         (["--per_device_train_batch_size", "0"], "`per_device_train_batch_size` is 0. Expected a number, at least 1"),
         (
             ["--gradient_accumulation_steps", "-1"],
@@ -270,13 +273,16 @@ def test_rows_that_come_twice_or_are_evaluated_on_are_told(told, tmp_path):
     assert "No training row belongs to hallucination. Add rows" in found
 
 
-def test_records_of_a_published_dataset_are_counted_and_parted(told, tmp_path):
+def test_records_of_a_published_dataset_are_read_once_counted_and_parted(told, tmp_path, monkeypatch):
+    read = Mock(side_effect=sources.read_file)
+    monkeypatch.setattr(sources, "read_file", read)
     texts = [f"What is {name}?" for name in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
     lines = [qrecc(number, 1, question=text) for number, text in enumerate(texts)]
     file = write(tmp_path / "qrecc.json", *lines, qrecc(8, 1, question="And who?", Answer=""))
     known = write(tmp_path / "known.jsonl", {"id": "d1", "text": "They are quiet."})
     given = ["--dataset", file, "--dataset_format", "qrecc", "--knowledge_file", known]
     found = told(*given, "--held_out_share", "0.5", "--columns", '{"branch": {"value": "fairness"}}')
+    assert read.call_count == 2  # once by a run, once by a preflight
     assert f"1 of 9 records of {file} make no row: 1 have no known answer" in found
     assert "No training row belongs to hallucination. Add rows" in found
     assert "have a conversation of the training rows" not in found
