@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.service import BRANCHES, GENERATIONS, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.demo.policy import build_tokenizer
+from salesrl_trl.demo.policy import packaged_tokenizer
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -108,7 +108,7 @@ def save_model(shape: str, folder: Path, device: torch.device) -> Path:
     with device:
         model = Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[shape]), dtype=dtype(device))
     model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    packaged_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -185,7 +185,7 @@ def build_trainer(
     model, reward = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=dtype(where)), reward or InstantReward()
     common: dict[str, Any] = {
         "train_dataset": Dataset.from_list(rows),
-        "processing_class": build_tokenizer(),
+        "processing_class": packaged_tokenizer(),
         "callbacks": [callback],
     }
     trainer: Stock | Branched

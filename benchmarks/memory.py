@@ -53,7 +53,7 @@ from benchmarks.common import (
 )
 from benchmarks.service import InstantReward
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.demo.policy import build_tokenizer
+from salesrl_trl.demo.policy import packaged_tokenizer
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.replaced import replaced
 from salesrl_trl.run.checks.attention import FLASH
@@ -194,7 +194,7 @@ def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPO
             InstantReward(),
             args=args,
             train_dataset=Dataset.from_list([{"prompt": prompt_of(row), "row": index} for index in range(64)]),
-            processing_class=build_tokenizer(),
+            processing_class=packaged_tokenizer(),
             peft_config=get_peft_config(model_settings),
             callbacks=[clock],
         )
@@ -209,7 +209,7 @@ def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPO
 def estimate_of(row: Row, args: SalesGRPOConfig, model_settings: ModelConfig, card_gib: float) -> Estimate:
     """The estimate of a row, for a card with so much memory."""
     shape = figures_of(row.shape, model_settings if row.lora else None)
-    tokens = build_tokenizer().apply_chat_template(prompt_of(row), add_generation_prompt=True, return_dict=True)
+    tokens = packaged_tokenizer().apply_chat_template(prompt_of(row), add_generation_prompt=True, return_dict=True)
     return estimate(shape, setup_of(args, model_settings, shape, len(tokens["input_ids"]), dtype=row.dtype), card_gib)
 
 

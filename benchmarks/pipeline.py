@@ -60,7 +60,7 @@ from benchmarks.service import GENERATIONS, SlowReward, service, set_medians
 from benchmarks.timing import Meter
 from benchmarks.vllm_server import for_training, vllm_server
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.demo.policy import build_tokenizer
+from salesrl_trl.demo.policy import packaged_tokenizer
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import BatchResult, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward
@@ -240,7 +240,7 @@ class Bench:
         ]
         return kind(
             self._model, reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[self._clock],
-            processing_class=build_tokenizer(), optimizers=(self._optimizer, None), **more,
+            processing_class=packaged_tokenizer(), optimizers=(self._optimizer, None), **more,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common import BETA, SHAPES, Clock, device, device_name, now, parser, quiet, save_model, write_json
 from benchmarks.service import BRANCHES, GENERATIONS, ROOT, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.demo.policy import build_tokenizer
+from salesrl_trl.demo.policy import packaged_tokenizer
 from salesrl_trl.kl.figures import kl_names
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -80,7 +80,7 @@ def work(arguments: argparse.Namespace) -> None:
         InstantReward(),
         args=config,
         train_dataset=Dataset.from_list(rows),
-        processing_class=build_tokenizer(),
+        processing_class=packaged_tokenizer(),
         callbacks=[clock],
     )
     trainer.length = TOKENS[arguments.shape]

@@ -107,6 +107,10 @@ def reference_of(branch: str) -> str:
     return f"reference/{branch}"
 
 
+RIGHT_DOCUMENT = "retrieval/right_document"
+"""Share of answers whose best passage is a document that is known to answer the row. Rows without one do not count."""
+
+
 def outcome_of(outcome: Outcome) -> str:
     """Share of completions with this outcome."""
     return f"outcome/{outcome.value}"

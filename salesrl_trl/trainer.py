@@ -283,7 +283,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             with self.rooms.desk.answering(result):
                 rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._timeline.begin(Phase.ADVANTAGES)
-        self.rooms.scoring.record(rollout, rewards)
+        self.rooms.scoring.record(rollout, rewards, completions)
         if self.args.log_completions:
             for name, values in result.columns(self.rooms.reward.names.components).items():
                 self._log_completion_extra(name, values)

@@ -233,7 +233,14 @@ class Wiring:
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(args.branches, self.reward.names.providers, failures),
             EpochLine(args.branches, failures),
-            HeldOut(args.branches, Path(args.output_dir), self.ledger.drain_eval_rewards, trl.num_generations_eval),
+            HeldOut(
+                args.branches,
+                Path(args.output_dir),
+                self.ledger.drain_eval_rewards,
+                self.ledger.drain_written,
+                num_generations=trl.num_generations_eval,
+                examples=args.held_out_examples,
+            ),
             ScalarLayout(args.branches, self._banded, quick, trl.callbacks.callbacks),
             WeightChange(trl.accelerator, args.min_changed_weights, trl.log),
         ]

@@ -36,7 +36,7 @@ forward() {
 trap 'forward INT' INT
 trap 'forward TERM' TERM HUP
 set -m
-"$venv/bin/accelerate" launch --config_file accelerate_configs/debug.yaml recipes/debug.py "$@" </dev/null &
+"$venv/bin/accelerate" launch --config_file accelerate_configs/debug.yaml recipes/debug.py --held_out_examples 3 "$@" </dev/null &
 group=$!
 status=0
 wait "$group" || status=$?

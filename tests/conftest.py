@@ -63,11 +63,11 @@ def _process_as_it_was():
 
 
 @pytest.fixture(scope="session")
-def policy_path(tmp_path_factory):
+def policy_path():
     """A policy whose actions are valid."""
-    from support.writer import make_writer
+    from salesrl_trl.demo.policy import PACKAGED
 
-    return make_writer(tmp_path_factory.mktemp("writer") / "policy")
+    return PACKAGED
 
 
 @pytest.fixture(scope="session")

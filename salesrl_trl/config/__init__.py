@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from salesrl_trl.config.data import DataConfig
     from salesrl_trl.config.judge import JudgeProviderConfig
-    from salesrl_trl.config.policy import WarmStartConfig
     from salesrl_trl.config.reward import RewardConfig
     from salesrl_trl.config.telemetry import ALL_STEPS, TelemetryConfig
     from salesrl_trl.config.training import DEFAULT_BRANCHES, SalesGRPOConfig
@@ -27,7 +26,6 @@ _MODULES = {
     "RewardConfig": "reward",
     "SalesGRPOConfig": "training",
     "TelemetryConfig": "telemetry",
-    "WarmStartConfig": "policy",
 }
 
 __all__ = [
@@ -38,7 +36,6 @@ __all__ = [
     "RewardConfig",
     "SalesGRPOConfig",
     "TelemetryConfig",
-    "WarmStartConfig",
 ]
 
 

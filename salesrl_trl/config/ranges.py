@@ -68,7 +68,6 @@ LORA = {
     "lora_dropout": Range(0, _LESS_THAN_1, "it is the share of inputs that are left out"),
 }
 """Ranges of `ModelConfig`."""
-WARM_START = {"warm_start_steps": Range(1), "warm_start_seed": _SEED}
 
 
 def check_ranges(config: object, ranges: dict[str, Range]) -> None:

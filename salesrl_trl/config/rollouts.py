@@ -34,6 +34,7 @@ def scoring_settings(args: SalesGRPOConfig, stages: Sequence[str], reward_weight
         hybrid_reference_weight=args.hybrid_reference_weight,
         reward_weight=reward_weight,
         scale_rewards=args.scale_rewards,
+        examples=args.held_out_examples,
         correction=(args.vllm_importance_sampling_mode, *clips),
     )
 

@@ -128,6 +128,9 @@ class SalesGRPOConfig(GRPOConfig):
             may then come twice or not at all.
         held_out_eval (`bool`, *optional*, defaults to `True`):
             Whether to evaluate on the held-out rows before the first step. The recipes also do so after the last one.
+        held_out_examples (`int`, *optional*, defaults to `0`):
+            Held-out conversations that are shown at the end, with what the policy wrote before and after training.
+            They quote customers.
         mode (`str`, *optional*, defaults to `"train"`):
             Extent of a recipe. `rollouts` generates and scores as in training, without passes, update and evaluation.
             `rewards` scores made-up completions, without a model, as `scripts/simulate_training_rewards.py` does.
@@ -180,6 +183,9 @@ class SalesGRPOConfig(GRPOConfig):
     )
     references_ahead: bool = field(default=True, metadata=about("Ask for reference answers one step ahead."))
     allow_changed_resume: bool = field(default=False, metadata=about("Resume a checkpoint of other rows or branches."))
+    held_out_examples: int = field(
+        default=0, metadata=about("Held-out conversations shown with the first and last answer. They quote customers.")
+    )
     held_out_eval: bool = field(default=True, metadata=about("Evaluate before and after training."))
     mode: str = field(default="train", metadata=about("Extent of a recipe: `train`, `rollouts` or `rewards`."))
 

@@ -1,6 +1,6 @@
 """The policy's prompts.
 
-Owns the packaged prompts, and the form of the demonstrations for the warm start. Builds chat messages only: the
+Owns the packaged prompts, and the form of demonstrations. Builds chat messages only: the
 tokenizer's chat template turns them into tokens. `templates` turns a template into messages.
 """
 

@@ -10,16 +10,29 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from salesrl_trl.names import HELD_OUT_FILE, REWARD, outcome_of, reward_of
+from salesrl_trl.names import HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
 from salesrl_trl.process import put_aside, write_whole
 from salesrl_trl.types import Outcome
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Figures = Mapping[str, float | None]
+
+
+class Written(NamedTuple):
+    """What the policy wrote to a prompt of an evaluation. It may quote a customer: not for logs, unless asked for."""
+
+    prompt: object
+    """As TRL has it: a text, or a list of messages."""
+    completion: object
+    """Likewise."""
+    reward: float | None
+    """`None` if it could not be scored."""
 
 
 class HeldOut(TrainerCallback):
@@ -33,8 +46,12 @@ class HeldOut(TrainerCallback):
             Folder of `held_out.json`.
         drain_rewards (`Callable[[], Sequence[float]]`):
             Returns the rewards of an evaluation's completions in their order, NaN for a missing one.
+        drain_written (`Callable[[], Sequence[Written]]`):
+            Returns what the policy wrote in an evaluation, on this rank.
         num_generations (`int`):
             Completions of a row. They are neighbours.
+        examples (`int`, *optional*, defaults to `0`):
+            Conversations that are shown at the end, with what the policy wrote first and last.
     """
 
     def __init__(
@@ -42,12 +59,17 @@ class HeldOut(TrainerCallback):
         branches: Sequence[str],
         output_dir: Path,
         drain_rewards: Callable[[], Sequence[float]],
+        drain_written: Callable[[], Sequence[Written]],
+        *,
         num_generations: int,
+        examples: int = 0,
     ) -> None:
         self._branches = branches
         self._path = output_dir / HELD_OUT_FILE
         self._drain_rewards = drain_rewards
+        self._drain_written = drain_written
         self._num_generations = num_generations
+        self._examples = examples
         self._evaluations: list[_Evaluation] = []
 
     def on_train_begin(
@@ -64,13 +86,15 @@ class HeldOut(TrainerCallback):
             REWARD: logged.get(REWARD),
             **{branch: logged.get(reward_of(branch)) for branch in self._branches},
             "valid_actions": None if invalid is None else 1 - invalid,
+            **({"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}),
         }
         rewards = self._drain_rewards()
         rows = row_means(rewards, self._num_generations)
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
         self._evaluations = [each for each in self._evaluations if each.step != state.global_step]
-        self._evaluations.append(_Evaluation(state.global_step, figures, rows))
+        examples = spread(self._drain_written()[:: self._num_generations], self._examples)
+        self._evaluations.append(_Evaluation(state.global_step, figures, rows, examples))
         if not state.is_world_process_zero:
             return
         scored = sum(not math.isnan(reward) for reward in rewards)
@@ -85,6 +109,12 @@ class HeldOut(TrainerCallback):
         first, last = self._evaluations[0], self._evaluations[-1]
         logger.info(f"held-out before (step {first.step}): {_text(first.figures)}")
         logger.info(f"held-out after  (step {last.step}): {_text(last.figures)}")
+        for number, (earlier, later) in enumerate(zip(first.examples, last.examples, strict=False), start=1):
+            if earlier.prompt == later.prompt:
+                logger.info(f"held-out example {number}: {_plain(earlier.prompt)}")
+                for when, written in (("before", earlier), ("after ", later)):
+                    reward = "n/a" if written.reward is None else f"{written.reward:.2f}"
+                    logger.info(f"    {when} reward={reward} {_plain(written.completion)}")
         before, after = first.figures[REWARD], last.figures[REWARD]
         if before is None or after is None:
             return
@@ -109,6 +139,7 @@ class _Evaluation:
     figures: Figures
     rows: Sequence[float]
     """Mean reward of each row, NaN without one. Empty if the order of rows is not known."""
+    examples: Sequence[Written] = ()
 
 
 def _read(path: Path) -> list[_Evaluation]:
@@ -122,6 +153,12 @@ def _read(path: Path) -> list[_Evaluation]:
         (kept,) = put_aside(path)
         logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {kept.name}")
         return []
+
+
+def spread(items: Sequence[T], number: int) -> list[T]:
+    """So many of the items, evenly spread over them; all if there are fewer."""
+    number = min(number, len(items))
+    return [items[place * len(items) // number] for place in range(number)]
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
@@ -160,6 +197,14 @@ def changes_by_row(before: Sequence[float], after: Sequence[float]) -> list[floa
 def standard_error(changes: Sequence[float]) -> float:
     """Standard error of the mean of two changes or more."""
     return statistics.stdev(changes) / math.sqrt(len(changes))
+
+
+def _plain(text: object) -> str:
+    """A text, or that of the last message, in a line."""
+    if isinstance(text, list):  # of messages, or of the parts of one
+        texts = [part.get("text", "") for part in text if "role" not in part]
+        return " ".join(texts) if texts else _plain(text[-1]["content"])
+    return " | ".join(str(text).splitlines())
 
 
 def _text(figures: Figures) -> str:

@@ -14,6 +14,7 @@ from salesrl_trl.names import (
     JUDGE_SECONDS,
     REFERENCE_MISSING,
     REWARD_SECONDS,
+    RIGHT_DOCUMENT,
     STAGE_SHARES,
     USAGE,
     Stage,
@@ -45,7 +46,7 @@ def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str
 def reward_names(branches: Sequence[str]) -> tuple[str, ...]:
     """Every name of `add_rewards` but those of times, in a fixed order."""
     per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
-    return (*per_branch, *map(outcome_of, OUTCOMES), REFERENCE_MISSING)
+    return (*per_branch, *map(outcome_of, OUTCOMES), REFERENCE_MISSING, RIGHT_DOCUMENT)
 
 
 def time_names(stages: Sequence[str] = ()) -> tuple[str, ...]:
@@ -64,9 +65,9 @@ def encode(rewards: Sequence[Reward], branch_ids: Sequence[int], stages: Sequenc
     """The figures of completions as a table, to be gathered.
 
     Returns:
-        `torch.Tensor` of shape (B, 5 + len(`Stage`) + len(stages)), float64: branch id, index into `OUTCOMES`,
-        value, the reference's judge score and its reward, seconds by stage. Columns from `value` onward are NaN when
-        missing.
+        `torch.Tensor` of shape (B, 6 + len(`Stage`) + len(stages)), float64: branch id, index into `OUTCOMES`,
+        value, the reference's judge score and its reward, whether the right document was found, seconds by stage.
+        Columns from `value` onward are NaN when missing.
     """
     every = (*Stage, *stages)
     rows = [
@@ -76,11 +77,12 @@ def encode(rewards: Sequence[Reward], branch_ids: Sequence[int], stages: Sequenc
             math.nan if reward.value is None else reward.value,
             _number(reward.components.get("reference")),
             _number(reward.reference_value),
+            _number(reward.components.get("right_document")),
             *(reward.seconds.get(stage, math.nan) for stage in every),
         )
         for reward, branch_id in zip(rewards, branch_ids, strict=True)
     ]
-    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 5 + len(every))
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 6 + len(every))
 
 
 def values_of(table: torch.Tensor) -> list[float]:
@@ -113,6 +115,8 @@ def add_rewards(
         aggregates.add(outcome_of(outcome), (outcomes == index).sum().item(), len(table))
     judged = outcomes == OUTCOMES.index(Outcome.OK)
     aggregates.add(REFERENCE_MISSING, (judged & torch.isnan(references)).sum().item(), max(judged.sum().item(), 1))
+    found = table[:, 5]
+    aggregates.add(RIGHT_DOCUMENT, found.nansum().item(), (~torch.isnan(found)).sum().item())
     add_stages(aggregates, table[:, -len(Stage) - len(stages) :], stages)
 
 

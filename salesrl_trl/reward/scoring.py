@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.stage import Case, RewardStage, check_stages
-from salesrl_trl.types import Answer, InvalidAction, Outcome, Reward, Verdict
+from salesrl_trl.types import Answer, InvalidAction, Outcome, Reward, SalesRow
 
 COMPONENTS = {
     "judge": "score of the answer by the branch's own rubric, in [0, 1]",
     "margin": "that score less the reference's, in [-1, 1]; missing without a reference",
     "retrieval": "score of the best passage the action found, in [0, 1]; 0 where it found none",
+    "right_document": "1: the best passage is one of the row's known documents, 0: it is another; missing without any",
     "format": "1: the completion is a valid action",
 }
 """The components that a branch may weigh, beside `judge_<rubric>`, the score by another rubric."""
@@ -105,7 +106,7 @@ class Scoring:
         """
         weights = self.weights[case.row.branch]
         unknown: dict[str, float | None] = dict.fromkeys(self.stage_components)
-        components = {**_components(case.answer, case.verdicts), **unknown, **case.components}
+        components = {**_components(case), **unknown, **case.components}
         value = self._combine(weights, components)
         if value is None:
             outcome, reason = case.failure or (Outcome.INFRA, _lacking(weights, components))
@@ -136,7 +137,8 @@ class Scoring:
         components = {
             **scores,
             "margin": None if scores.get("judge") is None else 0.0,
-            "retrieval": _best_passage(case.reference),
+            "retrieval": _best_score(case.reference),
+            "right_document": _right_document(case.row, case.reference),
             "format": 1.0,
             **unknown,
             **case.reference_components,
@@ -163,17 +165,20 @@ def default_weights(branches: Sequence[str]) -> dict[str, dict[str, float]]:
     return {branch: {"judge": 1.0} for branch in branches}
 
 
-def _components(answer: Answer, verdicts: Mapping[str, Verdict | None]) -> dict[str, float | None]:
-    own = verdicts.get("judge")
+def _components(case: Case) -> dict[str, float | None]:
+    own = case.verdicts.get("judge")
     others = {
-        name: None if verdict is None else verdict.candidate for name, verdict in verdicts.items() if name != "judge"
+        name: None if verdict is None else verdict.candidate
+        for name, verdict in case.verdicts.items()
+        if name != "judge"
     }
     reference = None if own is None else own.reference
     return {
         "judge": None if own is None else own.candidate,
         REFERENCE: reference,
         "margin": None if own is None or reference is None else own.candidate - reference,
-        "retrieval": _best_passage(answer),
+        "retrieval": _best_score(case.answer),
+        "right_document": _right_document(case.row, case.answer),
         "format": 1.0,
         **others,
     }
@@ -185,8 +190,14 @@ def _lacking(weights: Mapping[str, float], components: Mapping[str, float | None
     return "no_reference" if name == "margin" else f"no_{name}"
 
 
-def _best_passage(answer: Answer) -> float:
+def _best_score(answer: Answer) -> float:
     return max((passage.score for passage in answer.passages), default=0.0)
+
+
+def _right_document(row: SalesRow, answer: Answer) -> float | None:
+    if not row.documents:
+        return None
+    return float(any(passage.text in row.documents for passage in answer.passages[:1]))
 
 
 def _is_judged(component: str) -> bool:

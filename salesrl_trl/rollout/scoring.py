@@ -15,7 +15,9 @@ from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import gather, gather_object, reduce
 
+from salesrl_trl.evaluation.held_out import Written
 from salesrl_trl.names import Phase
+from salesrl_trl.reward.batch import Completion
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.figures import encode, encode_report
 from salesrl_trl.rollout.groups import ScoredGroups
@@ -57,6 +59,8 @@ class ScoringSettings:
     """TRL's weight of the reward."""
     scale_rewards: str
     """TRL's setting: by what advantages are divided."""
+    examples: int
+    """Held-out conversations that are shown with what the policy wrote."""
     correction: tuple[str, float | None, float | None]
     """TRL's `vllm_importance_sampling_mode`, and its `_clip_min` and `_clip_max`."""
 
@@ -208,7 +212,7 @@ class Scoring:
         groups.record(in_by_rank, PartialState().process_index, scored_fraction, self._run_control.wanted_fraction)
         return None if groups.complete else values
 
-    def record(self, rollout: Rollout, rewards: torch.Tensor) -> None:
+    def record(self, rollout: Rollout, rewards: torch.Tensor, completions: Sequence[Completion]) -> None:
         """Count the rewards of a batch over all ranks, and decide whether the batch counts; a collective.
 
         Args:
@@ -216,8 +220,13 @@ class Scoring:
                 A rollout with a `result`.
             rewards (`torch.Tensor`):
                 TRL's table of these rewards, shape (world size x B, 1).
+            completions (`Sequence[Completion]`):
+                What the policy wrote, on this rank.
         """
         assert rollout.result is not None
+        if rollout.mode == "eval" and self._settings.examples:
+            prompts = [example["prompt"] for example in rollout.inputs]
+            self._ledger.record_written("eval", map(Written, prompts, completions, rollout.result.values))
         result, mode = rollout.result, rollout.mode
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import get_peft_config, get_quantization_config
 
 from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.demo.policy import cached_policy
 from salesrl_trl.names import StartUp
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.desk import RewardDesk
@@ -48,9 +47,8 @@ def take_policy(plan: Plan, instruments: Instruments) -> None:
         import salesrl_trl.trainer  # noqa: F401 (imports vLLM, which takes seconds)
     with phase(StartUp.POLICY):
         if plan.policy is None:
-            path = policy_path(plan.config)
             if PartialState().is_main_process:
-                for line in _banner(plan, path):
+                for line in _banner(plan):
                     logger.info(line)
             plan.policy = load_policy(plan.config, plan.dtype)
 
@@ -75,18 +73,12 @@ def build_trainer(plan: Plan, reward: BatchedReward | RewardDesk, instruments: I
             if held_out.prompts
             else None,
             processing_class=AutoTokenizer.from_pretrained(
-                policy_path(config),
+                config.policy_path,
                 revision=config.model.model_revision,
                 trust_remote_code=config.training.trust_remote_code,
             ),
             peft_config=get_peft_config(config.model),
         )
-
-
-def policy_path(config: RunConfig) -> str:
-    """Folder or hub name of the policy. Makes the small policy if no model is named."""
-    named = config.model.model_name_or_path
-    return named or str(cached_policy(config.warm_start.warm_start_steps, config.warm_start.warm_start_seed))
 
 
 def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
@@ -97,7 +89,7 @@ def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
     model, training = config.model, config.training
     stays = training.device.type == "cpu" or training.is_sharded
     return AutoModelForCausalLM.from_pretrained(
-        policy_path(config),
+        config.policy_path,
         revision=model.model_revision,
         trust_remote_code=training.trust_remote_code,
         attn_implementation=model.attn_implementation,
@@ -107,14 +99,14 @@ def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
     )
 
 
-def _banner(plan: Plan, policy_path: str) -> list[str]:
+def _banner(plan: Plan) -> list[str]:
     config = plan.config
     return banner(
         config.data,
         config.reward,
         config.training,
         config.model,
-        policy_path=policy_path,
+        policy_path=config.policy_path,
         rows=(len(plan.train.rows), len(plan.held_out.rows)),
         notes=[*config.notes, *config.training.machine_notes, *plan.notes],
     )

@@ -19,13 +19,14 @@ from trl import TrlParser
 
 from salesrl_trl.config.checks import check_path, check_text
 from salesrl_trl.data.text import unreadable
+from salesrl_trl.demo.policy import PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.presets import FOLDER, PRESETS
 
 if TYPE_CHECKING:
     from trl import ModelConfig
 
-    from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
+    from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 
 SMALL_POLICY = "small_policy"
 """A recipe's key. Its settings replace those of the recipe when no model is named, for the packaged small policy."""
@@ -50,9 +51,9 @@ def all_kinds() -> tuple[type, ...]:
     """All settings of a run. Their import takes seconds, because it brings torch."""
     from trl import ModelConfig
 
-    from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
+    from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 
-    return DataConfig, RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig, ModelConfig
+    return DataConfig, RewardConfig, TelemetryConfig, SalesGRPOConfig, ModelConfig
 
 
 @dataclass
@@ -61,7 +62,6 @@ class RunConfig:
 
     data: "DataConfig"
     reward: "RewardConfig"
-    warm_start: "WarmStartConfig"
     telemetry: "TelemetryConfig"
     training: "SalesGRPOConfig"
     model: "ModelConfig"
@@ -69,6 +69,11 @@ class RunConfig:
     """Lines for the banner: settings that differ from the recipe."""
     recipe: dict[str, object] = field(default_factory=dict)
     """Every setting as given or by default, before any check changes it: a recipe of the same run."""
+
+    @property
+    def policy_path(self) -> str:
+        """Folder or hub name of the policy: the packaged small one if no model is named."""
+        return self.model.model_name_or_path or str(PACKAGED)
 
 
 def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
@@ -305,7 +310,7 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     if unknown:
         raise ConfigError(
             f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, "
-            "RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove "
+            "RewardConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove "
             "them; `--help` lists all."
         )
     return recipe

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from salesrl_trl.evaluation.held_out import Written
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.kl.figures import add_kl, kl_names
 from salesrl_trl.names import (
@@ -38,6 +39,7 @@ class _Page:
         self.bias = JudgeBias()
         self.failures: Counter[str] = Counter()
         self.rewards: list[float] = []  # by completion; of evaluations only
+        self.written: list[Written] = []
 
     def flush(self) -> dict[str, float]:
         return {**self.figures.flush(), **self.bias.flush()}
@@ -110,6 +112,16 @@ class Ledger:
         page = self._pages["eval"]
         rewards, page.rewards = page.rewards, []
         return rewards
+
+    def record_written(self, mode: str, written: Iterable[Written]) -> None:
+        """Keep what the policy wrote in an evaluation on this rank."""
+        self._pages[mode].written += written
+
+    def drain_written(self) -> list[Written]:
+        """What the policy wrote in evaluations on this rank since the last call."""
+        page = self._pages["eval"]
+        written, page.written = page.written, []
+        return written
 
     def record_report(self, mode: str, table: torch.Tensor) -> None:
         """Add the reports of a batch: the table of `reward.figures.encode_report`, of all ranks."""

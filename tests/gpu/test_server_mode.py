@@ -12,7 +12,7 @@ from support.runs import check_times, scalars
 from support.vllm_server import serve
 
 from benchmarks.vllm_server import for_training
-from salesrl_trl.demo.policy import cached_policy
+from salesrl_trl.demo.policy import PACKAGED
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
@@ -24,20 +24,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def policy():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "0")  # of two, transformers would make one by DataParallel
-        return cached_policy(steps=280, seed=0)
-
-
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_the_server_samples_from_the_weights_in_training(policy, tmp_path, lookahead):
+def test_the_server_samples_from_the_weights_in_training(tmp_path, lookahead):
     options = ("--gpu-memory-utilization", "0.3", *for_training(320))
-    with serve(policy, tmp_path / "server.log", *options, CUDA_VISIBLE_DEVICES="1") as url:
+    with serve(PACKAGED, tmp_path / "server.log", *options, CUDA_VISIBLE_DEVICES="1") as url:
         command = [sys.executable, "-m", "accelerate.commands.launch"]
         command += ["--config_file", "accelerate_configs/debug.yaml", "recipes/debug.py"]
-        command += ["--max_steps", str(STEPS), "--model_name_or_path", str(policy)]
+        command += ["--max_steps", str(STEPS), "--model_name_or_path", str(PACKAGED)]
         command += ["--vllm_mode", "server", "--vllm_server_base_url", url, "--held_out_eval", "false"]
         command += ["--rollout_lookahead", str(lookahead), "--vllm_importance_sampling_mode", "token_truncate"]
         command += ["--quick_eval_steps", "0", "--output_dir", str(tmp_path / "run")]

@@ -69,13 +69,13 @@ def check_run(output_dir, steps, lookahead=0):
 
 
 def test_the_debug_recipe_starts_from_nothing_but_this_checkout_trains_and_evaluates(tmp_path):
-    """Without a model, a warm-started policy, a cache of the hub."""
+    """Without a model, and without a cache of the hub."""
     (tmp_path / "home").mkdir()
     told = launch(
         "debug",
-        *("--max_steps", "3", "--max_eval_rows", "8", "--warm_start_steps", "24"),
+        *("--max_steps", "3", "--max_eval_rows", "8"),
         *("--per_device_train_batch_size", "16", "--output_dir", str(tmp_path / "run")),
-        *("--quick_eval_steps", "2", "--quick_eval_rows", "4"),
+        *("--quick_eval_steps", "2", "--quick_eval_rows", "4", "--held_out_examples", "1"),
         HOME=str(tmp_path / "home"),
         XDG_CACHE_HOME=str(tmp_path / "home"),
         VLLM_CACHE_ROOT=os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")),  # of compiled kernels
@@ -85,6 +85,8 @@ def test_the_debug_recipe_starts_from_nothing_but_this_checkout_trains_and_evalu
     kept = (tmp_path / "run/run.log").read_text()
     assert set(told[told.index("[Run]") :].splitlines()[1:]) <= set(kept.splitlines())
     assert "[Step 3/3] reward fairness=" in told
+    assert " right_document=" in told  # of the held-out rows, before and after
+    assert re.search(r"held-out example 1: customer: .+\n.*    before reward=\d", told)
     assert "[QuickEval@2] mode=greedy fairness=" in told
     assert (tmp_path / "run/best/model.safetensors").is_file()
     names = {span["name"] for span in spans(tmp_path / "run")[0, "phases"]}

@@ -5,7 +5,7 @@ import functools
 
 from support.loopback import action
 
-from salesrl_trl.demo.policy import build_tokenizer
+from salesrl_trl.demo.policy import packaged_tokenizer
 from salesrl_trl.generation.sampler import Ready
 
 
@@ -17,7 +17,7 @@ class Writer:
         self.is_greedy = False
         self.written = []
         self.weights = []
-        self.tokenizer = build_tokenizer()
+        self.tokenizer = packaged_tokenizer()
 
     def start(self, prompts, finished, *, ahead):
         return Ready(self.upstream.generate(prompts, tokens=functools.partial(self.write, finished)))

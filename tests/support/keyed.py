@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
-from salesrl_trl.demo.policy import build_tokenizer
+from salesrl_trl.demo.policy import packaged_tokenizer
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.kl.figures import kl_names
 from salesrl_trl.names import beta_of, kl_of
@@ -107,7 +107,7 @@ class StopAt(TrainerCallback):
 
 def make_tiny_policy(path, **shape):
     """The smallest policy with everything: random weights, one layer unless `shape` says otherwise."""
-    tokenizer = build_tokenizer()
+    tokenizer = packaged_tokenizer()
     torch.manual_seed(0)
     defaults = {
         "vocab_size": len(tokenizer),

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.process import remember_packages
 from salesrl_trl.run.building import build_instruments
@@ -56,7 +56,7 @@ def test_a_recipe_has_its_script_its_launch_command_and_its_accelerate_configura
 def test_every_knob_is_set_by_a_recipe_or_turned_by_a_test():
     own = {
         field.name
-        for config in (DataConfig, RewardConfig, WarmStartConfig, TelemetryConfig, SalesGRPOConfig)
+        for config in (DataConfig, RewardConfig, TelemetryConfig, SalesGRPOConfig)
         for field in dataclasses.fields(config)
         if field.name in config.__annotations__ and field.metadata.get("help")
     }
@@ -217,7 +217,6 @@ def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, m
     assert ended.value.code == 2
     assert message in told
     assert "Traceback" not in told
-    assert "warm start" not in told
 
 
 def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps(tmp_path):

@@ -37,8 +37,7 @@ class ConfigStage:
             check_source(source)
         notes = check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
         _ = plan.reward, plan.model_config  # raise if they do not work
-        if config.model.model_name_or_path is not None:
-            check_weights(Path(config.model.model_name_or_path).expanduser())
+        check_weights(Path(config.policy_path).expanduser())
         micro_batch = training.per_device_train_batch_size * training.world_size
         findings.figures["processes"] = training.world_size
         findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
@@ -70,7 +69,7 @@ def _copy_data(plan: Plan, findings: Findings) -> None:
 
 
 def _check_small_policy(plan: Plan) -> None:
-    """Raise unless the prompt works, and prompts the small policy, if it is used, as its warm start did."""
+    """Raise unless the prompt works, and prompts the small policy, if it is used, as it was taught."""
     prompt, action_format = plan.prompt, plan.config.reward.action_format()
     if plan.config.model.model_name_or_path is not None or (
         prompt == PROMPT_STYLE and action_format == DEFAULT_FORMAT

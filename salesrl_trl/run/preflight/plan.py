@@ -14,7 +14,6 @@ from salesrl_trl.data.form import Records
 from salesrl_trl.data.lengths import FittingPrompts, Limit, fit_prompts, token_counter
 from salesrl_trl.data.sources import check_rows, is_file
 from salesrl_trl.data.templates import PromptTemplate
-from salesrl_trl.demo.policy import MAX_POSITIONS, policy_tokenizer
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.assembly import addresses
 from salesrl_trl.run.checks.addresses import check_vllm_server
@@ -84,29 +83,27 @@ class Plan(ServicesPlan):
         return [] if records is None else check_rows(records, branches, self.config.data.max_eval_rows)
 
     @cached_property
-    def model_config(self) -> PretrainedConfig | None:
-        """The named model's configuration. `None` for the small policy, which may not be made yet."""
-        model, training = self.config.model, self.config.training
-        if model.model_name_or_path is None:
-            return None
-        return check_model(model.model_name_or_path, model.model_revision, training.trust_remote_code)
+    def model_config(self) -> PretrainedConfig:
+        """The policy's configuration."""
+        return check_model(*self._source)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The policy's tokenizer. It has a chat template."""
-        model, warm_start = self.config.model, self.config.warm_start
-        if self.model_config is None or model.model_name_or_path is None:
-            return policy_tokenizer(warm_start.warm_start_steps, warm_start.warm_start_seed)
-        return load_tokenizer(model.model_name_or_path, model.model_revision, self.config.training.trust_remote_code)
+        _ = self.model_config  # raises where there is no model
+        return load_tokenizer(*self._source)
 
     @cached_property
-    def generation_config(self) -> GenerationConfig | None:
-        """The named model's generation settings, from its configuration if need be. `None` for the small policy."""
-        model = self.config.model
-        if self.model_config is None or model.model_name_or_path is None:
-            return None
-        given = generation_config_of(model.model_name_or_path, model.model_revision)
-        return given or GenerationConfig.from_model_config(self.model_config)
+    def generation_config(self) -> GenerationConfig:
+        """The policy's generation settings, from its configuration if need be."""
+        name, revision, _ = self._source
+        return generation_config_of(name, revision) or GenerationConfig.from_model_config(self.model_config)
+
+    @property
+    def _source(self) -> tuple[str, str | None, bool]:
+        """Name, revision and `trust_remote_code` of the policy."""
+        config = self.config
+        return config.policy_path, config.model.model_revision, config.training.trust_remote_code
 
     @cached_property
     def limit(self) -> Limit | None:
@@ -117,8 +114,7 @@ class Plan(ServicesPlan):
                 training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
             )
             server_room = check_vllm_server(address.rstrip("/"), training.vllm_server_timeout)
-        positions = MAX_POSITIONS if self.model_config is None else positions_of(self.model_config)
-        return prompt_limit(self.config.data, training, positions, server_room)
+        return prompt_limit(self.config.data, training, positions_of(self.model_config), server_room)
 
     @cached_property
     def train(self) -> FittingPrompts:

@@ -19,7 +19,7 @@ class TokenizerStage:
     def run(self, plan: Plan) -> Findings:
         findings, tokenizer, kwargs = Findings(), plan.tokenizer, plan.config.training.chat_template_kwargs or {}
         generation = plan.generation_config
-        listed = None if generation is None else generation.eos_token_id
+        listed = generation.eos_token_id
         ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
         unknown = [each for each in sorted(ends) if each >= len(tokenizer)]
         if unknown:
@@ -37,10 +37,8 @@ class TokenizerStage:
                 "Set `eos_token` in tokenizer_config.json to the token that ends a turn of the chat template.",
             )
         _check_generation_prompt(tokenizer, kwargs, findings)
-        if generation is not None:
-            _check_sampling(generation, findings)
-        if plan.model_config is not None:
-            _check_vocabulary(plan.model_config, len(tokenizer), findings)
+        _check_sampling(generation, findings)
+        _check_vocabulary(plan.model_config, len(tokenizer), findings)
         return findings
 
 

@@ -15,7 +15,7 @@ from trl import ModelConfig
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, Phase, time_of
 from salesrl_trl.replaced import replaced
-from salesrl_trl.run.building import load_policy, policy_path
+from salesrl_trl.run.building import load_policy
 from salesrl_trl.run.checks.model import empty_model, linear_layers, put_adapter
 from salesrl_trl.run.precision import STOCHASTIC_OPTIM
 from salesrl_trl.run.preflight.plan import Plan
@@ -50,8 +50,7 @@ class ModelStage:
         config, findings = plan.config, Findings()
         if config.training.mode == "rewards":
             return Findings(skipped=NO_POLICY)
-        path = policy_path(config)
-        count_weights(path, config.model, config.training.trust_remote_code, findings)
+        count_weights(config.policy_path, config.model, config.training.trust_remote_code, findings)
         with TimingContext("load") as loading:
             policy = plan.policy = load_policy(config, plan.dtype)
         findings.figures |= {

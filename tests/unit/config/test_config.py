@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig, WarmStartConfig
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.machine import Settled
 from salesrl_trl.config.rollouts import why_not_divisible
 from salesrl_trl.errors import ConfigError
@@ -188,7 +188,6 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
         (RewardConfig, {"rag_base_url": "rag.internal:8801"}, "starts with http:// or https://"),
         (RewardConfig, {"judge_base_url": "localhost"}, "starts with http:// or https://"),
         (SalesGRPOConfig, {"vllm_server_base_url": "http://user:pw@vllm"}, "`vllm_server_base_url` holds credentials"),
-        (WarmStartConfig, {"warm_start_steps": 0}, "`warm_start_steps` is 0. Expected a number, at least 1"),
         (TelemetryConfig, {"perf_logging_steps": 0}, "`perf_logging_steps` is 0. Expected more than 0"),
         (TelemetryConfig, {"trace_max_mb": 0}, "`trace_max_mb` is 0. Expected more than 0"),
         (TelemetryConfig, {"quick_eval_rows": 0}, "`quick_eval_rows` is 0. Expected more than 0"),

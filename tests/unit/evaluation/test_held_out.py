@@ -8,21 +8,22 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from salesrl_trl.evaluation.held_out import HeldOut, changes_by_row, standard_error
+from salesrl_trl.evaluation.held_out import HeldOut, Written, changes_by_row, spread, standard_error
 
 
 @pytest.fixture
 def evaluate(tmp_path):
     """Evaluations of two rows with two completions each: a step, the mean reward, the rewards of the completions."""
-    drained = []
-    callback = HeldOut(("fairness",), tmp_path, drained.pop, num_generations=2)
+    drained, written = [], []
+    callback = HeldOut(("fairness",), tmp_path, drained.pop, written.pop, num_generations=2, examples=1)
 
-    def evaluated(step, reward, rewards=(math.nan,) * 4, persistent=False):
+    def evaluated(step, reward, rewards=(math.nan,) * 4, persistent=False, wrote=()):
         state = TrainerState(global_step=step, is_world_process_zero=True)
         state.max_steps = 20
         figures = {"eval_reward": reward, "eval_reward/fairness": reward, "eval_outcome/invalid_action": 0.25}
         state.log_history = [figures]
         drained.append(rewards)
+        written.append(wrote)
         args = SimpleNamespace(dataloader_persistent_workers=persistent)
         callback.on_evaluate(args, state, TrainerControl())
 
@@ -75,6 +76,27 @@ def test_a_file_that_can_not_be_read_is_kept_aside(evaluate, caplog, tmp_path):
     evaluate(10, 0.5)
     assert steps(tmp_path) == [10]
     assert (tmp_path / "held_out-1.json").read_text() == '[{"step": 0, "rew'
+
+
+def test_examples_show_what_the_policy_wrote_first_and_last(evaluate, caplog):
+    prompt = [{"role": "user", "content": "seller: Hello!\ncustomer: And the price?"}]
+    answers = [
+        Written(prompt, [{"role": "assistant", "content": text}], reward)
+        for text, reward in (("Python", 0.25), ("no", 0.0), ("Python price", None), ("other", 1.0))
+    ]
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        evaluate(0, 0.25, wrote=answers[:2])
+        evaluate(20, 0.5, wrote=answers[2:])
+    assert [line for line in caplog.messages if "example" in line or "    " in line] == [
+        "held-out example 1: seller: Hello! | customer: And the price?",
+        "    before reward=0.25 Python",
+        "    after  reward=n/a Python price",
+    ]
+
+
+@pytest.mark.parametrize(("number", "shown"), [(0, []), (3, [0, 3, 6]), (20, list(range(10)))])
+def test_examples_are_spread_over_the_rows(number, shown):
+    assert spread(range(10), number) == shown
 
 
 def test_an_evaluation_without_a_score_claims_no_change(evaluate, caplog):

@@ -15,10 +15,23 @@ from salesrl_trl.reward.rag.client import RagClient
 from salesrl_trl.types import Outcome
 
 
+@pytest.mark.parametrize(("documents", "right"), [((), None), (("other", "..."), 1.0), (("other",), 0.0)])
+def test_the_best_passage_is_held_against_the_rows_known_documents(score, documents, right):
+    (reward,) = score([ACTION], [row(documents=documents)]).rewards
+    assert reward.components["right_document"] == right
+
+
 def test_a_judged_action_gets_the_judges_score_of_the_candidate(score, services):
     (reward,) = score([ACTION]).rewards
     assert (reward.outcome, reward.value) == (Outcome.OK, VERDICT["candidate"])
-    assert reward.components == {"judge": 0.75, "reference": 0.5, "margin": 0.25, "retrieval": 0.5, "format": 1.0}
+    assert reward.components == {
+        "judge": 0.75,
+        "reference": 0.5,
+        "margin": 0.25,
+        "retrieval": 0.5,
+        "right_document": None,
+        "format": 1.0,
+    }
     assert set(reward.seconds) == {"parse", "rag_8b", "rag_32b", "judge"}
 
 

@@ -63,6 +63,14 @@ def test_a_missing_reference_is_counted_among_the_judged_only():
     assert flushed["reference/fairness"] == 0.5
 
 
+def test_right_documents_are_a_share_of_the_answers_to_rows_with_known_ones():
+    found = [
+        Reward(outcome=Outcome.OK, value=0.5, components={"right_document": each}) for each in (1.0, 0.0, 0.0, None)
+    ]
+    flushed = means_of(([*found, INVALID, INFRA], [0] * 6)).flush()
+    assert flushed["retrieval/right_document"] == pytest.approx(1 / 3)
+
+
 def test_the_keys_are_the_same_when_a_branch_or_everything_is_missing():
     names = set(NAMES)
     assert set(means_of(([ok(1.0)], [0])).flush()) == names
@@ -81,7 +89,7 @@ def test_a_flush_starts_over():
 
 
 def test_an_empty_batch_encodes_to_no_rows():
-    assert encode([], []).shape == (0, 9)
+    assert encode([], []).shape == (0, 10)
 
 
 def test_two_ranks_gathered_give_what_one_rank_would():

@@ -228,7 +228,6 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
             ["--seed", "4294967296"],
             "`seed` is 4294967296. Expected a number, 0 or more, and at most 4294967295",
         ),
-        (["--warm_start_seed=-1"], "`warm_start_seed` is -1. Expected a number, 0 or more"),
         (
             ["--use_peft", "true", "--lora_dropout", "2"],
             "`lora_dropout` is 2.0. Expected a number, 0 or more, and less",

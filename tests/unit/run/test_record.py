@@ -41,7 +41,7 @@ def _keep_environment(monkeypatch):
 
 
 def settings(config):
-    kinds = (config.data, config.reward, config.warm_start, config.telemetry, config.training, config.model)
+    kinds = (config.data, config.reward, config.telemetry, config.training, config.model)
     return {field.name: getattr(kind, field.name) for kind in kinds for field in dataclasses.fields(kind)}
 
 

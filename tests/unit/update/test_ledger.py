@@ -41,7 +41,7 @@ def test_a_line_has_the_names_that_dashboards_rely_on_in_their_order():
     assert names == [
         "reward/a", "reference/a",
         "outcome/ok", "outcome/invalid_action", "outcome/judge_invalid", "outcome/infra",
-        "failures/reference_missing", "failures/skipped_update", "failures/single_scored",
+        "failures/reference_missing", "retrieval/right_document", "failures/skipped_update", "failures/single_scored",
         "rollout/staleness", "rollout/staleness_max", "rollout/left_out", "rollout/bounded",
         "time/reward_s", "time/judge_s", *stages, *slowest,
         *(f"judge/openai/{figure}" for figure in ("verdicts", "prompt_tokens", "completion_tokens", "usd")),

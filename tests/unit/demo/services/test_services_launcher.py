@@ -232,28 +232,6 @@ def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(
     assert {name: environment.get(name) for name in process.NO_ACCELERATOR} == process.NO_ACCELERATOR
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        ({}, {"CUDA_VISIBLE_DEVICES": "0"}),
-        ({"CUDA_VISIBLE_DEVICES": "3,1"}, {"CUDA_VISIBLE_DEVICES": "3"}),
-        ({"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": ""}),
-        ({"HIP_VISIBLE_DEVICES": "2,3"}, {"HIP_VISIBLE_DEVICES": "2"}),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, {"CUDA_VISIBLE_DEVICES": "GPU-aa"}),
-    ],
-    ids=["all", "chosen", "none", "amd", "by name"],
-)
-def test_a_child_with_a_gpu_sees_the_first_of_its_parents(
-    visible: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in process.VISIBLE_DEVICES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in visible.items():
-        monkeypatch.setenv(name, value)
-    environment = launcher.child_environment(with_gpu=True)
-    assert {name: environment[name] for name in process.VISIBLE_DEVICES if name in environment} == expected
-
-
 def test_services_start_without_the_heavy_libraries() -> None:
     script = (
         "import sys, salesrl_trl.demo.services.server\n"
