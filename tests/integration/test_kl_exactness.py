@@ -114,7 +114,7 @@ def set_up(trainer, case):
 
 def coefficients(trainer, betas):
     for branch, beta in zip(trainer.rooms.kl.control.branches, betas, strict=True):
-        branch.beta = beta
+        branch.asked = beta
 
 
 def make_random_policy(path, **shape):
