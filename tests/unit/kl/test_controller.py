@@ -41,6 +41,9 @@ def controller(target=TARGET, update_steps=1, cooldown_steps=0, **law):
         ({"beta_max": 0.05}, "Expected it between `beta_min` 0.001 and `beta_max` 0.05"),
         ({"beta": "1e-3"}, "write 1.0e-3"),
         ({"beta_max": 0.5}, "A coefficient without a band never moves"),
+        ({"least_share": 0.5}, "A coefficient without a band never moves"),
+        ({"low": 0.02, "high": 0.06, "least_share": 0.0}, "`least_share` is 0.0. Expected more than 0, up to 1"),
+        ({"low": 0.02, "high": 0.06, "least_share": 1.5}, "`least_share` is 1.5"),
         ({"beta": 0.0, "low": 0.02, "high": 0.06}, "no factor can raise"),
         ({"beta": 0.0, "low": 0.02, "high": 0.06, "beta_max": 1.0}, "no factor can raise"),
     ],
@@ -210,6 +213,24 @@ def test_a_coefficient_stays_within_its_bounds():
     for _ in range(5):
         branch.observe(1e-5, 1)
     assert branch.beta == 0.09
+
+
+def test_beyond_its_bound_a_coefficient_becomes_a_smaller_share_of_the_rewards():
+    target = KLTarget(beta=0.1, low=0.02, high=0.08, beta_max=0.11, least_share=0.9)
+    branch = controller(target)
+    assert branch.observe(1.0, 1).after == pytest.approx(0.115)  # what is asked for
+    assert (branch.beta, branch.share) == (0.11, pytest.approx(0.11 / 0.115))
+    assert branch.observe(1.0, 1).after == pytest.approx(0.11 / 0.9)
+    assert branch.observe(1.0, 1) is None
+    assert (branch.beta, branch.share) == (0.11, pytest.approx(0.9))
+    resumed = controller(target)
+    resumed.load_state_dict(json.loads(json.dumps(branch.state_dict())))
+    assert (resumed.beta, resumed.share) == (branch.beta, branch.share)
+    without = controller(KLTarget(beta=0.1, low=0.02, high=0.08, beta_max=0.11))
+    without.load_state_dict(branch.state_dict())
+    assert (without.beta, without.share) == (0.11, 1.0)
+    branch.observe(1e-3, 1)
+    assert (branch.beta, branch.share) == (pytest.approx(0.11 / 0.9 * 0.85), 1.0)
 
 
 def test_without_a_law_or_a_band_a_coefficient_stays_and_the_band_is_watched():

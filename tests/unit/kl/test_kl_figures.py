@@ -25,6 +25,7 @@ def test_a_band_is_drawn_where_there_is_a_kl_and_nowhere_else():
     assert flushed["kl"] == pytest.approx(0.6 / 15)
     assert (flushed["kl/fairness_low"], flushed["kl/fairness_high"]) == (0.02, 0.06)
     assert math.isnan(flushed["kl/hallucination_low"])  # it has none
+    assert (flushed["kl/fairness_update_share"], flushed["kl/hallucination_update_share"]) == (1.0, 0.5)
     add_kl(means, [[0.0] * 5, [0.3, 0.2, 0.0, 10.0, 10.0]], [0.1, 0.1], [1.0, 0.5], control)  # no row of fairness
     flushed = means.flush()
     assert all(math.isnan(flushed[f"kl/fairness{edge}"]) for edge in ("", "_low", "_high"))
