@@ -78,12 +78,14 @@ def row(plant: str, law: str, runs: int, windows: int) -> Sequence[str]:
     """A law's figures on a plant as cells, in the order of `TITLES`."""
     make, longer = PLANTS[plant]
     found = courses(LAWS[law], make, runs, windows * longer)
-    back, shares = [until_back(*each) for each in found], [in_band(*each) for each in found]
-    under = [undershoot(*each) for each in found]
+    shares = [in_band(*each) for each in found]
+    too_high_at_first = [each for each in found if each[1].true[0] > (TARGETS[each[0]].high or 0.0)]
+    back = [until_back(*each) for each in too_high_at_first]
+    under = [undershoot(*each) for each in too_high_at_first]
     return (
-        plant, law, f"{median(back):.0f} / {quantiles(back, n=10)[-1]:.0f}",
+        plant, law, f"{median(back):.0f} / {quantiles(back, n=10)[-1]:.0f}" if len(back) > 1 else "-",
         f"{fmean(shares):.1%} / {min(shares):.0%}",
-        f"{fmean(each > 0 for each in under):.1%} / {fmean(under):.3f}",
+        f"{fmean(each > 0 for each in under):.1%} / {fmean(under):.3f}" if under else "-",
         f"{fmean(course.noticed is not None for _, course in found):.1%}",
     )  # fmt: skip
 

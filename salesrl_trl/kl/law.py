@@ -31,7 +31,7 @@ USUAL = 0.1
 ANSWER = 0.6
 """Logarithms by which a KL falls for each that its coefficient is raised; for the first move. Measured: 0.4 to 0.9."""
 FALLS = 2
-"""Windows below the highest KL that end the first rise."""
+"""Windows in a row below the highest KL that end the first rise."""
 FIRST_STEP = 10.0
 """Largest factor of the first move."""
 STALL_WINDOWS, STALL_STEP, NEARER = 15, math.log(3), 0.05
@@ -254,11 +254,13 @@ def _stall(window: Window, smooth: float, fresh: bool, state: State) -> State:
     stall = {**stall, "windows": stall["windows"] + 1}
     at_bound = window.beta >= most if side > 0 else window.beta <= least
     acted = side * math.log(window.beta / stall["beta"]) >= STALL_STEP or at_bound
-    notice = OUT_OF_REACH.format(
-        low=target.low, high=target.high, windows=stall["windows"], then=stall["beta"], now=window.beta,
-        do=TOO_HIGH if side > 0 else TOO_LOW,
-    )  # fmt: skip
-    return {"stall": stall, NOTICE: notice if acted and stall["windows"] >= STALL_WINDOWS else ""}
+    notice = state[NOTICE]  # one text for the whole stall, so that it is logged once
+    if not notice and acted and stall["windows"] >= STALL_WINDOWS:
+        notice = OUT_OF_REACH.format(
+            low=target.low, high=target.high, windows=stall["windows"], then=stall["beta"], now=window.beta,
+            do=TOO_HIGH if side > 0 else TOO_LOW,
+        )  # fmt: skip
+    return {"stall": stall, NOTICE: notice}
 
 
 def name_of(law: object) -> str:

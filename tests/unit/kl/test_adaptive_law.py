@@ -174,6 +174,19 @@ def test_a_band_out_of_reach_is_said_with_what_to_change_and_control_goes_on():
     assert "no nearer to [0.02, 0.06]" in control.branches[0].notice
     assert "Lower `learning_rate`, raise `high`, or give the branch a `least_share`" in control.branches[0].notice
     assert control.branches[0].state_dict()["law_state"][NOTICE] == control.branches[0].notice
+    said, notice = control.betas[0], control.branches[0].notice
+    for _ in range(25):
+        control.observe(plant.step(control.betas))
+    assert control.branches[0].notice == notice  # the same text, so that it is logged once
+    assert control.betas[0] >= said
+
+
+def test_a_branch_that_others_hold_below_its_band_is_said_with_what_to_change():
+    beta, state = after([(0.04, 1000)] * 3 + [(0.01, 1000)] * 25)
+    assert beta == TARGET.bounds[0]
+    assert state[NOTICE].endswith("Lower `low`, or the coefficients of the other branches")
+    _, state = after([(0.04, 1000)] * 3 + [(0.01 * 1.05**number, 1000) for number in range(14)])
+    assert state[NOTICE] == ""  # it comes nearer
 
 
 def test_a_band_that_comes_into_reach_again_is_used_again():
