@@ -12,7 +12,7 @@ docs/EXPERIMENTS.md holds the figures and their commands.
 - `sharding`: ZeRO-2, ZeRO-3 and FSDP2 beside one process with the same batch;
 - `timing`: the cost of measuring;
 - `kl_simulate`: KL laws (`kl_laws`) against a simulated run (`kl_plant`);
-- `kl_control`: fixed against controlled KL coefficients, in real training;
+- `kl_control`: KL laws beside fixed coefficients, in real training;
 - `policies`: the actions of two policies, field by field.
 
 The package and the recipes do not import from here. `common`, `service`, `vllm_server`, `kl_laws` and `kl_plant` are

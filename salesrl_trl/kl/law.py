@@ -22,8 +22,8 @@ FAR = 20.0
 """Largest distance from a band's centre, in half-widths. A KL of 0 has no logarithm."""
 EXTREME = 100.0
 """A law sees no KL further than this factor from its band."""
-PROPORTIONAL, INTEGRAL = 1.2, 0.4
-"""Parts of the packaged law's step. Their quotient, 3 windows, is near the time that a KL takes to answer."""
+PROPORTIONAL, INTEGRAL = 1.5, 0.3
+"""Parts of the packaged law's step. Their quotient, 5 windows, is near the time that a KL takes to answer."""
 SMOOTHING = 0.4
 """Share of the old value in a smoothed log KL, if the window has the usual tokens."""
 USUAL = 0.1
