@@ -11,9 +11,10 @@ docs/EXPERIMENTS.md holds the figures and their commands.
 - `engine`: what settings of vLLM do for generation;
 - `sharding`: ZeRO-2, ZeRO-3 and FSDP2 beside one process with the same batch;
 - `timing`: the cost of measuring;
-- `kl_control`: fixed against controlled KL coefficients, in real training;
+- `kl_simulate`: KL laws (`kl_laws`) against a simulated run (`kl_plant`);
+- `kl_control`: KL laws beside fixed coefficients, in real training;
 - `policies`: the actions of two policies, field by field.
 
-The package and the recipes do not import from here. `common`, `service` and `vllm_server` are the shared parts; tests
-may import them.
+The package and the recipes do not import from here. `common`, `service`, `vllm_server`, `kl_laws` and `kl_plant` are
+the shared parts; tests may import them.
 """

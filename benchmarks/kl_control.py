@@ -1,33 +1,48 @@
-"""Fixed KL coefficients beside controlled ones, in real training of the small policy: runs, figures, plot.
+"""KL laws beside no control, in real training of the small policy: runs, a table, a plot.
 
-    .venv/bin/python -m benchmarks.kl_control OUT_DIR [--seeds 1 2 3] [--plot docs/kl_control.svg]
-        [--steps 160] [--window 5] [--learning_rate 1e-3] [--branch_kl JSON] [-- more recipe settings]
+    .venv/bin/python -m benchmarks.kl_control OUT_DIR [--seeds 1 2 3] [--arms none former packaged]
+        [--window 2] [--branch_kl JSON] [--plot FILE.svg] [-- more settings of recipes/debug.yaml]
 
-Runs the debug recipe for each arm and seed. A run that is complete in OUT_DIR is not run again.
-Prints for each branch:
+Runs the debug recipe for each arm and seed. A run that is complete in OUT_DIR is not run again. It prints for each run
+and each arm, over windows of 5 updates after the first third:
 
-- the share of windows whose mean KL lies in the branch's band, after the first 30 % of a run;
-- the reward before and after.
+- the share of windows whose mean KL lies in the branch's band, for each branch and for both at once;
+- the number of counted windows that lie outside;
+- updates until the branch's KL was in band for the first time after it was above it;
+- the gain of the held-out reward, and its share of the gain without control.
 
 The plot needs matplotlib (the `plots` extra). It shows the KL of each window with its band, and the coefficients.
 """
 
 import argparse
 import json
-import statistics
+import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from salesrl_trl.names import HELD_OUT_FILE, beta_of, kl_of
 
 ROOT = Path(__file__).parents[1]
-ARMS = ("fixed", "controlled")
-SETTLING = 0.3
+ARMS = {
+    "none": ["--kl_control", "false"],
+    "former": ["--kl_law", "benchmarks.kl_laws.FactorLaw"],
+    "packaged": [],
+}
+"""Settings by arm: fixed coefficients, the packaged law of before, the packaged law."""
+SIZE = 5
+"""Optimizer steps of a window in the figures, whatever the law's own windows are."""
+SETTLING = 1 / 3
 """Share of a run in which a coefficient may look for its value. Its windows are not counted."""
-COLOURS = {"fixed": "#c05020", "controlled": "#2060b0"}
+BANDS = (
+    '{"fairness": {"beta": 0.1, "low": 0.02, "high": 0.06}, "hallucination": {"beta": 0.3, "low": 0.08, "high": 0.15}}'
+)
+COLOURS = {"none": "#c05020", "former": "#808080", "packaged": "#2060b0"}
+TITLES = ("run", "in band", "both in band", "windows outside", "updates until back", "coefficients at the end",
+          "held-out reward", "share of the gain without control")  # fmt: skip
 
 
 def train(arm: str, seed: int, out: Path, settings: Sequence[str]) -> None:
@@ -39,7 +54,7 @@ def train(arm: str, seed: int, out: Path, settings: Sequence[str]) -> None:
         return
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/debug.yaml"]
     command += ["recipes/debug.py", "--output_dir", str(out), "--seed", str(seed)]
-    command += ["--kl_control", str(arm == "controlled").lower(), *settings]
+    command += [*ARMS[arm], *settings]
     out.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(list(settings)))
     with out.with_suffix(".log").open("w") as log:
@@ -74,13 +89,55 @@ def windows(steps: Sequence[tuple[float, float, float]], size: int) -> list[floa
     return means
 
 
-def share_in_band(means: Sequence[float | None], band: tuple[float, float]) -> float:
-    """The share of counted windows that lie in the band; NaN without any."""
-    kept = [kl for kl in means[round(SETTLING * len(means)) :] if kl is not None]
-    return sum(band[0] <= kl <= band[1] for kl in kept) / len(kept) if kept else float("nan")
+def in_band(means: Sequence[float | None], band: tuple[float, float]) -> list[bool | None]:
+    """Whether each counted window lies in the band; `None` for one without tokens."""
+    kept = means[math.ceil(SETTLING * len(means)) :]
+    return [None if kl is None else band[0] <= kl <= band[1] for kl in kept]
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], bands: dict[str, tuple[float, float]], size: int, path: Path) -> None:
+def until_back(means: Sequence[float | None], high: float) -> int | None:
+    """Updates from the first window above the band until one that is not; `None` if it never was above it."""
+    above = [kl is not None and kl > high for kl in means]
+    if True not in above:
+        return None
+    first = above.index(True)
+    return SIZE * next((number for number, is_above in enumerate(above[first:]) if not is_above), len(above) - first)
+
+
+def figures(run: Mapping[str, Any], bands: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+    """A run's figures: by branch the counted windows in band, updates until back, the last coefficient; rewards."""
+    means = {branch: windows(run["branches"][branch], SIZE) for branch in bands}
+    rewards = [evaluation["reward"] for evaluation in run["held_out"]]
+    return {
+        "in": {branch: in_band(means[branch], band) for branch, band in bands.items()},
+        "back": {branch: until_back(means[branch], high) for branch, (_, high) in bands.items()},
+        "beta": {branch: run["branches"][branch][-1][2] for branch in bands},
+        "rewards": (rewards[0], rewards[-1]),
+    }
+
+
+def row(name: str, runs: Sequence[Mapping[str, Any]], gain: float) -> str:
+    """A row of the table: one run's figures, or those of several in one."""
+    branches = list(runs[0]["in"])
+    counted = {branch: [is_in for run in runs for is_in in run["in"][branch]] for branch in branches}
+    known = {branch: [is_in for is_in in counted[branch] if is_in is not None] for branch in branches}
+    both = [all(pair) for pair in zip(*counted.values(), strict=True) if None not in pair]
+    back = {branch: [run["back"][branch] for run in runs if run["back"][branch] is not None] for branch in branches}
+    before, after = (fmean(run["rewards"][place] for run in runs) for place in (0, 1))
+    cells = (
+        name,
+        " / ".join(f"{fmean(each):.0%}" if each else "-" for each in known.values()),
+        f"{fmean(both):.0%}" if both else "-",
+        " / ".join(f"{len(each) - sum(each)} of {len(each)}" for each in known.values()),
+        " / ".join(f"{fmean(each):.0f}" if each else "-" for each in back.values()),
+        " / ".join(f"{fmean(run['beta'][branch] for run in runs):.3g}" for branch in branches),
+        f"{before:.3f} -> {after:.3f} ({after - before:+.3f})",
+        f"{(after - before) / gain:.0%}" if gain > 0 else "-",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def draw(runs: dict[str, list[dict[str, Any]]], bands: dict[str, tuple[float, float]], path: Path) -> None:
     """Draw the KL by window with its band, and the coefficients below it. Each branch has a column."""
     import matplotlib
 
@@ -95,8 +152,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], bands: dict[str, tuple[float, fl
         for arm, results in runs.items():
             for index, result in enumerate(results):
                 steps = result["branches"][branch]
-                means = windows(steps, size)
-                at = [size * (number + 1) for number in range(len(means))]
+                means = windows(steps, SIZE)
+                at = [SIZE * (number + 1) for number in range(len(means))]
                 label = arm if index == 0 else None
                 top.plot(at, [kl or float("nan") for kl in means], color=COLOURS[arm], lw=1, label=label)
                 bottom.plot(range(1, len(steps) + 1), [beta for *_, beta in steps], color=COLOURS[arm], lw=1)
@@ -105,57 +162,42 @@ def draw(runs: dict[str, list[dict[str, Any]]], bands: dict[str, tuple[float, fl
         bottom.set_yscale("log")
         bottom.set_xlabel("optimizer step")
         top.legend(fontsize=8)
-    axes[0][0].set_ylabel(f"KL, nats per token, mean of {size} steps")
+    axes[0][0].set_ylabel(f"KL, nats per token, mean of {SIZE} steps")
     axes[1][0].set_ylabel("coefficient beta")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the missing runs, print, draw."""
+    """Run the missing runs, print the table, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="a run of each arm for each seed")
-    parser.add_argument("--steps", type=int, default=160, help="optimizer steps of a run")
-    parser.add_argument("--window", type=int, default=5, help="kl_update_steps of the controlled arm")
-    parser.add_argument("--learning_rate", default="1e-3", help="constant after the warm-up")
-    parser.add_argument(
-        "--branch_kl",
-        default='{"fairness": {"beta": 0.1, "low": 0.1, "high": 0.2},'
-        ' "hallucination": {"beta": 0.1, "low": 0.1, "high": 0.2}}',
-    )
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--window", type=int, default=2, help="kl_update_steps: the laws' own windows")
+    parser.add_argument("--branch_kl", default=BANDS)
     parser.add_argument("--plot", type=Path, help="SVG file to write")
     args, more = parser.parse_known_args(argv)  # the rest goes to the recipe
     bands = {branch: (band["low"], band["high"]) for branch, band in json.loads(args.branch_kl).items()}
-    settings = ["--max_steps", str(args.steps), "--learning_rate", args.learning_rate]
-    settings += ["--lr_scheduler_type", "constant_with_warmup", "--branch_kl", args.branch_kl]
-    settings += ["--kl_update_steps", str(args.window), *(word for word in more if word != "--")]
-    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-    for seed in args.seeds:
-        for arm in ARMS:
+    settings = ["--branch_kl", args.branch_kl, "--kl_update_steps", str(args.window)]
+    settings += ["--quick_eval_steps", "0", *(word for word in more if word != "--")]
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in args.arms}
+    print(f"branches: {' / '.join(bands)}\n| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
+    gains: dict[int, float] = {}
+    for arm in args.arms:
+        for seed in args.seeds:
             out = args.out / f"{arm}-{seed}"
             train(arm, seed, out, settings)
             runs[arm].append(read(out, list(bands)))
-            report(arm, seed, runs[arm][-1], bands, args.window)
+            found = figures(runs[arm][-1], bands)
+            if arm == "none":
+                gains[seed] = found["rewards"][1] - found["rewards"][0]
+            print(row(f"{arm}, seed {seed}", [found], gains.get(seed, 0.0)), flush=True)
     for arm, results in runs.items():
-        for branch, band in bands.items():
-            shares = [share_in_band(windows(result["branches"][branch], args.window), band) for result in results]
-            print(f"{arm}: {branch} in band {statistics.fmean(shares):.0%} of the windows after settling")
+        gain = fmean(gains.values()) if gains else 0.0
+        print(row(f"**{arm}**", [figures(run, bands) for run in results], gain))
     if args.plot:
-        draw(runs, bands, args.window, args.plot)
-
-
-def report(arm: str, seed: int, run: dict[str, Any], bands: dict[str, tuple[float, float]], size: int) -> None:
-    """Print a run's figures on one line."""
-    first, last = run["held_out"][0], run["held_out"][-1]
-    words = [f"{arm} seed {seed}:"]
-    for branch, band in bands.items():
-        steps = run["branches"][branch]
-        share = share_in_band(windows(steps, size), band)
-        reward = f"reward {first[branch]:.3f} -> {last[branch]:.3f}"
-        words.append(f"{branch} {share:.0%} in band, beta {steps[0][2]:.3g} -> {steps[-1][2]:.3g}, {reward};")
-    words.append(f"held-out {first['reward']:.3f} -> {last['reward']:.3f}")
-    print(" ".join(words), flush=True)
+        draw(runs, bands, args.plot)
 
 
 if __name__ == "__main__":

@@ -283,10 +283,11 @@ class Wiring:
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
         """Move the coefficients of the next step by this step's KL over all ranks; a collective."""
         trl = self._trl
-        totals, betas = trl.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist(), kl.betas
+        totals = trl.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist()
+        betas, shares = kl.betas, kl.control.shares
         if mode == "train":
             kl.end_step(totals, trl.step() + 1, is_logged=trl.accelerator.is_main_process)
-        self.ledger.record_kl(mode, totals, betas, kl.control)
+        self.ledger.record_kl(mode, totals, betas, shares, kl.control)
 
     def evaluate_quickly(self) -> None:
         """Make a quick evaluation if one is due."""

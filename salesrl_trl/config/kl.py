@@ -7,7 +7,7 @@ from typing import cast
 from salesrl_trl.config.checks import check, load_object, structure
 from salesrl_trl.config.ranges import KL_COEFFICIENT, check_range
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget, check_law
+from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
 
 
 def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[str, KLTarget]:
@@ -45,12 +45,12 @@ def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[
 
 
 def law_of(
-    packaged: ControlLaw, path: str | None, settings: dict[str, object] | str | None, given: KLLaw | None
+    packaged: AdaptiveLaw, path: str | None, settings: dict[str, object] | str | None, given: KLLaw | None
 ) -> KLLaw:
     """The law that moves the coefficients.
 
     Args:
-        packaged (`ControlLaw`):
+        packaged (`AdaptiveLaw`):
             The packaged law, with its settings.
         path (`str`, *optional*):
             Dotted path of the class of another law.
@@ -78,7 +78,7 @@ def law_of(
     return given
 
 
-def _is_changed(law: ControlLaw, field: dataclasses.Field[object]) -> bool:
+def _is_changed(law: AdaptiveLaw, field: dataclasses.Field[object]) -> bool:
     return bool(getattr(law, field.name) != field.default)
 
 

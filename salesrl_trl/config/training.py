@@ -18,7 +18,7 @@ from salesrl_trl.config.sizes import check_numbers, check_sizes
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
-from salesrl_trl.kl.law import ControlLaw, KLLaw, KLTarget
+from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
 
 if TYPE_CHECKING:
@@ -54,18 +54,11 @@ class SalesGRPOConfig(GRPOConfig):
             Optimizer steps in a window: a branch's KL is measured over a window before its coefficient moves.
         kl_cooldown_steps (`int`, *optional*, defaults to `0`):
             Optimizer steps after a change that no window includes.
-        kl_raise_factor (`float`, *optional*, defaults to `1.15`):
-            Factor of the coefficient of a branch above its band.
-        kl_lower_factor (`float`, *optional*, defaults to `0.85`):
-            Factor of the coefficient of a branch below its band.
-        kl_recentre (`float`, *optional*, defaults to `0.5`):
-            Share of such a step at the edges inside the band. It decreases to 0 at the centre. 0 for no such steps.
-        kl_trend_windows (`float`, *optional*, defaults to `2.0`):
-            Windows by which the trend of the KL is extended. A coefficient stays if the KL will then be back in its
-            band. 0 to act at once.
+        kl_max_step (`float`, *optional*, defaults to `2.0`):
+            Largest factor by which a coefficient is raised or lowered at the end of a window.
         kl_law (`str`, *optional*):
             Dotted path of a class that moves the coefficients instead of the packaged law, for example
-            `"my_package.laws.MyLaw"`. `kl.law.KLLaw` describes such a class. The four settings above do not apply.
+            `"my_package.laws.MyLaw"`. `kl.law.KLLaw` describes such a class. `kl_max_step` does not apply.
         kl_law_settings (`dict`, *optional*):
             Keyword arguments of that class.
         hybrid_reference_weight (`float`, *optional*, defaults to `0.0`):
@@ -145,10 +138,7 @@ class SalesGRPOConfig(GRPOConfig):
     kl_log_ratio_clamp: float = field(default=10.0, metadata=about("Clamp of the log-ratio, in nats; 0 for none."))
     kl_update_steps: int = field(default=5, metadata=about("Optimizer steps in a window of the KL."))
     kl_cooldown_steps: int = field(default=0, metadata=about("Optimizer steps after a change outside any window."))
-    kl_raise_factor: float = field(default=1.15, metadata=about("Factor of a coefficient above its band."))
-    kl_lower_factor: float = field(default=0.85, metadata=about("Factor of a coefficient below its band."))
-    kl_recentre: float = field(default=0.5, metadata=about("Share of a step taken inside the band."))
-    kl_trend_windows: float = field(default=2.0, metadata=about("Windows by which the KL's trend is extended."))
+    kl_max_step: float = field(default=2.0, metadata=about("Largest factor of a coefficient at a window's end."))
     kl_law: str | None = field(default=None, metadata=about("Dotted path of a KL law of your own."))
     kl_law_settings: dict[str, object] | str | None = field(
         default=None, metadata=about("Keyword arguments of `kl_law`.")
@@ -349,12 +339,7 @@ class SalesGRPOConfig(GRPOConfig):
 
     def kl_control_law(self, given: KLLaw | None = None) -> KLLaw | None:
         """The law that moves the coefficients; `None` if they stay. `given` takes the place of the settings' law."""
-        packaged = ControlLaw(
-            raise_factor=self.kl_raise_factor,
-            lower_factor=self.kl_lower_factor,
-            recentre=self.kl_recentre,
-            trend_windows=self.kl_trend_windows,
-        )
+        packaged = AdaptiveLaw(max_step=self.kl_max_step)
         law = law_of(packaged, self.kl_law, self.kl_law_settings, given)
         return law if self.kl_control else None
 

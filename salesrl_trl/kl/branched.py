@@ -22,7 +22,7 @@ from accelerate.logging import get_logger
 from salesrl_trl.kl.controller import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLLaw, KLTarget
 from salesrl_trl.kl.penalty import BranchPenalty, MicroBatch, PenaltySettings
-from salesrl_trl.names import KL_STATE_FILE
+from salesrl_trl.names import KL_STATE_FILE, kl_of
 
 logger = get_logger(__name__)  # its lines begin with the rank
 _PLAIN_LOGGER = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class BranchedKL:
         self.control = KLControl(targets, law, windows)
         """Coefficients, bands and shares of steps in the band."""
         self.settings = settings
+        self._told: set[str] = set()  # branches whose share was said to shrink
         self._sums: torch.Tensor | None = None  # (branches, len(SUMS)) of this rank since the last optimizer step
 
     @property
@@ -61,7 +62,7 @@ class BranchedKL:
 
     def penalty(self, inputs: MicroBatch) -> BranchPenalty:
         """The penalty of one of TRL's micro-batches, with the current coefficients."""
-        return BranchPenalty(inputs, self.betas, self.settings)
+        return BranchPenalty(inputs, self.betas, self.settings, self.control.shares)
 
     def add(self, penalty: BranchPenalty) -> None:
         """Add what the penalty measured of its micro-batch. Its loss must have been computed."""
@@ -94,11 +95,23 @@ class BranchedKL:
             is_logged (`bool`):
                 Whether this rank logs moves, and KLs that are not finite.
         """
+        before = [branch.notice for branch in self.control.branches]
         decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])
         if not is_logged:
             return
         for decision in decisions:
             _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {decision}")
+        for branch in self.control.branches:
+            if branch.share < 1 and branch.branch not in self._told:
+                self._told.add(branch.branch)
+                _PLAIN_LOGGER.warning(
+                    f"[BranchedKL@{step}] {branch.branch}: the coefficient is at its bound of {branch.beta:g}. "
+                    f"Its rewards count less in the update from here on, by {branch.target.least_share:g} at least; "
+                    f"{kl_of(branch.branch, '_update_share')} has the share"
+                )
+        for branch, notice in zip(self.control.branches, before, strict=True):
+            if branch.notice and branch.notice != notice:
+                _PLAIN_LOGGER.warning(f"[BranchedKL@{step}] {branch.branch}: {branch.notice}")
         for branch, (kl, *_) in zip(self.control.branches, totals, strict=True):
             if not math.isfinite(kl):
                 _PLAIN_LOGGER.warning(

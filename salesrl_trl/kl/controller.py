@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.law import KLLaw, KLTarget, State, moved, name_of
+from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, name_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +43,9 @@ class Decision:
     target: KLTarget
     """The branch's target, with the band."""
     before: float
-    """Coefficient of the window."""
+    """Coefficient of the window, as asked for."""
     after: float
-    """Coefficient from the next step on."""
+    """Coefficient that the law asks for from the next step on."""
 
     def __str__(self) -> str:
         place = "in" if self.target.contains(self.kl) else "outside"
@@ -73,7 +73,8 @@ class BranchController:
     def __init__(self, branch: str, target: KLTarget, law: KLLaw | None, windows: WindowSettings) -> None:
         self.branch = branch
         self.target = target
-        self.beta = target.beta
+        self.asked = target.beta
+        """Coefficient that the law asks for, within the target's `reach`."""
         self._law = law if target.has_band else None
         self._law_state: State = {}
         self._windows = windows
@@ -85,11 +86,27 @@ class BranchController:
         self._steps_in_band = 0
 
     @property
+    def beta(self) -> float:
+        """The coefficient."""
+        return min(self.asked, self.target.bounds[1])
+
+    @property
+    def share(self) -> float:
+        """By how much the branch's rewards count in the update: 1, or less if the law asks for more than the largest
+        coefficient. Coefficient by share is what the law asks for."""
+        return self.beta / self.asked if self.asked > self.beta else 1.0
+
+    @property
     def share_in_band(self) -> float:
         """Share of the measured steps whose KL lay in the band. NaN without a band or a measurement."""
         if not self.target.has_band or not self._measured_steps:
             return math.nan
         return self._steps_in_band / self._measured_steps
+
+    @property
+    def notice(self) -> str:
+        """What the law has to say of the last window, for the log; empty for nothing."""
+        return str(self._law_state.get(NOTICE, ""))
 
     def observe(self, kl_sum: float, tokens: float) -> Decision | None:
         """Take in one optimizer step's measurement over all ranks. A move holds from the next step on.
@@ -126,14 +143,15 @@ class BranchController:
         self._kl_sum, self._tokens, self._steps = 0.0, 0.0, 0
         if not tokens:
             return None
-        kl, before = kl_sum / tokens, self.beta
-        least, most = self.target.bounds
-        after, self._law_state = moved(law, self.target, before, kl, self._law_state)
-        self.beta = max(least, min(most, after))
-        if self.beta == before:
+        kl, before = kl_sum / tokens, self.asked
+        least, most = self.target.reach
+        window = Window(target=self.target, beta=before, kl=kl, tokens=tokens)
+        after, self._law_state = moved(law, window, self._law_state)
+        self.asked = max(least, min(most, after))
+        if self.asked == before:
             return None
         self._cooldown = self._windows.cooldown_steps
-        return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.beta)
+        return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.asked)
 
     _STATE = ("_kl_sum", "_tokens", "_steps", "_cooldown", "_measured_steps", "_steps_in_band")
 
@@ -141,20 +159,20 @@ class BranchController:
         """Everything that later decisions depend on, as JSON values."""
         window = {name.removeprefix("_"): getattr(self, name) for name in self._STATE}
         law = None if self._law is None else name_of(self._law)
-        return {"beta": self.beta, **window, "law": law, "law_state": self._law_state}
+        return {"beta": self.asked, **window, "law": law, "law_state": self._law_state}
 
     def load_state_dict(self, state: State) -> None:
         """Go on from `state_dict`.
 
-        - A coefficient outside today's bounds is moved to the nearer bound.
+        - A coefficient outside today's reach is moved to the nearer end.
         - Without a law the coefficient stays the configured one.
         - A law of another class starts with an empty state.
         """
         for name in self._STATE:
             setattr(self, name, state[name.removeprefix("_")])
         if self._law is not None:
-            least, most = self.target.bounds
-            self.beta = max(least, min(most, state["beta"]))
+            least, most = self.target.reach
+            self.asked = max(least, min(most, state["beta"]))
             self._law_state = state["law_state"] if state.get("law") == name_of(self._law) else {}
 
 
@@ -178,6 +196,11 @@ class KLControl:
     def betas(self) -> list[float]:
         """Coefficients by branch id."""
         return [branch.beta for branch in self.branches]
+
+    @property
+    def shares(self) -> list[float]:
+        """By how much each branch's rewards count in the update, by branch id."""
+        return [branch.share for branch in self.branches]
 
     def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
         """Take in one optimizer step's measurement over all ranks; returns the moves.

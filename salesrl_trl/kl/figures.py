@@ -10,14 +10,15 @@ from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.names import ALL_KL, beta_of, kl_of
 from salesrl_trl.telemetry.aggregates import StepAggregates
 
-KINDS = ("", "_k1", "_in_band", "_share_in_band", "_clamped", "_tokens", "_low", "_high")
+KINDS = ("", "_k1", "_in_band", "_share_in_band", "_clamped", "_tokens", "_low", "_high", "_update_share")
 """Figures of each branch, as `kl_of` takes them:
 
 - the KL as the loss estimates it, and by the k1 estimator;
 - whether the step's KL lay in the band, and the share of the run's steps for which this is true;
 - the share of tokens with a clamped log-ratio;
 - tokens per optimizer step;
-- the band's two edges.
+- the band's two edges;
+- by how much the branch's rewards count in the update: 1, unless the last resort acts (`KLTarget.least_share`).
 """
 
 
@@ -27,7 +28,11 @@ def kl_names(branches: Sequence[str]) -> tuple[str, ...]:
 
 
 def add_kl(
-    aggregates: StepAggregates, totals: Sequence[Sequence[float]], betas: Sequence[float], control: KLControl
+    aggregates: StepAggregates,
+    totals: Sequence[Sequence[float]],
+    betas: Sequence[float],
+    shares: Sequence[float],
+    control: KLControl,
 ) -> None:
     """Add one optimizer step's KL.
 
@@ -38,13 +43,17 @@ def add_kl(
             By branch id, then by `kl.penalty.SUMS`, over all ranks.
         betas (`Sequence[float]`):
             Coefficients in the loss of this step, by branch id.
+        shares (`Sequence[float]`):
+            By how much the branches' rewards counted in it, by branch id.
         control (`KLControl`):
             Bands, and the shares of steps in them.
     """
-    for branch, beta, (kl, k1, clamped, tokens, weight) in zip(control.branches, betas, totals, strict=True):
+    for branch, beta, share, sums in zip(control.branches, betas, shares, totals, strict=True):
+        kl, k1, clamped, tokens, weight = sums
         name, target = branch.branch, branch.target
         aggregates.add(beta_of(name), beta, 1)
         aggregates.add(kl_of(name, "_tokens"), tokens, 1)
+        aggregates.add(kl_of(name, "_update_share"), share, 1)
         aggregates.add(ALL_KL, kl, weight)
         for kind, total, count in (("", kl, weight), ("_k1", k1, weight), ("_clamped", clamped, tokens)):
             aggregates.add(kl_of(name, kind), total, count)

@@ -1,6 +1,6 @@
 """The target of a branch's KL, and the law that moves the branch's coefficient.
 
-Owns the band (`KLTarget`), the interface of a law (`KLLaw`) and the packaged law (`ControlLaw`). A law of your own is
+Owns the band (`KLTarget`), the interface of a law (`KLLaw`) and the packaged law (`AdaptiveLaw`). A law of your own is
 one class with the method `move`; docs/KL.md has an example.
 
 Pure: no torch, clock, file or collective, and no state of its own. The same arguments give the same coefficient, on
@@ -20,9 +20,30 @@ OPEN_BAND_WIDTH = 10.0
 """A band from 0 has no lower edge. Its centre is computed as if it began at `high` / 10."""
 FAR = 20.0
 """Largest distance from a band's centre, in half-widths. A KL of 0 has no logarithm."""
-RISE_PATIENCE = 6
-"""The first rise of a fresh policy's KL is over after this many windows without a new highest KL. A rising KL, however
-slow and noisy, sets a new highest value every few windows. A KL that stands still does so ever more seldom."""
+EXTREME = 100.0
+"""A law sees no KL further than this factor from its band."""
+PROPORTIONAL, INTEGRAL = 1.5, 0.3
+"""Parts of the packaged law's step. Their quotient, 5 windows, is near the time that a KL takes to answer."""
+SMOOTHING = 0.4
+"""Share of the old value in a smoothed log KL, if the window has the usual tokens."""
+USUAL = 0.1
+"""Share of a window's tokens in the usual number of tokens."""
+ANSWER = 0.6
+"""Logarithms by which a KL falls for each that its coefficient is raised; for the first move. Measured: 0.4 to 0.9."""
+FALLS = 2
+"""Windows in a row below the highest KL that end the first rise."""
+FIRST_STEP = 10.0
+"""Largest factor of the first move."""
+STALL_WINDOWS, STALL_STEP, NEARER = 15, math.log(3), 0.05
+"""A KL stalls if it came no nearer to its band, by this logarithm, while its coefficient moved by this logarithm."""
+NOTICE = "notice"
+"""Name in a law's state of a text for the log: one sentence without the branch, or nothing."""
+OUT_OF_REACH = (
+    "the KL came no nearer to [{low:g}, {high:g}] in {windows} windows, while the coefficient went from {then:.3g} "
+    "to {now:.3g}. What is left comes from the optimizer's noise, or from other branches with the same weights. {do}"
+)
+TOO_HIGH = "Lower `learning_rate`, raise `high`, or give the branch a `least_share`"
+TOO_LOW = "Lower `low`, or the coefficients of the other branches"
 DEFAULT_RANGE = 100.0
 """Without bounds of its own, a coefficient stays within a hundredth and a hundred times its first value."""
 
@@ -53,6 +74,9 @@ class KLTarget:
     """Least coefficient; a hundredth of `beta` when not given."""
     beta_max: float | None = None
     """Largest coefficient; a hundred times `beta` when not given."""
+    least_share: float = 1.0
+    """The last resort, in (0, 1]. A law that asks for more than `beta_max` gets `beta_max`, and the branch's rewards
+    count less in the update: by `beta_max` / what is asked for, and at least by this share. 1 for never."""
 
     def __post_init__(self) -> None:
         for name in ("beta", "low", "high", "beta_min", "beta_max"):
@@ -75,10 +99,12 @@ class KLTarget:
             raise ConfigError(
                 f"`beta` is {self.beta:g}. Expected it between `beta_min` {least:g} and `beta_max` {most:g}."
             )
-        if not self.has_band and (self.beta_min, self.beta_max) != (None, None):
+        if not is_number(self.least_share) or not 0 < self.least_share <= 1:
+            raise ConfigError(f"a KL target's `least_share` is {self.least_share!r}. Expected more than 0, up to 1.")
+        if not self.has_band and (self.beta_min, self.beta_max, self.least_share) != (None, None, 1.0):
             raise ConfigError(
-                "`beta_min` or `beta_max` is given without `low` and `high`. A coefficient without a band never "
-                "moves. Add the band, or leave out the bounds."
+                "`beta_min`, `beta_max` or `least_share` is given without `low` and `high`. A coefficient without "
+                "a band never moves. Add the band, or leave out the bounds."
             )
         if self.has_band and self.beta == 0:
             raise ConfigError(
@@ -89,6 +115,12 @@ class KLTarget:
     def has_band(self) -> bool:
         """Whether the target has a band."""
         return self.high is not None
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """Least and largest coefficient that a law can ask for: `bounds`, and beyond them by `least_share`."""
+        least, most = self.bounds
+        return least, most / self.least_share
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -112,119 +144,123 @@ class KLTarget:
         return max(-FAR, min(FAR, math.log(kl / math.sqrt(low * self.high)) / half_width))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """What a law is told of a branch's window: only measurements, which always are finite, of at least one token."""
+
+    target: KLTarget
+    """The branch's target. It has a band."""
+    beta: float
+    """Coefficient of the window, as the law asked for it, within the target's `reach`."""
+    kl: float
+    """KL in nats per token: the mean over the window's tokens on all ranks. Noise and k1 can make it negative."""
+    tokens: float
+    """Number of those tokens, more than 0."""
+
+
 class KLLaw(Protocol):
     """Moves the coefficient of a branch once per window.
 
     One object serves all branches. It keeps nothing of a branch itself: checkpoints hold only what `move` returns.
     """
 
-    def move(self, target: KLTarget, beta: float, kl: float, state: State) -> tuple[float, State]:
+    def move(self, window: Window, state: State) -> tuple[float, State]:
         """Compute the next coefficient.
 
         Args:
-            target (`KLTarget`):
-                The branch's target. It has a band.
-            beta (`float`):
-                Coefficient of the window.
-            kl (`float`):
-                KL of the window in nats per token: the mean over tokens on all ranks. Always finite.
+            window (`Window`):
+                The window that ended.
             state (`State`):
                 State that the branch's last call returned. Checkpoints hold it.
 
         Returns:
             The coefficient from the next step on, and the state for the next call. The controller keeps the
-            coefficient within the target's bounds.
+            coefficient within the target's `reach`. A text under `NOTICE` in the state is logged once as a warning.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ControlLaw:
-    """The packaged law: multiplies a coefficient by a factor.
+class AdaptiveLaw:
+    """The packaged law: PI control of log KL by log beta, in velocity form, after a first move that is computed.
 
-    d is the distance of the window's KL from the band's centre in half-widths (-1 and 1 at the edges), and d' that of
-    the window before:
+    Here e is the logarithm of KL / centre of the band, smoothed, and e' that of the window before:
 
-        above the band          beta *= raise_factor
-        below the band          beta *= lower_factor
-        inside, d > 0           beta *= raise_factor ** (recentre * d)
-        inside, d < 0           beta *= lower_factor ** (recentre * -d)
+        log beta += PROPORTIONAL * (e - e') + INTEGRAL * e
 
-    Outside the band the coefficient stays unchanged:
+    The adaptive controller of Ziegler et al. (2019), which TRL's PPO had, is its integral part with a clip. The
+    proportional part of Stooke et al. (2020) brakes a KL that is on its way back.
 
-    - where d + trend_windows * (d - d') lies in the band or beyond it: the KL returns by itself;
-    - in the first window: no trend is known yet;
-    - below the band during the first rise of a fresh policy's KL. The rise ends when the KL reaches the band, or after
-      `RISE_PATIENCE` windows without a new highest KL.
-
-    `recentre = 0` and `trend_windows = 0` leave the factors alone. With them the KL waits at an edge of the band until
-    noise pushes it outside, and a coefficient falls to its bound while the KL of a fresh policy rises from 0.
+    - A step is at most a factor of `max_step`. Velocity form has no sum that could wind up at a bound.
+    - A window counts by its tokens beside the usual number of tokens. One with few tokens moves little.
+    - In the first window the coefficient stays.
+    - As long as a fresh policy's KL rises, the coefficient stays; `FALLS` windows in a row below its highest end the
+      rise. From the third window on, if one more window of this growth would lift the KL above the band, the first
+      move is made: the factor that brings it to the centre if the KL answers by `ANSWER`.
+    - `NOTICE` says when the coefficient does not act: the KL came no nearer to its band for `STALL_WINDOWS`, while the
+      coefficient moved threefold or reached its bound. The law goes on all the same.
 
     Raises:
         `ConfigError`: for a law that can't work.
     """
 
-    raise_factor: float = 1.15
-    """More than 1."""
-    lower_factor: float = 0.85
-    """Between 0 and 1."""
-    recentre: float = 0.5
-    """Share of a whole step that corrects a coefficient at the inner side of an edge, in [0, 1]."""
-    trend_windows: float = 2.0
-    """Windows by which the KL's trend is extended, 0 or more."""
+    max_step: float = 2.0
+    """Largest factor of a coefficient in one window, more than 1. The first move may have `FIRST_STEP`."""
 
     def __post_init__(self) -> None:
-        for name in ("raise_factor", "lower_factor", "recentre", "trend_windows"):
-            if not is_number(getattr(self, name)):
-                raise ConfigError(f"`kl_{name}` is {getattr(self, name)!r}. Expected a number.")
-        checks = (
-            (self.raise_factor > 1, "kl_raise_factor", self.raise_factor, "more than 1"),
-            (0 < self.lower_factor < 1, "kl_lower_factor", self.lower_factor, "between 0 and 1"),
-            (0 <= self.recentre <= 1, "kl_recentre", self.recentre, "0 to 1"),
-            (self.trend_windows >= 0, "kl_trend_windows", self.trend_windows, "0 or more"),
-        )
-        for works, name, value, expected in checks:
-            if not works:
-                raise ConfigError(f"`{name}` is {value}. Expected {expected}.")
+        if not is_number(self.max_step) or self.max_step <= 1:
+            raise ConfigError(f"`kl_max_step` is {self.max_step!r}. Expected a number of more than 1.")
 
-    def move(self, target: KLTarget, beta: float, kl: float, state: State) -> tuple[float, State]:
-        """The next coefficient, and the state: the KL of this window, and how far the first rise has come."""
-        factor = self.factor(target, kl, state.get("previous"))
-        rising, highest = state.get("rising", True), state.get("highest", 0.0)
-        since_highest = state.get("since_highest", 0)
-        if self.trend_windows and rising:
-            since_highest = 0 if kl > highest else since_highest + 1
-            highest = max(highest, kl)
-            below = not target.contains(kl) and target.distance(kl) < 0
-            rising = below and since_highest < RISE_PATIENCE
-            if rising:
-                factor = max(factor, 1.0)
-        return beta * factor, {"previous": kl, "rising": rising, "highest": highest, "since_highest": since_highest}
+    def move(self, window: Window, state: State) -> tuple[float, State]:
+        """The next coefficient, and the state: smoothed log KL, usual tokens, the first rise, and the stall."""
+        target = window.target
+        assert target.low is not None and target.high is not None
+        low = target.low or target.high / OPEN_BAND_WIDTH
+        centre = math.log(low * target.high) / 2
+        usual = state.get("tokens", window.tokens)
+        share = 1 - SMOOTHING ** (window.tokens / usual)
+        log_kl = math.log(min(max(window.kl, low if target.low == 0 else low / EXTREME), target.high * EXTREME))
+        before = state.get("log_kl", log_kl)
+        smooth = before + share * (log_kl - before)
+        windows, growth = state.get("windows", 0) + 1, window.kl - state.get("kl", 0.0)
+        highest = max(window.kl, state.get("highest", 0.0))
+        falls = 0 if window.kl >= highest else state.get("falls", 0) + 1
+        fresh = state.get("fresh", window.kl < low) and falls < FALLS
+        step, most = 0.0, math.log(self.max_step)
+        if fresh and windows > 2 and falls == 0 and window.kl + growth > target.high:
+            step, most = (math.log(window.kl + growth) - centre) / ANSWER, math.log(max(FIRST_STEP, self.max_step))
+            smooth, fresh = log_kl, False
+        elif windows > 1 and not fresh:
+            step = PROPORTIONAL * (smooth - before) + INTEGRAL * share / (1 - SMOOTHING) * (smooth - centre)
+        after = window.beta * math.exp(max(-most, min(most, step)))
+        return after, {
+            "log_kl": smooth, "tokens": usual + USUAL * (window.tokens - usual), "windows": windows, "kl": window.kl,
+            "highest": highest, "falls": falls, "fresh": fresh, **_stall(window, smooth, fresh, state),
+        }  # fmt: skip
 
-    def factor(self, target: KLTarget, kl: float, previous: float | None) -> float:
-        """The factor for a coefficient, apart from the first rise.
 
-        Args:
-            target (`KLTarget`):
-                A target with a band.
-            kl (`float`):
-                The window's KL, in nats per token.
-            previous (`float`, *optional*):
-                The KL of the window before.
-        """
-        distance = target.distance(kl)
-        if target.contains(kl):
-            return self._power(self.recentre * max(-1.0, min(1.0, distance)))
-        side = math.copysign(1.0, distance)
-        if not self.trend_windows:
-            return self._power(side)
-        if previous is None:
-            return 1.0
-        ahead = distance + self.trend_windows * (distance - target.distance(previous))
-        return 1.0 if side * ahead <= 1 else self._power(side)
-
-    def _power(self, exponent: float) -> float:
-        return math.pow(self.raise_factor, exponent) if exponent > 0 else math.pow(self.lower_factor, -exponent)
+def _stall(window: Window, smooth: float, fresh: bool, state: State) -> State:
+    """How long the KL came no nearer to its band, since which coefficient, and a notice if that is long."""
+    target, least, most = window.target, *window.target.reach
+    assert target.low is not None and target.high is not None
+    above, low = smooth - math.log(target.high), math.log(target.low) if target.low else -math.inf
+    side = 1 if above > 0 else -1 if smooth < low and not fresh else 0
+    far = abs(above) if side > 0 else low - smooth
+    stall = state.get("stall", {"side": 0})
+    if side == 0:
+        return {"stall": {"side": 0}, NOTICE: ""}
+    if side != stall["side"] or far < stall["far"] - NEARER:
+        return {"stall": {"side": side, "far": far, "beta": window.beta, "windows": 0}, NOTICE: ""}
+    stall = {**stall, "windows": stall["windows"] + 1}
+    at_bound = window.beta >= most if side > 0 else window.beta <= least
+    acted = side * math.log(window.beta / stall["beta"]) >= STALL_STEP or at_bound
+    notice = state[NOTICE]  # one text for the whole stall, so that it is logged once
+    if not notice and acted and stall["windows"] >= STALL_WINDOWS:
+        notice = OUT_OF_REACH.format(
+            low=target.low, high=target.high, windows=stall["windows"], then=stall["beta"], now=window.beta,
+            do=TOO_HIGH if side > 0 else TOO_LOW,
+        )  # fmt: skip
+    return {"stall": stall, NOTICE: notice}
 
 
 def name_of(law: object) -> str:
@@ -238,28 +274,29 @@ def check_law(law: KLLaw) -> None:
     Raises:
         `ConfigError`: `move` is missing, or takes or returns something else.
     """
-    arguments = (KLTarget(beta=0.1, low=0.02, high=0.06), 0.1, 0.1, State())
+    arguments = (Window(target=KLTarget(beta=0.1, low=0.02, high=0.06), beta=0.1, kl=0.1, tokens=1.0), State())
     try:
         inspect.signature(law.move).bind(*arguments)
     except (AttributeError, TypeError) as error:
         raise ConfigError(
             f"the KL law {name_of(law)} can't be used: {error}. Expected an object with the method "
-            "`move(target, beta, kl, state)`; `salesrl_trl.kl.law.KLLaw` describes it."
+            "`move(window, state)`; `salesrl_trl.kl.law.KLLaw` describes it."
         ) from error
     moved(law, *arguments)
 
 
-def moved(law: KLLaw, target: KLTarget, beta: float, kl: float, state: State) -> tuple[float, State]:
+def moved(law: KLLaw, window: Window, state: State) -> tuple[float, State]:
     """`law.move`, with a checked result. The state comes as a checkpoint would give it back.
 
     Raises:
         `ConfigError`: the result is not a finite number and a mapping of JSON values.
     """
-    result: object = law.move(target, beta, kl, dict(state))
+    result: object = law.move(window, dict(state))
     if isinstance(result, tuple) and len(result) == 2 and is_number(result[0]) and isinstance(result[1], dict):
         with contextlib.suppress(TypeError, ValueError):  # not JSON: refused below
             return float(result[0]), json.loads(json.dumps(result[1]))
     raise ConfigError(
-        f"the KL law {name_of(law)} returned {result!r} at a KL of {kl:g} and a coefficient of {beta:g}. Expected a "
-        "finite coefficient and a state: a dict of JSON values, `{}` for none."
+        f"the KL law {name_of(law)} returned {result!r} at a KL of {window.kl:g} and a coefficient of "
+        f"{window.beta:g}. Expected a finite coefficient and a state: a dict "
+        "of JSON values, `{}` for none."
     )

@@ -60,9 +60,14 @@ class BranchPenalty:
             Coefficients by branch id.
         settings (`PenaltySettings`):
             Estimator, clamp and correction.
+        shares (`Sequence[float]`, *optional*):
+            By how much the rewards of each branch count, by branch id. Every policy loss of TRL is in proportion to
+            the advantages, so these are multiplied. Without shares, or if all are 1, they stay untouched.
     """
 
-    def __init__(self, inputs: MicroBatch, betas: Sequence[float], settings: PenaltySettings) -> None:
+    def __init__(
+        self, inputs: MicroBatch, betas: Sequence[float], settings: PenaltySettings, shares: Sequence[float] = ()
+    ) -> None:
         self._settings = settings
         self._branch_ids = inputs["branch_ids"]  # (B,)
         self._branches = len(betas)
@@ -74,6 +79,10 @@ class BranchPenalty:
             name: bounded(value, self._mask) if name in _LOGPS and value is not None else value
             for name, value in inputs.items()
         }
+        if any(share != 1 for share in shares):
+            advantages = inputs["advantages"]  # (B,) or (B, T)
+            by_branch = torch.tensor(shares).to(advantages, non_blocking=True)[self._branch_ids]  # (B,)
+            self._inputs["advantages"] = advantages * by_branch.view(-1, *[1] * (advantages.dim() - 1))
         self._logps: torch.Tensor | None = None
         self._log_ratio = self._penalty = self._weight = torch.empty(0)
 

@@ -39,6 +39,12 @@ PATHS = (
     "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file", "vector_store_path", "reference_cache",
 )  # fmt: skip
 """Settings that may be paths of this machine."""
+REPLACED = dict.fromkeys(
+    ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
+    "gone: the law steps in proportion to the distance, at most by kl_max_step; "
+    "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
+)
+"""Settings of earlier versions, and what to do instead."""
 _SOURCES = {
     "salesrl_trl": "config/*.py",
     "trl": "trainer/*_config.py",
@@ -325,6 +331,10 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
 
 
 def _with_guesses(names: Sequence[object], known: set[str]) -> str:
-    """`"learning_rat (did you mean learning_rate?)"`."""
-    guesses = {name: difflib.get_close_matches(str(name), known, n=1) for name in names}
-    return ", ".join(f"{name}" + (f" (did you mean {near[0]}?)" if near else "") for name, near in guesses.items())
+    """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting."""
+    said = []
+    for name in names:
+        near = difflib.get_close_matches(str(name), known, n=1)
+        note = REPLACED.get(str(name).removeprefix("--").replace("-", "_"), f"did you mean {near[0]}?" if near else "")
+        said.append(f"{name} ({note})" if note else str(name))
+    return ", ".join(said)

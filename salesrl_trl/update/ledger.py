@@ -159,10 +159,15 @@ class Ledger:
         self._pages["train"].figures.add(BASELINE_FALLBACK, is_missing.sum().item(), len(is_missing))
 
     def record_kl(
-        self, mode: str, totals: Sequence[Sequence[float]], betas: Sequence[float], control: KLControl
+        self,
+        mode: str,
+        totals: Sequence[Sequence[float]],
+        betas: Sequence[float],
+        shares: Sequence[float],
+        control: KLControl,
     ) -> None:
         """Add one optimizer step's KL, as `kl.figures.add_kl` takes it."""
-        add_kl(self._pages[mode].figures, totals, betas, control)
+        add_kl(self._pages[mode].figures, totals, betas, shares, control)
 
     def flush(self, mode: str) -> dict[str, float]:
         """The figures of a mode's line: always the same names, NaN if nothing was recorded. Starts over."""

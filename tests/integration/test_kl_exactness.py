@@ -24,6 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.kl.penalty import BranchPenalty
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,7 +115,7 @@ def set_up(trainer, case):
 
 def coefficients(trainer, betas):
     for branch, beta in zip(trainer.rooms.kl.control.branches, betas, strict=True):
-        branch.beta = beta
+        branch.asked = beta
 
 
 def make_random_policy(path, **shape):
@@ -458,6 +459,33 @@ def test_different_coefficients_are_a_loops(pair, loss_type, accumulation, corre
     coefficients(pair.ours, BETAS)
     batches = pair.inputs(case, old=old)
     assert_equal_steps(step(pair.ours, batches), with_kl_by_loops(pair, case, batches, BETAS), LOOP_TOLERANCE)
+
+
+@by_loss_type
+def test_rewards_of_a_branch_that_count_less_are_a_part_of_its_policy_loss(pair, loss_type):
+    """Half of a branch's rewards is half of its policy loss, whatever the loss type; the other branch's stays."""
+    case = Case(loss_type=loss_type)
+    pair.set_up(case)
+    batches = pair.inputs(case)
+    one, other = pair.ours.rooms.kl.control.branches
+    one.target, one.asked = KLTarget(beta=BETA, low=0.1, high=0.2, beta_max=BETA, least_share=0.25), 2 * BETA
+    try:
+        assert (one.beta, one.share, other.share) == (BETA, 0.5, 1.0)
+        ours = step(pair.ours, batches)
+    finally:
+        one.target, one.asked = other.target, BETA
+    pair.stock.beta = 0.0
+
+    def of_branch(branch):
+        only = [{**batch, "advantages": batch["advantages"] * (batch["branch_ids"] == branch)} for batch in batches]
+        return step(pair.stock, only)
+
+    kl, (loss, gradient), (rest, rest_gradient) = (
+        kl_by_loops(pair, case, batches, (BETA, BETA)),
+        *map(of_branch, (0, 1)),
+    )
+    expected = (kl[0] + loss / 2 + rest, kl[1] + gradient / 2 + rest_gradient)
+    assert_equal_steps(ours, expected, LOOP_TOLERANCE)
 
 
 @by_level

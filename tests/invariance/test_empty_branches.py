@@ -8,14 +8,14 @@ from salesrl_trl.config import DEFAULT_BRANCHES
 from salesrl_trl.kl.figures import kl_names
 from salesrl_trl.names import SKIPPED_UPDATE, beta_of, kl_of
 
-# A band that only a policy equal to the reference is below, and the bare law: each step with rows is a window of its
-# own, lowers a coefficient while the KL is 0, which it is at the first step, and raises it ever after.
+# A band that only a policy equal to the reference is below, and a law of factors alone: each step with rows is a
+# window of its own, lowers a coefficient while the KL is 0, which it is at the first step, and raises it ever after.
 BAND = {"low": 1e-6, "high": 1e-5}
 EVERY_STEP = {
     "branch_kl": {"fairness": {"beta": 0.1, **BAND}, "hallucination": {"beta": 0.2, **BAND}},
     "kl_update_steps": 1,
-    "kl_recentre": 0.0,
-    "kl_trend_windows": 0.0,
+    "kl_law": "benchmarks.kl_laws.FactorLaw",
+    "kl_law_settings": {"recentre": 0.0, "trend_windows": 0.0},
 }
 RAISED, LOWERED, UNMOVED = 1.15, 0.85, 1.0
 F, H = DEFAULT_BRANCHES

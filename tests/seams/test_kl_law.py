@@ -23,32 +23,32 @@ class Smoothed:
     def __init__(self, gain=0.02):
         self.gain = gain
 
-    def move(self, target, beta, kl, state):
-        distance = (target.distance(kl) + state.get("distance", 0.0)) / 2
-        return beta * math.exp(self.gain * distance), {"distance": distance}
+    def move(self, window, state):
+        distance = (window.target.distance(window.kl) + state.get("distance", 0.0)) / 2
+        return window.beta * math.exp(self.gain * distance), {"distance": distance}
 
 class Nothing:
     pass
 
 class OfAnotherName:
-    def step(self, target, beta, kl, state):
-        return beta, state
+    def step(self, window, state):
+        return window.beta, state
 
 class OfOtherArguments:
-    def move(self, beta, kl):
+    def move(self, target, beta, kl, state):
         return beta, {}
 
 class WithoutAState:
-    def move(self, target, beta, kl, state):
-        return beta
+    def move(self, window, state):
+        return window.beta
 
 class OfNoNumber:
-    def move(self, target, beta, kl, state):
+    def move(self, window, state):
         return math.nan, state
 
 class OfAStateThatIsNotJson:
-    def move(self, target, beta, kl, state):
-        return beta, {"seen": {kl}}
+    def move(self, window, state):
+        return window.beta, {"seen": {window.kl}}
 
 A_NUMBER = 3
 '''
@@ -131,12 +131,12 @@ def test_another_law_goes_on_with_the_coefficients_and_without_the_state(laws_of
         ({"kl_law": "laws_of_a_user.OfAnotherName"}, "no attribute 'move'"),
         (
             {"kl_law": "laws_of_a_user.OfOtherArguments"},
-            "too many positional arguments.*`move\\(target, beta, kl, state",
+            "missing a required argument.*`move\\(window, state",
         ),
         ({"kl_law": "laws_of_a_user.WithoutAState"}, "returned 0.1 at a KL of 0.1.*Expected a finite coefficient and"),
         ({"kl_law": "laws_of_a_user.OfNoNumber"}, "returned \\(nan, {}\\)"),
         ({"kl_law": "laws_of_a_user.OfAStateThatIsNotJson"}, "a dict of JSON values"),
-        ({"kl_law": "laws_of_a_user.Smoothed", "kl_raise_factor": 1.3}, "`kl_raise_factor` set the packaged KL law"),
+        ({"kl_law": "laws_of_a_user.Smoothed", "kl_max_step": 1.3}, "`kl_max_step` set the packaged KL law"),
         ({"kl_law_settings": {"gain": 1}}, "`kl_law_settings` is given without `kl_law`"),
     ],
 )
@@ -148,8 +148,8 @@ def test_a_law_that_cannot_work_is_refused_with_the_settings(config, given, mess
 
 def test_a_law_that_breaks_during_a_run_ends_it(config):
     class Breaking:
-        def move(self, target, beta, kl, state):
-            return (beta, {"seen": True}) if not state else (math.inf, state)
+        def move(self, window, state):
+            return (window.beta, {"seen": True}) if not state else (math.inf, state)
 
     kl = branched(config(), config().kl_control_law(Breaking()))
     simulate(kl, range(WINDOW))
@@ -182,8 +182,8 @@ def test_a_recipe_takes_a_law_and_refuses_a_wrong_path_with_its_settings(laws_of
 class Doubling:
     """Doubles a coefficient at the end of every window."""
 
-    def move(self, target, beta, kl, state):
-        return 2 * beta, {"windows": state.get("windows", 0) + 1}
+    def move(self, window, state):
+        return 2 * window.beta, {"windows": state.get("windows", 0) + 1}
 
 
 def test_a_trainer_takes_a_law_as_an_object(tiny, httpserver, tmp_path):

@@ -25,17 +25,10 @@ WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening", "o
 UNSCORABLE = "unscorable"
 """A query with this word gets a verdict that is none."""
 BRANCH_KL = {
-    "fairness": {"beta": 0.1, "low": 0.12, "high": 0.28},
+    "fairness": {"beta": 0.1, "low": 0.1, "high": 0.2},
     "hallucination": {"beta": 0.2, "low": 0.1, "high": 0.2},
 }
 """Bands that the KL of these runs crosses: both coefficients are lowered and raised."""
-LAW = {
-    "kl_update_steps": 2,
-    "kl_raise_factor": 1.15,
-    "kl_lower_factor": 0.85,
-    "kl_recentre": 0.5,
-    "kl_trend_windows": 2.0,
-}
 TOLERANCE = 1e-5
 """Relative; and absolute but for coefficients, as a KL is 0 at first and a loss changes its sign. A log-probability
 around 8 is rounded by 5e-7 in float32, so that sums in another order differ by as much; 20 steps of training did not
@@ -143,7 +136,7 @@ def build_keyed(policy, url, output_dir, branches=DEFAULT_BRANCHES * 30, **given
     """A trainer of rows of `branches`, whose coefficients may move every two steps unless `given` otherwise."""
     rows = keyed_rows(branches)
     defaults = {"num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 20, "held_out_eval": False}
-    defaults |= {"beta": 0.0, "branch_kl": BRANCH_KL, "loss_type": "dapo", **LAW}
+    defaults |= {"beta": 0.0, "branch_kl": BRANCH_KL, "loss_type": "dapo", "kl_update_steps": 2}
     return KeyedTrainer(
         AutoModelForCausalLM.from_pretrained(policy),
         build_reward(url, rows, invalid_action_reward=0.0),

@@ -104,7 +104,7 @@ def write_run(folder, kl):
 
 def test_a_finished_run_is_read_and_not_run_again(tmp_path, capsys, monkeypatch):
     band = '{"fairness": {"beta": 0.1, "low": 0.1, "high": 0.2}}'
-    kl = {"fixed-1": [0.5] * 8, "controlled-1": [0.5, 9.0, 0.5, 0.5, 0.15, 0.15, 0.1, 0.5]}
+    kl = {"none-1": [0.5] * 16, "packaged-1": [0.5] * 5 + [0.15] * 5 + [0.5] + [0.1] * 5}
     launched = []
 
     run = subprocess.run
@@ -113,24 +113,24 @@ def test_a_finished_run_is_read_and_not_run_again(tmp_path, capsys, monkeypatch)
         if "--output_dir" not in command:  # matplotlib looks for fonts
             return run(command, **settings)
         folder = Path(command[command.index("--output_dir") + 1])
-        launched.append((folder.name, command[command.index("--kl_control") + 1]))
+        launched.append((folder.name, "--kl_control" in command))
         folder.mkdir()
         write_run(folder, kl[folder.name])
         return None
 
     monkeypatch.setattr(kl_control.subprocess, "run", launch)
     plot = tmp_path / "kl.svg"
-    arguments = [str(tmp_path), "--seeds", "1", "--window", "2", "--branch_kl", band]
+    arguments = [str(tmp_path), "--seeds", "1", "--arms", "none", "packaged", "--branch_kl", band]
     kl_control.main(arguments)
     capsys.readouterr()
     kl_control.main([*arguments, "--plot", str(plot)])
-    assert launched == [("fixed-1", "false"), ("controlled-1", "true")]
+    assert launched == [("none-1", True), ("packaged-1", False)]
     with pytest.raises(SystemExit, match="a run with other settings"):
-        kl_control.main([*arguments, "--steps", "20"])
+        kl_control.main([*arguments, "--window", "20"])
     told = capsys.readouterr().out.splitlines()
-    # windows of two steps: 0.5, 0.5, 0.15, 0.3. The first 0.3 x 4, so one, is given to settling: one of three in band
-    assert told[1].startswith("controlled seed 1: fairness 33% in band, beta 0.1 -> 0.8, reward 0.400 -> 0.400;")
-    assert told[2] == "fixed: fairness in band 0% of the windows after settling"
+    # windows of five steps: 0.5, 0.15, 0.18. The first third, so one window, is given to settling
+    assert told[4] == "| packaged, seed 1 | 100% | 100% | 0 of 2 | 5 | 1.6 | 0.300 -> 0.300 (+0.000) | - |"
+    assert told[5] == "| **none** | 0% | 0% | 2 of 2 | 15 | 1.6 | 0.300 -> 0.300 (+0.000) | - |"
     assert plot.stat().st_size > 10_000
 
 

@@ -9,7 +9,7 @@ from salesrl_trl.config.machine import Settled
 from salesrl_trl.config.rollouts import why_not_divisible
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import WindowSettings
-from salesrl_trl.kl.law import ControlLaw
+from salesrl_trl.kl.law import AdaptiveLaw
 from salesrl_trl.kl.penalty import PenaltySettings
 
 
@@ -40,7 +40,7 @@ def test_the_defaults_work():
         ({"kl_log_ratio_clamp": -1.0}, "`kl_log_ratio_clamp` is -1.0. Expected 0 for none"),
         ({"kl_log_ratio_clamp": 50.0}, "up to 40"),
         ({"kl_update_steps": 0}, "`kl_update_steps` is 0"),
-        ({"kl_control": False, "kl_raise_factor": 1.0}, "`kl_raise_factor` is 1.0. Expected more than 1"),
+        ({"kl_control": False, "kl_max_step": 1.0}, "`kl_max_step` is 1.0. Expected a number of more than 1"),
         ({"hybrid_reference_weight": 1.5}, "Expected 0 to 1"),
         ({"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"}, "no group baseline"),
         ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, "zero on average"),
@@ -109,16 +109,13 @@ def test_settings_of_the_kl_reach_its_law_and_its_penalty():
     config = training(
         kl_update_steps=7,
         kl_cooldown_steps=3,
-        kl_raise_factor=1.5,
-        kl_lower_factor=0.5,
-        kl_recentre=0.25,
-        kl_trend_windows=1.0,
+        kl_max_step=1.25,
         kl_estimator="k2",
         kl_log_ratio_clamp=5.0,
         use_bias_correction_kl=False,
         importance_sampling_level="sequence",
     )
-    assert config.kl_control_law() == ControlLaw(raise_factor=1.5, lower_factor=0.5, recentre=0.25, trend_windows=1.0)
+    assert config.kl_control_law() == AdaptiveLaw(max_step=1.25)
     assert config.kl_windows() == WindowSettings(update_steps=7, cooldown_steps=3)
     assert config.kl_penalty() == PenaltySettings(estimator="k2", clamp=5.0, bias_correction=False, level="sequence")
     assert training(kl_control=False).kl_control_law() is None

@@ -8,14 +8,15 @@ import pytest
 import torch
 from accelerate import PartialState
 
+from benchmarks.kl_laws import FactorLaw
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.controller import WindowSettings
-from salesrl_trl.kl.law import ControlLaw, KLTarget
+from salesrl_trl.kl.law import NOTICE, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
 from salesrl_trl.names import KL_STATE_FILE
 
 TARGETS = {"fairness": KLTarget(beta=0.1, low=0.02, high=0.06), "hallucination": KLTarget(beta=0.3)}
-LAW = ControlLaw(recentre=0.0, trend_windows=0.0)
+LAW = FactorLaw(recentre=0.0, trend_windows=0.0)
 WINDOWS = WindowSettings(update_steps=2)
 SETTINGS = PenaltySettings(estimator="k2", bias_correction=False)
 
@@ -112,6 +113,33 @@ def test_only_the_rank_that_logs_says_anything_and_all_move_alike(caplog):
     assert ranks[0].betas == ranks[1].betas == pytest.approx([0.115, 0.3])
 
 
+class Noticing:
+    """Has something to say of every window with a KL above 0.1."""
+
+    def move(self, window, state):
+        return window.beta, {NOTICE: "too far" if window.kl > 0.1 else ""}
+
+
+def test_a_notice_of_the_law_is_logged_once_by_one_rank_and_again_when_it_comes_back(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    kl, other, resumed = branched(Noticing()), branched(Noticing()), branched(Noticing())
+    said = []
+    for number, high in enumerate((0, 0, 1, 1, 1, 1, 0, 0, 1, 1)):  # windows of two steps
+        totals = [[0.5 if high else 0.1, 0.0, 0.0, 2.0, 2.0]] * 2
+        other.end_step(totals, number, is_logged=False)
+        before = len(caplog.messages)
+        kl.end_step(totals, number, is_logged=True)
+        said += [number] * (len(caplog.messages) - before)
+        if number == 3:
+            kl.save(tmp_path)
+    assert caplog.messages == [f"[BranchedKL@{number}] fairness: too far" for number in (3, 9)]
+    assert said == [3, 9]
+    resumed.load(tmp_path)
+    for number in (4, 5):
+        resumed.end_step(totals, number, is_logged=True)
+    assert len(caplog.messages) == 2  # it was said before the checkpoint
+
+
 def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_happened(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     whole, stopped, resumed = branched(), branched(), branched()
@@ -136,7 +164,7 @@ def test_a_checkpoint_without_the_state_of_a_law_keeps_coefficients_and_windows(
     }  # fmt: skip
     earlier = {"fairness": {"beta": 0.2, **of_a_branch}, "hallucination": {"beta": 0.3, **of_a_branch}}
     (tmp_path / KL_STATE_FILE).write_text(json.dumps(earlier))
-    kl = branched(ControlLaw())
+    kl = branched(FactorLaw())
     kl.load(tmp_path)
     assert kl.betas == [0.2, 0.3]
     fairness = kl.control.branches[0]
@@ -154,3 +182,20 @@ def test_a_checkpoint_without_a_state_starts_as_configured_with_a_warning(tmp_pa
     kl.load(tmp_path)
     assert kl.betas == [0.1, 0.3]
     assert f"{tmp_path} holds no {KL_STATE_FILE}: the KL coefficients start as configured" in caplog.text
+
+
+def test_it_is_said_once_that_a_branchs_rewards_count_less(caplog):
+    target = KLTarget(beta=0.1, low=0.02, high=0.06, beta_max=0.11, least_share=0.5)
+    kl = branched(targets={**TARGETS, "fairness": target})
+    inputs = {**micro_batch(1.0, [0, 1, 1]), "advantages": torch.ones(3)}
+    with caplog.at_level(logging.WARNING):
+        for number in range(1, 9):
+            loss_of(kl, inputs)
+            kl.end_step(kl.drain_sums().tolist(), number, is_logged=True)
+    said = [record.message for record in caplog.records if "count less" in record.message]
+    assert said == [
+        "[BranchedKL@2] fairness: the coefficient is at its bound of 0.11. Its rewards count less in the update from "
+        "here on, by 0.5 at least; kl/fairness_update_share has the share"
+    ]
+    shares = kl.penalty(inputs).inputs["advantages"].tolist()
+    assert shares == pytest.approx([0.11 / (0.1 * 1.15**4), 1.0, 1.0])

@@ -1,13 +1,14 @@
-"""The control law by hand, window by window."""
+"""The controller by hand, window by window, under a law whose steps are known."""
 
 import json
 import math
 
 import pytest
 
+from benchmarks.kl_laws import RISE_PATIENCE, FactorLaw
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import BranchController, KLControl, WindowSettings
-from salesrl_trl.kl.law import FAR, RISE_PATIENCE, ControlLaw, KLTarget
+from salesrl_trl.kl.law import FAR, AdaptiveLaw, KLTarget
 
 BARE = {"recentre": 0.0, "trend_windows": 0.0}
 TARGET = KLTarget(beta=0.1, low=0.02, high=0.08)  # centre sqrt(0.02 * 0.08) = 0.04, half-width ln(2)
@@ -18,7 +19,7 @@ EVERY_STEP = WindowSettings(update_steps=1)
 
 def controller(target=TARGET, update_steps=1, cooldown_steps=0, **law):
     windows = WindowSettings(update_steps=update_steps, cooldown_steps=cooldown_steps)
-    return BranchController("fairness", target, ControlLaw(**{**BARE, **law}), windows)
+    return BranchController("fairness", target, FactorLaw(**{**BARE, **law}), windows)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,9 @@ def controller(target=TARGET, update_steps=1, cooldown_steps=0, **law):
         ({"beta_max": 0.05}, "Expected it between `beta_min` 0.001 and `beta_max` 0.05"),
         ({"beta": "1e-3"}, "write 1.0e-3"),
         ({"beta_max": 0.5}, "A coefficient without a band never moves"),
+        ({"least_share": 0.5}, "A coefficient without a band never moves"),
+        ({"low": 0.02, "high": 0.06, "least_share": 0.0}, "`least_share` is 0.0. Expected more than 0, up to 1"),
+        ({"low": 0.02, "high": 0.06, "least_share": 1.5}, "`least_share` is 1.5"),
         ({"beta": 0.0, "low": 0.02, "high": 0.06}, "no factor can raise"),
         ({"beta": 0.0, "low": 0.02, "high": 0.06, "beta_max": 1.0}, "no factor can raise"),
     ],
@@ -55,14 +59,7 @@ def test_a_target_that_cannot_work_is_refused(settings, message):
     [
         *[(WindowSettings, {"update_steps": number}) for number in (0, 2.5)],
         *[(WindowSettings, {"cooldown_steps": number}) for number in (-1, 0.5)],
-        (ControlLaw, {"raise_factor": math.inf}),
-        (ControlLaw, {"trend_windows": math.inf}),
-        (ControlLaw, {"raise_factor": 1.0}),
-        (ControlLaw, {"lower_factor": 0.0}),
-        (ControlLaw, {"lower_factor": 1.0}),
-        (ControlLaw, {"recentre": 1.1}),
-        (ControlLaw, {"recentre": -0.1}),
-        (ControlLaw, {"trend_windows": -1.0}),
+        *[(AdaptiveLaw, {"max_step": number}) for number in (1.0, 0.5, math.inf, math.nan, "2", True)],
     ],
     ids=lambda value: (
         "-".join(f"{name}={number}" for name, number in value.items()) if isinstance(value, dict) else ""
@@ -218,19 +215,37 @@ def test_a_coefficient_stays_within_its_bounds():
     assert branch.beta == 0.09
 
 
+def test_beyond_its_bound_a_coefficient_becomes_a_smaller_share_of_the_rewards():
+    target = KLTarget(beta=0.1, low=0.02, high=0.08, beta_max=0.11, least_share=0.9)
+    branch = controller(target)
+    assert branch.observe(1.0, 1).after == pytest.approx(0.115)  # what is asked for
+    assert (branch.beta, branch.share) == (0.11, pytest.approx(0.11 / 0.115))
+    assert branch.observe(1.0, 1).after == pytest.approx(0.11 / 0.9)
+    assert branch.observe(1.0, 1) is None
+    assert (branch.beta, branch.share) == (0.11, pytest.approx(0.9))
+    resumed = controller(target)
+    resumed.load_state_dict(json.loads(json.dumps(branch.state_dict())))
+    assert (resumed.beta, resumed.share) == (branch.beta, branch.share)
+    without = controller(KLTarget(beta=0.1, low=0.02, high=0.08, beta_max=0.11))
+    without.load_state_dict(branch.state_dict())
+    assert (without.beta, without.share) == (0.11, 1.0)
+    branch.observe(1e-3, 1)
+    assert (branch.beta, branch.share) == (pytest.approx(0.11 / 0.9 * 0.85), 1.0)
+
+
 def test_without_a_law_or_a_band_a_coefficient_stays_and_the_band_is_watched():
     watched = BranchController("fairness", TARGET, None, EVERY_STEP)
     for kl in (0.05, 9.0, 0.05, 0.05):
         assert watched.observe(kl, 1) is None
     assert (watched.beta, watched.share_in_band) == (0.1, 0.75)
-    free = BranchController("fairness", KLTarget(beta=0.1), ControlLaw(), EVERY_STEP)
+    free = BranchController("fairness", KLTarget(beta=0.1), FactorLaw(), EVERY_STEP)
     assert free.observe(9.0, 1) is None
     assert free.beta == 0.1
     assert math.isnan(free.share_in_band)
 
 
 def test_branches_do_not_touch_each_other():
-    control = KLControl({"a": TARGET, "b": TARGET, "c": TARGET}, ControlLaw(**BARE), EVERY_STEP)
+    control = KLControl({"a": TARGET, "b": TARGET, "c": TARGET}, FactorLaw(**BARE), EVERY_STEP)
     decisions = control.observe([(9.0, 1), (0.0, 0), (0.001, 1)])
     assert [decision.branch for decision in decisions] == ["a", "c"]
     assert control.betas == [pytest.approx(0.115), 0.1, pytest.approx(0.085)]
@@ -270,13 +285,13 @@ def test_a_controller_goes_on_from_its_saved_state_as_if_nothing_had_happened(in
 
 
 def test_saved_coefficients_meet_the_settings_of_the_run_that_goes_on():
-    high = KLControl({"a": KLTarget(beta=5.0, low=0.1, high=0.2)}, ControlLaw(), WindowSettings())
-    narrowed = KLControl({"a": KLTarget(beta=0.1, low=0.1, high=0.2, beta_max=1.0)}, ControlLaw(), WindowSettings())
+    high = KLControl({"a": KLTarget(beta=5.0, low=0.1, high=0.2)}, FactorLaw(), WindowSettings())
+    narrowed = KLControl({"a": KLTarget(beta=0.1, low=0.1, high=0.2, beta_max=1.0)}, FactorLaw(), WindowSettings())
     narrowed.load_state_dict(high.state_dict())
     assert narrowed.betas == [1.0]
     fixed = KLControl({"a": KLTarget(beta=0.1, low=0.1, high=0.2)}, None, WindowSettings())
     fixed.load_state_dict(high.state_dict())
     assert fixed.betas == [0.1]
-    other = KLControl({"b": KLTarget(beta=0.1, low=0.1, high=0.2)}, ControlLaw(), WindowSettings())
+    other = KLControl({"b": KLTarget(beta=0.1, low=0.1, high=0.2)}, FactorLaw(), WindowSettings())
     other.load_state_dict(high.state_dict())
     assert other.betas == [0.1]

@@ -107,6 +107,24 @@ def test_the_inputs_are_bounded_copies_and_all_else_is_handed_on():
     assert torch.equal(inputs["old_per_token_logps"], full(-INF))  # the buffered batch is used again
 
 
+@pytest.mark.parametrize("shares", [(), (1.0, 1.0)])
+def test_rewards_that_count_in_full_are_handed_on_untouched(shares):
+    inputs = batch(full(-2.0))
+    assert BranchPenalty(inputs, (1.0, 1.0), PLAIN, shares).inputs["advantages"] is inputs["advantages"]
+
+
+@pytest.mark.parametrize(
+    ("advantages", "expected"),
+    [((1.0, -4.0), [1.0, -1.0]), (((1.0, 2.0), (-4.0, 0.0)), [[1.0, 2.0], [-1.0, 0.0]])],
+    ids=["of completions", "of tokens"],
+)
+def test_a_branchs_rewards_count_by_its_share(advantages, expected):
+    inputs = batch(full(-2.0), advantages=torch.tensor(advantages))
+    penalty = BranchPenalty(inputs, (1.0, 1.0), PLAIN, (1.0, 0.25))
+    assert penalty.inputs["advantages"].tolist() == expected
+    assert inputs["advantages"].tolist() == torch.tensor(advantages).tolist()
+
+
 def test_log_probs_that_trl_did_not_take_stay_absent():
     inputs = batch(full(-2.0), old_per_token_logps=None)
     assert BranchPenalty(inputs, (1.0, 1.0), PLAIN).inputs["old_per_token_logps"] is None

@@ -6,7 +6,7 @@ import pytest
 
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.run.settings import PATHS, parse, parse_part
+from salesrl_trl.run.settings import PATHS, REPLACED, names_of_settings, parse, parse_part
 
 ROOT = Path(__file__).parents[3]
 
@@ -101,6 +101,12 @@ def test_a_recipe_that_is_not_there_is_refused(tmp_path):
 def test_a_path_that_no_file_can_have_is_refused(name, path, reason):
     with pytest.raises(ConfigError, match=rf"`(--)?{name}` is '.{{1,203}}', which can't be looked at \({reason}"):
         parse(["--output_dir", "x", f"--{name}={path}"], None)
+
+
+def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
+    with pytest.raises(ConfigError, match=r"--kl-raise-factor \(gone: .* at most by kl_max_step; kl_law: "):
+        parse(["--kl-raise-factor", "1.2"], None)
+    assert not names_of_settings() & REPLACED.keys()
 
 
 def test_an_unknown_argument_is_refused():

@@ -48,7 +48,8 @@ def test_a_line_has_the_names_that_dashboards_rely_on_in_their_order():
         *(f"services/rag_8b/{figure}" for figure in traffic),
         "cache/answers_saved", "cache/references_saved",
         "kl", "beta/a", "kl/a", "kl/a_k1", "kl/a_in_band", "kl/a_share_in_band", "kl/a_clamped", "kl/a_tokens",
-        "kl/a_low", "kl/a_high", "failures/baseline_fallback", "judge/length_correlation", "judge/position_gap",
+        "kl/a_low", "kl/a_high", "kl/a_update_share",
+            "failures/baseline_fallback", "judge/length_correlation", "judge/position_gap",
     ]  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def test_what_was_recorded_of_a_step_is_in_its_line_and_not_in_the_next(ledger):
     ledger.record_correction("train", 1.0, 2.0, 8.0)
     ledger.record_baselines(torch.tensor([True, False, False, False]))
     control = KLControl({"a": KLTarget(beta=0.1)}, None, WindowSettings())
-    ledger.record_kl("train", [[0.4, 0.2, 0.0, 4.0, 4.0]], [0.1], control)
+    ledger.record_kl("train", [[0.4, 0.2, 0.0, 4.0, 4.0]], [0.1], [1.0], control)
     names = ("reward/a", "outcome/infra", "failures/single_scored", "failures/skipped_update", "rollout/staleness",
              "rollout/staleness_max", "rollout/left_out", "rollout/bounded", "failures/baseline_fallback", "kl/a",
              "beta/a")  # fmt: skip

@@ -1,0 +1,207 @@
+"""Properties of the packaged law: what holds for any KL, coefficient and course."""
+
+import json
+import math
+import random
+
+import pytest
+
+from benchmarks.kl_plant import TARGETS
+from benchmarks.kl_simulate import out_of_reach
+from salesrl_trl.kl.controller import BranchController, KLControl, WindowSettings
+from salesrl_trl.kl.law import ANSWER, FIRST_STEP, NOTICE, AdaptiveLaw, KLTarget, Window
+
+TARGET = KLTarget(beta=0.1, low=0.02, high=0.08)  # centre 0.04
+OPEN = KLTarget(beta=0.1, low=0.0, high=0.08)
+KLS = (-0.5, 0.0, 1e-9, 1e-3, 0.01, 0.02, 0.04, 0.05, 0.08, 0.1, 0.3, 5.0, 1e30)
+
+
+def courses(number=50, windows=40):
+    """Courses of a wandering KL with ragged windows, by seed: (KL, tokens) of each window."""
+    for seed in range(number):
+        rng = random.Random(seed)
+        kl, course = TARGET.high * rng.uniform(0.05, 5), []
+        for _ in range(windows):
+            kl *= math.exp(rng.gauss(0, 0.3))
+            course.append((kl, rng.randrange(1, 3000)))
+        yield course
+
+
+def after(course, law=None, target=TARGET):
+    """Coefficient and state after a course, from the first coefficient, within its bounds."""
+    law, beta, state = law or AdaptiveLaw(), target.beta, {}
+    for kl, tokens in course:
+        beta, state = law.move(Window(target=target, beta=beta, kl=kl, tokens=tokens), state)
+        beta = min(max(beta, target.bounds[0]), target.bounds[1])
+    return beta, state
+
+
+def move(kl, beta, state, tokens=1000.0, target=TARGET):
+    return AdaptiveLaw().move(Window(target=target, beta=beta, kl=kl, tokens=tokens), state)[0]
+
+
+def test_a_higher_kl_never_gives_a_lower_coefficient():
+    for course in courses():
+        beta, state = after(course)
+        moves = [move(kl, beta, state) for kl in KLS]
+        assert moves == sorted(moves)
+        assert moves[0] < beta < moves[-1]
+
+
+@pytest.mark.parametrize("target", [TARGET, OPEN], ids=["band", "band without a lower edge"])
+@pytest.mark.parametrize("max_step", [1.1, 1.5, 3.0])
+def test_a_step_is_bounded_whatever_the_kl(max_step, target):
+    law = AdaptiveLaw(max_step=max_step)
+    for course in courses(20):
+        beta, state = after(course, law, target)
+        for kl in KLS:
+            for tokens in (1, 10**9):
+                factor = law.move(Window(target=target, beta=beta, kl=kl, tokens=tokens), state)[0] / beta
+                assert 1 / max_step <= factor * (1 + 1e-12)
+                assert factor <= max_step * (1 + 1e-12)
+
+
+def test_steps_are_in_proportion_to_the_distance():
+    """A KL that stands still: the logarithm of the factor is a multiple of that of KL / centre."""
+    beta, state = after([(TARGET.high * 1.01, 100)] * 5)
+    per_distance = []
+    for ratio in (0.6, 0.8, 1.25, 1.5, 2.0):
+        standing = {**state, "log_kl": math.log(0.04 * ratio)}
+        per_distance.append(math.log(move(0.04 * ratio, beta, standing, 100) / beta) / math.log(ratio))
+    assert per_distance == pytest.approx([per_distance[0]] * 5)
+    assert per_distance[0] > 0
+
+
+def test_a_window_with_few_tokens_moves_less():
+    for course in courses(20):
+        beta, state = after([(kl, 1000) for kl, _ in course])
+        state = {**state, "log_kl": math.log(0.04)}
+        moves = [move(0.06, beta, state, tokens) for tokens in (1, 10, 100, 1000)]
+        assert moves == sorted(moves)
+        assert moves[0] < beta * 1.01
+
+
+def test_only_a_windows_sums_count_and_not_how_its_steps_and_micro_batches_split_them():
+    """Powers of two: sums of these numbers are exact, so that the coefficients are the same to the last bit."""
+    rng = random.Random(1)
+    whole, split = (
+        BranchController("a", TARGET, AdaptiveLaw(), WindowSettings(update_steps=steps)) for steps in (1, 4)
+    )
+    for _ in range(40):
+        parts = [(rng.randrange(1, 64) / 16, rng.choice([0, 8, 16, 64])) for _ in range(3)] + [(0.25, 8)]
+        parts = [(kl_sum if tokens else 0.0, tokens) for kl_sum, tokens in parts]
+        whole.observe(sum(kl_sum for kl_sum, _ in parts), sum(tokens for _, tokens in parts))
+        for part in rng.sample(parts, len(parts)):
+            split.observe(*part)
+        assert split.beta == whole.beta
+    assert whole.beta != TARGET.beta
+
+
+def test_it_does_not_wind_up_at_a_bound():
+    """However long a KL was out of reach, the coefficient leaves its bound in the same window after it came back."""
+    left = []
+    for windows in (20, 40, 200):
+        branch = BranchController(
+            "a", KLTarget(beta=0.1, low=0.02, high=0.08, beta_max=0.2), AdaptiveLaw(), WindowSettings(update_steps=1)
+        )
+        for _ in range(windows):
+            branch.observe(1000 * 0.5, 1000)
+        assert branch.beta == 0.2
+        waited = 0
+        while branch.beta == 0.2:
+            branch.observe(1000 * 0.03, 1000)
+            waited += 1
+        left.append(waited)
+    assert left == [1, 1, 1]
+
+
+def test_it_leaves_the_coefficient_alone_in_the_first_window():
+    assert [move(kl, 0.1, {}) for kl in (0.0, 0.01, 0.05, 0.09)] == [0.1] * 4
+
+
+def test_the_first_move_brings_a_rise_that_will_pass_the_band_to_its_centre():
+    """One more window of this growth leads from 0.06 to 0.1, 2.5 times the centre."""
+    beta, state = after([(1e-4, 1000), (0.02, 1000)])
+    assert beta == 0.1
+    assert move(0.06, beta, state) == pytest.approx(0.1 * 2.5 ** (1 / ANSWER))
+    assert move(0.045, beta, state) == 0.1  # 0.07 lies in the band
+    assert move(1.0, beta, state) == pytest.approx(0.1 * FIRST_STEP)
+    _, moved_on = AdaptiveLaw().move(Window(target=TARGET, beta=beta, kl=0.06, tokens=1000.0), state)
+    assert move(0.12, beta, moved_on) <= 0.2  # it is made once
+
+
+def test_a_fresh_policys_coefficient_stays_while_its_kl_rises_to_the_band():
+    rise = [(1e-4, 1000), (1e-3, 1000), (5e-3, 1000), (0.01, 1000)]
+    assert after(rise)[0] == 0.1
+    assert after([*rise, (0.009, 1000)])[0] == 0.1
+    assert after([*rise, (0.009, 1000), (0.009, 1000)])[0] < 0.1
+
+
+def test_windows_without_tokens_or_with_a_kl_that_is_not_finite_never_reach_it():
+    branch = BranchController("a", TARGET, AdaptiveLaw(), WindowSettings(update_steps=1))
+    for measured in ((0.0, 0.0), (math.nan, 10.0), (math.inf, 10.0), (-math.inf, 10.0)):
+        assert branch.observe(*measured) is None
+    assert branch.state_dict()["law_state"] == {}
+
+
+@pytest.mark.parametrize("kl", [0.0, -1e-3])
+def test_a_kl_without_a_logarithm_lowers_a_coefficient_that_was_in_band(kl):
+    _, state = after([(0.04, 1000)] * 3)
+    assert TARGET.beta / 2.1 < move(kl, TARGET.beta, state) < TARGET.beta
+
+
+@pytest.mark.parametrize("stopped_after", [1, 7, 23, 61, 149])
+def test_a_run_that_goes_on_from_its_saved_state_has_the_same_digits(stopped_after):
+    plant = out_of_reach(3)
+    steps = [plant.step([0.1, 0.3]) for _ in range(150)]
+    whole, first, resumed = (KLControl(TARGETS, AdaptiveLaw(), WindowSettings(update_steps=3)) for _ in range(3))
+    for step in steps:
+        whole.observe(step)
+    for step in steps[:stopped_after]:
+        first.observe(step)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for step in steps[stopped_after:]:
+        resumed.observe(step)
+    assert resumed.state_dict() == whole.state_dict()
+    assert whole.betas != [0.1, 0.3]
+
+
+def test_a_band_out_of_reach_is_said_with_what_to_change_and_control_goes_on():
+    control = KLControl(TARGETS, AdaptiveLaw(), WindowSettings(update_steps=5))
+    plant = out_of_reach(0)
+    while not control.branches[0].notice:
+        control.observe(plant.step(control.betas))
+    assert "no nearer to [0.02, 0.06]" in control.branches[0].notice
+    assert "Lower `learning_rate`, raise `high`, or give the branch a `least_share`" in control.branches[0].notice
+    assert control.branches[0].state_dict()["law_state"][NOTICE] == control.branches[0].notice
+    said, notice = control.betas[0], control.branches[0].notice
+    for _ in range(25):
+        control.observe(plant.step(control.betas))
+    assert control.branches[0].notice == notice  # the same text, so that it is logged once
+    assert control.betas[0] >= said
+
+
+def test_a_branch_that_others_hold_below_its_band_is_said_with_what_to_change():
+    beta, state = after([(0.04, 1000)] * 3 + [(0.01, 1000)] * 25)
+    assert beta == TARGET.bounds[0]
+    assert state[NOTICE].endswith("Lower `low`, or the coefficients of the other branches")
+    _, state = after([(0.04, 1000)] * 3 + [(0.01 * 1.05**number, 1000) for number in range(14)])
+    assert state[NOTICE] == ""  # it comes nearer
+
+
+def test_a_band_that_comes_into_reach_again_is_used_again():
+    """A lower rate lowers the floor. The evidence for the old floor is forgotten, and the KL returns to its band."""
+    for seed in range(10):
+        plant = out_of_reach(seed)
+        control = KLControl(TARGETS, AdaptiveLaw(), WindowSettings(update_steps=5))
+        said = set()
+        while len(said) < len(TARGETS):
+            control.observe(plant.step(control.betas))
+            said |= {branch.branch for branch in control.branches if branch.notice}
+        for branch in plant.branches:
+            branch.floor = 0.0
+        for _ in range(400):
+            control.observe(plant.step(control.betas))
+        for branch, state in zip(control.branches, plant.branches, strict=True):
+            assert branch.target.contains(state.kl), (seed, branch.branch)
+            assert branch.notice == ""
