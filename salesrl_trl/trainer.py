@@ -28,7 +28,7 @@ from salesrl_trl.config.schedule import follow
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.generation.requests import Requests
-from salesrl_trl.generation.sampler import Finished, Sampled, Sampler, TokenSource, Upstream
+from salesrl_trl.generation.sampler import Finished, Sampled, Sampler, TokenSource, Upstream, vision_fields
 from salesrl_trl.hooks import Hooks
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
@@ -93,6 +93,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         rooms = self.rooms = Wiring(model, reward, args, instruments, kl_law, kwargs.get("peft_config") is not None)
         self._timeline = rooms.timeline
         self._tokens: TokenSource | None = None  # generates in place of TRL's engines
+        self._vision: Mapping[str, Any] = {}  # what the processor made of the last prompts' pictures
         self._epoch = 0
         with rooms.building(model):
             super().__init__(model=model, reward_funcs=rooms.desk, args=args, **kwargs)
@@ -217,7 +218,8 @@ class SalesGRPOTrainer(GRPOTrainer):
             self.state.num_input_tokens_seen = seen
             self.model.train(was_training)  # transformers' continuous batching leaves it in training
         measured.pop("num_tokens")
-        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
+        vision = self._vision if generated[6] is not None else {}
+        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen, vision=vision)
 
     def _ask_server(self, prompts: Sequence[object], finished: Finished) -> Requests:
         """Push changed weights, as TRL's `_generate` does, and ask for completions without waiting."""
@@ -225,6 +227,11 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._generate_single_turn(*self._tokenize_prompts(copy.deepcopy(list(prompts))), self.num_generations)
         [requests] = begun
         return requests
+
+    def _tokenize_prompts(self, prompts):
+        """Keeps what the processor makes of pictures, for log-probs of completions that are not scored yet."""
+        prompt_ids, images, self._vision = super()._tokenize_prompts(prompts)
+        return prompt_ids, images, self._vision
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
         """Lets another engine generate, if there is one."""
@@ -321,13 +328,15 @@ class SalesGRPOTrainer(GRPOTrainer):
             rollout.logps[is_reference] = output[0]
         return output
 
-    def _logps_of(self, output: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
         """Log-probs of a generation batch's completions under the current policy, shape (B, T)."""
         ids = torch.cat((output["prompt_ids"], output["completion_ids"]), dim=1)  # (B, P + T)
         attended = torch.cat((output["prompt_mask"], output["completion_mask"]), dim=1)  # (B, P + T)
         size, length = self.args.per_device_train_batch_size, output["completion_ids"].size(1)
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            return self._get_per_token_logps_and_entropies(self.model, ids, attended, length, batch_size=size)[0]
+            return self._get_per_token_logps_and_entropies(
+                self.model, ids, attended, length, batch_size=size, **vision_fields(output)
+            )[0]
 
     def training_step(self, *args, **kwargs):
         """Marks the phases of a step around its passes."""

@@ -74,14 +74,18 @@ def cached_policy(steps: int, seed: int) -> Path:
         `SalesRLError`: the warm start failed; the message holds the end of its output.
         `ConfigError`: the cache does not hold it, and can't be written.
     """
-    target = _policy_folder(steps, seed)
+    return make_in_subprocess(_policy_folder(steps, seed), "salesrl_trl.demo.policy", steps, seed)
+
+
+def make_in_subprocess(target: Path, module: str, steps: int, seed: int) -> Path:
+    """`cached_policy` for a folder of the cache, and the module that makes it. Returns the folder."""
     if (target / "config.json").is_file():  # it came there whole, so that a cache that can only be read will do
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{target}.lock"):
             if not (target / "config.json").is_file():
-                _make_in_subprocess(target, steps, seed)
+                _make_in_subprocess(target, module, steps, seed)
     except OSError as error:
         raise ConfigError(
             f"the small policy can't be kept in {target.parent} ({error.strerror}). Expected a folder with room, and "
@@ -112,7 +116,7 @@ def _recipe_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def _make_in_subprocess(target: Path, steps: int, seed: int) -> None:
+def _make_in_subprocess(target: Path, module: str, steps: int, seed: int) -> None:
     logger.info(f"warm start: {steps} SFT steps of the small policy (once; kept in {target})")
     # One GPU at most: with several, the Trainer of a single process multiplies the batch by their number.
     inherited = child_environment(with_gpu=True)
@@ -121,7 +125,7 @@ def _make_in_subprocess(target: Path, steps: int, seed: int) -> None:
     environment["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     work = Path(tempfile.mkdtemp(dir=target.parent))
     try:
-        command = [sys.executable, "-m", "salesrl_trl.demo.policy", str(work / "policy")]
+        command = [sys.executable, "-m", module, str(work / "policy")]
         command += ["--steps", str(steps), "--seed", str(seed)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode != 0:

@@ -5,6 +5,7 @@ Owns what differs from TRL's `VLLMGeneration`:
 - engine options that TRL does not pass through;
 - each completion is reported when it is finished;
 - requests to a server go on in the background;
+- prompts with pictures have one token for each picture;
 - the weight push on a CPU.
 
 Refuses to decide when to generate, and what to do with a completion. vLLM is imported only while an engine is built,
@@ -28,6 +29,7 @@ from accelerate.utils.other import get_free_port
 from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration
 
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.requests import MOST_REQUESTS, Completions, Requests
 from salesrl_trl.process import allow_files
 from salesrl_trl.replaced import replaced
@@ -193,13 +195,20 @@ class SalesVLLMGeneration(VLLMGeneration):
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: object = None
     ) -> tuple[Any, ...]:
-        """TRL's `generate`. Where completions are reported, each process asks a server for its own completions.
+        """TRL's `generate`, with one token for each picture in this process. Where completions are reported, each
+        process asks a server for its own completions.
 
         TRL gathers all prompts in the first process. Its one request is answered when the last completion is finished.
         Here each completion is a request of its own. The server batches them all the same.
         """
         if self._collect is None:
-            return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
+            if self.mode == "server" or images is None:
+                return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
+            token = self.processing_class.image_token_id
+            shortened = [one_token_each(ids, token) for ids in prompts]
+            generated = super().generate(shortened, images, num_generations, profiler)
+            check_expanded(generated[0], prompts)
+            return generated  # type: ignore[no-any-return]
         first = self.accelerator.process_index * len(prompts)
         samples = [place % num_generations for place in range(first, first + len(prompts))]
         collect, send = self._collect, self.vllm_client.generate
@@ -282,6 +291,40 @@ def _single(
         return send([prompts[place]], features=chosen, generation_kwargs=further, **sampling)
 
     return ask
+
+
+def one_token_each(ids: Sequence[int], image_token: int) -> list[int]:
+    """A prompt with one token for each picture, as vLLM wants it: it puts in those of the picture itself.
+
+    TRL 1.16 gives a colocated vLLM the prompt with the tokens of its pictures, and the pictures. vLLM then takes the
+    first of these tokens for the place of the picture, and puts in all of them once more (huggingface/trl#6294).
+
+    Args:
+        ids (`Sequence[int]`):
+            Token ids, with a run of `image_token` for each picture.
+        image_token (`int`):
+            The token that stands for a part of a picture.
+    """
+    return [each for before, each in itertools.pairwise([None, *ids]) if not before == each == image_token]
+
+
+def check_expanded(seen: Sequence[Sequence[int]], meant: Sequence[Sequence[int]]) -> None:
+    """Raise `ConfigError` unless vLLM sampled from the prompts that the policy is trained on.
+
+    Args:
+        seen (`Sequence[Sequence[int]]`):
+            Token ids of vLLM's prompts.
+        meant (`Sequence[Sequence[int]]`):
+            Token ids of the trainer's.
+    """
+    for place, (ids, expected) in enumerate(zip(seen, meant, strict=True)):
+        if list(ids) != list(expected):
+            raise ConfigError(
+                f"vLLM reads the pictures of prompt {place} as {len(ids)} tokens with the text, and the trainer as "
+                f"{len(expected)}: completions would be sampled from another prompt than they are trained on. Expected "
+                "the same processor on both sides, and a model whose pictures are one run of image tokens each. Leave "
+                "`mm_processor_kwargs` out of `vllm_engine_kwargs`, or set `use_vllm: false`."
+            )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,213 @@
+"""The small policy that reads pictures: a Qwen2.5-VL model and its processor. It needs no hub.
+
+Owns how this policy is made, and its place in the cache. `policy` does the same for the policy that reads text alone.
+The warm start imitates the draft actions of `data.demo_pictures`. Some of their annotators took another course of the
+list than the marked one, so that GRPO has much to improve.
+
+`python -m salesrl_trl.demo.vision DIR` makes one.
+"""
+
+import argparse
+import hashlib
+import inspect
+import itertools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from salesrl_trl.data import demo_pictures
+from salesrl_trl.data.files import read_lines
+from salesrl_trl.data.processor import NoVideos, load_processor, videos_left_out
+from salesrl_trl.data.prompts import action_text, build_prompt, template_path
+from salesrl_trl.data.rows import parse_row
+from salesrl_trl.data.sources import prompt_dataset
+from salesrl_trl.demo.policy import PROMPT_STYLE, build_tokenizer, make_in_subprocess
+from salesrl_trl.process import cache_dir, keep_freed_memory
+from salesrl_trl.types import Action, SalesRow
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+HIDDEN_SIZE = 128
+LAYERS = 2
+HEADS = 4
+"""Each head has size 32, the smallest that vLLM's CPU attention accepts; the same in the vision tower."""
+MLP_SIZE = 384
+VISION_SIZE = 64
+VISION_LAYERS = 2
+VISION_HEADS = 2
+VISION_WEIGHTS = 0.06
+"""Standard deviation of the tower's weights at the start. With the usual 0.02 so narrow a tower learns nothing."""
+PATCH = 14
+MERGE = 2
+"""A token of a picture stands for 28 x 28 pixels: `MERGE` x `MERGE` patches."""
+MOST_TOKENS = 64
+"""Of a picture. A larger one is made smaller."""
+MAX_POSITIONS = 512
+BATCH_SIZE = 32
+LEARNING_RATE = 3e-3
+WARMUP_FRACTION = 0.1
+
+_IMAGE, _VIDEO, _START, _END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    f"{{% if part['type'] == 'image' %}}{_START}{_IMAGE}{_END}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def cached_vision_policy(steps: int, seed: int) -> Path:
+    """The folder of the small policy that reads pictures. Arguments, errors and result are those of `cached_policy`."""
+    return make_in_subprocess(_folder(steps, seed), "salesrl_trl.demo.vision", steps, seed)
+
+
+def vision_processor(steps: int, seed: int) -> "ProcessorMixin":
+    """The processor of this policy. It needs no warm start: without the folder, an equal one is made."""
+    folder = _folder(steps, seed)
+    return load_processor(str(folder)) if (folder / "config.json").is_file() else build_processor()
+
+
+def _folder(steps: int, seed: int) -> Path:
+    return cache_dir() / "policies" / f"vision-seed{seed}-steps{steps}-{_recipe_hash()}"
+
+
+def _recipe_hash() -> str:
+    """A hash of everything that decides the policy: this module, the tokenizer's code, prompt and dataset."""
+    digest = hashlib.sha256(Path(__file__).read_bytes() + inspect.getsource(build_tokenizer).encode())
+    digest.update(template_path(PROMPT_STYLE).read_bytes() + demo_pictures.recipe_hash().encode())
+    return digest.hexdigest()[:12]
+
+
+def build_processor() -> "ProcessorMixin":
+    """Qwen2.5-VL's processor, with the demo's tokenizer and tokens for pictures."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
+
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [_IMAGE, _VIDEO, _START, _END]})
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    pixels = (PATCH * MERGE) ** 2
+    sizes = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
+    limits = {"shortest_edge": pixels, "longest_edge": MOST_TOKENS * pixels}
+    images = Qwen2VLImageProcessorPil(**sizes, size=limits)
+    videos = NoVideos({**sizes, "size": limits, "video_processor_type": "Qwen2VLVideoProcessor"})
+    with videos_left_out():
+        return Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=_CHAT_TEMPLATE)
+
+
+def build_model(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
+    """A Qwen2.5-VL of about 1.4 million random weights. Its output head is not tied (see `has_tied_head`)."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    image, video, start, end = tokenizer.convert_tokens_to_ids([_IMAGE, _VIDEO, _START, _END])
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    half = HIDDEN_SIZE // HEADS // 2
+    text = {
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": MLP_SIZE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [half // 4, half * 3 // 8, half * 3 // 8],  # time, height, width
+        },
+        "tie_word_embeddings": False,
+        **ends,
+    }
+    vision = {
+        "depth": VISION_LAYERS,
+        "hidden_size": VISION_SIZE,
+        "intermediate_size": 2 * VISION_SIZE,
+        "num_heads": VISION_HEADS,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": HIDDEN_SIZE,
+        "window_size": 8 * PATCH,
+        "fullatt_block_indexes": [VISION_LAYERS - 1],
+        "initializer_range": VISION_WEIGHTS,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+        **ends,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def make_policy(target: Path, steps: int, seed: int) -> None:
+    """Build processor and model, warm-start them, and save both to `target`."""
+    import torch
+    from transformers import set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        keep_freed_memory()
+    set_seed(seed)
+    processor = build_processor()
+    model = build_model(processor.tokenizer)
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = SFTConfig(
+            output_dir=scratch,
+            max_steps=steps,
+            per_device_train_batch_size=BATCH_SIZE,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="cosine",
+            warmup_steps=int(WARMUP_FRACTION * steps),
+            logging_steps=25,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=seed,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_length=None,
+            use_cpu=on_cpu,
+        )
+        rows = demonstrations(steps * BATCH_SIZE)
+        SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=processor).train()
+    model.save_pretrained(target)
+    processor.save_pretrained(target)
+
+
+def demonstrations(most: int) -> "Dataset":
+    """The draft actions as demonstrations, `most` of them if there are more."""
+    pairs = [*itertools.islice(_pairs(demo_pictures.dataset_folder()), most)]
+    rows = prompt_dataset(
+        [build_prompt(row, PROMPT_STYLE) for row, _ in pairs], images=[row.images for row, _ in pairs]
+    )
+    answers = [[{"role": "assistant", "content": action_text(Action(fields=draft))}] for _, draft in pairs]
+    return rows.remove_columns("row").add_column("completion", answers)
+
+
+def _pairs(folder: Path) -> Iterator[tuple[SalesRow, dict[str, str]]]:
+    for position, (record, _) in enumerate(read_lines(folder / demo_pictures.FILES["train"])):
+        row = parse_row(record, position, [record["branch"]], "the demo", folder=folder)
+        yield from ((row, draft) for draft in record["draft_actions"])
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    arguments = parser.parse_args()
+    make_policy(arguments.target, arguments.steps, arguments.seed)
+
+
+if __name__ == "__main__":
+    _main()
