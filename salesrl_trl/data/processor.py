@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 
-class NoVideos(ImageProcessingMixin):  # type: ignore[misc]
+class NoVideos(ImageProcessingMixin):
     """The settings of a video processor, which are saved as they were read. It processes nothing."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -73,8 +73,8 @@ def load_processor(
     except ImportError as error:
         lacking = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
-            f"the processor of {name_or_path!r} needs a package that is not installed ({lacking}). Expected Pillow, and "
-            "for some models torchvision, of the same build (CPU or CUDA) as torch. Install it."
+            f"the processor of {name_or_path!r} needs a package that is not installed ({lacking}). Expected Pillow, "
+            "and for some models torchvision, of the same build (CPU or CUDA) as torch. Install it."
         ) from error
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(

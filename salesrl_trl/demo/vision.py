@@ -62,7 +62,7 @@ _CHAT_TEMPLATE = (
 
 
 def cached_vision_policy(steps: int, seed: int) -> Path:
-    """The folder of the small policy that reads pictures. Arguments, errors and result are those of `cached_policy`."""
+    """The folder of the small policy that reads pictures. Arguments, errors and result: `cached_policy`."""
     return make_in_subprocess(_folder(steps, seed), "salesrl_trl.demo.vision", steps, seed)
 
 

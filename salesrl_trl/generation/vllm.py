@@ -26,7 +26,7 @@ import trl.generation.vllm_generation as upstream_vllm
 import trl.trainer.grpo_trainer as upstream_trainer
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.other import get_free_port
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.errors import ConfigError
@@ -126,19 +126,32 @@ class SalesVLLMGeneration(VLLMGeneration):
             client.session.get_adapter(client.base_url).init_poolmanager(1, MOST_REQUESTS)
 
     def sync_weights(self) -> None:
-        """Push the training weights into vLLM and drop its prefix cache."""
+        """Push the training weights into vLLM and drop its caches."""
         if self.mode == "server":
             self.settle()
             super().sync_weights()
+            if self._reads_pictures and self.accelerator.is_main_process:
+                self.vllm_client.session.post(f"{self.vllm_client.base_url}/reset_encoder_cache").raise_for_status()
             self.accelerator.wait_for_everyone()  # no process asks before the weights are there
             return
         if self.accelerator.device.type != "cpu":
             super().sync_weights()
+            self._forget_pictures()
             return
         worker = self.llm.llm_engine.model_executor.driver_worker
         worker = getattr(worker, "worker", worker)
         worker.reload_weights(weights_iterator=self._iter_named_params())
         self.llm.reset_prefix_cache()
+        self._forget_pictures()
+
+    @property
+    def _reads_pictures(self) -> bool:
+        return isinstance(self.processing_class, ProcessorMixin)
+
+    def _forget_pictures(self) -> None:
+        """Drop what the vision tower made of pictures with the weights before. TRL drops the texts' cache alone."""
+        if self._reads_pictures:
+            self.llm.llm_engine.reset_encoder_cache()
 
     @contextlib.contextmanager
     def streamed(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
@@ -305,7 +318,7 @@ def one_token_each(ids: Sequence[int], image_token: int) -> list[int]:
         image_token (`int`):
             The token that stands for a part of a picture.
     """
-    return [each for before, each in itertools.pairwise([None, *ids]) if not before == each == image_token]
+    return [each for place, each in enumerate(ids) if not (place and ids[place - 1] == each == image_token)]
 
 
 def check_expanded(seen: Sequence[Sequence[int]], meant: Sequence[Sequence[int]]) -> None:
@@ -321,7 +334,7 @@ def check_expanded(seen: Sequence[Sequence[int]], meant: Sequence[Sequence[int]]
         if list(ids) != list(expected):
             raise ConfigError(
                 f"vLLM reads the pictures of prompt {place} as {len(ids)} tokens with the text, and the trainer as "
-                f"{len(expected)}: completions would be sampled from another prompt than they are trained on. Expected "
+                f"{len(expected)}: completions would come from another prompt than they are trained on. Expected "
                 "the same processor on both sides, and a model whose pictures are one run of image tokens each. Leave "
                 "`mm_processor_kwargs` out of `vllm_engine_kwargs`, or set `use_vllm: false`."
             )
@@ -349,7 +362,8 @@ def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
     """Whether the trainer's push sets every weight of a colocated engine.
 
     TRL pushes parameters. So a model with saved buffers, such as a router's bias, keeps those that the engine has. A
-    quantised engine quantises its weights while it reads them.
+    quantised engine quantises its weights while it reads them. A vision tower over random weights stays wrong after
+    the push: of a Qwen2.5-VL on a CPU, log-probs were off by 0.72 nats, and by 1e-6 over the checkpoint's weights.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):
@@ -359,7 +373,9 @@ def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     is_whole = parameters.issuperset(model.state_dict())
-    return is_whole and not getattr(model, "is_quantized", False) and not (on_cpu and has_tied_head(model))
+    if getattr(model, "is_quantized", False) or getattr(model.config, "vision_config", None) is not None:
+        return False
+    return is_whole and not (on_cpu and has_tied_head(model))
 
 
 def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dtype | None) -> str:

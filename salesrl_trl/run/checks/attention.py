@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.checks.model import model_class
 
 AUTO = "auto"
 """A value of `attn_implementation`: FlashAttention where it can be used, else SDPA."""

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -174,7 +174,7 @@ def reads_pictures(model: PretrainedConfig) -> bool:
     return type(model) in AutoModelForImageTextToText._model_mapping
 
 
-def model_class(model: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+def model_class(model: PretrainedConfig) -> Any:
     """The class of transformers that loads a policy of this configuration."""
     return AutoModelForImageTextToText if reads_pictures(model) else AutoModelForCausalLM
 
