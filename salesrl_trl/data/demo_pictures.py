@@ -175,6 +175,7 @@ def _row(record: Record, picture: str, name: str, documents: Mapping[str, Record
     turns = [{**turn, "content": said.sub(MARKED, turn["content"])} for turn in record["conversation"]]
     return {
         **{key: record[key] for key in kept},
+        "course_name": _lower(name),
         "conversation": turns,
         "images": [picture],
         "documents": [documents[each]["text"] for each in record["document_ids"]],

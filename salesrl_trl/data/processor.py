@@ -20,6 +20,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.replaced import replaced
 
 if TYPE_CHECKING:
+    import torch
     from transformers import ProcessorMixin
 
 
@@ -55,6 +56,21 @@ def videos_left_out() -> Iterator[None]:
     kinds = {**processing.MODALITY_TO_BASE_CLASS_MAPPING, "video_processor": "ImageProcessingMixin"}
     with replaced(auto, "AutoVideoProcessor", NoVideos), replaced(processing, "MODALITY_TO_BASE_CLASS_MAPPING", kinds):
         yield
+
+
+def leave_out_no_pictures(model: "torch.nn.Module") -> None:
+    """From now on the model's vision tower is left out where a batch has no pictures. TRL gives it an empty tensor
+    then, if other batches of the same rollout have pictures, and it fails."""
+
+    def leave_out(
+        _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        pixels = kwargs.get("pixel_values")
+        if pixels is None or pixels.numel():
+            return None
+        return args, {name: each for name, each in kwargs.items() if name not in ("pixel_values", "image_grid_thw")}
+
+    model.register_forward_pre_hook(leave_out, with_kwargs=True)
 
 
 def load_processor(

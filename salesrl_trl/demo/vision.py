@@ -1,8 +1,9 @@
 """The small policy that reads pictures: a Qwen2.5-VL model and its processor. It needs no hub.
 
 Owns how this policy is made, and its place in the cache. `policy` does the same for the policy that reads text alone.
-The warm start imitates the draft actions of `data.demo_pictures`. Some of their annotators took another course of the
-list than the marked one, so that GRPO has much to improve.
+The warm start has two parts. First the policy names the marked course of a picture, without a conversation. Then it
+imitates the draft actions of `data.demo_pictures`. Some of their annotators took another course of the list, or named
+none, so that GRPO has much to improve.
 
 `python -m salesrl_trl.demo.vision DIR` makes one.
 """
@@ -10,21 +11,22 @@ list than the marked one, so that GRPO has much to improve.
 import argparse
 import hashlib
 import inspect
-import itertools
+import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from salesrl_trl.data import demo_pictures
-from salesrl_trl.data.files import read_lines
+from salesrl_trl.data.files import Record, read_lines
 from salesrl_trl.data.processor import NoVideos, load_processor, videos_left_out
-from salesrl_trl.data.prompts import action_text, build_prompt, template_path
+from salesrl_trl.data.prompts import build_prompt, template_path
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.demo.policy import PROMPT_STYLE, build_tokenizer, make_in_subprocess
 from salesrl_trl.process import cache_dir, keep_freed_memory
-from salesrl_trl.types import Action, SalesRow
+from salesrl_trl.types import DEFAULT_FORMAT, Message, SalesRow
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -46,6 +48,8 @@ MERGE = 2
 MOST_TOKENS = 64
 """Of a picture. A larger one is made smaller."""
 MAX_POSITIONS = 512
+READING_SHARE = 0.4
+"""Of the warm start's steps: those in which it names courses. They are short."""
 BATCH_SIZE = 32
 LEARNING_RATE = 3e-3
 WARMUP_FRACTION = 0.1
@@ -152,7 +156,6 @@ def make_policy(target: Path, steps: int, seed: int) -> None:
     """Build processor and model, warm-start them, and save both to `target`."""
     import torch
     from transformers import set_seed
-    from trl import SFTConfig, SFTTrainer
 
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
@@ -160,6 +163,18 @@ def make_policy(target: Path, steps: int, seed: int) -> None:
     set_seed(seed)
     processor = build_processor()
     model = build_model(processor.tokenizer)
+    reading = round(READING_SHARE * steps)
+    for count, rows in ((reading, readings()), (steps - reading, demonstrations())):
+        _teach(model, processor, rows, count, seed, on_cpu)
+    model.save_pretrained(target)
+    processor.save_pretrained(target)
+
+
+def _teach(
+    model: "PreTrainedModel", processor: "ProcessorMixin", rows: "Dataset", steps: int, seed: int, on_cpu: bool
+) -> None:
+    from trl import SFTConfig, SFTTrainer
+
     with tempfile.TemporaryDirectory() as scratch:
         arguments = SFTConfig(
             output_dir=scratch,
@@ -178,26 +193,39 @@ def make_policy(target: Path, steps: int, seed: int) -> None:
             max_length=None,
             use_cpu=on_cpu,
         )
-        rows = demonstrations(steps * BATCH_SIZE)
         SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=processor).train()
-    model.save_pretrained(target)
-    processor.save_pretrained(target)
 
 
-def demonstrations(most: int) -> "Dataset":
-    """The draft actions as demonstrations, `most` of them if there are more."""
-    pairs = [*itertools.islice(_pairs(demo_pictures.dataset_folder()), most)]
-    rows = prompt_dataset(
-        [build_prompt(row, PROMPT_STYLE) for row, _ in pairs], images=[row.images for row, _ in pairs]
+def readings() -> "Dataset":
+    """Demonstrations that name the marked course, of each training picture."""
+    question = (Message(role="customer", content=f"What is {demo_pictures.MARKED}?"),)
+    named = {"user_profile": "", "history_summary": ""}
+    return _demonstrations(
+        (replace(row, conversation=question), {**named, "rewritten_query": record["course_name"]})
+        for row, record in _training_rows()
     )
-    answers = [[{"role": "assistant", "content": action_text(Action(fields=draft))}] for _, draft in pairs]
-    return rows.remove_columns("row").add_column("completion", answers)
 
 
-def _pairs(folder: Path) -> Iterator[tuple[SalesRow, dict[str, str]]]:
+def demonstrations() -> "Dataset":
+    """The draft actions of the training rows as demonstrations."""
+    return _demonstrations((row, draft) for row, record in _training_rows() for draft in record["draft_actions"])
+
+
+def _demonstrations(pairs: Iterable[tuple[SalesRow, Mapping[str, str]]]) -> "Dataset":
+    rows, actions = zip(*pairs, strict=True)
+    prompts = [build_prompt(row, PROMPT_STYLE) for row in rows]
+    answers = [
+        [{"role": "assistant", "content": json.dumps({field: action[field] for field in DEFAULT_FORMAT.fields})}]
+        for action in actions
+    ]
+    made = prompt_dataset(prompts, images=[row.images for row in rows])
+    return made.remove_columns("row").add_column("completion", answers)
+
+
+def _training_rows() -> Iterator[tuple[SalesRow, Record]]:
+    folder = demo_pictures.dataset_folder()
     for position, (record, _) in enumerate(read_lines(folder / demo_pictures.FILES["train"])):
-        row = parse_row(record, position, [record["branch"]], "the demo", folder=folder)
-        yield from ((row, draft) for draft in record["draft_actions"])
+        yield parse_row(record, position, [record["branch"]], "the demo", folder=folder), record
 
 
 def _main() -> None:

@@ -60,6 +60,16 @@ class Sampled:
     """What the processor made of the prompts' pictures: `pixel_values`, `image_grid_thw` and others, of all pictures
     together; and fields with a value for each token of a prompt, a list of B lists."""
 
+    @classmethod
+    def of(
+        cls, generated: tuple[Any, ...], metrics: Mapping[str, list[float]], tokens: int, vision: Mapping[str, Any]
+    ) -> "Sampled":
+        """TRL's output. Its list of pictures has `None` for a row without any, which processors refuse: here `[]`."""
+        if (images := generated[6]) is None:
+            return cls(generated=generated, metrics=metrics, tokens=tokens)
+        generated = (*generated[:6], [each or [] for each in images], *generated[7:])
+        return cls(generated=generated, metrics=metrics, tokens=tokens, vision=vision)
+
     @property
     def prompt_ids(self) -> list[list[int]]:
         """Token ids of the prompts."""
