@@ -30,7 +30,7 @@ from salesrl_trl.types import DEFAULT_FORMAT, Message, SalesRow
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 HIDDEN_SIZE = 128
 LAYERS = 2
@@ -105,12 +105,24 @@ def build_processor() -> "ProcessorMixin":
 
 def build_model(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
     """A Qwen2.5-VL of about 1.4 million random weights. Its output head is not tied (see `has_tied_head`)."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))
+
+
+def build_config(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: Mapping[str, object] | None = None,
+    tower: Mapping[str, object] | None = None,
+) -> "PretrainedConfig":
+    """The configuration of a Qwen2.5-VL with the tokens of `build_processor`: of the small policy, but for what `text`
+    and `tower` say of its two parts."""
+    from transformers import Qwen2_5_VLConfig
 
     image, video, start, end = tokenizer.convert_tokens_to_ids([_IMAGE, _VIDEO, _START, _END])
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     half = HIDDEN_SIZE // HEADS // 2
-    text = {
+    small_text = {
         "vocab_size": -(-len(tokenizer) // 64) * 64,
         "hidden_size": HIDDEN_SIZE,
         "intermediate_size": MLP_SIZE,
@@ -126,7 +138,7 @@ def build_model(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
         "tie_word_embeddings": False,
         **ends,
     }
-    vision = {
+    small_tower = {
         "depth": VISION_LAYERS,
         "hidden_size": VISION_SIZE,
         "intermediate_size": 2 * VISION_SIZE,
@@ -139,9 +151,9 @@ def build_model(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
         "fullatt_block_indexes": [VISION_LAYERS - 1],
         "initializer_range": VISION_WEIGHTS,
     }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
+    return Qwen2_5_VLConfig(
+        text_config={**small_text, **(text or {})},
+        vision_config={**small_tower, **(tower or {})},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
@@ -149,7 +161,6 @@ def build_model(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
         tie_word_embeddings=False,
         **ends,
     )
-    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def make_policy(target: Path, steps: int, seed: int) -> None:
