@@ -141,8 +141,8 @@ def _train_shape(name: str, folder: Path, further: Sequence[str]) -> None:
         processor.save_pretrained(policy)
         del model
         settings = {
-            "model_name_or_path": policy, "output_dir": folder, "use_vllm": True, "max_steps": 3, "learning_rate": 1e-5,
-            "warmup_steps": 0, "bf16": True, "held_out_eval": False, "quick_eval_steps": 0,
+            "model_name_or_path": policy, "output_dir": folder, "use_vllm": True, "max_steps": 3,
+            "learning_rate": 1e-5, "warmup_steps": 0, "bf16": True, "held_out_eval": False, "quick_eval_steps": 0,
             "per_device_train_batch_size": 16, "report_to": "none", "save_strategy": "no",
         }  # fmt: skip
         _launch("--preset", "vision", *(part for key, value in settings.items() for part in (f"--{key}", str(value))),

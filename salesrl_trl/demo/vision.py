@@ -13,8 +13,7 @@ import hashlib
 import inspect
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.demo.policy import PROMPT_STYLE, build_tokenizer, make_in_subprocess
 from salesrl_trl.process import cache_dir, keep_freed_memory
-from salesrl_trl.types import DEFAULT_FORMAT, Message, SalesRow
+from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -54,6 +53,8 @@ BATCH_SIZE = 32
 LEARNING_RATE = 3e-3
 WARMUP_FRACTION = 0.1
 
+Turns = list[dict[str, str]]
+"""Chat messages."""
 _IMAGE, _VIDEO, _START, _END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -208,13 +209,10 @@ def _teach(
 
 
 def readings() -> "Dataset":
-    """Demonstrations that name the marked course, of each training picture."""
-    question = (Message(role="customer", content=f"What is {demo_pictures.MARKED}?"),)
-    named = {"user_profile": "", "history_summary": ""}
-    return _demonstrations(
-        (replace(row, conversation=question), {**named, "rewritten_query": record["course_name"]})
-        for row, record in _training_rows()
-    )
+    """Demonstrations that name the marked course, of each training picture. There is no other text in them."""
+    rows, records = zip(*_training_rows(), strict=True)
+    answers = [[{"role": "assistant", "content": record["course_name"]}] for record in records]
+    return _with_answers([[{"role": "user", "content": ""}] for _ in rows], rows, answers)
 
 
 def demonstrations() -> "Dataset":
@@ -229,6 +227,10 @@ def _demonstrations(pairs: Iterable[tuple[SalesRow, Mapping[str, str]]]) -> "Dat
         [{"role": "assistant", "content": json.dumps({field: action[field] for field in DEFAULT_FORMAT.fields})}]
         for action in actions
     ]
+    return _with_answers(prompts, rows, answers)
+
+
+def _with_answers(prompts: Sequence[Turns], rows: Sequence[SalesRow], answers: list[Turns]) -> "Dataset":
     made = prompt_dataset(prompts, images=[row.images for row in rows])
     return made.remove_columns("row").add_column("completion", answers)
 
