@@ -96,7 +96,7 @@ def test_another_seed_or_length_is_another_policy(tmp_path, monkeypatch):
     monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
     made = []
 
-    def make(target, steps, seed):
+    def make(target, module, steps, seed):
         target.mkdir()
         (target / "config.json").touch()
         made.append((steps, seed))
