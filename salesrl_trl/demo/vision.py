@@ -90,7 +90,8 @@ def _recipe_hash() -> str:
 
 def build_processor() -> "ProcessorMixin":
     """Qwen2.5-VL's processor, with the demo's tokenizer and tokens for pictures."""
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil, Qwen2VLVideoProcessor
+    from transformers.utils import is_torchvision_available
 
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [_IMAGE, _VIDEO, _START, _END]})
@@ -99,7 +100,10 @@ def build_processor() -> "ProcessorMixin":
     sizes = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
     limits = {"shortest_edge": pixels, "longest_edge": MOST_TOKENS * pixels}
     images = Qwen2VLImageProcessorPil(**sizes, size=limits)
-    videos = NoVideos({**sizes, "size": limits, "video_processor_type": "Qwen2VLVideoProcessor"})
+    if is_torchvision_available():
+        videos = Qwen2VLVideoProcessor(**sizes, size=limits)
+    else:
+        videos = NoVideos({**sizes, "size": limits, "video_processor_type": "Qwen2VLVideoProcessor"})
     with videos_left_out():
         return Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=_CHAT_TEMPLATE)
 
