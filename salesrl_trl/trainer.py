@@ -24,11 +24,12 @@ from trl.models.utils import disable_gradient_checkpointing
 from salesrl_trl.checkpoint.identity import check_on_all_ranks, write_identity
 from salesrl_trl.checkpoint.under_way import load_on_all_ranks, save_under_way
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.schedule import follow
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.generation.requests import Requests
-from salesrl_trl.generation.sampler import Finished, Sampled, Sampler, TokenSource, Upstream
+from salesrl_trl.generation.sampler import Finished, Sampled, Sampler, TokenSource, Upstream, vision_fields
 from salesrl_trl.hooks import Hooks
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
@@ -42,11 +43,6 @@ from salesrl_trl.rollout.scoring import Output, copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
 from salesrl_trl.wiring import Wiring
-
-_NO_TOOLS = (
-    "`{}` does not work with this trainer: completions are generated before TRL has set up the tools that they would "
-    "call. Expected a policy without tools. Leave it out, or use TRL's own `GRPOTrainer`."
-)
 
 
 class SalesGRPOTrainer(GRPOTrainer):
@@ -89,10 +85,11 @@ class SalesGRPOTrainer(GRPOTrainer):
         """Gives vLLM the engine options that TRL does not pass through, and builds the rooms."""
         for name in ("tools", "environment_factory"):
             if kwargs.get(name):
-                raise ConfigError(_NO_TOOLS.format(name))
+                raise ConfigError(NO_TOOLS.format(name))
         rooms = self.rooms = Wiring(model, reward, args, instruments, kl_law, kwargs.get("peft_config") is not None)
         self._timeline = rooms.timeline
         self._tokens: TokenSource | None = None  # generates in place of TRL's engines
+        self._vision: Mapping[str, Any] = {}  # what the processor made of the last prompts' pictures
         self._epoch = 0
         with rooms.building(model):
             super().__init__(model=model, reward_funcs=rooms.desk, args=args, **kwargs)
@@ -146,8 +143,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         for table in (*self._metrics.values(), *self._logs.values(), self._pending_extra_logs, self._pending_metrics):
             table.clear()
         self._current_train_step_time = 0.0
-        if self.use_vllm:
-            self._last_loaded_step = -1  # steps are counted anew, and weights have moved
+        self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # TRL says that there is none
         self._identity = self.rooms.identity(self.train_dataset)
@@ -217,7 +213,7 @@ class SalesGRPOTrainer(GRPOTrainer):
             self.state.num_input_tokens_seen = seen
             self.model.train(was_training)  # transformers' continuous batching leaves it in training
         measured.pop("num_tokens")
-        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
+        return Sampled.of(generated, measured, tokens_seen, self._vision)
 
     def _ask_server(self, prompts: Sequence[object], finished: Finished) -> Requests:
         """Push changed weights, as TRL's `_generate` does, and ask for completions without waiting."""
@@ -225,6 +221,11 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._generate_single_turn(*self._tokenize_prompts(copy.deepcopy(list(prompts))), self.num_generations)
         [requests] = begun
         return requests
+
+    def _tokenize_prompts(self, prompts):
+        """Keeps what the processor makes of pictures, for log-probs of completions that are not scored yet."""
+        ids, images, self._vision = super()._tokenize_prompts(prompts)
+        return ids, images, self._vision
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
         """Lets another engine generate, if there is one."""
@@ -246,7 +247,7 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     def _tool_call_loop(self, *args, **kwargs):
         """Refuses."""
-        raise ConfigError(_NO_TOOLS.format("a `rollout_func` that calls `_tool_call_loop`"))
+        raise ConfigError(NO_TOOLS.format("a `rollout_func` that calls `_tool_call_loop`"))
 
     @property
     def _mode(self) -> str:
@@ -321,13 +322,14 @@ class SalesGRPOTrainer(GRPOTrainer):
             rollout.logps[is_reference] = output[0]
         return output
 
-    def _logps_of(self, output: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
         """Log-probs of a generation batch's completions under the current policy, shape (B, T)."""
         ids = torch.cat((output["prompt_ids"], output["completion_ids"]), dim=1)  # (B, P + T)
         attended = torch.cat((output["prompt_mask"], output["completion_mask"]), dim=1)  # (B, P + T)
         size, length = self.args.per_device_train_batch_size, output["completion_ids"].size(1)
+        pictures = vision_fields(output)
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            return self._get_per_token_logps_and_entropies(self.model, ids, attended, length, batch_size=size)[0]
+            return self._get_per_token_logps_and_entropies(self.model, ids, attended, length, size, **pictures)[0]
 
     def training_step(self, *args, **kwargs):
         """Marks the phases of a step around its passes."""
@@ -384,8 +386,7 @@ class SalesGRPOTrainer(GRPOTrainer):
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """While active, the policy is in evaluation mode, and each prompt has one answer of the likeliest tokens.
-        The figures of other evaluations, and TRL's table of completions, stay as they are."""
+        """While active, the policy evaluates, one answer a prompt. Figures and tables of others stay as they are."""
         was_training = self.model.training
         self.model.eval()
         try:

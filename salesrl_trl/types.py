@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 
 class Outcome(StrEnum):
@@ -59,6 +59,16 @@ class RequestIds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A picture of a row: a file, or the content of one."""
+
+    path: str = ""
+    """The file: `"/data/images/0001.png"`. Empty if the dataset holds the content."""
+    content: bytes | None = None
+    """The content of a PNG, JPEG or other file that Pillow reads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SalesRow:
     """One row of the dataset: a conversation waiting for the seller's next answer."""
 
@@ -78,6 +88,8 @@ class SalesRow:
     """The last message, passed to the RAG service."""
     documents: tuple[str, ...] = ()
     """Texts of documents that are known to answer the row. The judge sees them. Empty if nobody marked any."""
+    images: tuple[Picture, ...] = ()
+    """Pictures that the policy reads before the conversation. Services and judge see the text alone."""
 
     @property
     def ids(self) -> RequestIds:
@@ -102,6 +114,8 @@ class Example(TypedDict):
     """The prompt, as TRL takes it."""
     row: int
     """Index of the `SalesRow`."""
+    images: NotRequired[list[object]]
+    """Its pictures, as Pillow reads them. Absent where no row of the dataset has any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

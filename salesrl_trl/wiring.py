@@ -22,6 +22,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.engine import engine_options
 from salesrl_trl.config.rollouts import sampling_hints, sampling_warnings, scoring_settings, why_not_divisible
+from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.evaluation.answers import Processes
 from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator
@@ -161,6 +162,8 @@ class Wiring:
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
             raise_adapters(trl.model, args.bf16 or args.fp16)
+        for each in filter(None, (trl.model, trl.ref_model)):
+            leave_out_no_pictures(each)
         for warning in sampling_warnings(args):
             logger.warning(warning)
         self.sampler = self._sampler(trl, sampler or args.sampler_class())

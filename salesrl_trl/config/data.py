@@ -1,9 +1,12 @@
 """Settings of the rows: their source, their number and their prompt."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from salesrl_trl.config.checks import about, build_object, check, check_choice, structure
 from salesrl_trl.data.columns import Column, read_columns
+from salesrl_trl.data.demo_pictures import DEMO_PICTURES
+from salesrl_trl.data.files import ENDINGS
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
@@ -16,7 +19,7 @@ class DataConfig:
 
     Args:
         dataset (`str`, *optional*, defaults to `"demo"`):
-            `demo`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
+            `demo`, `demo_pictures`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
         train_split (`str`, *optional*, defaults to `"train"`):
             Split to train on.
         eval_dataset (`str`, *optional*):
@@ -34,6 +37,8 @@ class DataConfig:
             Columns of `eval_dataset`. Defaults to `columns`.
         held_out_share (`float`, *optional*, defaults to `0.0`):
             Share of the conversations of `dataset` to evaluate on and not to train on, in place of `eval_dataset`.
+        image_folder (`str`, *optional*):
+            Folder from which relative paths of pictures start. Defaults to the folder of the data file.
         data_copy_dir (`str`, *optional*):
             Folder on a faster disk. `dataset`, `eval_dataset` and `vector_store_path`, where they are local, are
             copied there once and read from there. Rows are read once a start, a vector store all through the run.
@@ -74,6 +79,9 @@ class DataConfig:
     held_out_share: float = field(
         default=0.0, metadata=about("Share of the conversations of `dataset` that are held out.")
     )
+    image_folder: str | None = field(
+        default=None, metadata=about("Folder of relative paths of pictures; default: that of the data file.")
+    )
     data_copy_dir: str | None = field(
         default=None, metadata=about("Folder on a faster disk, for copies of local rows and vector store.")
     )
@@ -108,6 +116,8 @@ class DataConfig:
             0 <= self.held_out_share < 1,
             f"`held_out_share` is {self.held_out_share}. Expected 0 or more, less than 1.",
         )
+        # `data_copy_dir` copies the file of the rows alone, later on
+        self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(self.eval_dataset or self.dataset)
         own = (self.eval_dataset, self.eval_dataset_format, self.eval_columns)
         check(
             not self.held_out_share or (own == (None, None, None) and self.dataset != DataConfig.dataset),
@@ -122,6 +132,7 @@ class DataConfig:
             format=_format("dataset_format", self.dataset_format),
             columns=self._columns("columns") or {},
             held_out_share=self.held_out_share,
+            image_folder=Path(self.image_folder).expanduser() if self.image_folder else self._folder,
         )
 
     def eval_form(self) -> Form:
@@ -131,6 +142,7 @@ class DataConfig:
         return Form(
             format=form.format if given is None else _format("eval_dataset_format", given),
             columns=form.columns if columns is None else columns,
+            image_folder=form.image_folder if self.image_folder else self._eval_folder,
         )
 
     def _columns(self, setting: str) -> dict[str, Column] | None:
@@ -140,7 +152,13 @@ class DataConfig:
     @property
     def own_sources(self) -> list[str]:
         """The datasets of the run that are not the demo."""
-        return [each for each in (self.dataset, self.eval_dataset) if each is not None and each != DataConfig.dataset]
+        packaged = (None, DataConfig.dataset, DEMO_PICTURES)
+        return [each for each in (self.dataset, self.eval_dataset) if each not in packaged]
+
+
+def _folder_of(source: str) -> Path | None:
+    path = Path(source).expanduser()
+    return path.parent if path.suffix in ENDINGS else None
 
 
 def _format(setting: str, name: str) -> DatasetFormat | None:

@@ -13,6 +13,11 @@ from salesrl_trl.rollout.scoring import ScoringSettings
 SHARED_BY_A_MICRO_BATCH = ("bnpo",)
 """Loss types in which a completion's weight depends on the other completions of its micro-batch."""
 
+NO_TOOLS = (
+    "`{}` does not work with this trainer: completions are generated before TRL has set up the tools that they would "
+    "call. Expected a policy without tools. Leave it out, or use TRL's own `GRPOTrainer`."
+)
+
 
 def scoring_settings(args: SalesGRPOConfig, stages: Sequence[str], reward_weight: float) -> ScoringSettings:
     """Settings of the scoring of a batch.

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from salesrl_trl.data.columns import Column, check_names, mapped
 from salesrl_trl.data.files import Placed, Record
@@ -36,6 +37,8 @@ class Form:
     """Fields of the row to take from elsewhere. They win over those of the format."""
     held_out_share: float = 0.0
     """Share of the groups whose rows are held out, in [0, 1)."""
+    image_folder: Path | None = None
+    """Where relative paths of pictures start. `None`: the folder of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ class Records:
     """Records of the source, those that were left out or belong to another part included."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Records that make no rows, by reason."""
+    folder: Path | None = None
+    """Where relative paths of pictures start. `None`: the working directory."""
 
     @property
     def note(self) -> str | None:
@@ -62,8 +67,8 @@ class Records:
         return f"{count:,} of {self.total:,} records of {self.name} make no row: {reasons}"
 
 
-def converted(placed: Sequence[Placed], name: str, form: Form) -> Records:
-    """The records of a source in this package's columns.
+def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
+    """The records of a source, which lies in `folder`, in this package's columns.
 
     Raises:
         `DataError`: a record is malformed, two records of a format have the same id, or `columns` names a column that
@@ -88,7 +93,10 @@ def converted(placed: Sequence[Placed], name: str, form: Form) -> Records:
         else:
             records.append(made)
             places.append((position, line))
-    return Records(name=name, records=records, places=places, total=len(placed), left_out=left_out)
+    return Records(
+        name=name, records=records, places=places, total=len(placed), left_out=left_out,
+        folder=form.image_folder or folder,
+    )  # fmt: skip
 
 
 def _row(form: Form, record: Record, where: str) -> Record | LeftOut:

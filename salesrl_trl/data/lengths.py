@@ -14,7 +14,7 @@ import jinja2
 from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.types import SalesRow
+from salesrl_trl.types import Picture, SalesRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +50,11 @@ class FittingPrompts:
     """Tokens of each prompt."""
     note: str | None
     """Line for the banner about rows or turns that were left out; `None` if there are none."""
+
+    @property
+    def pictures(self) -> list[tuple[Picture, ...]]:
+        """The pictures of each row."""
+        return [row.images for row in self.rows]
 
     @property
     def longest(self) -> int:
@@ -93,7 +98,13 @@ def token_counter(
 
 
 def fit_prompts(
-    rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, limit: Limit | None, rule: str, name: str
+    rows: Sequence[SalesRow],
+    prompt: str | PromptTemplate,
+    count: Count,
+    limit: Limit | None,
+    rule: str,
+    name: str,
+    picture_tokens: Callable[[SalesRow], int] | None = None,
 ) -> FittingPrompts:
     """The rows whose prompts fit.
 
@@ -110,12 +121,15 @@ def fit_prompts(
             One of `LONG_PROMPT_RULES`.
         name (`str`):
             Name of the rows in messages: `"training"`.
+        picture_tokens (`Callable[[SalesRow], int]`, *optional*):
+            Tokens of a row's pictures, which come on top of those of the prompt. From `picture_counter`.
 
     Raises:
         `DataError`: a prompt is too long with the rule `error`, can't be made short enough, or no row is left.
     """
     prompts = [build_prompt(row, prompt) for row in rows]
-    lengths = count(prompts) if rows else []
+    extra = [0 if picture_tokens is None else picture_tokens(row) for row in rows]
+    lengths = [text + more for text, more in zip(count(prompts), extra, strict=True)] if rows else []
     long = [] if limit is None else [at for at, length in enumerate(lengths) if length > limit.tokens]
     if limit is None or not long:
         return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=None)
@@ -135,7 +149,8 @@ def fit_prompts(
             lengths=[lengths[at] for at in kept],
             note=f"{found} and are left out (`long_prompts: drop`): {_named(long, lengths)}.",
         )
-    shortened = _without_oldest_turns([rows[at] for at in long], prompt, count, limit.tokens)
+    room = [limit.tokens - extra[at] for at in long]
+    shortened = _without_oldest_turns([rows[at] for at in long], prompt, count, room)
     unfit = [at for at, short in zip(long, shortened, strict=True) if short is None]
     if unfit:
         raise DataError(
@@ -149,14 +164,14 @@ def fit_prompts(
     )
     short_prompts = [each for each in shortened if each is not None]
     for at, short, length in zip(long, short_prompts, count(short_prompts), strict=True):
-        prompts[at], lengths[at] = short, length
+        prompts[at], lengths[at] = short, length + extra[at]
     return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=note)
 
 
 def _without_oldest_turns(
-    rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: int
+    rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: Sequence[int]
 ) -> list[Prompt | None]:
-    """Each row's prompt, without as few of its oldest turns as possible, found by bisection.
+    """Each row's prompt of as many `tokens`, without as few of its oldest turns as possible, found by bisection.
 
     `None` for a row whose last turn alone is too long.
     """
@@ -166,7 +181,7 @@ def _without_oldest_turns(
         middles = [(fewest[at] + most[at]) // 2 for at in open_rows]
         shorter = [_prompt_without(rows[at], middle, prompt) for at, middle in zip(open_rows, middles, strict=True)]
         for at, middle, each, length in zip(open_rows, middles, shorter, count(shorter), strict=True):
-            if length <= tokens:
+            if length <= tokens[at]:
                 most[at], found[at] = middle, each
             else:
                 fewest[at] = middle + 1

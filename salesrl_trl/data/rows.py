@@ -4,13 +4,15 @@ Owns the form of a dataset. `sources` loads it. Refuses to know the use of a row
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+from salesrl_trl.data.pictures import read_pictures
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import Message, SalesRow
 
 REQUIRED_COLUMNS = ("branch", "conversation")
 """Columns that a dataset needs. `conversation` is a list of {role, content}, oldest first."""
-OPTIONAL_COLUMNS = ("id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "group")
+OPTIONAL_COLUMNS = ("id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "images", "group")
 ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
 """Accepted names of a turn's role, and the names in a `SalesRow`."""
 
@@ -28,7 +30,12 @@ def check_columns(columns: Iterable[str], source: str) -> None:
 
 
 def parse_row(
-    record: Mapping[str, object], position: int, branches: Sequence[str], source: str, line: int | None = None
+    record: Mapping[str, object],
+    position: int,
+    branches: Sequence[str],
+    source: str,
+    line: int | None = None,
+    folder: Path | None = None,
 ) -> SalesRow:
     """One record as a `SalesRow`.
 
@@ -43,6 +50,8 @@ def parse_row(
             Name of the source in messages.
         line (`int`, *optional*):
             Line in the source, for messages.
+        folder (`Path`, *optional*):
+            Where relative paths of pictures start. Defaults to the working directory.
 
     Raises:
         `DataError`: a value is not as expected. The message has the row's place, and never its text.
@@ -64,6 +73,7 @@ def parse_row(
         account_id=str(record.get("account_id") or ""),
         message_id=str(record.get("message_id") or ""),
         documents=_documents(record.get("documents"), where),
+        images=read_pictures(record.get("images", record.get("image")), folder, where),
     )
 
 

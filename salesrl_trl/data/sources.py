@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Image, List, load_dataset
 
+from salesrl_trl.data.demo_pictures import DEMO_PICTURES, FILES, dataset_folder
 from salesrl_trl.data.files import ENDINGS, Placed, Record, read_file, read_lines
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.errors import DataError
-from salesrl_trl.types import SalesRow
+from salesrl_trl.types import Picture, SalesRow
 
 DEMO = "demo"
 """Name of the packaged dataset."""
@@ -36,7 +37,8 @@ def load_rows(
 
     Args:
         source (`str`):
-            `"demo"`, a path to a `.jsonl`, `.json` or `.parquet` file, or the name of a dataset on the hub.
+            `"demo"`, `"demo_pictures"`, a path to a `.jsonl`, `.json` or `.parquet` file, or the name of a dataset on
+            the hub.
         split (`str`):
             Split to take: `"train"` or `"heldout"` for the demo. Ignored for a local file, which is one split.
         branches (`Sequence[str]`):
@@ -64,7 +66,7 @@ def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = Non
         )
     check_columns(records[0].keys(), loaded.name)
     return [
-        parse_row(record, position, branches, loaded.name, line)
+        parse_row(record, position, branches, loaded.name, line, loaded.folder)
         for record, (position, line) in zip(records, loaded.places, strict=False)
     ]
 
@@ -87,15 +89,21 @@ def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate, first_
 
     `prompt` is a style or a template, as in `build_prompt`.
     """
-    return prompt_dataset([build_prompt(row, prompt) for row in rows], first_index)
+    return prompt_dataset([build_prompt(row, prompt) for row in rows], first_index, [row.images for row in rows])
 
 
-def prompt_dataset(prompts: Sequence[list[dict[str, str]]], first_index: int = 0) -> Dataset:
-    """The dataset of `build_dataset`, from finished prompts.
+def prompt_dataset(
+    prompts: Sequence[list[dict[str, str]]], first_index: int = 0, images: Sequence[Sequence[Picture]] = ()
+) -> Dataset:
+    """The dataset of `build_dataset`, from finished prompts and, if any row has some, the pictures of each row.
 
-    TRL passes all columns to its reward functions. With only these two, no other text of a customer can reach a log.
+    TRL passes all columns to its reward functions. With only these, no other text of a customer can reach a log.
     """
-    return Dataset.from_dict({"prompt": prompts, "row": list(range(first_index, first_index + len(prompts)))})
+    rows = Dataset.from_dict({"prompt": prompts, "row": list(range(first_index, first_index + len(prompts)))})
+    if not any(images):
+        return rows
+    files = [[{"path": each.path or None, "bytes": each.content} for each in pictures] for pictures in images]
+    return rows.add_column("images", files, feature=List(Image(mode="RGB")))  # read when a row is asked for
 
 
 def is_file(source: str) -> bool:
@@ -124,21 +132,25 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     Raises:
         `DataError`: there is no such source, it can't be read, or it is not of this form.
     """
-    return converted(*_load(source, split), form)
+    placed, name, folder = _load(source, split)
+    return converted(placed, name, form, folder)
 
 
-def _load(source: str, split: str) -> tuple[list[Placed], str]:
-    """The records as they are, and a name of the source for messages."""
-    if source == DEMO:
+def _load(source: str, split: str) -> tuple[list[Placed], str, Path | None]:
+    """The records as they are, a name of the source for messages, and the folder that it lies in."""
+    if source in (DEMO, DEMO_PICTURES):
         if split not in _DEMO_FILES:
             raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(_DEMO_FILES)}.")
+        if source == DEMO_PICTURES:
+            folder = dataset_folder()
+            return read_file(folder / FILES[split]), f"the {split} split of the demo with pictures", folder
         records = _with_documents(_demo_records(_DEMO_FILES[split]))
-        return [Placed(record) for record in records], f"the demo's {split} split"
+        return [Placed(record) for record in records], f"the demo's {split} split", None
     if is_file(source):
         check_source(source)
         path = Path(source).expanduser()
-        return read_file(path), str(path)
-    return [Placed(record) for record in _hub_records(source, split)], f"{source} [{split}]"
+        return read_file(path), str(path), path.parent
+    return [Placed(record) for record in _hub_records(source, split)], f"{source} [{split}]", None
 
 
 def _hub_records(name: str, split: str) -> list[Record]:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from transformers import GenerationConfig, PreTrainedModel
@@ -55,6 +56,19 @@ class Sampled:
     """Tokens of prompts and completions on all ranks, as TRL counts them."""
     span: Span | None = None
     """The time of a generation in the background."""
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    """What the processor made of the prompts' pictures: `pixel_values`, `image_grid_thw` and others, of all pictures
+    together; and fields with a value for each token of a prompt, a list of B lists."""
+
+    @classmethod
+    def of(
+        cls, generated: tuple[Any, ...], metrics: Mapping[str, list[float]], tokens: int, vision: Mapping[str, Any]
+    ) -> "Sampled":
+        """TRL's output. Its list of pictures has `None` for a row without any, which processors refuse: here `[]`."""
+        if (images := generated[6]) is None:
+            return cls(generated=generated, metrics=metrics, tokens=tokens)
+        generated = (*generated[:6], [each or [] for each in images], *generated[7:])
+        return cls(generated=generated, metrics=metrics, tokens=tokens, vision=vision)
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -76,11 +90,11 @@ class Sampled:
         """The sampler's log-probs of the completions, if it gives them."""
         return self.generated[4]  # type: ignore[no-any-return]
 
-    def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, torch.Tensor]:
+    def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, Any]:
         """Prompts and completions as TRL pads them: `prompt_ids` and `prompt_mask` (B, P), padded on the left;
         `completion_ids`, `completion_mask` and, if the sampler gives them, `sampling_per_token_logps` (B, C), on the
-        right."""
-        tensors = {}
+        right. With pictures, the fields that the model takes beside them."""
+        tensors: dict[str, Any] = {}
         for name, sequences, side in (
             ("prompt", self.prompt_ids, "left"),
             ("completion", self.completion_ids, "right"),
@@ -92,7 +106,23 @@ class Sampled:
         if self.logprobs is not None:
             logps = [torch.tensor(each) for each in self.logprobs]
             tensors["sampling_per_token_logps"] = pad(logps, 0.0, pad_to_multiple_of=multiple).to(device)
-        return tensors
+        return tensors | self._pictures(tensors, multiple, device)
+
+    def _pictures(
+        self, tensors: Mapping[str, torch.Tensor], multiple: int | None, device: torch.device
+    ) -> dict[str, Any]:
+        """The fields of `vision` as TRL hands them to the model, and `num_images`, a list of length B."""
+        images = self.generated[6]
+        if not self.vision or images is None:
+            return {}
+        made: dict[str, Any] = {"num_images": [len(each) if each else 0 for each in images]}
+        for name, value in self.vision.items():
+            if isinstance(value, list) and value and isinstance(value[0], list):  # of each token
+                rows = pad([torch.tensor(each) for each in value], padding_side="left", pad_to_multiple_of=multiple)
+                made[name] = torch.cat((rows.to(device), torch.zeros_like(tensors["completion_ids"])), dim=1)
+            else:
+                made[name] = torch.as_tensor(np.array(value)).to(device)
+        return made
 
 
 class Generate(Protocol):
@@ -281,6 +311,18 @@ class _Asked:
 
     def give_up(self) -> None:
         self.requests.give_up()
+
+
+VISION_FIELDS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+"""What TRL hands to a model beside tokens, if a batch has pictures."""
+
+
+def vision_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The `VISION_FIELDS` that a batch has."""
+    return {name: batch[name] for name in VISION_FIELDS if name in batch}
 
 
 def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: object) -> str | None:

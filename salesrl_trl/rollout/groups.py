@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 
 import torch
+from torch import is_tensor
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from salesrl_trl.kl.penalty import MicroBatch
 
@@ -82,17 +84,20 @@ class ScoredGroups:
 
         Args:
             output (`Mapping`):
-                The whole generation batch as TRL made it: tensors of shape (B, ...), and scalars. The advantages of
-                the ready parts are final.
+                The whole generation batch as TRL made it: tensors of shape (B, ...), lists of length B, scalars, and
+                pixels of pictures. The advantages of the ready parts are final.
         """
+        by_sample = split_pixel_values_by_grid(output)  # a picture's pixels are many rows of their tensor
         for part in list(self.remaining) if self.complete else self._ready:
             self.remaining.remove(part)
             for first in range(part.start, part.stop, self._micro_batch):
                 rows = slice(first, first + self._micro_batch)
-                self._queue.append({
-                    name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
-                    for name, value in output.items()
-                })  # fmt: skip
+                self._queue.append(
+                    unsplit_pixel_values_by_grid({
+                        name: value[rows] if isinstance(value, list) or (is_tensor(value) and value.ndim) else value
+                        for name, value in by_sample.items()
+                    })
+                )  # fmt: skip
         self._ready = []
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from trl.data_utils import prepare_multimodal_messages
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Finished, Handle, Sampled, Sampler
@@ -253,7 +254,10 @@ def _rows(inputs: Sequence[Example]) -> list[int]:
 
 
 def _prompts(inputs: Sequence[Example]) -> list[object]:
-    return [example["prompt"] for example in inputs]
+    """The prompts, with their pictures where TRL puts them: before the first user message."""
+    if not any(example.get("images") for example in inputs):
+        return [example["prompt"] for example in inputs]
+    return [prepare_multimodal_messages(example["prompt"], example.get("images")) for example in inputs]
 
 
 def _draw_as_a_dataloader() -> None:

@@ -6,6 +6,7 @@ Owns the wiring. `checks.reward` checks the settings before. The clients themsel
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -194,7 +195,7 @@ def build_reward(
     # the embedded service has a new address in every run, so its answers are not kept
     lasting = config.rag_base_url is not None or config.vector_store_path is not None
     return SalesReward(
-        rows,
+        [replace(row, images=()) for row in rows],  # services and judge see text; a child process gets a copy
         rag,
         judge,
         parts.scoring,

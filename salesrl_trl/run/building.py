@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import get_peft_config, get_quantization_config
 
+from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.names import StartUp
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.banner import banner
+from salesrl_trl.run.checks.model import model_class
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.settings import RunConfig
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
@@ -68,17 +70,22 @@ def build_trainer(plan: Plan, reward: BatchedReward | RewardDesk, instruments: I
             config.training,
             instruments=instruments,
             quick_eval=config.telemetry.quick_eval(),
-            train_dataset=prompt_dataset(train.prompts),
-            eval_dataset=prompt_dataset(held_out.prompts, first_index=len(train.prompts))
+            train_dataset=prompt_dataset(train.prompts, 0, train.pictures),
+            eval_dataset=prompt_dataset(held_out.prompts, len(train.prompts), held_out.pictures)
             if held_out.prompts
             else None,
-            processing_class=AutoTokenizer.from_pretrained(
-                config.policy_path,
-                revision=config.model.model_revision,
-                trust_remote_code=config.training.trust_remote_code,
-            ),
+            processing_class=_processing_class(plan),
             peft_config=get_peft_config(config.model),
         )
+
+
+def _processing_class(plan: Plan) -> PreTrainedTokenizerBase | ProcessorMixin:
+    config = plan.config
+    source = (config.policy_path, config.model.model_revision, config.training.trust_remote_code)
+    if plan.processor is not None:
+        return load_processor(*source)
+    name, revision, trusted = source
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
 
 
 def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
@@ -88,10 +95,12 @@ def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
     """
     model, training = config.model, config.training
     stays = training.device.type == "cpu" or training.is_sharded
-    return AutoModelForCausalLM.from_pretrained(
-        config.policy_path,
-        revision=model.model_revision,
-        trust_remote_code=training.trust_remote_code,
+    path, where = config.policy_path, {"revision": model.model_revision}
+    where["trust_remote_code"] = training.trust_remote_code
+    kind = model_class(AutoConfig.from_pretrained(path, **where))
+    return kind.from_pretrained(
+        path,
+        **where,
         attn_implementation=model.attn_implementation,
         dtype=dtype,
         quantization_config=get_quantization_config(model),

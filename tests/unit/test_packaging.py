@@ -142,7 +142,7 @@ def test_what_the_package_imports_is_a_direct_dependency(direct: Ranges, extras:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 imported.add(node.module.split(".")[0])
     not_foreign = sys.stdlib_module_names | {"salesrl_trl", "_typeshed"}  # type checkers bring _typeshed
-    foreign = {{"yaml": "pyyaml"}.get(name, name) for name in imported - not_foreign}
+    foreign = {{"yaml": "pyyaml", "PIL": "pillow"}.get(name, name) for name in imported - not_foreign}
     optional = {name for extra in ("gpu", "plots", "vector-store", "stochastic-rounding") for name in extras[extra]}
     optional |= {"pyarrow", "starlette"}  # come with lancedb and fastapi
     assert foreign - optional <= set(direct)

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.checks.model import model_class
 
 AUTO = "auto"
 """A value of `attn_implementation`: FlashAttention where it can be used, else SDPA."""
@@ -102,5 +103,5 @@ def _fault(name: str, device: torch.device, in_16_bits: bool, model: PretrainedC
 def _has(model: PretrainedConfig | None, feature: str) -> bool:
     if model is None:
         return True
-    kind = AutoModelForCausalLM._model_mapping.get(type(model), None)
+    kind = model_class(model)._model_mapping.get(type(model), None)
     return bool(getattr(kind, feature, False))

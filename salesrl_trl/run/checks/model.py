@@ -10,13 +10,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -168,12 +169,22 @@ def positions_of(model: PretrainedConfig) -> int | None:
     return positions if isinstance(positions, int) and kinds <= {"default"} else None
 
 
+def reads_pictures(model: PretrainedConfig) -> bool:
+    """Whether a model of this configuration reads pictures beside text."""
+    return type(model) in AutoModelForImageTextToText._model_mapping
+
+
+def model_class(model: PretrainedConfig) -> Any:
+    """The class of transformers that loads a policy of this configuration."""
+    return AutoModelForImageTextToText if reads_pictures(model) else AutoModelForCausalLM
+
+
 def empty_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
     """A model without its weights, on torch's `meta` device, in this process alone."""
     config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     # Under ZeRO-3 transformers splits a model over all processes while it builds it, and waits for the others.
     with torch.device("meta"), set_zero3_state():  # as if it were split already
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return model_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":

@@ -8,16 +8,30 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from salesrl_trl.data.form import Records
 from salesrl_trl.data.lengths import FittingPrompts, Limit, fit_prompts, token_counter
+from salesrl_trl.data.pictures import picture_counter
+from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import check_rows, is_file
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.assembly import addresses
 from salesrl_trl.run.checks.addresses import check_vllm_server
-from salesrl_trl.run.checks.model import check_model, generation_config_of, load_tokenizer, positions_of
+from salesrl_trl.run.checks.model import (
+    check_model,
+    generation_config_of,
+    load_tokenizer,
+    positions_of,
+    reads_pictures,
+)
 from salesrl_trl.run.checks.prompts import prompt_limit, prompt_of
 from salesrl_trl.run.checks.rows import held_out_records
 from salesrl_trl.run.memory.estimate import Estimate
@@ -88,9 +102,17 @@ class Plan(ServicesPlan):
         return check_model(*self._source)
 
     @cached_property
+    def processor(self) -> ProcessorMixin | None:
+        """The processor of a policy that reads pictures. `None` for one that reads text alone."""
+        return load_processor(*self._source) if reads_pictures(self.model_config) else None
+
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The policy's tokenizer. It has a chat template."""
-        _ = self.model_config  # raises where there is no model
+        if self.processor is not None:
+            tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
+            tokenizer.chat_template = tokenizer.chat_template or self.processor.chat_template
+            return tokenizer
         return load_tokenizer(*self._source)
 
     @cached_property
@@ -127,5 +149,7 @@ class Plan(ServicesPlan):
         return self._fitting(self.held_out_rows, "held-out")
 
     def _fitting(self, rows: list[SalesRow], name: str) -> FittingPrompts:
-        count = token_counter(self.tokenizer, self.config.training.chat_template_kwargs)
-        return fit_prompts(rows, self.prompt, count, self.limit, self.config.data.long_prompts, name)
+        kwargs = self.config.training.chat_template_kwargs
+        count = token_counter(self.tokenizer, kwargs)
+        pictures = None if self.processor is None else picture_counter(self.processor, kwargs)
+        return fit_prompts(rows, self.prompt, count, self.limit, self.config.data.long_prompts, name, pictures)

@@ -12,8 +12,9 @@ import pytest
 import torch
 import trl.generation.vllm_generation as upstream_vllm
 import trl.trainer.grpo_trainer as upstream_trainer
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import ProcessorMixin, Qwen2Config, Qwen2ForCausalLM
 
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.vllm import (
     SalesVLLMGeneration,
     engine_kwargs,
@@ -373,3 +374,55 @@ def test_a_server_s_errors_come_where_its_answers_would_and_not_with_the_push(se
     served.sync_weights()
     with served.answered(begun[0]), pytest.raises(AttributeError):
         served.generate(PROMPTS, None, 4)
+
+
+class Seeing(ProcessorMixin):
+    """A processor without parts."""
+
+    image_token_id = 9
+
+    def __init__(self):
+        pass
+
+
+def seeing_generation(monkeypatch, seen_as):
+    """A colocated engine whose prompts become what `seen_as` makes of them."""
+    asked = []
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        asked.append((prompts, images))
+        return [seen_as(ids) for ids in prompts], [], [], []
+
+    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "generate", generate)
+    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
+    generation.mode, generation.processing_class, generation._collect = "colocate", Seeing(), None
+    return generation, asked
+
+
+def test_vllm_gets_one_token_for_each_picture_and_puts_in_the_others(monkeypatch):
+    prompts, images = [[1, 9, 9, 9, 2, 9, 9, 3], [4, 5]], [["a", "b"], None]
+    expanded = {(1, 9, 2, 9, 3): prompts[0], (4, 5): prompts[1]}
+    generation, asked = seeing_generation(monkeypatch, lambda ids: expanded.get(tuple(ids), ids))
+    generation.generate(prompts, images, 2)
+    assert asked == [([[1, 9, 2, 9, 3], [4, 5]], images)]
+    generation.generate(prompts, None, 2)
+    assert asked[1] == (prompts, None)  # a text is left as it is
+
+
+def test_a_vllm_that_reads_a_picture_as_other_tokens_is_refused(monkeypatch):
+    generation, _ = seeing_generation(monkeypatch, lambda ids: [1, 9, 9, 2])
+    with pytest.raises(ConfigError, match="prompt 0 as 4 tokens with the text, and the trainer as 5"):
+        generation.generate([[1, 9, 9, 9, 2]], [["a"]], 1)
+
+
+def test_with_new_weights_vllm_forgets_what_the_vision_tower_made_of_pictures(monkeypatch):
+    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: None)
+    dropped = []
+    for processor in (Seeing(), object()):
+        generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
+        generation.mode, generation.processing_class = "colocate", processor
+        generation.accelerator = SimpleNamespace(device=torch.device("cuda"))
+        engine = SimpleNamespace(reset_encoder_cache=lambda processor=processor: dropped.append(processor))
+        generation.llm = SimpleNamespace(llm_engine=engine)
+        generation.sync_weights()
+    assert [type(each) for each in dropped] == [Seeing]

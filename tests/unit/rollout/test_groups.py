@@ -182,3 +182,19 @@ def test_whatever_the_order_of_rewards_every_row_comes_once_with_its_whole_group
                 rows += each
     assert sorted(rows) == list(range(size))
     assert waiting.is_empty
+
+
+def test_a_micro_batch_has_the_pixels_of_its_own_pictures():
+    """Of 4 samples with 0, 1, 2 and 1 pictures, whose grids are 2 and 4 patches large."""
+    grids = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 2], [1, 2, 2]])
+    of_patch = torch.arange(4).repeat_interleave(grids.prod(-1))
+    pictures = {"num_images": [0, 1, 2, 1], "image_grid_thw": grids, "pixel_values": of_patch[:, None].float()}
+    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting.record(settled("1111"), 0, 1.0, WANTED)
+    waiting.release(batch_of(4) | pictures)
+    first, second = waiting.next(), waiting.next()
+    assert (first["num_images"], second["num_images"]) == ([0, 1], [2, 1])
+    assert first["image_grid_thw"].tolist() == [[1, 1, 2]]
+    assert second["image_grid_thw"].tolist() == [[1, 2, 2], [1, 1, 2], [1, 2, 2]]
+    assert first["pixel_values"].flatten().tolist() == [0, 0]
+    assert second["pixel_values"].flatten().tolist() == [1] * 4 + [2] * 2 + [3] * 4

@@ -1,0 +1,226 @@
+"""The demo with pictures: the customer sends a screenshot of a price list, and asks about the course marked in it.
+
+Owns how these rows are made: each English conversation of the demo, with the course's name on a drawn picture in place
+of the words. Questions, documents and draft actions are the demo's, so that its services score the answers as they
+are.
+
+`python -m salesrl_trl.data.demo_pictures FOLDER` writes the dataset as a user would give one of their own:
+`train.jsonl`, `heldout.jsonl` and their pictures. With `--blank` the pictures show nothing, to see what a policy takes
+from them.
+"""
+
+import argparse
+import colorsys
+import hashlib
+import json
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import filelock
+
+from salesrl_trl.data.files import Record, read_lines
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.process import cache_dir
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+DEMO_PICTURES = "demo_pictures"
+"""Name of the dataset."""
+FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
+"""The file of each split."""
+WIDTH, BAND = 224, 28
+"""Pixels: the width of a picture, and the height of each of its lines."""
+COURSES = 3
+"""Courses on a price list. One of them is marked, in a colour that the course has on every list."""
+FONT_SIZES = (12, 13)
+MISREAD = 0.35
+"""Share of the draft actions whose annotator took another course of the list."""
+MARKED = "the course marked in my screenshot"
+"""What the customer says in place of the course's name."""
+SEED = 0
+
+_PAPER = ((255, 255, 255), (250, 248, 240), (240, 244, 250))
+_TITLES = ("Evening school", "Course prices", "Price list")
+
+
+def dataset_folder() -> Path:
+    """The folder of the dataset. It is made now if the cache does not hold it, in a few seconds.
+
+    Raises:
+        `ConfigError`: the cache does not hold it, and can't be written.
+    """
+    target = cache_dir() / "pictures" / recipe_hash()
+    if target.is_dir():  # it came there whole
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{target}.lock"):
+            if not target.is_dir():
+                work = Path(tempfile.mkdtemp(dir=target.parent))
+                try:
+                    write_dataset(work / "pictures")
+                    (work / "pictures").rename(target)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the demo's pictures can't be kept in {target.parent} ({error.strerror}). Expected a folder with room, "
+            "and the right to write. Set the environment variable SALESRL_CACHE_DIR to one."
+        ) from error
+    return target
+
+
+def recipe_hash() -> str:
+    """A hash of everything that decides the dataset: this module and the demo's files."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for name in ("train", "heldout", "drafts", "knowledge"):
+        digest.update(_demo_file(name).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def write_dataset(folder: Path, *, blank: bool = False) -> None:
+    """Write both splits and their pictures.
+
+    Args:
+        folder (`Path`):
+            Where to. Made if need be.
+        blank (`bool`, *optional*, defaults to `False`):
+            Leave the pictures empty, and all else as it is.
+    """
+    documents = {each["id"]: each for each in _demo_records("knowledge")}
+    drafts = {each["id"]: each["draft_actions"] for each in _demo_records("drafts")}
+    names = {course: each["title"].removesuffix(" price") for course, each in _price_documents(documents).items()}
+    prices = {
+        course: int(re.findall(r"(\d+) yuan", each["text"])[0]) for course, each in _price_documents(documents).items()
+    }
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for split, file in FILES.items():
+        lines = []
+        for record in _demo_records(split):
+            if record["lang"] != "en":  # Pillow's own font has no Chinese characters
+                continue
+            chance = random.Random(f"{SEED} {record['id']}")
+            shown = chance.sample([each for each in sorted(names) if each != record["course"]], COURSES - 1)
+            marked = chance.randrange(COURSES)
+            shown.insert(marked, record["course"])
+            picture = f"images/{record['id']}.png"
+            colour = _colour(sorted(names).index(record["course"]), len(names))
+            listed = [(names[each], prices[each]) for each in shown]
+            draw_price_list(listed, marked, colour, chance, blank=blank).save(folder / picture)
+            others = [names[each] for place, each in enumerate(shown) if place != marked]
+            name = names[record["course"]]
+            made = {"draft_actions": _drafts(drafts.get(record["id"], ()), name, others, chance)}
+            lines.append(_row(record, picture, name, documents) | made)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / file).write_text(text, encoding="utf-8")
+
+
+def draw_price_list(
+    courses: Sequence[tuple[str, int]],
+    marked: int,
+    colour: tuple[int, int, int],
+    chance: random.Random,
+    *,
+    blank: bool = False,
+) -> "Image":
+    """A screenshot of a price list with one marked line: `WIDTH` pixels wide, a line of `BAND` pixels for its title
+    and for each course.
+
+    Args:
+        courses (`Sequence[tuple[str, int]]`):
+            Name and price in yuan of each course.
+        marked (`int`):
+            Place of the marked one.
+        colour (`tuple[int, int, int]`):
+            Red, green and blue of its line, up to 255.
+        chance (`random.Random`):
+            Decides the paper, size and place of the letters.
+        blank (`bool`, *optional*, defaults to `False`):
+            Draw nothing.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    paper, title = chance.choice(_PAPER), chance.choice(_TITLES)
+    image = Image.new("RGB", (WIDTH, BAND * (len(courses) + 1)), paper)
+    if blank:
+        return image
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(chance.choice(FONT_SIZES))
+    left, down = chance.randint(4, 12), chance.randint(4, 9)
+    draw.text((left, down), title, fill=(90, 90, 90), font=font)
+    for place, (name, price) in enumerate(courses, start=1):
+        top = place * BAND
+        if place - 1 == marked:
+            draw.rectangle((0, top + 1, WIDTH, top + BAND - 2), fill=colour)
+        draw.text((left, top + down), name, fill=(0, 0, 0), font=font)
+        draw.text((WIDTH - 8, top + down), str(price), fill=(0, 0, 0), font=font, anchor="ra")
+    return image
+
+
+def _colour(place: int, count: int) -> tuple[int, int, int]:
+    """One of `count` light colours, as different as can be."""
+    red, green, blue = colorsys.hls_to_rgb(place / count, 0.7, 0.8)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def _row(record: Record, picture: str, name: str, documents: Mapping[str, Record]) -> Record:
+    said = re.compile(rf"the {re.escape(name)} course", re.IGNORECASE)
+    kept = ("id", "branch", "tenant_id", "contact_id", "account_id", "message_id", "topic", "course")
+    turns = [{**turn, "content": said.sub(MARKED, turn["content"])} for turn in record["conversation"]]
+    return {
+        **{key: record[key] for key in kept},
+        "course_name": _lower(name),
+        "conversation": turns,
+        "images": [picture],
+        "documents": [documents[each]["text"] for each in record["document_ids"]],
+    }
+
+
+def _drafts(
+    drafts: Sequence[Mapping[str, str]], name: str, others: Sequence[str], chance: random.Random
+) -> list[dict[str, str]]:
+    """Draft actions for the row. Profile and summary name no course: the judge reads text alone."""
+    said, made = re.compile(re.escape(name), re.IGNORECASE), []
+    for draft in drafts:
+        read = chance.choice(others) if chance.random() < MISREAD else name
+        made.append({
+            field: said.sub(_lower(read) if field == "rewritten_query" else "the marked course", text)
+            for field, text in draft.items()
+        })  # fmt: skip
+    return made
+
+
+def _lower(name: str) -> str:
+    """The name inside a sentence: `"acoustic guitar"`, and `"IELTS speaking"` as it is."""
+    return name if name[:2].isupper() or name.startswith(("Japanese", "Python")) else name[0].lower() + name[1:]
+
+
+def _price_documents(documents: Mapping[str, Record]) -> dict[str, Any]:
+    english = (each for each in documents.values() if each["lang"] == "en" and each["kind"] == "course")
+    return {each["course"]: each for each in english if each["topic"] == "price"}
+
+
+def _demo_file(name: str) -> Path:
+    return Path(str(resources.files("salesrl_trl.data.demo") / f"{name}.jsonl"))
+
+
+def _demo_records(name: str) -> list[Record]:
+    return [each.record for each in read_lines(_demo_file(name))]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--blank", action="store_true", help="leave the pictures empty")
+    arguments = parser.parse_args()
+    write_dataset(arguments.folder, blank=arguments.blank)
+
+
+if __name__ == "__main__":
+    _main()

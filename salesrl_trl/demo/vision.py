@@ -1,0 +1,234 @@
+"""A small policy that reads pictures: a Qwen2.5-VL model and its processor. It needs no hub.
+
+    python -m salesrl_trl.demo.vision runs/vision_policy
+
+Owns how this policy is made. It is taught in two parts. First it names the marked course of a picture, without a
+conversation. Then it imitates the draft actions of `data.demo_pictures`. Some of their annotators took another course
+of the list, or named none, so that GRPO has much to improve.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from salesrl_trl.data import demo_pictures
+from salesrl_trl.data.files import Record, read_lines
+from salesrl_trl.data.processor import NoVideos, videos_left_out
+from salesrl_trl.data.prompts import build_prompt
+from salesrl_trl.data.rows import parse_row
+from salesrl_trl.data.sources import prompt_dataset
+from salesrl_trl.demo.policy import PROMPT_STYLE, packaged_tokenizer
+from salesrl_trl.process import keep_freed_memory
+from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+HIDDEN_SIZE = 128
+LAYERS = 2
+HEADS = 4
+"""Each head has size 32, the smallest that vLLM's CPU attention accepts; the same in the vision tower."""
+MLP_SIZE = 384
+VISION_SIZE = 64
+VISION_LAYERS = 2
+VISION_HEADS = 2
+VISION_WEIGHTS = 0.06
+"""Standard deviation of the tower's weights at the start. With the usual 0.02 so narrow a tower learns nothing."""
+PATCH = 14
+MERGE = 2
+"""A token of a picture stands for 28 x 28 pixels: `MERGE` x `MERGE` patches."""
+MOST_TOKENS = 64
+"""Of a picture. A larger one is made smaller."""
+MAX_POSITIONS = 512
+STEPS = 240
+READING_SHARE = 0.4
+"""Of the steps: those in which it names courses. They are short."""
+BATCH_SIZE = 32
+LEARNING_RATE = 3e-3
+WARMUP_FRACTION = 0.1
+
+Turns = list[dict[str, str]]
+"""Chat messages."""
+_IMAGE, _VIDEO, _START, _END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    f"{{% if part['type'] == 'image' %}}{_START}{_IMAGE}{_END}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build_processor() -> "ProcessorMixin":
+    """Qwen2.5-VL's processor, with the demo's tokenizer and tokens for pictures."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil, Qwen2VLVideoProcessor
+    from transformers.utils import is_torchvision_available
+
+    tokenizer = packaged_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [_IMAGE, _VIDEO, _START, _END]})
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    pixels = (PATCH * MERGE) ** 2
+    sizes = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
+    limits = {"shortest_edge": pixels, "longest_edge": MOST_TOKENS * pixels}
+    images = Qwen2VLImageProcessorPil(**sizes, size=limits)
+    if is_torchvision_available():
+        videos = Qwen2VLVideoProcessor(**sizes, size=limits)
+    else:
+        videos = NoVideos({**sizes, "size": limits, "video_processor_type": "Qwen2VLVideoProcessor"})
+    with videos_left_out():
+        return Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=_CHAT_TEMPLATE)
+
+
+def build_model(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
+    """A Qwen2.5-VL of about 1.4 million random weights. Its output head is not tied (see `has_tied_head`)."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))
+
+
+def build_config(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: Mapping[str, object] | None = None,
+    tower: Mapping[str, object] | None = None,
+) -> "PretrainedConfig":
+    """The configuration of a Qwen2.5-VL with the tokens of `build_processor`: of the small policy, but for what `text`
+    and `tower` say of its two parts."""
+    from transformers import Qwen2_5_VLConfig
+
+    image, video, start, end = tokenizer.convert_tokens_to_ids([_IMAGE, _VIDEO, _START, _END])
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    half = HIDDEN_SIZE // HEADS // 2
+    small_text = {
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": MLP_SIZE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [half // 4, half * 3 // 8, half * 3 // 8],  # time, height, width
+        },
+        "tie_word_embeddings": False,
+        **ends,
+    }
+    small_tower = {
+        "depth": VISION_LAYERS,
+        "hidden_size": VISION_SIZE,
+        "intermediate_size": 2 * VISION_SIZE,
+        "num_heads": VISION_HEADS,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": HIDDEN_SIZE,
+        "window_size": 8 * PATCH,
+        "fullatt_block_indexes": [VISION_LAYERS - 1],
+        "initializer_range": VISION_WEIGHTS,
+    }
+    return Qwen2_5_VLConfig(
+        text_config={**small_text, **(text or {})},
+        vision_config={**small_tower, **(tower or {})},
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+        **ends,
+    )
+
+
+def make_policy(target: Path, steps: int, seed: int) -> None:
+    """Build processor and model, teach the model, and save both to `target`."""
+    import torch
+    from transformers import set_seed
+
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        keep_freed_memory()
+    set_seed(seed)
+    processor = build_processor()
+    model = build_model(processor.tokenizer)
+    reading = round(READING_SHARE * steps)
+    for count, rows in ((reading, readings()), (steps - reading, demonstrations())):
+        _teach(model, processor, rows, count, seed, on_cpu)
+    model.save_pretrained(target)
+    processor.save_pretrained(target)
+
+
+def _teach(
+    model: "PreTrainedModel", processor: "ProcessorMixin", rows: "Dataset", steps: int, seed: int, on_cpu: bool
+) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = SFTConfig(
+            output_dir=scratch,
+            max_steps=steps,
+            per_device_train_batch_size=BATCH_SIZE,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="cosine",
+            warmup_steps=int(WARMUP_FRACTION * steps),
+            logging_steps=25,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=seed,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_length=None,
+            use_cpu=on_cpu,
+        )
+        SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=processor).train()
+
+
+def readings() -> "Dataset":
+    """Demonstrations that name the marked course, of each training picture. There is no other text in them."""
+    rows, records = zip(*_training_rows(), strict=True)
+    answers = [[{"role": "assistant", "content": record["course_name"]}] for record in records]
+    return _with_answers([[{"role": "user", "content": ""}] for _ in rows], rows, answers)
+
+
+def demonstrations() -> "Dataset":
+    """The draft actions of the training rows as demonstrations."""
+    return _demonstrations((row, draft) for row, record in _training_rows() for draft in record["draft_actions"])
+
+
+def _demonstrations(pairs: Iterable[tuple[SalesRow, Mapping[str, str]]]) -> "Dataset":
+    rows, actions = zip(*pairs, strict=True)
+    prompts = [build_prompt(row, PROMPT_STYLE) for row in rows]
+    answers = [
+        [{"role": "assistant", "content": json.dumps({field: action[field] for field in DEFAULT_FORMAT.fields})}]
+        for action in actions
+    ]
+    return _with_answers(prompts, rows, answers)
+
+
+def _with_answers(prompts: Sequence[Turns], rows: Sequence[SalesRow], answers: list[Turns]) -> "Dataset":
+    made = prompt_dataset(prompts, images=[row.images for row in rows])
+    return made.remove_columns("row").add_column("completion", answers)
+
+
+def _training_rows() -> Iterator[tuple[SalesRow, Record]]:
+    folder = demo_pictures.dataset_folder()
+    for position, (record, _) in enumerate(read_lines(folder / demo_pictures.FILES["train"])):
+        yield parse_row(record, position, [record["branch"]], "the demo", folder=folder), record
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make_policy(arguments.target, arguments.steps, arguments.seed)
+
+
+if __name__ == "__main__":
+    _main()
