@@ -4,9 +4,9 @@
     python -m benchmarks.vision --seeds 1 2 3 --use_vllm true
     python -m benchmarks.vision --shape 3b           # three steps of Qwen2.5-VL's 3B shape with random weights
 
-The policy of the first two is taught before, if `--policy` is not there. Before and after each run the policy answers the
-held-out rows greedily: with their pictures, with empty ones, and with those of other rows. Printed is the share whose
-query names the course that the true picture marks. By chance it is 1 in 12.
+The policy of the first two is taught before, if `--policy` is not there. Before and after each run the policy answers
+the held-out rows greedily: with their pictures, with empty ones, and with those of other rows. Printed is the share
+whose query names the course that the true picture marks. By chance it is 1 in 12.
 """
 
 import argparse
