@@ -1,7 +1,7 @@
 """KL laws beside no control, in real training of the small policy: runs, a table, a plot.
 
     .venv/bin/python -m benchmarks.kl_control OUT_DIR [--seeds 1 2 3] [--arms none former packaged]
-        [--window 2] [--branch_kl JSON] [--plot FILE.svg] [-- more settings of recipes/debug.yaml]
+        [--window 3] [--branch_kl JSON] [--plot FILE.svg] [-- more settings of recipes/debug.yaml]
 
 Runs the debug recipe for each arm and seed. A run that is complete in OUT_DIR is not run again. It prints for each run
 and each arm, over windows of 5 updates after the first third:
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="a run of each arm for each seed")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--window", type=int, default=2, help="kl_update_steps: the laws' own windows")
+    parser.add_argument("--window", type=int, default=3, help="kl_update_steps: the laws' own windows")
     parser.add_argument("--branch_kl", default=BANDS)
     parser.add_argument("--plot", type=Path, help="SVG file to write")
     args, more = parser.parse_known_args(argv)  # the rest goes to the recipe

@@ -25,10 +25,11 @@ WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening", "o
 UNSCORABLE = "unscorable"
 """A query with this word gets a verdict that is none."""
 BRANCH_KL = {
-    "fairness": {"beta": 0.1, "low": 0.1, "high": 0.2},
+    "fairness": {"beta": 0.1, "low": 0.02, "high": 0.2},
     "hallucination": {"beta": 0.2, "low": 0.1, "high": 0.2},
 }
-"""Bands that the KL of these runs crosses: both coefficients are lowered and raised."""
+"""Bands that the KL of these runs crosses: both coefficients are lowered and raised. The first one begins so low that
+the first rise is over in the first window: with a cooldown, the branches' windows end at different steps."""
 TOLERANCE = 1e-5
 """Relative; and absolute but for coefficients, as a KL is 0 at first and a loss changes its sign. A log-probability
 around 8 is rounded by 5e-7 in float32, so that sums in another order differ by as much; 20 steps of training did not
