@@ -2,13 +2,15 @@
 
     python -m salesrl_trl.demo.vision runs/vision_policy
 
-Owns how this policy is made. It is taught in two parts. First it names the marked course of a picture, without a
+Owns how this policy is made. Its text part begins with the weights of the packaged small policy, which knows what
+customers ask. It is taught in two parts. First it names the marked course of a picture, without a
 conversation. Then it imitates the draft actions of `data.demo_pictures`. Some of their annotators took another course
 of the list, or named none, so that GRPO has much to improve.
 """
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from salesrl_trl.data.processor import NoVideos, videos_left_out
 from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.demo.policy import PROMPT_STYLE, packaged_tokenizer
+from salesrl_trl.demo.policy import PACKAGED, PROMPT_STYLE, packaged_tokenizer
 from salesrl_trl.process import keep_freed_memory
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+VOCAB_SIZE = 3072
+"""With the four next ones the shape of the packaged small policy, whose tokenizer leaves rows for new tokens."""
 HIDDEN_SIZE = 128
 LAYERS = 2
 HEADS = 4
@@ -45,10 +49,10 @@ MOST_TOKENS = 64
 """Of a picture. A larger one is made smaller."""
 MAX_POSITIONS = 512
 STEPS = 240
-READING_SHARE = 0.4
+READING_SHARE = 0.5
 """Of the steps: those in which it names courses. They are short."""
 BATCH_SIZE = 32
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 2e-3
 WARMUP_FRACTION = 0.1
 
 Turns = list[dict[str, str]]
@@ -104,7 +108,7 @@ def build_config(
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     half = HIDDEN_SIZE // HEADS // 2
     small_text = {
-        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
         "intermediate_size": MLP_SIZE,
         "num_hidden_layers": LAYERS,
@@ -144,6 +148,17 @@ def build_config(
     )
 
 
+def take_text_weights(model: "PreTrainedModel") -> None:
+    """Give the text part the weights of the packaged small policy, which reads no pictures."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, weight in AutoModelForCausalLM.from_pretrained(PACKAGED).state_dict().items():
+            own[re.sub(r"^model\.", "model.language_model.", name)].copy_(weight)
+
+
 def make_policy(target: Path, steps: int, seed: int) -> None:
     """Build processor and model, teach the model, and save both to `target`."""
     import torch
@@ -155,6 +170,7 @@ def make_policy(target: Path, steps: int, seed: int) -> None:
     set_seed(seed)
     processor = build_processor()
     model = build_model(processor.tokenizer)
+    take_text_weights(model)
     reading = round(READING_SHARE * steps)
     for count, rows in ((reading, readings()), (steps - reading, demonstrations())):
         _teach(model, processor, rows, count, seed, on_cpu)
