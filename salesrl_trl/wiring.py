@@ -162,8 +162,9 @@ class Wiring:
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
             raise_adapters(trl.model, args.bf16 or args.fp16)
-        for each in filter(None, (trl.model, trl.ref_model)):
-            leave_out_no_pictures(each)
+        for each in (trl.model, trl.ref_model):
+            if each is not None:  # a compiled one has no truth value
+                leave_out_no_pictures(each)
         for warning in sampling_warnings(args):
             logger.warning(warning)
         self.sampler = self._sampler(trl, sampler or args.sampler_class())

@@ -340,7 +340,10 @@ def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     is_whole = parameters.issuperset(model.state_dict())
-    if getattr(model, "is_quantized", False) or getattr(model.config, "vision_config", None) is not None:
+    if (
+        getattr(model, "is_quantized", False)
+        or getattr(getattr(model, "config", None), "vision_config", None) is not None
+    ):
         return False
     return is_whole and not (on_cpu and has_tied_head(model))
 

@@ -8,7 +8,9 @@ from salesrl_trl.kl.figures import kl_names
 from salesrl_trl.names import beta_of, kl_of
 
 STEPS = 8
-SETTINGS = {"max_steps": STEPS, "kl_update_steps": 3}
+BRANCH_KL = {branch: {"beta": 0.1, "low": 0.001, "high": 0.002} for branch in DEFAULT_BRANCHES}
+"""Bands that the KL leaves in the first window, so that the coefficients move from then on."""
+SETTINGS = {"max_steps": STEPS, "kl_update_steps": 3, "branch_kl": BRANCH_KL}
 EVALUATING = {
     "held_out_eval": True,  # before the first step too
     "eval_strategy": "steps",

@@ -127,4 +127,4 @@ def test_the_seconds_of_a_stage_are_figures_under_the_same_names_on_every_rank(s
     seconds = [each.seconds["brevity"] for each in result.rewards]
     assert figures[0]["time/brevity_max_s"] == pytest.approx(max(seconds))
     assert math.isnan(figures[1]["time/brevity_max_s"])
-    assert table.shape == (0, 5 + len(Stage) + 2)
+    assert table.shape == (0, 6 + len(Stage) + 2)

@@ -119,7 +119,7 @@ def test_an_unknown_argument_is_refused():
 
 def test_a_recipe_is_named_with_an_equals_sign_too():
     given = f"--config={ROOT / 'recipes/debug.yaml'}"
-    assert parse([given], ROOT / "recipes/full.yaml").training.max_steps == 70
+    assert parse([given], ROOT / "recipes/full.yaml").training.max_steps == 40
 
 
 def test_one_recipe_is_named_at_most():
