@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+FOLDER = Path("runs/vision_policy")
+"""Where the preset `vision` looks for it."""
 VOCAB_SIZE = 3072
 """With the four next ones the shape of the packaged small policy, whose tokenizer leaves rows for new tokens."""
 HIDDEN_SIZE = 128

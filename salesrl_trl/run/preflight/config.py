@@ -7,7 +7,8 @@ from salesrl_trl.config.sizes import check_evaluation
 from salesrl_trl.data.faster_disk import copied
 from salesrl_trl.data.sources import check_source, is_file
 from salesrl_trl.demo.policy import PROMPT_STYLE
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
+from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.run.checks.attention import choose_attention
 from salesrl_trl.run.checks.folders import check_checkpoint, earlier_start
 from salesrl_trl.run.checks.model import check_weights
@@ -31,6 +32,11 @@ class ConfigStage:
         if training.held_out_eval:
             check_evaluation(training, training.world_size)
         _check_small_policy(plan)
+        if Path(config.policy_path) == VISION_FOLDER and not VISION_FOLDER.is_dir():
+            raise ModelNotFoundError(
+                f"there is no {VISION_FOLDER} here, the small policy that reads pictures. Expected it to be taught "
+                f"before, in two minutes. Run `python -m salesrl_trl.demo.vision {VISION_FOLDER}`."
+            )
         if config.model.use_peft:
             check_ranges(config.model, LORA)
         for source in config.data.own_sources:

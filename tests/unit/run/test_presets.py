@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.run.memory.cards import named_card
 from salesrl_trl.run.memory.command import main
+from salesrl_trl.run.preflight.runner import prepare
 from salesrl_trl.run.presets import FOLDER, PRESETS
 from salesrl_trl.run.settings import parse
 from salesrl_trl.telemetry.device import GIB
@@ -55,6 +56,12 @@ def weighed(model, capsys, monkeypatch):
         return code, json.loads(capsys.readouterr().out)
 
     return weigh
+
+
+def test_the_preset_for_pictures_says_how_its_policy_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"Run `python -m salesrl_trl\.demo\.vision runs/vision_policy`"):
+        prepare(parse(["--preset", "vision"], ROOT / "recipes/debug.yaml"))
 
 
 def test_a_preset_wins_over_the_recipe_and_the_command_line_over_both():
