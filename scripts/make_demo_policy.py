@@ -14,7 +14,6 @@ the held-out rows, sampled at temperature 1, four for each row. They are printed
 import argparse
 import json
 import random
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -32,16 +31,16 @@ from transformers import (
     Qwen2ForCausalLM,
     set_seed,
 )
-from trl import SFTConfig, SFTTrainer
 
 from salesrl_trl.data.knowledge import load_documents
 from salesrl_trl.data.prompts import action_text, build_prompt
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import demo_path, load_drafts, load_rows
-from salesrl_trl.demo.policy import MAX_POSITIONS, PACKAGED, PROMPT_STYLE
+from salesrl_trl.demo.policy import PACKAGED, PROMPT_STYLE
 from salesrl_trl.demo.services.index import KnowledgeIndex
 from salesrl_trl.demo.services.rag import HISTORY_WEIGHT, PROFILE_WEIGHT, QUERY_WEIGHT
 from salesrl_trl.demo.services.rubric import judge_sections, load_terms
+from salesrl_trl.demo.teaching import imitate
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.tidy_end import end_tidily
 from salesrl_trl.types import Action, InvalidAction, SalesRow
@@ -52,10 +51,12 @@ LAYERS = 2
 HEADS = 4
 """Each head has size 32, the smallest that vLLM's CPU attention accepts."""
 MLP_SIZE = 384
+MAX_POSITIONS = 512
 ROWS_AT_ONCE = 960
 """A customer's message comes once in so many conversations. There are too few phrases for more."""
 BATCH_SIZE = 64
 LEARNING_RATE = 4e-3
+ADAM_BETA2 = 0.99
 WARMUP_FRACTION = 0.05
 SAMPLES = 4
 MAX_COMPLETION = 64
@@ -82,7 +83,18 @@ def main() -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     taught = Dataset.from_list(list(demonstrations(args.conversations, args.seed)))
-    teach(model, tokenizer, taught, args.steps, args.seed)
+    imitate(
+        model,
+        tokenizer,
+        taught,
+        steps=args.steps,
+        warmup=WARMUP_FRACTION,
+        learning_rate=LEARNING_RATE,
+        per_device_train_batch_size=BATCH_SIZE,
+        adam_beta2=ADAM_BETA2,
+        max_length=MAX_POSITIONS,
+        seed=args.seed,
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     model.config.use_cache = True  # the trainer turned it off
     model.save_pretrained(args.out)
@@ -137,30 +149,6 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         pad_token_id=tokenizer.pad_token_id,
     )
     return Qwen2ForCausalLM(config)
-
-
-def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset, steps: int, seed: int) -> None:
-    """Supervised fine-tuning on rows of `demonstrations`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        arguments = SFTConfig(
-            output_dir=scratch,
-            max_steps=steps,
-            per_device_train_batch_size=BATCH_SIZE,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="cosine",
-            warmup_steps=int(WARMUP_FRACTION * steps),
-            adam_beta2=0.99,
-            logging_steps=max(steps // 20, 1),
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=seed,
-            bf16=False,
-            gradient_checkpointing=False,
-            max_length=MAX_POSITIONS,
-            use_cpu=not torch.cuda.is_available(),
-        )
-        SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer).train()
 
 
 def demonstrations(conversations: int, seed: int) -> Iterator[dict[str, Any]]:

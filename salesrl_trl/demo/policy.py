@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 PACKAGED = Path(__file__).with_name("small_policy")
 """The folder of the policy. `from_pretrained` loads it."""
-MAX_POSITIONS = 512
-"""Longest prompt with its completion, in tokens."""
 PROMPT_STYLE = "compact"
 """The style of the prompts that it was taught with. A run with this policy must use the same one."""
 

@@ -9,22 +9,20 @@ of the list, or named none, so that GRPO has much to improve.
 """
 
 import argparse
-import json
 import re
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from salesrl_trl.data import demo_pictures
 from salesrl_trl.data.files import Record, read_lines
 from salesrl_trl.data.processor import NoVideos, videos_left_out
-from salesrl_trl.data.prompts import build_prompt
+from salesrl_trl.data.prompts import action_text, build_prompt
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.demo.policy import PACKAGED, PROMPT_STYLE, packaged_tokenizer
-from salesrl_trl.process import keep_freed_memory
-from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
+from salesrl_trl.demo.teaching import imitate
+from salesrl_trl.types import Action, SalesRow
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -32,16 +30,10 @@ if TYPE_CHECKING:
 
 FOLDER = Path("runs/vision_policy")
 """Where the preset `vision` looks for it."""
-VOCAB_SIZE = 3072
-"""With the four next ones the shape of the packaged small policy, whose tokenizer leaves rows for new tokens."""
-HIDDEN_SIZE = 128
-LAYERS = 2
-HEADS = 4
-"""Each head has size 32, the smallest that vLLM's CPU attention accepts; the same in the vision tower."""
-MLP_SIZE = 384
 VISION_SIZE = 64
 VISION_LAYERS = 2
 VISION_HEADS = 2
+"""Each head has size 32, the smallest that vLLM's CPU attention accepts."""
 VISION_WEIGHTS = 0.06
 """Standard deviation of the tower's weights at the start. With the usual 0.02 so narrow a tower learns nothing."""
 PATCH = 14
@@ -49,7 +41,6 @@ MERGE = 2
 """A token of a picture stands for 28 x 28 pixels: `MERGE` x `MERGE` patches."""
 MOST_TOKENS = 64
 """Of a picture. A larger one is made smaller."""
-MAX_POSITIONS = 512
 STEPS = 240
 READING_SHARE = 0.5
 """Of the steps: those in which it names courses. They are short."""
@@ -59,6 +50,9 @@ WARMUP_FRACTION = 0.1
 
 Turns = list[dict[str, str]]
 """Chat messages."""
+_SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "max_position_embeddings")  # fmt: skip
+"""What the text part has of the packaged small policy."""
 _IMAGE, _VIDEO, _START, _END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -104,19 +98,14 @@ def build_config(
 ) -> "PretrainedConfig":
     """The configuration of a Qwen2.5-VL with the tokens of `build_processor`: of the small policy, but for what `text`
     and `tower` say of its two parts."""
-    from transformers import Qwen2_5_VLConfig
+    from transformers import AutoConfig, Qwen2_5_VLConfig
 
     image, video, start, end = tokenizer.convert_tokens_to_ids([_IMAGE, _VIDEO, _START, _END])
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    half = HIDDEN_SIZE // HEADS // 2
+    packaged = AutoConfig.from_pretrained(PACKAGED)  # its tokenizer leaves rows for new tokens
+    half = packaged.hidden_size // packaged.num_attention_heads // 2
     small_text = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": MLP_SIZE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "max_position_embeddings": MAX_POSITIONS,
+        **{name: getattr(packaged, name) for name in _SHAPE},
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10_000.0,
@@ -133,7 +122,7 @@ def build_config(
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
-        "out_hidden_size": HIDDEN_SIZE,
+        "out_hidden_size": packaged.hidden_size,
         "window_size": 8 * PATCH,
         "fullatt_block_indexes": [VISION_LAYERS - 1],
         "initializer_range": VISION_WEIGHTS,
@@ -163,47 +152,27 @@ def take_text_weights(model: "PreTrainedModel") -> None:
 
 def make_policy(target: Path, steps: int, seed: int) -> None:
     """Build processor and model, teach the model, and save both to `target`."""
-    import torch
     from transformers import set_seed
 
-    on_cpu = not torch.cuda.is_available()
-    if on_cpu:
-        keep_freed_memory()
     set_seed(seed)
     processor = build_processor()
     model = build_model(processor.tokenizer)
     take_text_weights(model)
     reading = round(READING_SHARE * steps)
     for count, rows in ((reading, readings()), (steps - reading, demonstrations())):
-        _teach(model, processor, rows, count, seed, on_cpu)
+        imitate(
+            model,
+            processor,
+            rows,
+            steps=count,
+            warmup=WARMUP_FRACTION,
+            learning_rate=LEARNING_RATE,
+            per_device_train_batch_size=BATCH_SIZE,
+            max_length=None,
+            seed=seed,
+        )
     model.save_pretrained(target)
     processor.save_pretrained(target)
-
-
-def _teach(
-    model: "PreTrainedModel", processor: "ProcessorMixin", rows: "Dataset", steps: int, seed: int, on_cpu: bool
-) -> None:
-    from trl import SFTConfig, SFTTrainer
-
-    with tempfile.TemporaryDirectory() as scratch:
-        arguments = SFTConfig(
-            output_dir=scratch,
-            max_steps=steps,
-            per_device_train_batch_size=BATCH_SIZE,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="cosine",
-            warmup_steps=int(WARMUP_FRACTION * steps),
-            logging_steps=25,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=seed,
-            bf16=False,
-            gradient_checkpointing=False,
-            max_length=None,
-            use_cpu=on_cpu,
-        )
-        SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=processor).train()
 
 
 def readings() -> "Dataset":
@@ -215,17 +184,9 @@ def readings() -> "Dataset":
 
 def demonstrations() -> "Dataset":
     """The draft actions of the training rows as demonstrations."""
-    return _demonstrations((row, draft) for row, record in _training_rows() for draft in record["draft_actions"])
-
-
-def _demonstrations(pairs: Iterable[tuple[SalesRow, Mapping[str, str]]]) -> "Dataset":
-    rows, actions = zip(*pairs, strict=True)
-    prompts = [build_prompt(row, PROMPT_STYLE) for row in rows]
-    answers = [
-        [{"role": "assistant", "content": json.dumps({field: action[field] for field in DEFAULT_FORMAT.fields})}]
-        for action in actions
-    ]
-    return _with_answers(prompts, rows, answers)
+    pairs = [(row, draft) for row, record in _training_rows() for draft in record["draft_actions"]]
+    answers = [[{"role": "assistant", "content": action_text(Action(fields=draft))}] for _, draft in pairs]
+    return _with_answers([build_prompt(row, PROMPT_STYLE) for row, _ in pairs], [row for row, _ in pairs], answers)
 
 
 def _with_answers(prompts: Sequence[Turns], rows: Sequence[SalesRow], answers: list[Turns]) -> "Dataset":

@@ -1,0 +1,60 @@
+"""Supervised fine-tuning of the demo's small policies, by TRL.
+
+Owns what both have in common. `vision` and `scripts/make_demo_policy.py` own what is imitated, and how long.
+"""
+
+import tempfile
+from typing import TYPE_CHECKING
+
+from salesrl_trl.process import keep_freed_memory
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+
+def imitate(
+    model: "PreTrainedModel",
+    processing_class: "PreTrainedTokenizerBase | ProcessorMixin",
+    rows: "Dataset",
+    *,
+    steps: int,
+    warmup: float,
+    **settings: object,
+) -> None:
+    """Teach a model to write the completions of some rows, on a GPU if there is one, in float32.
+
+    Args:
+        model (`PreTrainedModel`), processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`):
+            The policy. The model is changed.
+        rows (`Dataset`):
+            Columns `prompt` and `completion`, and `images` for a policy that reads pictures.
+        steps (`int`):
+            Optimizer steps.
+        warmup (`float`):
+            Share of the steps in which the learning rate rises.
+        settings (`object`):
+            Further settings of `SFTConfig`: `learning_rate`, `per_device_train_batch_size`, `seed`.
+    """
+    import torch
+    from trl import SFTConfig, SFTTrainer
+
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        keep_freed_memory()
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = SFTConfig(
+            output_dir=scratch,
+            max_steps=steps,
+            lr_scheduler_type="cosine",
+            warmup_steps=int(warmup * steps),
+            logging_steps=max(steps // 20, 1),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=on_cpu,
+            **settings,
+        )
+        SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=processing_class).train()
