@@ -5,8 +5,7 @@ of the words. Questions, documents and draft actions are the demo's, so that its
 are.
 
 `python -m salesrl_trl.data.demo_pictures FOLDER` writes the dataset as a user would give one of their own:
-`train.jsonl`, `heldout.jsonl` and their pictures. With `--blank` the pictures show nothing, to see what a policy takes
-from them.
+`train.jsonl`, `heldout.jsonl` and their pictures.
 """
 
 import argparse
@@ -85,15 +84,8 @@ def recipe_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def write_dataset(folder: Path, *, blank: bool = False) -> None:
-    """Write both splits and their pictures.
-
-    Args:
-        folder (`Path`):
-            Where to. Made if need be.
-        blank (`bool`, *optional*, defaults to `False`):
-            Leave the pictures empty, and all else as it is.
-    """
+def write_dataset(folder: Path) -> None:
+    """Write both splits and their pictures to a folder, which is made if need be."""
     documents = {each["id"]: each for each in _demo_records("knowledge")}
     drafts = {each["id"]: each["draft_actions"] for each in _demo_records("drafts")}
     names = {course: each["title"].removesuffix(" price") for course, each in _price_documents(documents).items()}
@@ -113,7 +105,7 @@ def write_dataset(folder: Path, *, blank: bool = False) -> None:
             picture = f"images/{record['id']}.png"
             colour = _colour(sorted(names).index(record["course"]), len(names))
             listed = [(names[each], prices[each]) for each in shown]
-            draw_price_list(listed, marked, colour, chance, blank=blank).save(folder / picture)
+            draw_price_list(listed, marked, colour, chance).save(folder / picture)
             others = [names[each] for place, each in enumerate(shown) if place != marked]
             name = names[record["course"]]
             made = {"draft_actions": _drafts(drafts.get(record["id"], ()), name, others, chance)}
@@ -127,8 +119,6 @@ def draw_price_list(
     marked: int,
     colour: tuple[int, int, int],
     chance: random.Random,
-    *,
-    blank: bool = False,
 ) -> "Image":
     """A screenshot of a price list with one marked line: `WIDTH` pixels wide, a line of `BAND` pixels for its title
     and for each course.
@@ -142,15 +132,11 @@ def draw_price_list(
             Red, green and blue of its line, up to 255.
         chance (`random.Random`):
             Decides the paper, size and place of the letters.
-        blank (`bool`, *optional*, defaults to `False`):
-            Draw nothing.
     """
     from PIL import Image, ImageDraw, ImageFont
 
     paper, title = chance.choice(_PAPER), chance.choice(_TITLES)
     image = Image.new("RGB", (WIDTH, BAND * (len(courses) + 1)), paper)
-    if blank:
-        return image
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(chance.choice(FONT_SIZES))
     left, down = chance.randint(4, 12), chance.randint(4, 9)
     draw.text((left, down), title, fill=(90, 90, 90), font=font)
@@ -217,9 +203,7 @@ def _demo_records(name: str) -> list[Record]:
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--blank", action="store_true", help="leave the pictures empty")
-    arguments = parser.parse_args()
-    write_dataset(arguments.folder, blank=arguments.blank)
+    write_dataset(parser.parse_args().folder)
 
 
 if __name__ == "__main__":
