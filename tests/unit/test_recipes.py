@@ -104,9 +104,10 @@ def test_action_fields_want_what_knows_them(arguments, message):
         prepare(parse(["--action_fields", "query", "filters", *arguments], ROOT / "recipes/debug.yaml"))
 
 
-def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded():
+def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded(tmp_path):
     # The debug recipe has room for 320 - 64 = 256 tokens. With room for 100 - 64 = 36, some of the demo's rows fit.
-    fits, short = ["--vllm_max_model_length", "320"], ["--vllm_max_model_length", "100"]
+    new = ["--output_dir", str(tmp_path)]  # runs/debug may hold an earlier run, of which a note tells
+    fits, short = [*new, "--vllm_max_model_length", "320"], [*new, "--vllm_max_model_length", "100"]
     given = prepare(parse([*fits], ROOT / "recipes/debug.yaml"))
     assert (len(given.train.prompts), len(given.held_out.prompts), given.notes) == (960, 160, [])
     with pytest.raises(DataError, match=r"of 960 training rows have prompts of more than 36 tokens .* row \d+ \(\d+"):
@@ -163,7 +164,7 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
     knowledge.write_text('{"id": "a", "text": "We open at nine."}\n')
     asked = ["--dataset", str(rows), "--branches", "tone", "--branch_kl", "{}", "--held_out_eval", "false",
              "--quick_eval_steps", "0", "--rubric_dir", str(tmp_path)]  # fmt: skip
-    asked += ["--quick_eval_best", "reward"]
+    asked += ["--quick_eval_best", "reward", "--output_dir", str(tmp_path / "run")]  # without an earlier run
     with pytest.raises(ConfigError, match=r"can't follow yours \(tone\.txt\).*`judge_base_url`.*rows\.jsonl from the"):
         prepare(parse(asked, ROOT / "recipes/debug.yaml"))
     with pytest.raises(ConfigError, match="can't follow yours") as caught:
