@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from salesrl_trl.errors import ConfigError, DataError, ServiceError
 from salesrl_trl.reward.rag.embedding import SERVICE, Embedder
 from salesrl_trl.reward.rag.vector_store import StoredDocument, has_table, write_table
 from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.service_keys import find_key
 
 EXIT_SERVICE = 1
 EXIT_USAGE = 2
@@ -127,10 +127,10 @@ def checked(document: StoredDocument) -> StoredDocument:
 
 
 def read_key(variable: str | None) -> str | None:
-    """The key in an environment variable. Raises `ConfigError`; its message never holds the key."""
+    """The key, as `find_key` reads it. Raises `ConfigError`; its message never holds the key."""
     if variable is None:
         return None
-    key = os.environ.get(variable, "")
+    key = find_key(variable) or ""
     if not key or not key.isascii() or not key.isprintable():
         raise ConfigError("--embedding-key-env names a variable without a key that a header can carry; export the key")
     return key

@@ -15,6 +15,10 @@ Record = dict[str, Any]
 """A row of a dataset as it is loaded."""
 ENDINGS = (".jsonl", ".json", ".parquet")
 """Of the files that are read. A `.json` file is one list of objects, or has one object a line."""
+MOST_BYTES = 32 * 2**30
+"""Largest file, and largest content of a Parquet file once it is unpacked. Every process holds all rows in memory."""
+MOST_LINE_BYTES = 64 * 2**20
+"""Longest line. No context of a policy has room for a thousandth of it."""
 
 
 class Placed(NamedTuple):
@@ -29,16 +33,21 @@ def read_file(path: Path) -> list[Placed]:
     """The records of a local file.
 
     Raises:
-        `DataError`: the file can't be read. The message has the place, and never the file's text.
+        `DataError`: the file can't be read, or is too large. The message has the place, and never the file's text.
     """
-    if path.stat().st_size == 0:
+    size = path.stat().st_size
+    if size == 0:
         return []
+    _check_size(path, size)
     if path.suffix == ".jsonl":
         return list(read_lines(path))
     try:
         if path.suffix == ".parquet":
             from datasets import load_dataset  # brings pandas
+            from pyarrow.parquet import read_metadata  # type: ignore[import-untyped]
 
+            metadata = read_metadata(path)
+            _check_size(path, sum(metadata.row_group(each).total_byte_size for each in range(metadata.num_row_groups)))
             return [Placed(record) for record in load_dataset("parquet", data_files=str(path), split="train")]
         text = path.read_text(encoding="utf-8-sig")
         if not text.lstrip().startswith("["):
@@ -61,10 +70,23 @@ def read_file(path: Path) -> list[Placed]:
     return [Placed(record) for record in records]
 
 
+def _check_size(path: Path, size: int) -> None:
+    if size > MOST_BYTES:
+        raise DataError(
+            f"{path} has {size / 2**30:.1f} GiB of rows. Expected at most {MOST_BYTES / 2**30:g} GiB: every process "
+            "holds all rows in memory. Keep the rows that are trained on."
+        )
+
+
 def read_lines(path: Path) -> Iterator[Placed]:
     """The records of a file with one JSON object a line. Empty lines are no records. Raises as `read_file` does."""
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_BYTES + 1), b""), start=1):
+            if len(line) > MOST_LINE_BYTES:
+                raise DataError(
+                    f"{path}, line {number} is longer than {MOST_LINE_BYTES / 2**20:g} MiB. Expected one JSON object "
+                    "a line. Look for lines that lost their line break."
+                )
             if not line.strip():
                 continue
             try:

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from salesrl_trl.data.text import unreadable
+from salesrl_trl.data.text import read_small, unreadable
 from salesrl_trl.errors import DataError
+
+MOST_BYTES = 2**30
+"""Largest file of a knowledge base. All of it is held in memory, several times while it is indexed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +34,7 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
         `DataError`: the file can't be read or is empty, or a line is no such object or repeats an id.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        lines = read_small(Path(path), MOST_BYTES).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         fault = unreadable(error)
         raise DataError(f"cannot read the knowledge base {path}: {fault}; give a UTF-8 file of JSON lines") from error

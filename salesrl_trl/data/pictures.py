@@ -4,6 +4,7 @@ Owns the forms in which a dataset holds pictures, and the tokens that a policy s
 `datasets` does when a row is asked for. `processor` makes pixels of them.
 """
 
+import errno
 import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from salesrl_trl.types import Picture, SalesRow
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
+MOST_PIXELS = 89_478_485
+"""Of one picture: those from which Pillow warns of a decompression bomb, a quarter of a GiB unpacked."""
 _EXPECTED = "a list of files that Pillow reads (PNG, JPEG, ...), or of what the `Image` feature of `datasets` holds"
 
 
@@ -31,20 +34,22 @@ def read_pictures(value: object, folder: Path | None, where: str) -> tuple[Pictu
             The row's place, for messages.
 
     Raises:
-        `DataError`: a picture is missing, or is none.
+        `DataError`: a picture is missing, is none, or has more pixels than any policy reads.
     """
     if value is None:
         return ()
     given = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
     pictures = tuple(_picture(each, folder, where) for each in given if each is not None)
     for number, picture in enumerate(pictures):
+        named = picture.path or f"number {number} (counted from 0)"
         try:
             size_of(picture)
         except OSError as error:
-            named = picture.path or f"number {number} (counted from 0)"
             absent = isinstance(error, FileNotFoundError)
+            large = error.strerror if error.errno == errno.EFBIG else None
             raise DataError(
-                f"{where}: the picture {named} {'is not there' if absent else 'can not be read as a picture'}. "
+                f"{where}: the picture {named} "
+                f"{'is not there' if absent else f'has {large}' if large else 'can not be read as a picture'}. "
                 f"Expected {_EXPECTED}"
                 + (", with paths relative to the data file or to `image_folder`. Correct the path." if absent else ".")
             ) from None
@@ -69,7 +74,8 @@ def _picture(value: object, folder: Path | None, where: str) -> Picture:
 
 
 def size_of(picture: Picture) -> tuple[int, int]:
-    """Height and width in pixels, from the file's head. Raises `OSError` if it is absent or no picture."""
+    """Height and width in pixels, from the file's head. Raises `OSError` if it is absent, no picture, or has too many
+    pixels."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -78,8 +84,13 @@ def size_of(picture: Picture) -> tuple[int, int]:
             "the pictures out (`columns: {images: {value: null}}`)."
         ) from error
     source: Any = picture.path if picture.content is None else io.BytesIO(picture.content)
-    with Image.open(source) as image:
-        width, height = image.size
+    try:
+        with Image.open(source) as image:
+            width, height = image.size
+    except Image.DecompressionBombError:
+        width, height = MOST_PIXELS, 2
+    if width * height > MOST_PIXELS:
+        raise OSError(errno.EFBIG, f"more than {MOST_PIXELS:,} pixels")
     return height, width
 
 

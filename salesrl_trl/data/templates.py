@@ -18,7 +18,7 @@ import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
-from salesrl_trl.data.text import unreadable
+from salesrl_trl.data.text import read_small, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import SalesRow
 
@@ -127,7 +127,7 @@ def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTempl
     """
     file = Path(path).expanduser()
     try:
-        return PromptTemplate(file.read_text(encoding="utf-8-sig"), str(path), action_fields)
+        return PromptTemplate(read_small(file), str(path), action_fields)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the prompt template {path} can't be read ({unreadable(error)}). Expected a Jinja file in UTF-8. Correct "

@@ -1,4 +1,26 @@
-"""Messages about a user's text file that can't be read."""
+"""Text files of a user: read within a limit, and the words about one that can't be read."""
+
+import errno
+from pathlib import Path
+
+MOST_BYTES = 16 * 2**20
+"""Largest file that a person writes: a template, a rubric, a recipe."""
+
+
+def read_small(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark.
+
+    Raises:
+        `OSError`: it can't be read, or is larger. No more than the limit is read, of a device without end either.
+        `UnicodeDecodeError`: it is not UTF-8.
+    """
+    content = bytearray()
+    with path.open("rb") as file:
+        while len(content) <= most_bytes and (part := file.read(2**20)):
+            content += part
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes / 2**20:g} MiB")
+    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def unreadable(error: OSError | UnicodeDecodeError) -> str:

@@ -19,6 +19,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
 from salesrl_trl.process import put_aside, write_whole
 from salesrl_trl.run.software import code, packages
+from salesrl_trl.run.yaml_file import read_yaml
 
 Difference: TypeAlias = tuple[object, object]
 """The values of two runs; `ABSENT` where one has none."""
@@ -73,7 +74,7 @@ def differences(one: Path, other: Path) -> dict[str, dict[str, Difference]]:
 
 def _read(folder: Path) -> dict[str, dict[str, object]]:
     try:
-        settings = yaml.safe_load((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+        settings = read_yaml(folder / SETTINGS_FILE)
         record = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
         started = {name: record[name] for name in ("command", "processes", "launcher")}
         started["command"] = " ".join(record["command"])

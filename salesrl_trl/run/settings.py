@@ -22,6 +22,7 @@ from salesrl_trl.data.text import unreadable
 from salesrl_trl.demo.policy import PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.presets import FOLDER, PRESETS
+from salesrl_trl.run.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -293,11 +294,11 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     if not path.is_file():
         raise ConfigError(f"there is no recipe {path}. Expected a YAML file. Correct --config.")
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = read_yaml(path)
         check_text(str(path), recipe)
     except OSError as error:
         raise ConfigError(
-            f"{path} can't be read ({error.strerror}). Expected a file that this user may read."
+            f"{path} can't be read ({unreadable(error)}). Expected a file of settings that this user may read."
         ) from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply, or holds itself. Expected a mapping of settings.") from None

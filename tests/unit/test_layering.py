@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "salesrl_trl"
 ORDER = (
     "types",
     "errors",
+    "service_keys",
     "fencing",
     "process",
     "replaced",

@@ -6,7 +6,6 @@ repeats the text of the request, because a customer may have written it.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from typing import Annotated, Protocol
@@ -21,6 +20,7 @@ from salesrl_trl.demo.services.index import KnowledgeIndex
 from salesrl_trl.demo.services.language import is_chinese, sentences, words
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.fencing import fence
+from salesrl_trl.service_keys import find_key
 from salesrl_trl.types import Passage
 
 QUERY_WEIGHT = 3
@@ -159,10 +159,10 @@ class ChatWriter:
         model (`str`):
             The model's name there.
         key_env (`str`):
-            Name of the environment variable that holds the key. The key itself appears in no message.
+            Name of the environment variable that holds the key; `find_key` reads it. The key appears in no message.
 
     Raises:
-        `ConfigError`: if the environment variable is not set.
+        `ConfigError`: if there is no key.
     """
 
     _INSTRUCTION = (
@@ -174,9 +174,12 @@ class ChatWriter:
     def __init__(self, *, base_url: str, model: str, key_env: str) -> None:
         import openai  # only here: the import is slow, and the default writer does not need it
 
-        key = os.environ.get(key_env)
+        key = find_key(key_env)
         if not key:
-            raise ConfigError(f"got no environment variable {key_env}, expected the writer's key in it; set it")
+            raise ConfigError(
+                f"got no environment variable {key_env}, expected the writer's key in it, or the path of a file with "
+                f"the key in {key_env}_FILE; set one"
+            )
         self._openai = openai
         self._model = model
         self._client = openai.AsyncOpenAI(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from salesrl_trl.data.text import read_small
 from salesrl_trl.demo.services.language import is_chinese, normalise, sentences, words
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import DEFAULT_FORMAT, Action
@@ -99,7 +100,7 @@ def load_terms(path: Path | str) -> ProtectedTerms:
     """
     expected = 'expected {"zh": [...], "en": [...], "patterns": {"zh": [...], "en": [...]}}, all of texts'
     try:
-        entry = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        entry = json.loads(read_small(Path(path)))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"the protected terms {path} can't be read: {error}; {expected}; correct the file") from error
     patterns = entry.get("patterns") if isinstance(entry, dict) else None

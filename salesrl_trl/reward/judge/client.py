@@ -12,7 +12,7 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
-from salesrl_trl.data.text import unreadable
+from salesrl_trl.data.text import read_small, unreadable
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.clocked import seconds_or_error
@@ -63,7 +63,7 @@ def packaged_rubrics() -> dict[str, Path]:
 
 def _read_rubric(path: Path) -> str:
     try:
-        rubric = path.read_text(encoding="utf-8-sig")
+        rubric = read_small(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the rubric {path} can't be read ({unreadable(error)}). Expected UTF-8 text.") from None
     if not rubric.strip():

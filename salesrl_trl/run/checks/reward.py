@@ -4,7 +4,6 @@ Owns `RewardParts`, the checked parts that `assembly` builds the reward chain fr
 """
 
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
 from salesrl_trl.run.checks.addresses import MEANINGLESS, check_models, check_rag
+from salesrl_trl.service_keys import find_key
 from salesrl_trl.types import DEFAULT_FORMAT
 
 logger = logging.getLogger(__name__)
@@ -178,15 +178,15 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
 
 
 def read_key(variable: str | None, setting: str) -> str | None:
-    """Read a key from an environment variable; `None` if the setting names no variable.
+    """Read a key as `find_key` does; `None` if the setting names no variable.
 
     Raises:
-        `ConfigError`: the variable is not set, or its value can't be sent. The message never shows the key, even if
-            the setting holds it in place of a name.
+        `ConfigError`: there is no key, its file is not its owner's alone, or the key can't be sent. The message never
+            shows the key, even if the setting holds it in place of a name.
     """
     if variable is None:
         return None
-    key = os.environ.get(variable)
+    key = find_key(variable)
     if not key:
         is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable) is not None
         named = f"the environment variable {variable}, which is not set" if is_name else (
@@ -194,12 +194,14 @@ def read_key(variable: str | None, setting: str) -> str | None:
         )  # fmt: skip
         raise ConfigError(
             f"`{setting}` names {named}. Expected the name of a variable that holds the key, such as JUDGE_API_KEY. "
-            f"Export it before the launch, or leave `{setting}` out."
+            "Export it before the launch, or the path of a file with the key under that name and _FILE, or leave "
+            f"`{setting}` out."
         )
     if fault := key_fault(key):
         raise ConfigError(
-            f"the key in the environment variable {variable} (`{setting}`) holds {fault}. Expected printable ASCII "
-            "characters alone. Export it again, without a line break at its end or other copied characters."
+            f"the key in the environment variable {variable} (`{setting}`) or its file holds {fault}. Expected "
+            "printable ASCII characters alone. Give it again, without a line break at its end or other copied "
+            "characters."
         )
     return key
 

@@ -2,6 +2,8 @@
 
 import io
 import json
+import struct
+import zlib
 
 import pytest
 from PIL import Image
@@ -61,6 +63,17 @@ def test_paths_start_at_the_original_file_though_its_copy_is_read(tmp_path):
 def test_a_picture_that_is_missing_or_none_is_named_with_its_row(load, value, message):
     with pytest.raises(DataError, match=message):
         load(value)
+
+
+@pytest.mark.filterwarnings("ignore:Image size")  # Pillow's own warning
+@pytest.mark.parametrize("side", [9_460, 60_000])  # Pillow warns of the first, and does not look at the second
+def test_a_small_file_that_unpacks_to_absurdly_many_pixels_is_refused(load, tmp_path, side):
+    head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunks = [head, b"IDAT" + zlib.compress(b"")]
+    packed = (struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each)) for each in chunks)
+    (tmp_path / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(packed))
+    with pytest.raises(DataError, match=r"id 'r7'\): the picture .*bomb\.png has more than 89,478,485 pixels"):
+        load(["bomb.png"])
 
 
 def test_the_image_feature_of_datasets_is_read_decoded_or_not(tmp_path):

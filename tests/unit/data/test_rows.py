@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from datasets import Dataset
 
+from salesrl_trl.data import files
 from salesrl_trl.data.sources import build_dataset, load_drafts, load_rows
 from salesrl_trl.errors import DataError
 
@@ -100,6 +102,35 @@ def test_a_file_in_another_encoding_is_refused_by_line_and_byte(tmp_path, name):
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
     assert len(load(str(tmp_path / "rows.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_a_file_of_absurd_size_is_refused_before_it_is_read(tmp_path, name):
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**35 + 1)  # takes no room on the disk
+    with pytest.raises(DataError, match=rf"{name} has 32.0 GiB of rows. Expected at most 32 GiB"):
+        load(str(tmp_path / name))
+
+
+def test_a_parquet_file_that_unpacks_to_more_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "rows.parquet"
+    texts = [str(number) * 2000 for number in range(100)]
+    Dataset.from_dict({"branch": ["a"] * 100, "conversation": texts}).to_parquet(path)
+    assert path.stat().st_size < 100_000
+    monkeypatch.setattr(files, "MOST_BYTES", 100_000)
+    with pytest.raises(DataError, match=r"rows\.parquet has 0\.0 GiB of rows. Expected at most"):
+        load(str(path))
+
+
+def test_a_line_of_absurd_length_is_refused_by_number(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    line = json.dumps(GOOD)
+    monkeypatch.setattr(files, "MOST_LINE_BYTES", len(line) + 1)
+    path.write_text(f"{line}\n{line}\n{line}")
+    assert len(load(str(path))) == 3
+    path.write_text(f"{line}\n{line}  \n")
+    with pytest.raises(DataError, match=r"line 2 is longer than .* MiB. Expected one JSON object a line"):
+        load(str(path))
 
 
 @pytest.mark.parametrize(("name", "content"), [("rows.json", '[{"branch": }]'), ("rows.parquet", "13800000000")])

@@ -95,6 +95,11 @@ def test_a_template_that_fails_on_a_row_names_line_and_row_and_quotes_no_custome
     assert "13800000000" not in str(caught.value)
 
 
+def test_a_file_without_end_is_refused():
+    with pytest.raises(ConfigError, match=r"can't be read \(larger than 16 MiB\)"):
+        read_template("/dev/zero", DEFAULT_FORMAT.fields)
+
+
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "No such file"), (b"a\ncaf\xe9", r"line 2, byte 4 \(0xe9\) is not UTF-8")]
 )

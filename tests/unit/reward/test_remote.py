@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -641,6 +642,15 @@ def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(s
     # So that the package is found from its source tree, and so that nothing in the child takes a GPU.
     hidden = {f"{name}={value}".encode() for name, value in NO_ACCELERATOR.items()}
     assert {each for each in added if not each.startswith(b"PYTHONPATH=")} == hidden
+
+
+def test_nobody_else_can_speak_to_the_child(services, remote, go):
+    """What comes through the socket is unpickled. It has no name to connect to, and no other child inherits it."""
+    reward = remote()
+    go(score(reward, [ACTION]))
+    ours = child_of(reward)._channel._writer.get_extra_info("socket")
+    assert (ours.family, ours.getsockname(), ours.getpeername()) == (socket.AF_UNIX, "", "")
+    assert not os.get_inheritable(ours.fileno())
 
 
 def test_the_child_does_without_torch(remote_process, go):

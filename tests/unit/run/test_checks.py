@@ -5,6 +5,7 @@ import gzip
 import re
 import socket
 import threading
+import traceback
 
 import pytest
 from transformers import Qwen2Config
@@ -127,6 +128,50 @@ def test_a_key_variable_that_is_not_set_is_refused(monkeypatch):
     monkeypatch.delenv("SOME_KEY", raising=False)
     with pytest.raises(ConfigError, match="names the environment variable SOME_KEY, which is not set"):
         read_key("SOME_KEY", "judge_api_key_env")
+
+
+def test_a_key_is_read_from_the_file_that_is_named_if_its_owner_alone_can_read_it(monkeypatch, tmp_path):
+    file = tmp_path / "key"
+    file.write_text("sk-hunter2\n")
+    file.chmod(0o400)
+    monkeypatch.setenv("SOME_KEY", "")  # as an empty one of a container
+    monkeypatch.setenv("SOME_KEY_FILE", str(file))
+    assert read_key("SOME_KEY", "judge_api_key_env") == "sk-hunter2"
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        (b"sk-hunter2", 0o640, r'the permissions 640, .* Expected .*: chmod 600 "\$SOME_KEY_FILE"$'),
+        (b"sk-hunter2", 0o604, "the permissions 604"),
+        (b" \n", 0o600, "holds no key"),
+        (b"sk-hunter2" * 500, 0o600, "holds more than 4096 bytes"),
+        (b"sk-hunter2\nsk-hunter2", 0o600, "white space or a control character at place 11"),
+        (b"sk-hunter2\xff", 0o600, "a character beyond ASCII at place 11"),
+        (None, 0o600, "can't be read .No such file or directory"),
+    ],
+)
+def test_a_key_file_that_is_not_safe_or_no_key_is_refused_without_showing_it(
+    monkeypatch, tmp_path, content, mode, message
+):
+    file = tmp_path / "hunter2"  # the key by mistake in place of a path is not shown either
+    if content is not None:
+        file.write_bytes(content)
+        file.chmod(mode)
+    monkeypatch.setenv("SOME_KEY_FILE", str(file))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_key("SOME_KEY", "judge_api_key_env")
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_folder_and_two_places_of_a_key_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("SOME_KEY_FILE", str(tmp_path))
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_key("SOME_KEY", "judge_api_key_env")
+    monkeypatch.setenv("SOME_KEY", "secret")
+    with pytest.raises(ConfigError, match="SOME_KEY and SOME_KEY_FILE are both set") as caught:
+        read_key("SOME_KEY", "judge_api_key_env")
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["sk-proj-1234", "0a1b2c3d4e5f", "abcdef"])

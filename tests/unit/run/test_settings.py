@@ -38,6 +38,13 @@ def test_another_recipe_can_be_named(tmp_path):
     assert parse(["--config", str(other)], ROOT / "recipes/debug.yaml").training.max_steps == 3
 
 
+# Ten lines each, which stand for 10^9 values. PyYAML builds the first at once and hangs over the second.
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 10)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -54,6 +61,8 @@ def test_another_recipe_can_be_named(tmp_path):
         ('judge_providers: [{name: "a\\ud800"}]\n', "`judge_providers.name` of .* holds a NUL or half a character"),
         ("env: {'': x}\n", "the settings do not work: .*Invalid argument"),
         ("branches: &a [*a]\n", "is nested too deeply, or holds itself"),
+        (LAUGHS, "is not YAML: with its aliases written out it has more than 4000000 characters"),
+        (MERGES, "is not YAML: with its aliases written out it has more than 4000000 characters"),
     ],
     ids=[
         "unknown key",
@@ -69,6 +78,8 @@ def test_another_recipe_can_be_named(tmp_path):
         "surrogate",
         "environment",
         "recursive",
+        "aliases of aliases",
+        "merges of merges",
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused(tmp_path, text, message):
@@ -87,6 +98,18 @@ def test_a_recipe_that_is_not_yaml_is_refused_without_its_text(tmp_path):
         parse([], recipe)
     assert "secret" not in str(e.value)
     assert e.value.__cause__ is None and e.value.__suppress_context__
+
+
+def test_aliases_of_a_recipe_are_read_and_a_file_without_end_is_not(tmp_path):
+    recipe = tmp_path / "aliases.yaml"
+    recipe.write_text("output_dir: &a x\nrun_name: *a\nsmall_policy: {<<: {beta: 0.5}}\n", encoding="utf-8")
+    assert parse([], recipe).training.run_name == "x"
+    (tmp_path / "endless.yaml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="no recipe"):
+        parse([], tmp_path / "endless.yaml")
+    recipe.write_bytes(b"# " + b"a" * 2**24)
+    with pytest.raises(ConfigError, match=r"can't be read \(larger than 16 MiB\)"):
+        parse([], recipe)
 
 
 def test_a_recipe_that_is_not_there_is_refused(tmp_path):

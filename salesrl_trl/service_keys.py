@@ -1,0 +1,45 @@
+"""The key of a service, from the environment or from a file that its owner alone can read.
+
+Owns where a key comes from. `config.keys` owns which settings are left out of records. Standard library only.
+"""
+
+import os
+import stat
+
+from salesrl_trl.errors import ConfigError
+
+MOST_BYTES = 4096
+"""Longest file of a key. Tokens with claims in them have a thousand characters."""
+
+
+def find_key(variable: str) -> str | None:
+    """The key in the environment variable, or in the file that `<variable>_FILE` names, as container secrets have it.
+
+    `None` if neither variable is set. White space around the key in a file is dropped.
+
+    Raises:
+        `ConfigError`: both are set, or the file can't be read, can be read by others, is empty or too large. The
+            message shows neither the key nor the path: who mistakes one variable for the other has the key there.
+    """
+    key, path = os.environ.get(variable), os.environ.get(f"{variable}_FILE")
+    if not path:
+        return key or None
+    if key:
+        raise ConfigError(f"{variable} and {variable}_FILE are both set. Expected one of them. Unset the other.")
+    where = f"the file that the environment variable {variable}_FILE names"
+    try:
+        # Without waiting for the writer of a named pipe.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            content = file.read(MOST_BYTES + 1) if stat.S_ISREG(found.st_mode) else b""
+    except OSError as error:
+        raise ConfigError(f"{where} can't be read ({error.strerror}). Expected a file with the key alone.") from None
+    if found.st_mode & 0o077 and stat.S_ISREG(found.st_mode):
+        raise ConfigError(
+            f"{where} has the permissions {stat.S_IMODE(found.st_mode):03o}, so that other users can get at the key. "
+            f'Expected a file of its owner alone: chmod 600 "${variable}_FILE"'
+        )
+    if not content.strip() or len(content) > MOST_BYTES:
+        size = f"more than {MOST_BYTES} bytes" if len(content) > MOST_BYTES else "no key"
+        raise ConfigError(f"{where} holds {size}. Expected a file with the key alone.")
+    return content.decode("utf-8", errors="replace").strip()
