@@ -27,6 +27,8 @@ LOOK_UP_TIMEOUT_S = 1.0
 """Longest wait for a disk that does not answer."""
 KEPT_IN_MEMORY = 20_000
 """Answers that are kept without a file, the latest ones: about 60 MB, and many batches."""
+WRITE_AFTER_S = 0.3
+"""Seconds from a new value to its way into the file. Values that come meanwhile go along."""
 LAST_WRITE_TIMEOUT_S = 5.0
 """Longest wait for a locked file, or a slow disk, at the end."""
 
@@ -49,6 +51,7 @@ class AnswerStore:
         self._memory: dict[str, object] = {}  # what is not in the file yet; without a file, everything
         self._guard = threading.Lock()  # of `_memory`, for moments
         self._thread: ThreadPoolExecutor | None = None
+        self._timer: threading.Timer | None = None  # of the next write
         self._look_ups: PerLoop[_LookUps] = PerLoop(partial(_LookUps, self._look_up))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -75,28 +78,35 @@ class AnswerStore:
         return await self._look_ups.get().get(key)
 
     def put(self, key: str, value: object) -> None:
-        """Keep a value. It is in the file some time after the next `flush`."""
+        """Keep a value. It is in the file within a second: a call is paid for, and a run may be killed at any time."""
         with self._guard:
             self._memory.pop(key, None)
             self._memory[key] = value
             while len(self._memory) > self._keep:
                 del self._memory[next(iter(self._memory))]
-
-    def flush(self) -> None:
-        """Begin to write what is new."""
-        if self._memory and self._file is not None:
-            self._submit(self._write)
+            if self._file is not None and self._timer is None:
+                self._write_soon()
 
     def close(self) -> None:
         """Write what is new and close the file. The next use opens it again."""
         if self._file is None or (self._thread is None and not self._memory):
             return
+        with self._guard:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         ended = self._submit(self._write_and_close)
         with contextlib.suppress(TimeoutError):
             ended.result(LAST_WRITE_TIMEOUT_S)
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(wait=False)
+
+    def _write_soon(self) -> None:
+        """Write after a moment, all that has come until then. Called with the guard held."""
+        self._timer = threading.Timer(WRITE_AFTER_S, self._submit, (self._write_in_time,))
+        self._timer.daemon = True
+        self._timer.start()
 
     def _submit(self, work: Callable[..., T], *given: object) -> "Future[T]":
         if self._thread is None:
@@ -120,6 +130,15 @@ class AnswerStore:
                 if self._memory.get(key) is value:
                     del self._memory[key]
         return True
+
+    def _write_in_time(self) -> None:
+        assert self._file is not None
+        with self._guard:
+            self._timer = None
+        if not self._write() and self._file.may_be_written:
+            with self._guard:
+                if self._timer is None:
+                    self._write_soon()
 
     def _write_and_close(self) -> None:
         assert self._file is not None

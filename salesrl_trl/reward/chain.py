@@ -166,13 +166,11 @@ class SalesReward(BatchedReward):
         return self._rows[index].row_id
 
     async def drained(self, report: BatchReport) -> BatchReport:
-        """The report, with all traffic since the last one. Begins to write new answers to the caches.
+        """The report, with all traffic since the last one.
 
         The report has every provider and service, also those that were not asked. With several batches in flight, a
         call is counted in the next report, whichever batch it was for.
         """
-        for store in self._stores:
-            store.flush()
         answers, references = self._answers.kept, self._answers.kept_references
         drained = replace(
             report,

@@ -18,6 +18,11 @@ from salesrl_trl.reward.cache import Memo, cache_key
 from salesrl_trl.reward.service.deadline import deadline, remaining_s
 
 
+@pytest.fixture(autouse=True)
+def _writes_at_once(monkeypatch):
+    monkeypatch.setattr("salesrl_trl.reward.answer_store.WRITE_AFTER_S", 0.0)
+
+
 def memo(store):
     return Memo(store, lambda value: value, lambda value: value)
 
@@ -145,7 +150,6 @@ def test_a_file_that_cannot_be_written_is_said_once_and_answers_go_on(tmp_path, 
     store = AnswerStore(folder / "c.sqlite")
     for index in range(3):
         store.put(f"k{index}", index)
-        store.flush()
     assert [kept(store, f"k{index}") for index in range(3)] == [0, 1, 2]
     store.close()
     assert caplog.text.count("Delete the file, or see to its folder.") + caplog.text.count("can't be written") == 1
@@ -177,7 +181,6 @@ def test_a_file_that_another_process_has_locked_is_as_an_empty_one_and_holds_nob
         asking = asyncio.gather(*(keep.get(f"k{index}", ask) for index in range(12)))
         longest = await slowest_turn(asking)
         seconds = time.perf_counter() - began
-        store.flush()
         assert await asking == ["asked for"] * 12
         other.execute("COMMIT")
         await asyncio.to_thread(store.close)
@@ -222,7 +225,6 @@ def test_a_full_disk_is_told_once_and_what_is_in_the_file_is_read_on(tmp_path, c
     monkeypatch.setattr(AnswerFile, "_opened", with_little_space)
     for index in range(3):
         store.put(f"k{index + 1}", "x" * 100_000)
-        store.flush()
     store.close()
     assert [len(kept(store, f"k{index}")) for index in range(4)] == [6, 100_000, 100_000, 100_000]
     assert caplog.text.count("can't be written: database or disk is full") == 1
@@ -239,11 +241,24 @@ def test_what_another_version_wrote_is_asked_for_again(tmp_path):
     assert kept(store, "k") == {"text": "answer"}
 
 
+def test_a_value_is_in_the_file_within_a_second_of_its_coming(tmp_path, monkeypatch):
+    """So that it is not paid for again after a kill."""
+    monkeypatch.undo()
+    path = tmp_path / "c.sqlite"
+    store = AnswerStore(path)
+    for value in ("one", "two"):
+        store.put(value, value)
+        time.sleep(1.0)
+        assert kept(AnswerStore(path), value) == value
+    store.put("three", 3)
+    store.close()
+    assert kept(AnswerStore(path), "three") == 3
+
+
 def test_two_processes_worth_of_stores_share_a_file(tmp_path):
     first, second = AnswerStore(tmp_path / "c.sqlite"), AnswerStore(tmp_path / "c.sqlite")
     for index in range(200):
         (first, second)[index % 2].put(f"k{index}", index)
-        (first, second)[index % 2].flush()
     for store in (first, second):
         store.close()
     assert all(kept(store, f"k{index}") == index for store in (first, second) for index in range(200))
