@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from salesrl_trl.run.launcher import end_tidily
+from salesrl_trl.run.launcher import begin_run
 
 if __name__ == "__main__":
-    end_tidily()
+    begin_run()
     from salesrl_trl.train import main  # takes seconds
 
     main(Path(__file__).with_suffix(".yaml"))

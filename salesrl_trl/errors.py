@@ -19,7 +19,8 @@
     ├── WeightSyncError        vLLM samples from other weights than the ones in training
     ├── DivergedError          gradients or the KL are no usable numbers any more, several log lines in a row
     ├── TooFewRewardsError     too few completions could be scored, several steps in a row
-    └── RunStopped             the run was told to stop, and has saved its state
+    ├── CheckpointError        a checkpoint could not be saved; the ones before it are whole
+    └── RunStopped             the run was told to stop, or an error stopped it, and it can go on
 
 A message says what was found, what was expected, and what to do. It never contains a key or a customer's text.
 """
@@ -27,6 +28,9 @@ A message says what was found, what was expected, and what to do. It never conta
 
 class SalesRLError(Exception):
     """Base of every error this package raises on purpose."""
+
+    is_resumable = False
+    """Whether the same command goes on where the run ended."""
 
 
 class ConfigError(SalesRLError, ValueError):
@@ -152,8 +156,20 @@ class DivergedError(SalesRLError, ArithmeticError):
 
 
 class TooFewRewardsError(SalesRLError, RuntimeError):
-    """Too few completions could be scored, several steps in a row."""
+    """Too few completions could be scored, several steps in a row. The run has saved its state."""
+
+    is_resumable = True
+
+
+class CheckpointError(SalesRLError, OSError):
+    """A checkpoint could not be saved, for example on a full disk. The ones before it are whole."""
 
 
 class RunStopped(SalesRLError):
-    """The run was told to stop: by SIGTERM, and has saved its state, or by Ctrl-C."""
+    """The run was told to stop, or an error in a step stopped it. Its state is saved, or there is none yet."""
+
+    is_resumable = True
+
+
+class StopRequested(KeyboardInterrupt):
+    """A signal asks this process to stop. Raised in its main thread, wherever it is."""

@@ -17,6 +17,7 @@ from salesrl_trl.generation.sampler import Ask, Generate
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.scoring import Output
+from salesrl_trl.update.boundary import Boundary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,3 +76,7 @@ class Hooks:
     """Held-out rows."""
     position: Callable[[], tuple[int, bool]]
     """Returns the micro-steps done, and whether a generation batch is there to go on with."""
+    capture: Callable[[], Boundary]
+    """Returns the state at the end of an optimizer step."""
+    restore: Callable[[Boundary], None]
+    """Sets the trainer back to it."""

@@ -260,11 +260,22 @@ BEST_FOLDER = "best"
 BEST_NOTE_FILE = "quick_eval.json"
 """In `BEST_FOLDER`: the evaluation that selected this policy."""
 
+SAVING_FOLDER = ".saving"
+"""In the output folder: a checkpoint that is being written, and one that is being deleted."""
+LOCK_FILE = ".lock"
+"""In the output folder: locked by the run that writes there, whose name it holds."""
+FINISHED_FILE = "finished.json"
+"""Written when a run has done everything."""
+
 # Files in a checkpoint
 
+MANIFEST_FILE = "manifest.json"
+"""Size and digest of each file of the checkpoint. Written last: a folder without it is no checkpoint."""
 KL_STATE_FILE = "kl_control.json"
 """KL coefficients, windows under way, and shares of steps in band."""
 IDENTITY_FILE = "made_of.json"
 """Rows, branches, weights and settings of the run."""
 UNDER_WAY_FILE = "generation_batch_{rank}.pt"
 """Of each process, where the checkpoint lies inside a generation batch: token ids, advantages and log-probs."""
+ROLLOUTS_FILE = "rollouts_{rank}.pt"
+"""Of each process, with `save_rollouts`: the completions in flight, and their log-probs."""

@@ -12,11 +12,15 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
+from salesrl_trl.errors import StopRequested
+
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as shells have it."""
 EXIT_UNREAD = 128 + signal.SIGPIPE
 """The reader of the output has ended, as with `| head`."""
 EXIT_UNWRITTEN = 2
+EXIT_RESUMABLE = 75
+"""The run was stopped, or had to stop, and the same command goes on. `EX_TEMPFAIL` of sysexits.h."""
 _FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Numbers of errors in writing. Those of files that are opened have the file's name."""
 
@@ -37,6 +41,9 @@ def end_tidily(tell: Tell = _print) -> None:
 
 def _hook(usual: _Hook, tell: Tell) -> _Hook:
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, StopRequested):  # of a run that imports its packages
+            tell(f"stopped by {error} before the run began. The same command starts it again.", EXIT_RESUMABLE)
+            raise SystemExit(EXIT_RESUMABLE)
         if is_interrupt(error):
             tell("interrupted by Ctrl-C", EXIT_INTERRUPTED)
             raise SystemExit(EXIT_INTERRUPTED)

@@ -6,9 +6,8 @@ with one message and exit code 2.
 
 import contextlib
 import logging
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,14 @@ remember_packages()
 
 from accelerate import PartialState
 
+from salesrl_trl.checkpoint.whole import step_of
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
+from salesrl_trl.errors import ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.readiness import warm_up
+from salesrl_trl.run import signals
 from salesrl_trl.run.assembly import launched_services, open_reward
 from salesrl_trl.run.banner import closing_lines
 from salesrl_trl.run.building import build_instruments, build_trainer, take_policy
@@ -39,13 +42,14 @@ from salesrl_trl.run.console import (
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.runner import prepare
 from salesrl_trl.run.read_ahead import begin_read_ahead
-from salesrl_trl.run.record import write_record
+from salesrl_trl.run.record import has_finished, write_finished, write_record
 from salesrl_trl.run.settings import RunConfig, parse
 from salesrl_trl.run.simulation.command import SimulationConfig
 from salesrl_trl.run.simulation.command import main as simulate
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.start_up import imports_so_far
 from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.tidy_end import EXIT_RESUMABLE
 from salesrl_trl.timing import TimingContext
 
 if TYPE_CHECKING:
@@ -64,9 +68,11 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
             Command-line arguments. Defaults to those of the process.
     """
     set_up_logging()
+    signals.catch()
     argv = sys.argv[1:] if argv is None else argv
     start = Timeline()  # by the host's clock: the device is not asked before the checks have passed
     start.add([imports_so_far()])
+    resumes = False
     with contextlib.ExitStack() as stack:
         try:
             with start.phase(StartUp.CHECKS):
@@ -81,16 +87,33 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                     keep_console(Path(config.training.output_dir) / LOG_FILE)
                 services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
                 _read_ahead(config, start)
+                resumes = str(config.training.resume_from_checkpoint).lower() not in ("none", "false")
                 plan = prepare(config)
+                if resumes and _has_finished(config.training):
+                    logger.info("this run has finished. A larger `max_steps` or `num_train_epochs` goes on with it.")
+                    return
                 if config.training.process_index == 0:
                     command, processes = [sys.argv[0], *argv], config.training.world_size
                     write_record(Path(config.training.output_dir), config.recipe, command, processes)
         except (Exception, KeyboardInterrupt) as error:
-            exit_with(error, EXIT_BAD_INPUT)
+            is_outage = resumes and isinstance(error, (ServiceUnavailable, ServiceTimeout))
+            exit_with(error, EXIT_RESUMABLE if is_outage else EXIT_BAD_INPUT)
         try:
             run(plan, services, start)
         except (Exception, KeyboardInterrupt) as error:
             exit_with(error, EXIT_STOPPED)
+
+
+def _extent(training: SalesGRPOConfig) -> dict[str, object]:
+    """How much a run does."""
+    names = ("max_steps", "num_train_epochs", "held_out_eval", "mode")
+    return {name: getattr(training, name) for name in names}
+
+
+def _has_finished(training: SalesGRPOConfig) -> bool:
+    resumed = training.resume_from_checkpoint
+    step = None if resumed is None else step_of(Path(resumed))
+    return has_finished(Path(training.output_dir), _extent(training), step)
 
 
 def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> int:
@@ -118,6 +141,8 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
             The phases until now.
     """
     config = plan.config
+    # A run that goes on asked them at its start. It pays for no call twice, and an outage is met in training.
+    asks_first = config.reward.warm_up_services and config.training.resume_from_checkpoint is None
     if config.training.device.type == "cpu":
         keep_freed_memory()
     with contextlib.ExitStack() as stack:
@@ -127,19 +152,20 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
         with instruments.timeline.phase(StartUp.SERVICES):
             opened = open_reward(config.reward, config.training, plan.rows, plan.reward, services)
             desk = RewardDesk(stack.enter_context(opened))
-        if config.reward.warm_up_services:
+        if asks_first:
             desk.begin_warm_up(TimingContext(StartUp.WARM_UP, instruments.timeline))
         trainer = build_trainer(plan, desk, instruments)
         start.close()
         instruments.timeline.add(start.drain_spans())
         try:
-            _train(config, trainer, instruments)
+            _train(config, trainer, instruments, asks_first)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 trainer.finish()
             raise
         trainer.finish()
     if PartialState().is_main_process:
+        write_finished(Path(config.training.output_dir), _extent(config.training), trainer.state.global_step)
         saves_policy = config.training.mode != "rollouts"
         for line in closing_lines(config.training.output_dir, saves_policy=saves_policy, notes=plan.notes):
             logger.info(line)
@@ -152,28 +178,19 @@ def _read_ahead(config: RunConfig, start: Timeline) -> None:
         begin_read_ahead(name, config.model.model_revision, TimingContext(StartUp.READ_AHEAD, start))
 
 
-def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instruments) -> None:
+def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instruments, asks_first: bool) -> None:
     collect_seldom()
-    if config.reward.warm_up_services:
+    if asks_first:
         with instruments.timeline.phase(StartUp.WARM_UP):
             warm_up(trainer.rooms.desk)
-    with _stops_on_sigterm(trainer):
+    stopping = trainer.rooms.stopping
+    with signals.handed_to(trainer.request_stop):
         trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
-    if config.training.mode == "rollouts":
-        trainer.rooms.stopping.raise_if_asked()
-        return
-    with instruments.timeline.phase(Phase.CHECKPOINT):
-        trainer.save_model(config.training.output_dir)
-    trainer.rooms.stopping.raise_if_asked()  # before the evaluation: without services it would score nothing
-    if config.training.held_out_eval:
-        trainer.evaluate()
-
-
-@contextlib.contextmanager
-def _stops_on_sigterm(trainer: "SalesGRPOTrainer") -> Iterator[None]:
-    """On SIGTERM, for example from a scheduler, the run ends with a checkpoint."""
-    before = signal.signal(signal.SIGTERM, lambda *_: trainer.request_stop("SIGTERM"))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        with stopping.ending():
+            if config.training.mode != "rollouts":
+                with stopping.held(), instruments.timeline.phase(Phase.CHECKPOINT):
+                    trainer.save_model(config.training.output_dir)
+            stopping.raise_if_asked()  # before the evaluation: without services it would score nothing
+            if config.training.mode != "rollouts" and config.training.held_out_eval:
+                trainer.evaluate()
+                stopping.raise_if_asked()

@@ -17,12 +17,10 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from salesrl_trl.checkpoint.identity import check_on_all_ranks, write_identity
-from salesrl_trl.checkpoint.under_way import load_on_all_ranks, save_under_way
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.schedule import follow
@@ -42,6 +40,7 @@ from salesrl_trl.rollout.prompt_order import OrderByEpoch
 from salesrl_trl.rollout.scoring import Output, copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
+from salesrl_trl.update.boundary import Boundary
 from salesrl_trl.wiring import Wiring
 
 
@@ -126,7 +125,15 @@ class SalesGRPOTrainer(GRPOTrainer):
             callbacks=self.callback_handler,
             eval_dataset=self.eval_dataset,
             position=lambda: (self._step, self._buffered_inputs is not None),
+            capture=lambda: Boundary(
+                self.state, self.optimizer, self.lr_scheduler, self.rooms.kl, (self._step, self._buffered_inputs)
+            ),
+            restore=self._restore,
         )
+
+    def _restore(self, boundary: Boundary) -> None:
+        self._step, self._buffered_inputs = boundary.restore()
+        self._metrics["train"].clear()  # of the step that is undone
 
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: object
@@ -144,29 +151,20 @@ class SalesGRPOTrainer(GRPOTrainer):
             table.clear()
         self._current_train_step_time = 0.0
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # TRL says that there is none
-        self._identity = self.rooms.identity(self.train_dataset)
-        if isinstance(resume_from_checkpoint, str | os.PathLike):
-            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
-            check_on_all_ranks(Path(resume_from_checkpoint), self._identity, self.args.allow_changed_resume)
-        with self.rooms.running(self.accelerator.is_main_process):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self.rooms.running(functools.partial(self._save_checkpoint, self.model, None)):
+            resumed = self.rooms.keeper.begin(resume_from_checkpoint, self.train_dataset)
+            starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
+            with replaced(self.args, "eval_on_start", starts):
+                return super().train(resumed, *args, **kwargs)
 
     def _init_training_state(self, *args, **kwargs):
         """Counts micro-steps on from where the run stands: generation batches begin where they did."""
         epochs, micro_steps = super()._init_training_state(*args, **kwargs)  # micro-steps of the epoch to go on with
-        self._step = micro_steps  # TRL counts from 0, and epochs are whole windows
-        self._buffered_inputs = None
+        self._step, self._buffered_inputs = micro_steps, None  # TRL counts from 0, and epochs are whole windows
         return epochs, micro_steps
 
     def request_stop(self, reason: str) -> None:
-        """End training after the optimizer step under way, on all ranks, with a checkpoint. From a signal handler too.
-
-        Args:
-            reason (`str`):
-                What asked for it, for example `"SIGTERM"`.
-        """
+        """End training on all ranks, with a checkpoint. `reason`: what asked for it. From a signal handler too."""
         self.rooms.stopping.request(reason)
 
     def finish(self) -> None:
@@ -178,7 +176,10 @@ class SalesGRPOTrainer(GRPOTrainer):
         return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.rooms.pipeline.epoch)
 
     def _run_epoch(self, *args, epoch: int, train_dataloader, **kwargs):
-        """Gives the pipeline the prompts that come when this epoch is over."""
+        """Gives the pipeline the prompts that come when this epoch is over. After the last step nothing is done."""
+        if self.state.global_step >= self.state.max_steps:  # of a finished run that is resumed
+            self.control.should_training_stop = True
+            return
         self._epoch = epoch
         self.rooms.pipeline.epoch_begins(train_dataloader)
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
@@ -340,24 +341,21 @@ class SalesGRPOTrainer(GRPOTrainer):
             self._timeline.begin(Phase.OPTIMIZER)
         return loss
 
+    def _save_checkpoint(self, model, trial):
+        """Saves beside the other checkpoints. A checkpoint takes its place when it is whole."""
+        with self.rooms.stopping.held():
+            self.rooms.keeper.save(self.state, functools.partial(super()._save_checkpoint, model, trial))
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Adds the state of the KL, the run's identity, and the generation batch under way."""
+        """Adds the package's own files."""
         super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save:
-            write_identity(Path(output_dir), self._identity, bool(self._step % self.args.window))
-            self.rooms.save_kl(Path(output_dir))
-        if self._step % self.args.window and not self.rooms.run_control.is_skipping:
-            rank, slices = self.args.process_index, self._buffered_inputs or []
-            save_under_way(Path(output_dir), rank, self.args.arrangement, slices)
+        self.rooms.keeper.add_parts(Path(output_dir), self.state.global_step, self._step, self._buffered_inputs or [])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the state of the KL and the generation batch under way."""
+        """Loads the package's own files."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.rooms.load_kl(Path(checkpoint))
-            if self._step % self.args.window:  # it goes on with the generation batch under way
-                rank, arrangement = self.args.process_index, self.args.arrangement
-                self._buffered_inputs = load_on_all_ranks(Path(checkpoint), rank, arrangement, self.accelerator.device)
+            self._buffered_inputs = self.rooms.keeper.load_parts(Path(checkpoint), self._step)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the package's figures, under the same keys at every step."""
@@ -383,6 +381,7 @@ class SalesGRPOTrainer(GRPOTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.rooms.run_control.error is None:
             self.rooms.evaluate_quickly()
+        self.rooms.stopping.settle()
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:

@@ -17,7 +17,8 @@ import torch
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel, TrainerCallback
 
-from salesrl_trl.checkpoint.identity import Identity, identity_of_run, weights_of
+from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of, weights_of
+from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.engine import engine_options
@@ -111,11 +112,20 @@ class Wiring:
             reward.names.places,
             args.max_kl,
             Path(args.output_dir),
+            args.max_outage_s,
+        )
+        self.keeper = Keeper(
+            args,
+            self.kl,
+            self._identity,
+            is_skipping=lambda: self.run_control.is_skipping,
+            in_flight=lambda *counts: self.pipeline.in_flight(*counts),
         )
         self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args, has_tied_head(model)))
         # The weights of the reference policy, or of an adapter's base: a resumed run must have the same
         has_base = bool(targets) or gets_adapter or hasattr(model, "peft_config")
         self.first_weights = weights_of(model.named_parameters()) if has_base else None
+        self.shape = shape_of(model.named_parameters())
 
     @contextlib.contextmanager
     def building(self, model: PreTrainedModel) -> Iterator[None]:
@@ -127,19 +137,9 @@ class Wiring:
         if args.compiled is not None and is_compiled:
             compiled.keep_engine(args.compiled, compiled_engine(args, model.name_or_path))
 
-    def identity(self, dataset: object) -> Identity:
+    def _identity(self, dataset: object) -> Identity:
         """The identity of a run on this dataset."""
-        return identity_of_run(self._args, dataset, self.reward.branch_of, self.first_weights)
-
-    def save_kl(self, checkpoint: Path) -> None:
-        """Write the state of the KL into a checkpoint, if the loss has a KL."""
-        if self.kl is not None:
-            self.kl.save(checkpoint)
-
-    def load_kl(self, checkpoint: Path) -> None:
-        """Go on with a checkpoint's coefficients, if the loss has a KL."""
-        if self.kl is not None:
-            self.kl.load(checkpoint)
+        return identity_of_run(self._args, dataset, self.reward.branch_of, self.first_weights, self.shape)
 
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
@@ -158,7 +158,14 @@ class Wiring:
             `list[TrainerCallback]`: the callbacks of a run, in their order.
         """
         self._trl, args = trl, self._args
-        self.stopping = Stopping(self.run_control, self.desk, trl.accelerator.device, trl.step)
+        self.stopping = Stopping(
+            self.run_control,
+            self.desk,
+            trl.accelerator.device,
+            capture=trl.capture,
+            restore=trl.restore,
+            can_undo=not trl.is_deepspeed,
+        )
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
             raise_adapters(trl.model, args.bf16 or args.fp16)
@@ -233,7 +240,7 @@ class Wiring:
         args, failures = self._args, functools.partial(self.ledger.failures, "train")
         quick = () if self.quick_eval is None else self.quick_eval.figure_names
         return [
-            SkipAndStop(self.run_control, trl.drop_gradients, self.stopping.agree),
+            SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(args.branches, self.reward.names.providers, failures),
             EpochLine(args.branches, failures),
@@ -257,7 +264,7 @@ class Wiring:
             engine.step = self.timeline.phased(Phase.OPTIMIZER, engine.step)
         if self.quick_eval is not None:
             self.quick_eval.run_begins(trl.step())
-        self.pipeline.restart(micro_step, trl.step(), has_batch)
+        self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.instruments.record_model(trl.unwrapped())
 
     def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
@@ -304,24 +311,31 @@ class Wiring:
         return figures | self.instruments.figures(self._trl.accelerator) if mode == "train" else figures
 
     @contextlib.contextmanager
-    def running(self, is_main: bool) -> Iterator[None]:
-        """Inside the block a run goes on. If it fails, the measurements of the failed step are kept.
+    def running(self, save: Callable[[], None]) -> Iterator[None]:
+        """Inside the block a run goes on. If it fails, the measurements of the failed step are kept, and `save` saves
+        a checkpoint.
 
         Raises:
             `SalesRLError`: the reason for which training stopped.
         """
-        self.instruments.start(is_main)
+        self.instruments.start(self._trl.accelerator.is_main_process)
         self.timeline.begin(StartUp.PREPARE)
         try:
             with self.stopping.watched():
-                yield
+                try:
+                    yield
+                except BaseException as error:
+                    last = self.stopping.rescued(error, save)
+                    if last is error:
+                        raise
+                    raise last from error
+            if self.run_control.error is not None:
+                raise self.run_control.error
         except BaseException:
             self.timeline.add(self.desk.unreported_spans())
             self.pipeline.forget()
             self.instruments.close()
             raise
-        if self.run_control.error is not None:
-            raise self.run_control.error
 
     def _quick_evaluator(self, trl: Hooks, settings: QuickEvalSettings | None) -> QuickEvaluator | None:
         if settings is None or not settings.steps:
@@ -365,6 +379,7 @@ class Wiring:
             self.kl.forget_sums()
         self.ledger.clear()
         self.run_control.restart()
+        self.stopping.forget()
         self.desk.resume()
 
     def close(self) -> None:

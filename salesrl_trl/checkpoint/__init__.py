@@ -1,5 +1,9 @@
-"""The package's own files in a checkpoint, beside those of transformers.
+"""Checkpoints: whole or not there, and of which run.
 
-Owns the run's identity (`identity`) and the generation batch under way (`under_way`). Refuses to decide when a
-checkpoint is written: transformers does.
+- `keeper`: saves them, with the package's own files beside those of transformers.
+- `whole`: the manifest, and which folder is a whole checkpoint.
+- `resume`, `identity`: the one that a run goes on from, and the inputs on which it depends.
+- `under_way`: the generation batch under way.
+
+Refuses to decide when a checkpoint is written: transformers does.
 """

@@ -8,20 +8,17 @@ decide the order of prompts, and the first weights.
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 
 import torch
-from accelerate.logging import get_logger
-from accelerate.utils import gather_object
 from datasets import Dataset
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import IDENTITY_FILE
-
-logger = get_logger(__name__)
 
 UNDER_WAY = "processes x batch, steps x iterations of the generation batch under way"
 """Ignored in a checkpoint between two generation batches."""
@@ -61,6 +58,13 @@ def weights_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()[:12]
 
 
+def shape_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Number of weights of a model, and a digest of their names and shapes: `"1.21 M (5f2c8b1e9a40)"`."""
+    shapes = {name: tuple(getattr(weight, "ds_shape", weight.shape)) for name, weight in weights}
+    size = sum(math.prod(shape) for shape in shapes.values())
+    return f"{size / 1e6:,.2f} M ({hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12]})"
+
+
 @contextlib.contextmanager
 def _gathered(weight: torch.Tensor) -> Iterator[None]:
     """While active, each process has the whole weight. ZeRO-3 splits a model over the processes while it is loaded."""
@@ -73,8 +77,10 @@ def _gathered(weight: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def identity_of(args: SalesGRPOConfig, rows: str | None, weights: str | None = None) -> Identity:
-    """The identity of a run with these settings. Rows and weights are left out if they are `None`."""
+def identity_of(
+    args: SalesGRPOConfig, rows: str | None, weights: str | None = None, shape: str | None = None
+) -> Identity:
+    """The identity of a run with these settings. Rows, weights and their shape are left out if they are `None`."""
     batch, group = args.generation_batch_size, args.num_generations
     steps, iterations = args.steps_per_generation, args.num_iterations
     assert batch is not None and steps is not None  # set by TRL
@@ -86,6 +92,7 @@ def identity_of(args: SalesGRPOConfig, rows: str | None, weights: str | None = N
         "prompts in a generation batch": batch // group,
         "generation batches an optimizer step": str(Fraction(args.gradient_accumulation_steps, steps * iterations)),
         UNDER_WAY: f"{args.world_size} x {args.per_device_train_batch_size}, {steps} x {iterations}",
+        "weights of the model": shape,
         "weights at the start": weights,
     }
     return {
@@ -95,14 +102,14 @@ def identity_of(args: SalesGRPOConfig, rows: str | None, weights: str | None = N
 
 
 def identity_of_run(
-    args: SalesGRPOConfig, dataset: object, branch_of: Callable[[int], str], weights: str | None
+    args: SalesGRPOConfig, dataset: object, branch_of: Callable[[int], str], weights: str | None, shape: str
 ) -> Identity:
     """The identity of a run on this dataset. Only rows of a `datasets.Dataset` are included: others can't be read
     twice."""
     rows = None
     if isinstance(dataset, Dataset):
         rows = rows_of(dataset["prompt"], map(branch_of, dataset["row"]))
-    return identity_of(args, rows, weights)
+    return identity_of(args, rows, weights, shape)
 
 
 def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -> None:
@@ -150,24 +157,6 @@ def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[
         )
     other += settings
     return [f"going on from {checkpoint} with other settings: {'; '.join(other)}"] if other else []
-
-
-def check_on_all_ranks(checkpoint: Path, identity: Identity, allowed: bool) -> None:
-    """`check_identity` on all ranks, with the differences logged. A collective.
-
-    Raises:
-        `ConfigError`: on all ranks, if any rank refuses the checkpoint.
-    """
-    refused, notes = None, []
-    try:
-        notes = check_identity(checkpoint, identity, allowed)
-    except ConfigError as error:
-        refused = str(error)
-    refusals = [each for each in gather_object([refused]) if each is not None]
-    if refusals:
-        raise ConfigError(refusals[0])
-    for note in notes:
-        logger.warning(note)
 
 
 def _differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

@@ -1,15 +1,19 @@
-"""The generation batch under way, in a checkpoint.
+"""The generation batch under way, and the rollouts in flight, in a checkpoint.
 
-Owns the file of this batch. A run that stopped inside a generation batch resumes with the completions that it had not
-trained on.
+Owns the files of both, one for each process. A run that stopped inside a generation batch resumes with the completions
+that it had not trained on. With `save_rollouts` it also resumes with those that were generated ahead.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 
-from salesrl_trl.names import UNDER_WAY_FILE
+from salesrl_trl.generation.sampler import Sampled
+from salesrl_trl.names import ROLLOUTS_FILE, UNDER_WAY_FILE
+from salesrl_trl.rollout.pipeline import Kept
 from salesrl_trl.update.ranks import on_any_rank
 
 logger = get_logger(__name__)
@@ -36,24 +40,69 @@ def save_under_way(folder: Path, rank: int, arrangement: list[int], batches: Bat
 
 
 def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> Batches | None:
-    """The slices of `save_under_way`; `None` if there are none, or if their arrangement was another one."""
-    path = folder / UNDER_WAY_FILE.format(rank=rank)
-    if not path.is_file():
-        return None
-    state = torch.load(path, map_location=device, weights_only=True)
-    return state["batches"] if state["arrangement"] == arrangement else None
-
-
-def load_on_all_ranks(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> Batches | None:
-    """`load_under_way` on all ranks. `None` on all of them, with a warning, if any rank has nothing to load.
+    """The slices of `save_under_way` on all ranks. `None` on all of them if any rank has none of this arrangement.
 
     A collective. Without a batch TRL generates one, which is a collective too, so all ranks must do the same.
     """
-    batches = load_under_way(folder, rank, arrangement, device)
-    if not on_any_rank(batches is None, device):
+    state = _read(folder / UNDER_WAY_FILE.format(rank=rank), arrangement, device)
+    if not on_any_rank(state is None, device):
+        assert state is not None
+        batches: Batches = state["batches"]
         return batches
     logger.warning(
         f"{folder} lies inside a generation batch. It does not hold the completions of this batch, or holds them for "
         "another number of processes or other batch sizes: they are generated anew, from the same prompts"
     )
     return None
+
+
+def save_rollouts(folder: Path, rank: int, arrangement: list[int], kept: Mapping[int, Kept]) -> None:
+    """Save one process's rollouts in flight.
+
+    Args:
+        folder (`Path`), rank (`int`), arrangement (`list[int]`):
+            As in `save_under_way`.
+        kept (`Mapping[int, Kept]`):
+            From `Pipeline.in_flight`. Those with pictures are left out.
+    """
+    rollouts = {
+        first: {
+            "rows": each.rows,
+            "step": each.step,
+            "generated": list(each.sampled.generated),
+            "metrics": {name: [float(value) for value in values] for name, values in each.sampled.metrics.items()},
+            "tokens": int(each.sampled.tokens),
+            "behaviour_logps": each.behaviour_logps,
+        }
+        for first, each in kept.items()
+        if not each.sampled.vision
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"arrangement": arrangement, "rollouts": rollouts}, folder / ROLLOUTS_FILE.format(rank=rank))
+
+
+def load_rollouts(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> dict[int, Kept]:
+    """The rollouts of `save_rollouts` on all ranks. None on all of them if any rank has none of this arrangement; a
+    collective."""
+    state = _read(folder / ROLLOUTS_FILE.format(rank=rank), arrangement, device)
+    if on_any_rank(state is None, device):
+        return {}
+    assert state is not None
+    kept = {
+        first: Kept(
+            rows=each["rows"],
+            step=each["step"],
+            sampled=Sampled(generated=tuple(each["generated"]), metrics=each["metrics"], tokens=each["tokens"]),
+            behaviour_logps=each["behaviour_logps"],
+        )
+        for first, each in state["rollouts"].items()
+    }
+    logger.info(f"going on with {len(kept)} rollouts in flight")
+    return kept
+
+
+def _read(path: Path, arrangement: list[int], device: torch.device) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    return state if state["arrangement"] == arrangement else None

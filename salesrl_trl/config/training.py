@@ -102,6 +102,8 @@ class SalesGRPOConfig(GRPOConfig):
         max_skipped_generations (`int`, *optional*, defaults to `3`):
             Skipped batches in a row after which the run saves a checkpoint and stops with the reason. At its last step
             two are enough.
+        max_outage_s (`float`, *optional*, defaults to `3600.0`):
+            Seconds since the first of the skipped batches in a row after which the run does the same.
         max_kl (`float`, *optional*, defaults to `1000.0`):
             KL of all branches, in nats per token. Three log lines in a row above it end the run without a checkpoint,
             as a gradient that is not finite does: the policy is broken. Usual bands end below 1.
@@ -116,6 +118,9 @@ class SalesGRPOConfig(GRPOConfig):
             for losses that depend on this order.
         references_ahead (`bool`, *optional*, defaults to `True`):
             Whether to ask the 32B endpoint for a step's reference answers one step before its completions exist.
+        save_rollouts (`bool`, *optional*, defaults to `False`):
+            Whether checkpoints hold the rollouts in flight: tokens, log-probs, and the step of their weights. Then a
+            resumed run with a lookahead generates none of them again.
         allow_changed_resume (`bool`, *optional*, defaults to `False`):
             Whether to resume a checkpoint of other rows, branches, first weights or another order of prompts. Prompts
             may then come twice or not at all.
@@ -166,12 +171,14 @@ class SalesGRPOConfig(GRPOConfig):
         default=0.5, metadata=about("Share of scored completions below which a generation batch is skipped.")
     )
     max_skipped_generations: int = field(default=3, metadata=about("Skipped batches in a row that stop the run."))
+    max_outage_s: float = field(default=3600.0, metadata=about("Seconds of skipped batches that stop the run."))
     max_kl: float = field(default=1000.0, metadata=about("KL in nats per token above which a run is broken."))
     rollout_lookahead: int = field(default=0, metadata=about("Optimizer steps that rollouts may be ahead."))
     scored_groups_first: bool = field(
         default=True, metadata=about("Train on scored groups while other rewards are missing.")
     )
     references_ahead: bool = field(default=True, metadata=about("Ask for reference answers one step ahead."))
+    save_rollouts: bool = field(default=False, metadata=about("Put the rollouts in flight into checkpoints."))
     allow_changed_resume: bool = field(default=False, metadata=about("Resume a checkpoint of other rows or branches."))
     held_out_examples: int = field(
         default=0, metadata=about("Held-out conversations shown with the first and last answer. They quote customers.")
@@ -196,6 +203,8 @@ class SalesGRPOConfig(GRPOConfig):
         settle_loader(args)
         settle_schedule(args)
         super().__post_init__()
+        if self.device.type == "cpu":  # not "cpu:1", for which torch can't load an optimizer's state
+            self.__dict__["_setup_devices"] = type(self.device)("cpu")
         # One process trains on one GPU. With several visible, transformers would split batches by DataParallel.
         self._n_gpu: int = min(self._n_gpu, 1)
         check(
@@ -204,7 +213,7 @@ class SalesGRPOConfig(GRPOConfig):
         )
         share = self.min_changed_weights
         check(0 <= share <= 1, f"`min_changed_weights` is {share}. Expected 0 to 1.")
-        check_positive(self, "max_sampling_logp_difference", "max_skipped_generations", "max_kl")
+        check_positive(self, "max_sampling_logp_difference", "max_skipped_generations", "max_outage_s", "max_kl")
         check_url("vllm_server_base_url", self.vllm_server_base_url)
         check(
             self.use_vllm or not self.use_transformers_continuous_batching or not (self.bf16 or self.fp16),

@@ -13,6 +13,7 @@ from pathlib import Path
 from salesrl_trl.evaluation.answers import Ranks
 from salesrl_trl.evaluation.record import QuickEvaluation
 from salesrl_trl.names import BEST_FOLDER, BEST_NOTE_FILE
+from salesrl_trl.process import put_in_place
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,7 @@ class BestPolicy:
             return False
         note = {"step": evaluation.step, "by": self._by, **evaluation.as_dict()}
         (fresh / BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-        before = self._beside("old")
-        shutil.rmtree(before, ignore_errors=True)
-        if self.folder.exists():
-            self.folder.rename(before)
-        fresh.rename(self.folder)
-        shutil.rmtree(before, ignore_errors=True)
+        put_in_place(fresh, self.folder)
         return True
 
     def put_aside(self) -> Path:

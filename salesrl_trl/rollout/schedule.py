@@ -90,6 +90,10 @@ class Schedule(Generic[R]):
             return [window for window in waiting if window.first == micro_step]
         return [window for window in waiting if window.update - update <= self._lookahead]
 
+    def launched(self) -> dict[int, R]:
+        """The rollouts that nobody has taken yet, by the micro-step at which they are first trained on."""
+        return {window.first: window.rollout for window in self._windows if window.rollout is not None}
+
     def take(self, micro_step: int, inputs: object) -> R | None:
         """Take the rollout of these inputs out of the schedule. `None` if there is none."""
         while self._windows and self._windows[0].first < micro_step:

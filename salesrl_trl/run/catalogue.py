@@ -88,13 +88,13 @@ FAULTS: tuple[Fault, ...] = (
         "A checkpoint, a cache or the log could not be written.",
         (
             Sign(r"No space left on device|Disk quota exceeded|database or disk is full"),
-            Sign(r"PytorchStreamWriter failed writing|GiB of free disk"),
+            Sign(r"PytorchStreamWriter failed writing|inline_container.* unexpected pos|GiB of free disk"),
         ),
         (
             "See `df -h` and `df -i` for the disk in the message; `du -sh runs/* ~/.cache/*` shows what is large.",
             "Keep fewer checkpoints: `--save_total_limit 1`, or without optimizer state: `--save_only_model true`.",
             "Write elsewhere: `--output_dir /larger/disk/run`; caches follow `HF_HOME`, `VLLM_CACHE_ROOT`, `TMPDIR`.",
-            "Go on from the last complete checkpoint: `--resume_from_checkpoint DIR`.",
+            "Go on from the last whole checkpoint: `--resume_from_checkpoint auto`.",
         ),
     ),
     Fault(
@@ -260,7 +260,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             "Check the variable that `--judge_api_key_env` or `--rag_api_key_env` names: is it exported, and whole?",
             'Try the key alone: `curl -H "Authorization: Bearer $JUDGE_API_KEY" ADDRESS/models`.',
-            "For a quota: raise it, or add to `--judge_providers`; then `--resume_from_checkpoint DIR`.",
+            "For a quota: raise it, or add to `--judge_providers`; then `--resume_from_checkpoint auto`.",
         ),
     ),
     Fault(

@@ -18,21 +18,16 @@ from typing import NoReturn
 import stamina
 import transformers
 
-from salesrl_trl.errors import RunStopped, SalesRLError
+from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
 from salesrl_trl.run.last_words import words_of
 from salesrl_trl.run.launcher import keep_log, speak
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
-from salesrl_trl.tidy_end import EXIT_INTERRUPTED
+from salesrl_trl.tidy_end import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
 EXIT_BAD_INPUT = 2
 """The checks before a run refused its settings, data, addresses or model."""
 EXIT_STOPPED = 3
-"""A run started and had to stop, for example because too few completions got a reward."""
-
-INTERRUPTED = (
-    "interrupted by Ctrl-C. Nothing was saved after the last checkpoint, if there is one. SIGTERM ends a run with a "
-    "checkpoint: `kill PID`."
-)
+"""A run started and had to stop for good, for example because it diverged."""
 
 _LEFT_OUT = {
     # at every weight push on a CPU, about the one module that has no weights
@@ -77,15 +72,22 @@ def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
 
     Args:
         error (`Exception | KeyboardInterrupt`):
-            What ends the run. Only an error that is not of this package has a traceback.
+            What ends the run. Only an error that is not of this package has a traceback, its cause too.
         code (`int`):
-            Exit code for an error of this package. After Ctrl-C it is 130, for others 1, as shells and Python have it.
+            Exit code for an error of this package. It is 75 if the run can go on, 130 after Ctrl-C, and 1 for an error
+            of another package.
     """
-    if isinstance(error, KeyboardInterrupt):
-        error, code = RunStopped(INTERRUPTED), EXIT_INTERRUPTED
+    if isinstance(error, StopRequested):
+        error = RunStopped(f"stopped by {error} before the first step. Give the same command again.")
+    elif isinstance(error, KeyboardInterrupt):
+        error, code = RunStopped("interrupted by Ctrl-C"), EXIT_INTERRUPTED
+    foreign = error.__cause__ if isinstance(error, SalesRLError) else error
+    if foreign is not None and not isinstance(foreign, (SalesRLError, StopRequested)):
+        traceback.print_exception(foreign)
     if not isinstance(error, SalesRLError):
-        traceback.print_exception(error)
         code = 1
+    elif error.is_resumable and code != EXIT_INTERRUPTED:
+        code = EXIT_RESUMABLE
     speak(words_of(error, code, _kept.log), _kept.terminal)
     raise SystemExit(code)
 

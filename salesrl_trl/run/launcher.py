@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,10 +27,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from salesrl_trl import tidy_end
-from salesrl_trl.tidy_end import EXIT_INTERRUPTED
+from salesrl_trl.run import signals
 
 FOLDER = "SALESRL_TRL_LAUNCH"
 """Environment variable with the folder, where accelerate's process will print the words."""
@@ -94,7 +95,19 @@ def speak(words: Words, terminal: int = 2) -> None:
 
 def end_tidily() -> None:
     """`tidy_end` for a command that may be launched: its line comes at the launch's end, and its exit code counts."""
-    tidy_end.end_tidily(lambda text, code: speak(Words(text, code)))
+    tidy_end.end_tidily(_tell)
+
+
+def begin_run() -> None:
+    """`end_tidily` for a recipe. From now on a signal stops it, and so does the end of its launcher."""
+    end_tidily()
+    signals.catch(_tell)
+    if (launcher := _launcher()) is not None:
+        signals.die_with(launcher)
+
+
+def _tell(text: str, code: int) -> None:
+    speak(Words(text, code))
 
 
 def keep_log(path: Path) -> None:
@@ -106,18 +119,51 @@ def keep_log(path: Path) -> None:
 
 
 def end_as_the_run_did() -> None:
-    """In accelerate's process: at its end print the run's last words, and take over its exit code."""
+    """In accelerate's process: at its end print the run's last words, and take over its exit code.
+
+    A signal goes on to the run, and the launcher waits: it takes time to save a checkpoint. By itself, accelerate
+    would end at once and leave the run, and torch's launcher would kill the run after half a minute.
+    """
     folder = Path(tempfile.gettempdir()) / f"salesrl_trl-{uuid.uuid4().hex}"
     os.environ[FOLDER] = str(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     sys.excepthook = functools.partial(_end, folder, sys.excepthook)
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch's launcher leaves the others as they are
+    for number in signals.CAUGHT:
+        if not signals.is_left(number):
+            signal.signal(number, _pass_on)
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Send a signal on to the run, unless it has none yet."""
+    runs = _children()
+    if not runs:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    for run in runs:
+        with contextlib.suppress(ProcessLookupError):
+            has_it = number == signal.SIGINT and os.getpgid(run) == os.getpgrp() and _is_in_front()
+            os.kill(run, signal.SIGTERM if has_it else number)  # a second SIGINT would end it at once
+
+
+def _children() -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/self/task/{os.getpid()}/children").read_text("utf-8").split()]
+    except OSError:
+        return []
+
+
+def _is_in_front() -> bool:
+    """Whether a Ctrl-C at the terminal goes to this process's group."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def _end(
     folder: Path, usual: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    if issubclass(kind, KeyboardInterrupt) and folder.is_dir():  # the run got it too, and says what is saved
-        raise SystemExit(EXIT_INTERRUPTED)
     status = _status(error)
     if status is None or not folder.is_dir():  # no run of this package
         usual(kind, error, trace)

@@ -16,7 +16,7 @@ import yaml
 
 from salesrl_trl.config.keys import from_json, is_secret, without_keys
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
+from salesrl_trl.names import FINISHED_FILE, RUN_FILE, SETTINGS_FILE
 from salesrl_trl.process import put_aside, write_whole
 from salesrl_trl.run.software import code, packages
 from salesrl_trl.run.yaml_file import read_yaml
@@ -42,6 +42,7 @@ def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[s
         processes (`int`):
             Number of processes.
     """
+    (folder / FINISHED_FILE).unlink(missing_ok=True)
     put_aside(folder / SETTINGS_FILE, folder / RUN_FILE)
     write_whole(folder / SETTINGS_FILE, settings_text(recipe))
     launcher = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("ACCELERATE_")}
@@ -54,6 +55,29 @@ def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[s
         | {each.name: each.installed for each in packages() if each.installed},
     }
     write_whole(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
+
+
+def write_finished(folder: Path, extent: Mapping[str, object], step: int) -> None:
+    """Note that a run of this extent has done everything, after so many optimizer steps."""
+    write_whole(folder / FINISHED_FILE, json.dumps({"step": step, **extent}, indent=2) + "\n")
+
+
+def has_finished(folder: Path, extent: Mapping[str, object], step: int | None) -> bool:
+    """Whether a run of this extent has done everything, so that going on from `step` would do nothing more.
+
+    Args:
+        folder (`Path`):
+            The run's folder.
+        extent (`Mapping[str, object]`):
+            The settings that decide how much a run does, as JSON values.
+        step (`int`, *optional*):
+            Optimizer steps before the newest checkpoint; `None` without one.
+    """
+    try:
+        noted = json.loads((folder / FINISHED_FILE).read_text(encoding="utf-8"))
+        return noted == {"step": noted["step"], **extent} and (step is None or step >= noted["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def settings_text(recipe: Mapping[str, object]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.stopping import Stopping
 
 
 class SkipAndStop(TrainerCallback):
@@ -21,21 +22,31 @@ class SkipAndStop(TrainerCallback):
             Decides.
         drop_gradients (`Callable[[], None]`):
             Sets all gradients to `None`.
-        agree_to_stop (`Callable[[], None]`):
-            Called when a step has ended; a collective. Stops `run_control` if any rank was asked to stop.
+        stopping (`Stopping`):
+            Learns where in a step the run is.
     """
 
-    def __init__(
-        self, run_control: RunControl, drop_gradients: Callable[[], None], agree_to_stop: Callable[[], None]
-    ) -> None:
+    def __init__(self, run_control: RunControl, drop_gradients: Callable[[], None], stopping: Stopping) -> None:
         self._run_control = run_control
         self._drop_gradients = drop_gradients
-        self._agree_to_stop = agree_to_stop
+        self._stopping = stopping
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._stopping.begin()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._stopping.begin_step()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        if not self._run_control.drain_moves():
+        if self._run_control.drain_moves():
+            self._stopping.optimizer_moves()
+        else:
             self._drop_gradients()
 
     def on_log(
@@ -49,10 +60,10 @@ class SkipAndStop(TrainerCallback):
         self._run_control.record_line(logs)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        self._agree_to_stop()
+        self._stopping.end_step()
         self._run_control.end_step(state.global_step, is_last=state.global_step >= state.max_steps)
         if self._run_control.error is not None:
-            control.should_save = True
+            control.should_save = state.global_step > 0
             control.should_training_stop = True
             control.should_evaluate = False  # nothing could be scored
 

@@ -1,6 +1,6 @@
 """Decisions that all ranks make together.
 
-Owns the one collective for them.
+Owns the collectives for them.
 """
 
 import torch
@@ -13,3 +13,10 @@ def on_any_rank(condition: bool, device: torch.device) -> bool:
     if PartialState().num_processes == 1:
         return condition
     return bool(gather(torch.tensor([condition], device=device)).any())
+
+
+def highest(number: int, device: torch.device) -> int:
+    """The highest number of all ranks; a collective."""
+    if PartialState().num_processes == 1:
+        return number
+    return int(gather(torch.tensor([number], device=device)).max())

@@ -5,8 +5,10 @@ The trainer gathers from other ranks.
 """
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 
 from salesrl_trl.errors import DivergedError, RunStopped, SalesRLError, TooFewRewardsError
@@ -37,6 +39,8 @@ class RunControl:
             Batches in a row with fewer that end the run. At its last step, `SKIPPED_AT_END` are enough.
         places (`Mapping[str, str]`, *optional*, defaults to none):
             Address of each service, by the name with which its reason codes begin.
+        max_outage_s (`float`, *optional*, defaults to infinity):
+            Seconds since the first of the skipped batches in a row that end the run.
         max_kl (`float`, *optional*, defaults to infinity):
             KL to the reference in nats per token above which a run is broken.
         output_dir (`Path`, *optional*):
@@ -50,12 +54,14 @@ class RunControl:
         places: Mapping[str, str] | None = None,
         max_kl: float = math.inf,
         output_dir: Path = Path(),
+        max_outage_s: float = math.inf,
     ) -> None:
         self.wanted_fraction = min_valid_reward_fraction
         """Share of completions below which a batch is skipped."""
         self._most = max_skipped_generations
         self._places = places or {}
         self._max_kl = max_kl
+        self._max_outage_s = max_outage_s
         self._output_dir = output_dir
         self.restart()
 
@@ -69,6 +75,8 @@ class RunControl:
         """Whether the generation batch in training is left out of the loss."""
         self._moves = False
         self._skipped_in_a_row = 0
+        self._skips_since = 0.0
+        self._is_out_too_long = False
         self._missing: Counter[str] = Counter()
         self._broken_in_a_row = 0
 
@@ -89,6 +97,8 @@ class RunControl:
         if not self.is_skipping:
             self._skipped_in_a_row = 0
             return None
+        if not self._skipped_in_a_row:
+            self._skips_since = time.time()
         self._skipped_in_a_row += 1
         self._missing = missing
         return (
@@ -96,8 +106,20 @@ class RunControl:
             f"({_counted(missing)})"
         )
 
+    def urgency(self) -> int:
+        """This rank's reason to end the run, for the highest of all ranks: 2 if it was asked to stop, 1 if batches are
+        skipped for too long, else 0."""
+        is_long = self._skipped_in_a_row > 0 and time.time() - self._skips_since >= self._max_outage_s
+        return 2 if self.requested is not None else int(is_long)
+
+    def record_urgency(self, urgency: int) -> None:
+        """Record the highest `urgency` of all ranks."""
+        if urgency == 2 and self.requested is None:
+            self.requested = "a request to another rank"
+        self._is_out_too_long = urgency == 1 and self._skipped_in_a_row > 0
+
     def end_step(self, step: int, *, is_last: bool) -> None:
-        """End the run after this optimizer step if too many batches in a row were skipped.
+        """End the run after this optimizer step if too many batches in a row were skipped, or for too long.
 
         Args:
             step (`int`):
@@ -107,17 +129,18 @@ class RunControl:
         """
         skipped, missing = self._skipped_in_a_row, self._missing
         most = min(self._most, SKIPPED_AT_END) if is_last else self._most
-        if self.error is not None or skipped < most:
+        if self.error is not None or (skipped < most and not self._is_out_too_long):
             return
         failed = [name for name in self._places if any(reason.startswith(f"{name}_") for reason in missing)]
         where = "".join(f"{name} is {self._places[name]}. " for name in failed)
         advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
         last = "They were the last of the run, so that it learned nothing from them. " if is_last else ""
         more = " and a larger `max_steps` or `num_train_epochs`" if is_last else ""
+        since = f"{datetime.fromtimestamp(self._skips_since):%Y-%m-%d %H:%M:%S}"
         self.error = TooFewRewardsError(
             f"{skipped} generation batches in a row had fewer than {self.wanted_fraction:.0%} of their completions "
-            f"scored. {last}Failures in the last one: {_counted(missing)}. {where}{advice}A checkpoint was saved; "
-            f"repair the service and go on with {self._resume(step)}{more}."
+            f"scored, since {since}. {last}Failures in the last one: {_counted(missing)}. {where}{advice}A checkpoint "
+            f"was saved; repair the service and go on with {self._resume(step)}{more}."
         )
 
     def record_micro_batch(self) -> None:
@@ -152,12 +175,15 @@ class RunControl:
                 "broken, so they were not saved. Go back to a checkpoint before that and learn more slowly."
             )
 
-    def stop(self, step: int) -> None:
-        """End the run after `step` optimizer steps, because a rank was asked to stop."""
-        reason = self.requested or "a request to another rank"
-        self.error = RunStopped(
-            f"stopped by {reason} after {step} steps. The state was saved; go on with {self._resume(step)}."
-        )
+    def stop(self, step: int, *, is_new: bool) -> None:
+        """End the run after `step` optimizer steps, because a rank was asked to stop. `is_new`: it has done some."""
+        self.error = RunStopped(self.stopped_by(self.requested, step, is_new=is_new))
+
+    def stopped_by(self, reason: str | None, step: int, *, is_new: bool) -> str:
+        """The message of a run that was stopped."""
+        if not is_new:
+            return f"stopped by {reason} before another step was done. Nothing is lost: give the same command again."
+        return f"stopped by {reason} after {step} steps. The state was saved; go on with {self._resume(step)}."
 
     def _resume(self, step: int) -> str:
         return f"--resume_from_checkpoint {self._output_dir / f'{CHECKPOINT_FOLDERS}{step}'}"

@@ -54,6 +54,24 @@ def watched(requested: Callable[[], str | None], stop: Callable[[str], None]) ->
         thread.join()
 
 
+def all_arrive(step: int) -> bool:
+    """Whether all processes come here within `PATIENCE`, after the same number of optimizer steps.
+
+    No collective: the others may wait in one, after an error on this process alone.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return True
+    number, world = next(_runs), torch.distributed.get_world_size()
+    keys = [f"salesrl_trl/arrived/{number}/{rank}" for rank in range(world)]
+    try:
+        store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        store.set(keys[torch.distributed.get_rank()], str(step))
+        store.wait(keys, PATIENCE)
+        return {store.get(key) for key in keys} == {str(step).encode()}
+    except RuntimeError:  # in vain, or the process with the store is gone
+        return False
+
+
 def _watch(
     store: distributed_c10d.Store,
     key: str,

@@ -1,18 +1,26 @@
-"""The end of a run that was asked to stop.
+"""The end of a run that was asked to stop, or that an error stops.
 
-Owns the way of a request, and the step after which all ranks stop together. `run_control` owns the error with which
-the run ends. `stop_notice` carries the request to other processes.
+Owns the way of a request, the step after which all ranks stop together, and the undoing of a step that was cut off.
+`run_control` owns the error with which the run ends. `stop_notice` carries the request to other processes.
 """
 
-from collections.abc import Callable
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
+from accelerate import PartialState
 
+from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
 from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.update.ranks import on_any_rank
+from salesrl_trl.update.boundary import Boundary
+from salesrl_trl.update.ranks import highest
 from salesrl_trl.update.run_control import RunControl
-from salesrl_trl.update.stop_notice import watched
+from salesrl_trl.update.stop_notice import all_arrive, watched
+
+logger = logging.getLogger(__name__)
 
 STOPPED = "stopped"
 """Reason code of completions that were given up because the run was asked to stop."""
@@ -28,30 +36,78 @@ class Stopping:
             Its rewards are not waited for.
         device (`torch.device`):
             Of collectives.
-        step (`Callable[[], int]`):
-            Optimizer steps done.
+        capture (`Callable[[], Boundary]`):
+            Returns the state at the end of an optimizer step.
+        restore (`Callable[[Boundary], None]`):
+            Sets the trainer back to it.
+        can_undo (`bool`):
+            Whether a skipped step leaves weights and optimizer as they were. With DeepSpeed it does not.
     """
 
     def __init__(
-        self, run_control: RunControl, desk: RewardDesk, device: torch.device, step: Callable[[], int]
+        self,
+        run_control: RunControl,
+        desk: RewardDesk,
+        device: torch.device,
+        *,
+        capture: Callable[[], Boundary],
+        restore: Callable[[Boundary], None],
+        can_undo: bool,
     ) -> None:
         self._run_control = run_control
         self._desk = desk
         self._device = device
-        self._step = step
+        self._capture = capture
+        self._restore = restore
+        self._can_undo = can_undo
+        self._boundary: Boundary | None = None
+        self._first = 0
+        self._moves = False
+        self._held = 0
+
+    def forget(self) -> None:
+        """Forget an earlier run."""
+        self._boundary, self._moves, self._held = None, False, 0
+
+    def begin(self) -> None:
+        """The first step of a run begins."""
+        self._boundary = self._capture()
+        self._first = self._boundary.step
 
     def request(self, reason: str) -> None:
-        """End training after the optimizer step under way, on all ranks. From a signal handler too.
+        """End training on all ranks, with a checkpoint. From a signal handler too.
 
-        Nothing is waited for: completions that are not scored by now are missing, so that the step may be skipped.
-        The request reaches the other ranks at once. They wait for no reward either.
+        Nothing is waited for: completions that are not scored by now are missing. One process ends where it is. Of
+        several, all end after the optimizer step under way, which is undone if it was skipped. The request reaches the
+        other ranks at once, and they wait for no reward either.
 
         Args:
             reason (`str`):
                 What asked for it, for example `"SIGTERM"`.
+
+        Raises:
+            `StopRequested`: in the main thread of a single process, between two moves of the optimizer.
         """
         self._run_control.requested = reason
         self._desk.cut_off(STOPPED)
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and not self._held and not self._moves and PartialState().num_processes == 1:
+            self._held += 1  # once
+            raise StopRequested(self._run_control.requested)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While active, a request does not interrupt this process. It does so afterwards."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+        if self._run_control.requested is not None:
+            self._interrupt()
 
     def watched(self) -> AbstractContextManager[None]:
         """While active, a request on one process reaches all others."""
@@ -59,13 +115,88 @@ class Stopping:
             lambda: self._run_control.requested, lambda reason: self.request(f"{reason} of another process")
         )
 
-    def agree(self) -> None:
-        """Stop after the step that has just ended, if any rank was asked to; a collective."""
-        if on_any_rank(self._run_control.requested is not None, self._device):
-            self._run_control.stop(self._step())
+    def begin_step(self) -> None:
+        """An optimizer step begins."""
+        self._moves = not self._can_undo
+
+    def optimizer_moves(self) -> None:
+        """The optimizer is about to move the weights."""
+        self._moves = True
+
+    def end_step(self) -> None:
+        """An optimizer step has ended. Stop if any rank was asked to, and undo the step if the stop cut it off; a
+        collective."""
+        self._agree()
+        is_asked = self._run_control.requested is not None
+        if is_asked and not self._moves and self._boundary is not None:
+            self._restore(self._boundary)
+        step = self.settle()
+        if is_asked:
+            self._run_control.stop(step, is_new=step > self._first)
+
+    def settle(self) -> int:
+        """What follows an optimizer step is done. Random draws belong to the next step from now on.
+
+        Returns:
+            `int`: optimizer steps done.
+        """
+        self._boundary, self._moves = self._capture(), False
+        return self._boundary.step
+
+    def _agree(self) -> None:
+        """Let all ranks know of a request to one of them, and of an outage that lasts too long; a collective."""
+        self._run_control.record_urgency(highest(self._run_control.urgency(), self._device))
 
     def raise_if_asked(self) -> None:
-        """`agree`, and raise `RunStopped` on all ranks if any rank was asked to stop; a collective."""
-        self.agree()
-        if self._run_control.error is not None:
-            raise self._run_control.error
+        """Raise `StopRequested` on all ranks if any rank was asked to stop; a collective."""
+        self._agree()
+        if self._run_control.requested is not None:
+            raise StopRequested(self._run_control.requested)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """While active, training is over, and a request ends the run as it ends training. Raises `RunStopped` then."""
+        try:
+            yield
+        except StopRequested as request:
+            raise RunStopped(
+                f"stopped by {request} after the last step. The same command with --resume_from_checkpoint auto does "
+                "what is left."
+            ) from None
+
+    def rescued(self, error: BaseException, save: Callable[[], None]) -> BaseException:
+        """Save a checkpoint of the last whole step, if an error may be followed by one.
+
+        Args:
+            error (`BaseException`):
+                What ends training.
+            save (`Callable[[], None]`):
+                Saves a checkpoint; a collective.
+
+        Returns:
+            `BaseException`: the error with which the run ends: `RunStopped` if it can go on from where it was.
+        """
+        is_asked = isinstance(error, StopRequested)
+        if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
+            return error
+        boundary, self._held = self._boundary, self._held + 1
+        self._desk.cut_off(STOPPED)
+        step, is_new = (0, False) if boundary is None else (boundary.step, boundary.step > self._first)
+        try:
+            if boundary is not None and is_new:
+                if self._moves:
+                    return self._lost(error, "the optimizer was moving the weights")
+                if not all_arrive(step):
+                    return self._lost(error, "other processes are not at the same place")
+                self._restore(boundary)
+                save()
+        except CheckpointError as failure:
+            return failure if is_asked else self._lost(error, str(failure))
+        if not (is_asked or is_new):
+            return error  # of the start-up, or of the first step: it would come again
+        reason = str(error) if is_asked else type(error).__name__
+        return RunStopped(self._run_control.stopped_by(reason, step, is_new=is_new))
+
+    def _lost(self, error: BaseException, why: str) -> BaseException:
+        logger.warning(f"no checkpoint was saved when the run ended, because {why}. Go on from the one before.")
+        return RunStopped(f"stopped by {error}. {why}") if isinstance(error, StopRequested) else error

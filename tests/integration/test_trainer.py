@@ -14,6 +14,7 @@ from support.scripted import Scripted
 from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import identity_of_run, write_identity
+from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
 from salesrl_trl.run.rollouts_only import RolloutTrainer
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -180,17 +181,19 @@ def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer
         return identity_of_run(*given)
 
     monkeypatch.setattr("salesrl_trl.wiring.identity_of_run", asked)
-    with pytest.raises(RunStopped, match="SIGTERM after 1 steps"):
+    with pytest.raises(RunStopped, match="SIGTERM before another step was done"):
         trainer.train()
+    assert trainer.state.global_step == 0
 
 
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_checkpoint_of_another_run_is_refused_by_the_trainer_too(scripted_trainer, tmp_path, kind):
     trainer = scripted_trainer(texts=DIFFERENT, max_steps=1)
     rooms = trainer.rooms
-    other = identity_of_run(trainer.args, trainer.train_dataset, rooms.reward.branch_of, rooms.first_weights)
+    other = identity_of_run(trainer.args, trainer.train_dataset, rooms.reward.branch_of, None, rooms.shape)
     other["decides"]["seed"] = 7
     write_identity(tmp_path, other, inside_a_batch=False)
+    seal(tmp_path, processes=1, has_optimizer=True)
     with pytest.raises(ConfigError, match="is of another run: seed was 7, is"):
         trainer.train(resume_from_checkpoint=kind(tmp_path))
 

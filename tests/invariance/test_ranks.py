@@ -83,6 +83,16 @@ def test_a_run_of_two_ranks_goes_on_on_one_with_its_coefficients_and_windows(tra
                 assert figures[name] == whole[name], (step, branch, name)
 
 
+def test_two_ranks_of_which_one_is_asked_to_stop_go_on_as_if_nothing_had_come(gloo):
+    _, ranks = gloo
+    for rank in ranks:
+        # its rewards were in, so that the step under way counts
+        assert f"after {CHECKPOINT + 5} steps. The state was saved" in rank["stopped"]
+        assert list(rank["resumed"]["after"]) == [str(step) for step in range(CHECKPOINT + 6, 21)]
+        for step, state in rank["resumed"]["after"].items():
+            assert state == rank["whole"]["after"][step], step
+
+
 def test_two_ranks_under_deepspeed_zero_2_have_the_same_loss_kl_and_coefficients_as_one_without(
     launch, one_rank, tmp_path
 ):

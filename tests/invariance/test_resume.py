@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from support.keyed import BRANCH_KL, StopAt, betas_of
+from support.keyed import BRANCH_KL, StopAt, betas_of, build_keyed, course_of
+from transformers import TrainerCallback
 
+from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.config import DEFAULT_BRANCHES
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, RunStopped
 from salesrl_trl.kl.figures import kl_names
 from salesrl_trl.names import KL_STATE_FILE, beta_of
 
@@ -105,6 +108,61 @@ def test_a_run_resumes_in_any_epoch(train, short_epochs, step):
     assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
 
 
+class Strike(TrainerCallback):
+    """At this event of the step after `STOP`, once, a fault or a signal comes."""
+
+    def __init__(self, event, strike):
+        self.strikes = iter([strike])
+        setattr(self, event, self.strike)
+
+    def strike(self, args, state, control, **_):
+        if state.global_step == STOP:
+            next(self.strikes, lambda: None)()
+
+
+def fault():
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "saved"),
+    [
+        ("on_step_begin", "fault", STOP),
+        ("on_step_begin", "signal", STOP),
+        ("on_pre_optimizer_step", "fault", None),  # are the weights of this step, or of the next?
+        ("on_pre_optimizer_step", "signal", STOP + 1),  # the optimizer does its work before the run ends
+        ("on_log", "fault", STOP),
+        ("on_log", "signal", STOP),
+    ],
+)
+def test_a_run_that_is_cut_off_goes_on_from_its_last_whole_step_as_if_nothing_had_come(
+    tiny_policy, services_url, train, whole, tmp_path, event, kind, saved
+):
+    trainer = build_keyed(tiny_policy, services_url, tmp_path, **SETTINGS, logging_steps=1)
+    strike = fault if kind == "fault" else partial(trainer.request_stop, "SIGTERM")
+    with pytest.raises(ZeroDivisionError if saved is None else RunStopped) as ended:
+        course_of(trainer, Strike(event, strike))
+    checkpoints = [each.name for each in tmp_path.glob("checkpoint-*")]
+    assert checkpoints == ([] if saved is None else [f"checkpoint-{saved}"])
+    if saved is None:
+        return
+    assert f"stopped by {'ZeroDivisionError' if kind == 'fault' else 'SIGTERM'} after {saved} steps." in str(
+        ended.value
+    )
+    second = train(resume_from="auto", output_dir=tmp_path, **SETTINGS)
+    assert list(second["after"]) == [str(each) for each in range(saved + 1, 13)]
+    assert {**whole["after"], **second["after"]} == whole["after"]
+    assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
+
+
+def test_a_run_that_has_finished_does_nothing_more(train, whole, tmp_path):
+    train(output_dir=tmp_path, **SETTINGS, save_strategy="steps", save_steps=12)
+    again = []
+    with pytest.raises(StopIteration):  # no step is in its course
+        train(resume_from=True, output_dir=tmp_path, text_of=lambda *_: again.append(1), **SETTINGS)
+    assert again == []
+
+
 def test_epochs_differ_in_their_order(short_epochs):
     whole, _ = short_epochs
     tokens = [[entry[f"kl/{branch}_tokens"] for branch in DEFAULT_BRANCHES] for entry in whole["steps"]]
@@ -122,7 +180,8 @@ def test_a_checkpoint_without_the_coefficients_starts_with_those_configured_and_
     train, whole, stopped, tmp_path, caplog
 ):
     checkpoint = _copy(stopped, tmp_path)
-    (checkpoint / KL_STATE_FILE).unlink()
+    (checkpoint / KL_STATE_FILE).unlink()  # as in one of a run without a KL
+    seal(checkpoint, processes=1, has_optimizer=True)
     resumed = train(resume_from=checkpoint, **SETTINGS)
     assert f"{checkpoint} holds no {KL_STATE_FILE}: the KL coefficients start as configured" in caplog.text
     for branch in DEFAULT_BRANCHES:

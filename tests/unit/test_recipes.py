@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
+from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
-from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.process import remember_packages
 from salesrl_trl.run.building import build_instruments
 from salesrl_trl.run.checks.folders import claim_output_dir
@@ -120,17 +121,19 @@ def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded(tm
 def test_a_checkpoint_of_other_rows_or_branches_is_refused_before_a_model_is_loaded(tmp_path):
     asked = ["--output_dir", str(tmp_path), "--resume_from_checkpoint", "true"]
     recipe = ROOT / "recipes/debug.yaml"
-    with pytest.raises(ConfigError, match=r"`resume_from_checkpoint` is 'true', where there is no checkpoint"):
+    with pytest.raises(ConfigError, match=r"`resume_from_checkpoint` is 'true', and .* holds no whole checkpoint"):
         prepare(parse(asked, recipe))
     for step in (8, 10):  # the last one counts
         checkpoint = tmp_path / f"checkpoint-{step}"
         checkpoint.mkdir()
         (checkpoint / "trainer_state.json").write_text("{}")
+        seal(checkpoint, processes=1, has_optimizer=True)
     config = parse(asked, recipe)
     prepared = prepare(config)
     assert config.training.resume_from_checkpoint == str(checkpoint)
     rows = rows_of(prepared.train.prompts, [row.branch for row in prepared.train.rows])
     write_identity(checkpoint, identity_of(config.training, rows), inside_a_batch=False)
+    seal(checkpoint, processes=1, has_optimizer=True)
     prepare(parse(asked, recipe))
     other = [*asked, "--max_train_rows", "100"]
     with pytest.raises(ConfigError, match=r"checkpoint-10 is of another run: training rows was 960 .*, is 100 "):
@@ -283,16 +286,16 @@ def test_of_two_runs_in_one_folder_the_second_is_refused(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("interrupted", ["parse", "prepare"])
 def test_ctrl_c_ends_a_run_with_one_line_and_the_shell_s_code(interrupted, tmp_path, monkeypatch, capsys):
     def interrupt(*_):
-        raise KeyboardInterrupt
+        raise StopRequested("Ctrl-C")
 
     for name in ("set_up_logging", "keep_console"):  # they are for a whole process
         monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
     monkeypatch.setattr(f"salesrl_trl.train.{interrupted}", interrupt)
     with pytest.raises(SystemExit) as ended:
         main(ROOT / "recipes/debug.yaml", ["--output_dir", str(tmp_path)])
-    assert ended.value.code == 130
+    assert ended.value.code == 75
     told = capsys.readouterr().err
-    assert told.startswith("\nRunStopped: interrupted by Ctrl-C. Nothing was saved after the last checkpoint")
+    assert told == "\nRunStopped: stopped by Ctrl-C before the first step. Give the same command again.\n"
     assert "Traceback" not in told
 
 

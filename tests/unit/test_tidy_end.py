@@ -31,7 +31,6 @@ RAISED, WRAPPED = "signal.raise_signal(signal.SIGINT)", "raise ImportError('Keyb
     ("command", "error"),
     [
         (("recipes/debug.py",), WRAPPED),
-        (("recipes/debug.py",), RAISED),
         (("-m", "salesrl_trl.preflight"), RAISED),
         (("-m", "salesrl_trl.env", "--config", "recipes/debug.yaml"), RAISED),
         *(((f"scripts/{name}.py",), RAISED) for name in (
@@ -46,6 +45,15 @@ def test_ctrl_c_during_the_imports_is_one_line_and_130(command, error, tmp_path)
         (tmp_path / f"{name}.py").write_text(f"import signal\n{error}\n")
     end = ended(*command, folder=tmp_path)
     assert (end.returncode, end.stderr, end.stdout) == (130, "\ninterrupted by Ctrl-C\n", "")
+
+
+@pytest.mark.parametrize(("number", "named"), [("SIGINT", "Ctrl-C"), ("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGHUP")])
+def test_a_signal_during_the_imports_of_a_recipe_is_one_line_and_75(number, named, tmp_path):
+    for name in SLOW:
+        (tmp_path / f"{name}.py").write_text(f"import signal\nsignal.raise_signal(signal.{number})\n")
+    end = ended("recipes/debug.py", folder=tmp_path)
+    told = f"\nstopped by {named} before the run began. The same command starts it again.\n"
+    assert (end.returncode, end.stderr, end.stdout) == (75, told, "")
 
 
 @pytest.mark.parametrize(

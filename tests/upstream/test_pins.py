@@ -55,6 +55,9 @@ PINS = {
     # SalesGRPOTrainer._init_training_state: returns epochs and micro-steps of the epoch that were trained on
     # (the second: transformers before 5.17, which does not look whether the best checkpoint is still there)
     (Trainer, "_init_training_state"): ("aafbced9c7ae", "9986c17d68d8"),
+    # SalesGRPOTrainer._save_checkpoint: they write to `args.output_dir` alone, by `_get_output_dir`, and rotate there
+    (Trainer, "_save_checkpoint"): "3f08503719cd",
+    (Trainer, "_get_output_dir"): "e1ca23af5cd3",
     # SalesGRPOTrainer's KL state lies beside what these two write and read
     (Trainer, "_save_optimizer_and_scheduler"): "99a0de2f2453",
     (GRPOTrainer, "_load_optimizer_and_scheduler"): "f0236c69fcf3",

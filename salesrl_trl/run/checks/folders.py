@@ -1,23 +1,27 @@
-"""Checks of the output folder, and of the checkpoint to resume from.
+"""Checks of the output folder, and its lock.
 
-Refuses to read a checkpoint's state. `checkpoint.identity` compares a checkpoint with the run.
+Refuses to look at checkpoints: the room `checkpoint` does.
 """
 
-import difflib
 import fcntl
 import logging
+import os
+import re
 import shutil
+import socket
 import tempfile
+import time
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
-
-from transformers.trainer_utils import get_last_checkpoint
+from typing import TextIO
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.names import LOG_FILE
+from salesrl_trl.names import LOCK_FILE
 
 logger = logging.getLogger(__name__)
+
+ORPHAN_PATIENCE_S = 120.0
+"""Longest wait for a run whose launcher has died."""
 
 
 def check_output_dir(path: Path | str) -> None:
@@ -34,57 +38,57 @@ def check_output_dir(path: Path | str) -> None:
         ) from None
 
 
-def claim_output_dir(path: Path | str) -> BinaryIO:
+def claim_output_dir(path: Path | str) -> TextIO:
     """Keep the output folder for this run, until the returned file is closed or the process ends.
 
-    Raises `ConfigError` if another run has it: the two would overwrite each other's checkpoints.
+    A run whose launcher has died is about to save its state and to end. It is waited for.
+
+    Raises `ConfigError` if another run has the folder: the two would overwrite each other's checkpoints.
     """
-    log = (Path(path).expanduser() / LOG_FILE).open("ab")
+    lock = (Path(path).expanduser() / LOCK_FILE).open("a+", encoding="utf-8")
+    until = time.monotonic() + ORPHAN_PATIENCE_S
+    while not _locked(lock):
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        if not _is_orphan(owner) or time.monotonic() > until:
+            lock.close()
+            raise ConfigError(
+                f"another run writes to `output_dir` {str(path)!r} now: {owner}. Expected a folder of its own for "
+                "each. Name another, or wait until that run has ended."
+            )
+        logger.info(f"waiting for the run that still writes to {path}, and whose launcher is gone: {owner}")
+        time.sleep(2)
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+    lock.flush()
+    return lock
+
+
+def _locked(lock: TextIO) -> bool:
     try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        log.close()
-        raise ConfigError(
-            f"another run writes to `output_dir` {str(path)!r} now. Expected a folder of its own for each. Name "
-            f"another, or wait until that run has ended (`fuser {log.name}` shows its processes)."
-        ) from None
+        return False
     except OSError as error:  # some network disks have no locks
-        logger.info(f"off: the check that one run alone writes to {path} ({error.strerror})")
-    return log
+        logger.info(f"off: the check that one run alone writes to {lock.name} ({error.strerror})")
+    return True
+
+
+def _is_orphan(owner: str) -> bool:
+    """Whether the process is of this machine, and its parent has died."""
+    found = re.match(r"process (\d+) on (\S+),", owner)
+    if found is None or found[2] != socket.gethostname():
+        return False
+    try:
+        fields = Path(f"/proc/{found[1]}/stat").read_text("utf-8").rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[1] == "1"
 
 
 def free_gib(folder: Path | str) -> float:
     """Free disk of a folder, in GiB."""
     return shutil.disk_usage(Path(folder).expanduser()).free / 2**30
-
-
-def check_checkpoint(path: str | None, output_dir: str) -> str | None:
-    """Find the checkpoint to resume from.
-
-    Args:
-        path (`str`, *optional*):
-            A checkpoint's folder, or `"true"` for the last one in `output_dir`.
-        output_dir (`str`):
-            The output folder.
-
-    Returns:
-        `str`, *optional*: the checkpoint's folder; `None` for a run from the start.
-
-    Raises:
-        `ConfigError`: there is no such checkpoint.
-    """
-    asked = str(path).lower()
-    if path is None or asked == "false":
-        return None
-    if asked == "true" and Path(output_dir).expanduser().is_dir():
-        path = get_last_checkpoint(str(Path(output_dir).expanduser())) or path
-    if (Path(path).expanduser() / "trainer_state.json").is_file():
-        return str(Path(path).expanduser())
-    found = sorted(each.parent.name for each in Path(output_dir).expanduser().glob("checkpoint-*/trainer_state.json"))
-    near = difflib.get_close_matches(Path(path).name, found, n=1)
-    guess = f" Did you mean {Path(output_dir) / near[0]}?" if near else ""
-    held = f"{output_dir} holds {', '.join(found)}" if found else f"{output_dir} holds none"
-    raise ConfigError(f"`resume_from_checkpoint` is {path!r}, where there is no checkpoint.{guess} {held}.")
 
 
 def earlier_start(output_dir: Path | str, resumes: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.ranges import LORA, check_ranges
 from salesrl_trl.config.sizes import check_evaluation
 from salesrl_trl.data.faster_disk import copied
@@ -10,7 +11,7 @@ from salesrl_trl.demo.policy import PROMPT_STYLE
 from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.run.checks.attention import choose_attention
-from salesrl_trl.run.checks.folders import check_checkpoint, earlier_start
+from salesrl_trl.run.checks.folders import earlier_start
 from salesrl_trl.run.checks.model import check_weights
 from salesrl_trl.run.checks.reward import check_stand_ins
 from salesrl_trl.run.preflight.plan import Plan
@@ -28,7 +29,13 @@ class ConfigStage:
         config, training, findings = plan.config, plan.config.training, Findings()
         _copy_data(plan, findings)
         config.telemetry.check_branches(training.branches)
-        training.resume_from_checkpoint = check_checkpoint(training.resume_from_checkpoint, training.output_dir)
+        resumed = find(
+            training.resume_from_checkpoint,
+            training.output_dir,
+            with_digests=training.local_process_index == 0,
+            without_manifest=training.allow_changed_resume,
+        )
+        training.resume_from_checkpoint = None if resumed is None else str(resumed)
         if training.held_out_eval:
             check_evaluation(training, training.world_size)
         _check_small_policy(plan)

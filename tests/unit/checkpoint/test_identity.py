@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.scripted import settings
 
-from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of, weights_of, write_identity
+from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of, shape_of, weights_of, write_identity
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import IDENTITY_FILE
@@ -17,8 +17,8 @@ TWO_STEPS = {"per_device_train_batch_size": 2, "steps_per_generation": 2, "gradi
 
 @pytest.fixture
 def made_of(tmp_path):
-    def build(rows=ROWS, weights="0123", **given):
-        return identity_of(SalesGRPOConfig(**settings(tmp_path, **given)), rows, weights)
+    def build(rows=ROWS, weights="0123", shape="7 M", **given):
+        return identity_of(SalesGRPOConfig(**settings(tmp_path, **given)), rows, weights, shape)
 
     return build
 
@@ -34,6 +34,7 @@ def made_of(tmp_path):
         ({}, {"shuffle_dataset": False}, "shuffle_dataset was True, is False"),
         ({}, {"per_device_train_batch_size": 8}, "prompts in a generation batch was 2, is 4"),
         ({}, {"num_iterations": 2}, "generation batches an optimizer step was 1, is 1/2"),
+        ({}, {"shape": "8 M"}, "weights of the model was 7 M, is 8 M"),
         ({}, {"weights": "4567"}, "weights at the start was 0123, is 4567"),
         # the same four completions and an update for each two of them: one rank less may have them, not half way
         (TWO_STEPS, {**TWO_STEPS, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2,
@@ -76,3 +77,12 @@ def test_weights_are_the_same_in_another_format_and_other_ones_are_not():
     assert weights_of((name, each.bfloat16()) for name, each in weights.items()) == known
     assert weights_of({**weights, "c.lora_A": torch.zeros(3)}.items()) == known
     assert weights_of({**weights, "b": weights["b"] * 1.01}.items()) != known
+
+
+def test_the_shape_of_a_model_depends_on_names_and_sizes_alone():
+    weights = {"a": torch.zeros(3, 4), "b": torch.ones(1000)}
+    known = shape_of(weights.items())
+    assert known.startswith("0.00 M (")
+    assert shape_of((name, torch.rand_like(each).bfloat16()) for name, each in reversed(weights.items())) == known
+    assert shape_of({"a": torch.zeros(4, 3), "b": weights["b"]}.items()) != known
+    assert shape_of({"a": weights["a"], "c": weights["b"]}.items()) != known

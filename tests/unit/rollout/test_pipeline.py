@@ -1,13 +1,14 @@
 """Rollouts are launched when the schedule lets them, and each completion's reward starts when it is finished."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
 
+from salesrl_trl.checkpoint.under_way import load_rollouts, save_rollouts
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
-from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.pipeline import Kept, Pipeline
 from salesrl_trl.telemetry.timeline import Timeline
 
 
@@ -79,13 +80,13 @@ def examples(batch):
     return [{"prompt": f"p{batch}", "row": batch}]
 
 
-def pipeline(sampler, lookahead=0, behaviour=lambda sampled: torch.zeros(1, 1)):
+def pipeline(sampler, lookahead=0, behaviour=lambda sampled: torch.zeros(1, 1), kept=MappingProxyType({}), start=0):
     made = Pipeline(
         sampler, Desk(), Timeline(), decode=str, window=1, lookahead=lookahead, references_ahead=True,
         behaviour_logps=behaviour, record_span=pytest.fail,
     )  # fmt: skip
-    made.restart(0, 0, False)
-    updates = iter([([examples(batch)], None) for batch in range(4)])
+    made.restart(0, start, False, kept)
+    updates = iter([([examples(batch)], None) for batch in range(start, start + 4)])
     pull = lambda _: next(updates, ([], None))  # noqa: E731
     made.next_update(0, iter(()), pull, 4)
     return made
@@ -133,6 +134,37 @@ def test_completions_of_earlier_weights_need_log_probs():
     made = pipeline(Now(), lookahead=1, behaviour=lambda each: seen.append(each) or torch.ones(1, 1))
     made.launch_due(0, 0)
     assert len(seen) == 2  # of a sampler that generates at once they are computed at once
+
+
+def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_path):
+    first = pipeline(Now(), lookahead=2)
+    first.launch_due(0, 0)
+    taken = first._schedule._windows[0].inputs
+    first.take(taken, 0, 0)
+    assert list(first.in_flight(1, 1)) == [1, 2]  # the first batch was trained on
+    first.next_update(0, iter(()), lambda _: ([examples(3)], None), 3)
+    first.launch_due(1, 1)
+    # a step is undone: what it trains on comes again, and what it launched is no part of the checkpoint before it
+    first.take(first._schedule._windows[0].inputs, 1, 1)
+    assert list(first.in_flight(1, 1)) == [1, 2]
+    save_rollouts(tmp_path, 0, [1, 2], first.in_flight(1, 1))
+    kept = load_rollouts(tmp_path, 0, [1, 2], torch.device("cpu"))
+    assert load_rollouts(tmp_path, 0, [1, 3], torch.device("cpu")) == {}  # other batch sizes
+
+    sampler = Now()
+    second = pipeline(sampler, lookahead=2, kept={first - 1: each for first, each in kept.items()}, start=1)
+    second.launch_due(0, 1)
+    assert sampler.asked == [(["p3"], True)]  # the others go on, and their rewards are asked for
+    assert second._desk.started[:2] == [((1,), 0, "answer to p1"), ((2,), 0, "answer to p2")]
+    rollout = second.take(second._schedule._windows[0].inputs, 0, 1)
+    assert (rollout.step, rollout.drain_metrics()) == (0, ({"m": [1.0]}, 3))
+    assert torch.equal(rollout.behaviour_logps, torch.zeros(1, 1))
+
+
+def test_a_kept_rollout_of_other_rows_is_not_used():
+    sampler, kept = Now(), Kept(rows=[7], step=0, sampled=sampled(["p7"]), behaviour_logps=None)
+    pipeline(sampler, kept={0: kept}).launch_due(0, 0)
+    assert sampler.asked == [(["p0"], False)]
 
 
 def test_an_evaluation_waits_for_its_completions_whatever_the_lookahead():

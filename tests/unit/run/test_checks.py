@@ -15,7 +15,7 @@ from salesrl_trl.config import DataConfig, SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
 from salesrl_trl.reward.service.http import MAX_BODY_BYTES, HttpClient
 from salesrl_trl.run.checks.addresses import check_models, check_rag, check_vllm_server
-from salesrl_trl.run.checks.folders import check_checkpoint, earlier_start
+from salesrl_trl.run.checks.folders import earlier_start
 from salesrl_trl.run.checks.model import check_model, load_tokenizer, positions_of
 from salesrl_trl.run.checks.prompts import prompt_limit
 from salesrl_trl.run.checks.reward import read_key
@@ -306,15 +306,6 @@ def test_a_vllm_server_is_waited_for_and_says_how_much_room_it_has(httpserver):
 def test_a_vllm_server_whose_weights_can_not_be_updated_is_refused(serve):
     with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1"):
         check_vllm_server(serve(health=(200, "")), 0.0)
-
-
-def test_a_checkpoint_that_is_not_there_is_told_beside_those_that_are(tmp_path):
-    (tmp_path / "checkpoint-20").mkdir()
-    (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("{}")
-    check_checkpoint(None, str(tmp_path))
-    check_checkpoint(str(tmp_path / "checkpoint-20"), str(tmp_path))
-    with pytest.raises(ConfigError, match=r"Did you mean \S+/checkpoint-20\? \S+ holds checkpoint-20\."):
-        check_checkpoint(str(tmp_path / "checkpoint-2"), str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
 """The end of a launch, with launchers that end as accelerate and torchrun do."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from salesrl_trl.run.launcher import FOLDER, Words, _end, keep_log, speak
+from salesrl_trl.run import signals
+from salesrl_trl.run.launcher import FOLDER, Words, _end, speak
+from salesrl_trl.tidy_end import EXIT_RESUMABLE
 
 ROOT = Path(__file__).parents[3]
 HOOK = ROOT / "scripts/salesrl_trl_launch.pth"
@@ -114,17 +119,80 @@ def test_a_launch_of_another_program_ends_as_ever(launch, child):
     assert "CalledProcessError" in done.stderr
 
 
-def test_ctrl_c_in_a_launch_has_no_traceback_of_the_launcher_s(tmp_path):
-    usual, error = [], KeyboardInterrupt()
-    with pytest.raises(SystemExit) as ended:
-        _end(tmp_path, lambda *_: usual.append("traceback"), KeyboardInterrupt, error, None)
-    assert (ended.value.code, usual) == (130, [])
-    _end(tmp_path / "no run", lambda *_: usual.append("traceback"), KeyboardInterrupt, error, None)
-    assert usual == ["traceback"]
+RUNS = """
+import sys, time
+from salesrl_trl.run.launcher import begin_run
+begin_run()
+print("runs", flush=True)
+while True:
+    time.sleep(0.1)
+"""
 
 
-def test_without_a_place_for_them_the_words_are_printed_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(FOLDER, str(tmp_path / "absent" / "folder"))
-    keep_log(tmp_path / "run.log")
-    speak(Words("Error: why", 3))
-    assert capsys.readouterr().err == "\nError: why\n"
+@pytest.fixture
+def begun(tmp_path):
+    """Starts a launcher whose run waits for a signal."""
+    (tmp_path / "accelerate").write_text(LAUNCHER)
+    (tmp_path / "sitecustomize.py").write_text(HOOK.read_text())
+
+    @contextlib.contextmanager
+    def begun(*before, run=RUNS):
+        path = f"{ROOT}{os.pathsep}{tmp_path}"
+        process = subprocess.Popen(
+            [*before, sys.executable, str(tmp_path / "accelerate"), run],
+            env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout.readline() == "runs\n"
+            [child] = psutil.Process(process.pid).children()
+            yield process, child
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=10)
+
+    return begun
+
+
+@pytest.mark.parametrize("number", signals.CAUGHT)
+@pytest.mark.parametrize("reached", ["launcher", "run", "both"])
+def test_a_signal_ends_a_launch_as_one_that_can_go_on(begun, number, reached):
+    with begun() as (launcher, run):
+        if reached == "both":
+            os.killpg(launcher.pid, number)
+        else:
+            os.kill({"launcher": launcher.pid, "run": run.pid}[reached], number)
+        told = launcher.communicate(timeout=10)[1]
+        assert not run.is_running()
+    assert launcher.returncode == EXIT_RESUMABLE
+    assert "before the run began. The same command starts it again." in told
+    assert "Traceback" not in told
+
+
+def test_a_run_ends_when_its_launcher_is_killed(begun):
+    with begun() as (launcher, run):
+        launcher.kill()
+        assert run.wait(timeout=10) in (EXIT_RESUMABLE, None)
+        assert "stopped by SIGTERM before the run began" in launcher.communicate(timeout=10)[1]
+
+
+def test_a_second_ctrl_c_quits_at_once(begun):
+    swallows = RUNS.replace("    time.sleep(0.1)", "    try: time.sleep(0.1)\n    except KeyboardInterrupt: print(1)")
+    with begun(run=swallows) as (launcher, run):
+        for _ in range(2):
+            time.sleep(0.3)
+            run.send_signal(signal.SIGINT)
+        assert signals.AT_ONCE in launcher.communicate(timeout=10)[1]
+    assert launcher.returncode == 130
+
+
+def test_a_hang_up_that_is_ignored_ends_nothing(begun):
+    with begun("nohup") as (launcher, run):
+        os.killpg(launcher.pid, signal.SIGHUP)
+        time.sleep(0.5)
+        assert launcher.poll() is None
+        assert run.is_running()

@@ -1,6 +1,7 @@
 """Which batches count and when a run ends, without a trainer."""
 
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_ones_failures_the_most_
     skip(control)
     assert isinstance(control.error, TooFewRewardsError)
     told = str(control.error)
-    assert told.startswith("3 generation batches in a row had fewer than 50% of their completions scored.")
+    assert told.startswith("3 generation batches in a row had fewer than 50% of their completions scored, since 20")
     assert "in the last one: judge_http_500 3, deadline 1." in told
     assert told.endswith("go on with --resume_from_checkpoint runs/a/checkpoint-7.")
 
@@ -81,9 +82,38 @@ def test_a_step_counts_where_any_of_its_batches_does(control):
 @pytest.mark.parametrize(("requested", "named"), [("SIGTERM", "SIGTERM"), (None, "a request to another rank")])
 def test_a_run_that_is_asked_to_stop_says_by_what_and_when(control, requested, named):
     control.requested = requested
-    control.stop(7)
+    control.record_urgency(2)  # the highest of all ranks
+    control.stop(7, is_new=True)
     assert isinstance(control.error, RunStopped)
     assert str(control.error).startswith(f"stopped by {named} after 7 steps.")
+
+
+def test_an_outage_that_lasts_too_long_ends_the_run_and_says_since_when(monkeypatch):
+    control = RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=99, max_outage_s=60)
+    clock = 1_000_000.0
+    monkeypatch.setattr("time.time", lambda: clock)
+    for seconds, urgency in ((0, 0), (30, 0), (30, 1)):
+        clock += seconds
+        control.record_batch(0.4, Counter({"judge_http_500": 3}))
+        assert control.urgency() == urgency
+    control.record_urgency(0)
+    control.end_step(3, is_last=False)
+    assert control.error is None
+    control.record_urgency(1)  # by the clock of any rank
+    control.end_step(3, is_last=False)
+    since = f"{datetime.fromtimestamp(1_000_000):%Y-%m-%d %H:%M:%S}"
+    assert f"3 generation batches in a row had fewer than 50% of their completions scored, since {since}." in str(
+        control.error
+    )
+    assert control.error.is_resumable
+
+
+def test_an_outage_that_is_over_counts_no_more(control):
+    skip(control)
+    control.record_batch(1.0, NONE_MISSING)
+    control.record_urgency(1)
+    control.end_step(7, is_last=False)
+    assert control.error is None
 
 
 def test_the_next_run_begins_without_what_ended_the_one_before(control):

@@ -1,0 +1,211 @@
+"""Whole checkpoints: which folders are one, and which of them a run goes on from.
+
+Owns the manifest: size and digest of each file, and when the checkpoint was saved. Refuses a folder that differs from
+its manifest in anything. `keeper` writes checkpoints.
+"""
+
+import difflib
+import functools
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import CHECKPOINT_FOLDERS, MANIFEST_FILE
+from salesrl_trl.process import write_whole
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""Go on from the newest whole checkpoint, or from the start if there is none."""
+_PIECE = 64 * 2**20
+"""Bytes that are read and digested at a time."""
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+def seal(folder: Path, *, processes: int, has_optimizer: bool) -> None:
+    """Write the manifest of a checkpoint whose files are complete.
+
+    Args:
+        folder (`Path`):
+            The checkpoint.
+        processes (`int`):
+            Number of processes that saved it.
+        has_optimizer (`bool`):
+            Whether it holds more than the model, so that a run can go on from it.
+    """
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)} for name in _names(folder)
+    }
+    manifest = {
+        "saved_at": time.time(),
+        "processes": processes,
+        "has_optimizer": has_optimizer,
+        "files": files,
+    }
+    write_whole(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+
+
+def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
+    """Why a run can't go on from this folder, or `None` if it can.
+
+    Args:
+        checkpoint (`Path`):
+            The folder.
+        with_digests (`bool`, *optional*, defaults to `True`):
+            Read all files. Else their sizes are compared only.
+    """
+    manifest = checkpoint / MANIFEST_FILE
+    try:
+        read = json.loads(manifest.read_text(encoding="utf-8"))
+        files = {str(name): (int(each["bytes"]), str(each["sha256"])) for name, each in read["files"].items()}
+        has_optimizer, _ = bool(read["has_optimizer"]), float(read["saved_at"])
+    except FileNotFoundError:
+        return f"it has no {MANIFEST_FILE}: the run ended while it was saved, or something else saved it"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its {MANIFEST_FILE} can't be read ({type(error).__name__})"
+    there = {name: (checkpoint / name).stat().st_size for name in _names(checkpoint)}
+    if missing := files.keys() - there.keys():
+        return f"{_some(missing)} missing"
+    if foreign := there.keys() - files.keys():
+        return f"{_some(foreign)} no part of it"
+    if cut := {name for name, size in there.items() if size != files[name][0]}:
+        return f"{_some(cut)} not as long as when it was saved"
+    if not has_optimizer:
+        return "it holds the model alone (`save_only_model`)"
+    as_read = tuple((checkpoint / name).stat().st_mtime_ns for name in (MANIFEST_FILE, *files))
+    if with_digests and (changed := _changed(checkpoint, as_read)):
+        return f"{_some(changed)} not what was saved: other bytes"
+    return None
+
+
+def saved_at(checkpoint: Path) -> float:
+    """When a checkpoint without a fault was saved, in seconds since the epoch."""
+    return float(json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))["saved_at"])
+
+
+def processes_of(checkpoint: Path) -> int:
+    """Number of processes that saved a checkpoint without a fault."""
+    return int(json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))["processes"])
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps before a checkpoint, by its name; 0 for another name."""
+    number = checkpoint.name.removeprefix(CHECKPOINT_FOLDERS)
+    return int(number) if number.isdecimal() else 0
+
+
+def folders(output_dir: Path) -> list[Path]:
+    """All folders of a run that are named as checkpoints, whole or not, by their steps."""
+    return sorted((each for each in output_dir.glob(f"{CHECKPOINT_FOLDERS}*") if each.is_dir()), key=step_of)
+
+
+def newest(output_dir: Path, *, with_digests: bool = True) -> Path | None:
+    """The checkpoint that was saved last and is whole. Logs which ones are passed over, and why."""
+    whole = []
+    for each in folders(output_dir):
+        fault = fault_of(each, with_digests=False)
+        if fault is None:
+            whole.append(each)
+        else:
+            logger.warning(f"{each} is passed over: {fault}")
+    for each in sorted(whole, key=lambda one: (saved_at(one), step_of(one)), reverse=True):
+        fault = fault_of(each, with_digests=with_digests)
+        if fault is None:
+            return each
+        logger.warning(f"{each} is passed over: {fault}")
+    return None
+
+
+def find(
+    asked: str | os.PathLike[str] | bool | None,
+    output_dir: str,
+    *,
+    with_digests: bool = True,
+    without_manifest: bool = False,
+) -> Path | None:
+    """The checkpoint to go on from.
+
+    Args:
+        asked (`str`, `os.PathLike` or `bool`, *optional*):
+            A checkpoint's folder; `True` for the newest whole one of `output_dir`; `"auto"` for the same, or `None` if
+            there is none.
+        output_dir (`str`):
+            The output folder.
+        with_digests (`bool`, *optional*, defaults to `True`):
+            As in `fault_of`.
+        without_manifest (`bool`, *optional*, defaults to `False`):
+            Whether to take a named folder without a manifest, such as one of an earlier version.
+
+    Returns:
+        `Path`, *optional*: the checkpoint's folder; `None` for a run from the start.
+
+    Raises:
+        `ConfigError`: there is no such checkpoint, or it is not whole.
+    """
+    word, folder = str(asked).lower(), Path(output_dir).expanduser()
+    if asked is None or word == "false":
+        return None
+    if word in (AUTO, "true"):
+        found = newest(folder, with_digests=with_digests)
+        if found is None and word != AUTO:
+            raise ConfigError(
+                f"`resume_from_checkpoint` is {word!r}, and {output_dir} holds no whole checkpoint. Expected one. "
+                "Name another `output_dir`, or give `auto`, which then begins from the start."
+            )
+        return found
+    checkpoint = Path(str(asked)).expanduser()
+    if not checkpoint.is_dir():
+        found_names = [each.name for each in folders(folder)]
+        near = difflib.get_close_matches(checkpoint.name, found_names, n=1)
+        guess = f" Did you mean {Path(output_dir) / near[0]}?" if near else ""
+        held = f"{output_dir} holds {', '.join(found_names)}" if found_names else f"{output_dir} holds none"
+        raise ConfigError(f"`resume_from_checkpoint` is {str(asked)!r}, where there is no checkpoint.{guess} {held}.")
+    if without_manifest and not (checkpoint / MANIFEST_FILE).exists():
+        logger.warning(f"{checkpoint} has no {MANIFEST_FILE}: whether it is whole is not known")
+    elif fault := fault_of(checkpoint, with_digests=with_digests):
+        raise ConfigError(
+            f"no run can go on from {checkpoint}: {fault}. Expected a checkpoint as it was saved. Take another one, "
+            "or give `--resume_from_checkpoint auto`, which takes the newest whole one of `output_dir`. A folder "
+            f"without a {MANIFEST_FILE} that you trust is taken with `allow_changed_resume: true`."
+        )
+    return checkpoint
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a checkpoint, without the manifest."""
+    names = sorted(each.relative_to(folder).as_posix() for each in folder.rglob("*") if not each.is_dir())
+    return [name for name in names if name != MANIFEST_FILE]
+
+
+def _some(names: Set[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first} and {len(others)} more files are" if others else f"{first} is"
+
+
+@functools.cache
+def _changed(checkpoint: Path, as_read: tuple[int, ...]) -> frozenset[str]:
+    """Files with other bytes than the manifest says. Remembered while no file is written: a run asks before a model
+    is loaded, and after it."""
+    files = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
+    return frozenset(name for name, each in files.items() if _digest(checkpoint / name) != each["sha256"])
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of the SHA-256 of each piece of 64 MiB: so the pieces of a large file are read side by side."""
+    with path.open("rb") as file, ThreadPoolExecutor(_THREADS) as threads:
+        digests = threads.map(lambda place: _digest_of(file.fileno(), place), _places(path))
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _places(path: Path) -> Iterator[int]:
+    return iter(range(0, path.stat().st_size, _PIECE))
+
+
+def _digest_of(descriptor: int, place: int) -> bytes:
+    return hashlib.sha256(os.pread(descriptor, _PIECE, place)).digest()

@@ -1,0 +1,101 @@
+"""What a signal does to a run: it ends with a checkpoint, and goes on by the same command.
+
+Owns the handlers of this process, and the death of a run whose launcher has died. Refuses to decide what a stop does:
+whoever is handed the request does so. Standard library only: a recipe catches signals before the imports that take
+seconds.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from salesrl_trl.errors import StopRequested
+from salesrl_trl.tidy_end import EXIT_INTERRUPTED, Tell
+
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals of a terminal, of schedulers, and of a terminal that is gone."""
+AT_ONCE = "a second Ctrl-C: this process quits at once. What the last checkpoint holds is kept."
+_PR_SET_PDEATHSIG = 1
+
+
+def _print(text: str, code: int) -> None:
+    sys.stderr.write(f"\n{text}\n")
+
+
+class _Asked:
+    """What was asked of this process."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.stop: Callable[[str], object] | None = None
+        self.interrupts = 0
+        self.tell: Tell = _print
+
+
+_asked = _Asked()
+
+
+def catch(tell: Tell | None = None) -> None:
+    """From now on, the first signal raises `StopRequested` in the main thread, and a second Ctrl-C quits at once.
+
+    A hang-up that is ignored, as under `nohup`, stays ignored.
+
+    Args:
+        tell (`Callable[[str, int], object]`, *optional*):
+            Gets the last line of a process that quits at once, and its exit code. stderr when not given.
+    """
+    _asked.tell = tell or _asked.tell
+    for number in CAUGHT:
+        if not is_left(number):
+            signal.signal(number, _on)
+
+
+def is_left(number: int) -> bool:
+    """Whether a signal is not for this process: a hang-up under `nohup`. A shell's background job ignores Ctrl-C too,
+    but whoever sends it to a run means it."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+@contextlib.contextmanager
+def handed_to(stop: Callable[[str], object]) -> Iterator[None]:
+    """While active, a signal calls `stop` with its name, in place of raising."""
+    catch()  # a library may have taken them
+    _asked.stop = stop
+    try:
+        if _asked.reason is not None:  # somebody has swallowed the exception
+            stop(_asked.reason)
+        yield
+    finally:
+        _asked.stop = None
+
+
+def die_with(launcher: int) -> None:
+    """Ask this process to stop when its launcher dies, however it dies. Linux alone can do this.
+
+    Raises:
+        `StopRequested`: it is dead already.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform.startswith("linux") else None
+    if prctl is None:
+        return
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != launcher:
+        raise StopRequested("the end of its launcher")
+
+
+def _on(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        _asked.interrupts += 1
+        if _asked.interrupts > 1:
+            _asked.tell(AT_ONCE, EXIT_INTERRUPTED)
+            os._exit(EXIT_INTERRUPTED)
+    if _asked.reason is not None:  # also from a launcher that was told with this process
+        return
+    _asked.reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    if _asked.stop is None:
+        raise StopRequested(_asked.reason)
+    _asked.stop(_asked.reason)

@@ -1,0 +1,210 @@
+"""Which folders are whole checkpoints, and which of them a run goes on from."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from salesrl_trl.checkpoint import keeper as keepers
+from salesrl_trl.checkpoint.keeper import Keeper
+from salesrl_trl.checkpoint.whole import fault_of, find, newest, seal
+from salesrl_trl.errors import CheckpointError, ConfigError
+from salesrl_trl.names import MANIFEST_FILE, SAVING_FOLDER
+
+FILES = {"model.safetensors": 9000, "optimizer.pt": 5000, "trainer_state.json": 300, "global_step3/mp_rank_00.pt": 700}
+
+
+def fill(folder, seed=0):
+    for name, size in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(random.Random(f"{seed}{name}").randbytes(size))
+
+
+def checkpoint(output_dir, step, **sealed):
+    folder = output_dir / f"checkpoint-{step}"
+    fill(folder, step)
+    seal(folder, **{"processes": 1, "has_optimizer": True, **sealed})
+    return folder
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "a flipped bit": (lambda folder: flip(folder / "model.safetensors"), "model.safetensors is not what was saved"),
+    "an edited number": (
+        lambda folder: flip(folder / "trainer_state.json"),
+        "trainer_state.json is not what was saved",
+    ),
+    "a cut": (lambda folder: os.truncate(folder / "optimizer.pt", 17), "optimizer.pt is not as long as when it was"),
+    "an empty file": (lambda folder: os.truncate(folder / "global_step3/mp_rank_00.pt", 0), "mp_rank_00.pt is not as"),
+    "a missing file": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
+    "missing files": (lambda folder: [(folder / name).unlink() for name in FILES], "and 3 more files are missing"),
+    "a foreign file": (lambda folder: (folder / "scheduler.pt").touch(), "scheduler.pt is no part of it"),
+    "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "it has no manifest.json"),
+    "a torn manifest": (lambda folder: os.truncate(folder / MANIFEST_FILE, 40), "its manifest.json can't be read"),
+    "another manifest": (lambda folder: (folder / MANIFEST_FILE).write_text("[1]"), "its manifest.json can't be read"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_refused_with_its_reason_and_the_one_before_is_taken(tmp_path, caplog, damage, said):
+    before, last = checkpoint(tmp_path, 20), checkpoint(tmp_path, 40)
+    assert find("auto", str(tmp_path)) == find("true", str(tmp_path)) == find(True, str(tmp_path)) == last
+    damage(last)
+    with pytest.raises(ConfigError, match=f"no run can go on from .*checkpoint-40: .*{said}"):
+        find(str(last), str(tmp_path))
+    assert find("auto", str(tmp_path)) == find(True, str(tmp_path)) == before
+    assert "checkpoint-40 is passed over: " in caplog.text
+    assert said in caplog.text
+
+
+def test_the_model_alone_is_no_checkpoint_to_go_on_from(tmp_path):
+    assert "`save_only_model`" in fault_of(checkpoint(tmp_path, 20, has_optimizer=False))
+
+
+def test_of_two_runs_in_a_folder_the_later_one_goes_on(tmp_path):
+    checkpoint(tmp_path, 40)
+    later = checkpoint(tmp_path, 5)
+    assert newest(tmp_path) == later
+
+
+def test_without_a_checkpoint_auto_begins_from_the_start_and_others_say_what_is_there(tmp_path):
+    assert find(None, str(tmp_path)) is find("false", str(tmp_path)) is find("auto", str(tmp_path)) is None
+    assert find("auto", str(tmp_path / "not there")) is None
+    with pytest.raises(ConfigError, match="holds no whole checkpoint"):
+        find("true", str(tmp_path))
+    checkpoint(tmp_path, 20)
+    with pytest.raises(ConfigError, match=r"Did you mean \S+/checkpoint-20\? \S+ holds checkpoint-20\."):
+        find(str(tmp_path / "checkpoint-2"), str(tmp_path))
+
+
+def test_a_folder_without_a_manifest_is_taken_by_those_who_trust_it(tmp_path, caplog):
+    folder = checkpoint(tmp_path, 20)
+    (folder / MANIFEST_FILE).unlink()
+    assert find(folder, str(tmp_path), without_manifest=True) == folder
+    assert "whether it is whole is not known" in caplog.text
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    args = SimpleNamespace(
+        output_dir=str(tmp_path), process_index=0, local_process_index=0, save_only_model=False, save_total_limit=None
+    )
+    keeper = Keeper(args, None, lambda dataset: {}, is_skipping=lambda: False, in_flight=lambda *_: {})
+    keeper.args = args
+    return keeper
+
+
+class State(SimpleNamespace):
+    def save_to_json(self, path):
+        (self.folder.parent / path).write_text(json.dumps({"best": self.best_model_checkpoint}))
+
+
+def save(keeper, step, write=fill, best=None):
+    root = keepers.Path(keeper.args.output_dir)
+
+    def written():
+        write(keepers.Path(keeper.args.output_dir) / f"checkpoint-{step}")
+
+    keeper.save(State(global_step=step, best_model_checkpoint=best, folder=root), written)
+
+
+def test_a_checkpoint_is_not_in_its_place_before_it_is_whole(tmp_path, keeper):
+    def write(folder):
+        fill(folder)
+        assert folder.parent == tmp_path / SAVING_FOLDER
+        assert list(tmp_path.glob("checkpoint-*")) == []
+
+    save(keeper, 3, write)
+    assert fault_of(tmp_path / "checkpoint-3") is None
+    save(keeper, 3, lambda folder: pytest.fail("it is there"))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_checkpoint_takes_the_place_of_an_earlier_one(tmp_path, keeper, damaged):
+    earlier = checkpoint(tmp_path, 3)
+    if damaged:
+        flip(earlier / "model.safetensors")
+    save(keeper, 3, lambda folder: fill(folder, "new"))
+    assert fault_of(earlier) is None
+    assert (earlier / "model.safetensors").read_bytes() == random.Random("newmodel.safetensors").randbytes(9000)
+
+
+@pytest.mark.parametrize("files", range(len(FILES)))
+def test_a_save_that_fails_leaves_the_checkpoints_before_it(tmp_path, keeper, files):
+    save(keeper, 3)
+
+    def full(folder):
+        fill(folder)
+        for name in list(FILES)[files:]:
+            os.truncate(folder / name, 10)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-4 could not be saved \(OSError.* No space.*checkpoint-3 is"
+    ):
+        save(keeper, 4, full)
+    assert [each.name for each in sorted(tmp_path.iterdir())] == ["checkpoint-3"]
+    assert newest(tmp_path) == tmp_path / "checkpoint-3"
+    save(keeper, 4)
+    assert newest(tmp_path) == tmp_path / "checkpoint-4"
+
+
+def test_the_oldest_are_deleted_but_not_the_best_nor_the_last_nor_damaged_ones(tmp_path, keeper):
+    keeper.args.save_total_limit = 2
+    for step in (1, 2, 3):
+        save(keeper, step, best=str(tmp_path / "checkpoint-1"))
+    assert [each.name for each in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-1", "checkpoint-3"]
+    flip(tmp_path / "checkpoint-3/model.safetensors")
+    os.truncate(tmp_path / "checkpoint-3/optimizer.pt", 3)
+    save(keeper, 4)
+    save(keeper, 5)
+    left = [each.name for each in sorted(tmp_path.glob("checkpoint-*"))]
+    assert left == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
+
+
+KILLED = """
+import os, sys, pathlib
+from salesrl_trl import process
+calls = 0
+def counted(name, real):
+    def call(*args, **kwargs):
+        global calls
+        if calls == int(sys.argv[1]):
+            os._exit(9)
+        calls += 1
+        return real(*args, **kwargs)
+    return call
+for owner, name in ((os, "fsync"), (pathlib.Path, "rename"), (pathlib.Path, "replace"), (os, "unlink"), (os, "rmdir"),
+                    (process, "_exchanged")):
+    setattr(owner, name, counted(name, getattr(owner, name)))
+root = pathlib.Path(sys.argv[2])
+process.put_in_place(root / "new", root / "best")
+"""
+
+
+def test_a_process_that_is_killed_anywhere_leaves_the_old_folder_or_the_new_one_whole(tmp_path):
+    seen, end = set(), 9
+    for call in range(60):
+        for name in ("best", "new"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+            (tmp_path / name).mkdir()
+            for part in ("a", "b"):
+                (tmp_path / name / part).write_text(name)
+        end = subprocess.run([sys.executable, "-c", KILLED, str(call), str(tmp_path)], check=False).returncode
+        there = {(tmp_path / "best" / part).read_text() for part in ("a", "b")}
+        assert len(there) == 1
+        seen |= there
+        if end == 0:
+            break
+    assert end == 0
+    assert seen == {"best", "new"}
