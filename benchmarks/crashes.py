@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--lookahead", type=int, default=0)
+    parser.add_argument("--signals", nargs="+", default=["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
     parser.add_argument("--save_rollouts", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--port", type=int, default=0)
@@ -314,8 +315,9 @@ def _newest(runs: Runs) -> str:
 def signals(arguments: argparse.Namespace) -> None:
     """Each signal at a random moment after the first step, to the launcher of two processes."""
     rng = random.Random(arguments.seed)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` a run does not heed it
     with _services(18301) as url:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        for number in map(signal.Signals.__getitem__, arguments.signals):
             good, seconds = 0, []
             for _ in range(arguments.times):
                 runs = Runs(arguments.out / f"signals_{number.name}", url, 2, save_steps=1000)
