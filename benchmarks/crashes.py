@@ -99,18 +99,18 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _serve(port: int) -> None:
-    """RAG and judge by one port. `/ledger` returns each call's path, its key, and when its answer was sent."""
+    """RAG and judge by one port. `/ledger` returns each call's path, its key, when it came and was answered."""
     from aiohttp import web
 
     from salesrl_trl.fencing import read_nonce
 
-    calls: list[tuple[str, str, float]] = []
+    calls: list[tuple[str, str, float, float]] = []
 
     def digest(body: bytes) -> str:
         return hashlib.sha256(re.sub(rb"[0-9a-f]{16}", b"", body)).hexdigest()  # without the nonce of a request
 
     async def answer(request: web.Request) -> web.Response:
-        body = await request.read()
+        body, came = await request.read(), time.time()
         await asyncio.sleep(0.05)
         if "chat" in request.path:
             message = json.loads(body)["messages"][-1]["content"]
@@ -126,7 +126,7 @@ def _serve(port: int) -> None:
         with contextlib.suppress(ConnectionResetError):  # of a process that was killed: not counted as sent
             await response.prepare(request)
             await response.write_eof()
-            calls.append((request.path, digest(body), time.time()))
+            calls.append((request.path, digest(body), came, time.time()))
         return response
 
     async def told(request: web.Request) -> web.Response:
@@ -444,16 +444,14 @@ def ledger(arguments: argparse.Namespace) -> None:
         calls = json.loads(urllib.request.urlopen(f"{url}/ledger").read())
     first: dict[tuple[str, str], float] = {}
     again, young = collections.Counter[str](), collections.Counter[str]()
-    for path, key, sent in calls:
-        if (path, key) not in first:
-            first[path, key] = sent
+    for path, key, came, sent in sorted(calls, key=lambda call: call[3]):
+        answered = first.setdefault((path, key), sent)
+        if came <= answered:  # the first one, or a hedge beside it
             continue
-        kill = next((moment for moment in moments if moment > first[path, key]), float("inf"))
-        (young if kill - first[path, key] < 1.0 else again)[path] += 1
-    print(f"{len(moments)} kills, {len(calls)} calls: {dict(collections.Counter(path for path, _, _ in calls))}")
-    print(
-        f"asked again though the answer had arrived: {dict(again)}; of these within a second of a kill: {dict(young)}"
-    )
+        kill = next((moment for moment in moments if moment > answered), float("inf"))
+        (young if kill - answered < 1.0 else again)[path] += 1
+    print(f"{len(moments)} kills, {len(calls)} calls: {dict(collections.Counter(call[0] for call in calls))}")
+    print(f"asked again: of answers sent a second or more before a kill {dict(again)}, of later ones {dict(young)}")
 
 
 if __name__ == "__main__":
