@@ -443,15 +443,16 @@ def ledger(arguments: argparse.Namespace) -> None:
         runs.finish()
         calls = json.loads(urllib.request.urlopen(f"{url}/ledger").read())
     first: dict[tuple[str, str], float] = {}
-    again, young = collections.Counter[str](), collections.Counter[str]()
+    ages = collections.defaultdict[str, list[float]](list)
     for path, key, came, sent in sorted(calls, key=lambda call: call[3]):
         answered = first.setdefault((path, key), sent)
-        if came <= answered:  # the first one, or a hedge beside it
-            continue
-        kill = next((moment for moment in moments if moment > answered), float("inf"))
-        (young if kill - answered < 1.0 else again)[path] += 1
+        if came > answered:  # not a hedge beside it
+            kill = next((moment for moment in moments if moment > answered), float("inf"))
+            ages[path].append(round(kill - answered, 2))
     print(f"{len(moments)} kills, {len(calls)} calls: {dict(collections.Counter(call[0] for call in calls))}")
-    print(f"asked again: of answers sent a second or more before a kill {dict(again)}, of later ones {dict(young)}")
+    print("asked again, by the seconds from the answer to the kill:")
+    for path, seconds in ages.items():
+        print(f"    {path}: {sorted(seconds)}")
 
 
 if __name__ == "__main__":
