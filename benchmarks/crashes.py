@@ -445,6 +445,8 @@ def ledger(arguments: argparse.Namespace) -> None:
     first: dict[tuple[str, str], float] = {}
     ages = collections.defaultdict[str, list[float]](list)
     for path, key, came, sent in sorted(calls, key=lambda call: call[3]):
+        if any(came <= moment <= sent for moment in moments):  # nobody was there to get the answer
+            continue
         answered = first.setdefault((path, key), sent)
         if came > answered:  # not a hedge beside it
             kill = next((moment for moment in moments if moment > answered), float("inf"))

@@ -27,7 +27,7 @@ LOOK_UP_TIMEOUT_S = 1.0
 """Longest wait for a disk that does not answer."""
 KEPT_IN_MEMORY = 20_000
 """Answers that are kept without a file, the latest ones: about 60 MB, and many batches."""
-WRITE_AFTER_S = 0.3
+WRITE_AFTER_S = 0.1
 """Seconds from a new value to its way into the file. Values that come meanwhile go along."""
 LAST_WRITE_TIMEOUT_S = 5.0
 """Longest wait for a locked file, or a slow disk, at the end."""
