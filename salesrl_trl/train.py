@@ -22,7 +22,7 @@ from accelerate import PartialState
 from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
-from salesrl_trl.errors import ServiceTimeout, ServiceUnavailable
+from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.readiness import warm_up
@@ -159,9 +159,11 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
         instruments.timeline.add(start.drain_spans())
         try:
             _train(config, trainer, instruments, asks_first)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 trainer.finish()
+            if error is trainer.rooms.stopping.survived:
+                raise RunStopped(error.__notes__[-1]) from error
             raise
         trainer.finish()
     if PartialState().is_main_process:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 from collections import Counter
 
 import pytest
@@ -124,3 +125,11 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()  # some modules complain at exit about objects that are still there
+
+
+@pytest.fixture
+def heeds_hang_up():
+    """What a test starts heeds SIGHUP, also when the tests run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -64,10 +64,12 @@ class Stopping:
         self._first = 0
         self._moves = False
         self._held = 0
+        self.survived: BaseException | None = None
+        """The error after which a checkpoint was saved."""
 
     def forget(self) -> None:
         """Forget an earlier run."""
-        self._boundary, self._moves, self._held = None, False, 0
+        self._boundary, self._moves, self._held, self.survived = None, False, 0, None
 
     def begin(self) -> None:
         """The first step of a run begins."""
@@ -174,7 +176,8 @@ class Stopping:
                 Saves a checkpoint; a collective.
 
         Returns:
-            `BaseException`: the error with which the run ends: `RunStopped` if it can go on from where it was.
+            `BaseException`: the error with which training ends: `RunStopped` after a request, else the same error. It
+            has a note then that says where the run can go on.
         """
         is_asked = isinstance(error, StopRequested)
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
@@ -194,8 +197,11 @@ class Stopping:
             return failure if is_asked else self._lost(error, str(failure))
         if not (is_asked or is_new):
             return error  # of the start-up, or of the first step: it would come again
-        reason = str(error) if is_asked else type(error).__name__
-        return RunStopped(self._run_control.stopped_by(reason, step, is_new=is_new))
+        if is_asked:
+            return RunStopped(self._run_control.stopped_by(str(error), step, is_new=is_new))
+        error.add_note(self._run_control.stopped_by(type(error).__name__, step, is_new=is_new))
+        self.survived = error
+        return error
 
     def _lost(self, error: BaseException, why: str) -> BaseException:
         logger.warning(f"no checkpoint was saved when the run ended, because {why}. Go on from the one before.")
