@@ -142,8 +142,8 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
         os.kill(os.getpid(), number)
     for run in runs:
         with contextlib.suppress(ProcessLookupError):
-            has_it = number == signal.SIGINT and os.getpgid(run) == os.getpgrp() and _is_in_front()
-            os.kill(run, signal.SIGTERM if has_it else number)  # a second SIGINT would end it at once
+            may_have_it = number == signal.SIGINT and os.getpgid(run) == os.getpgrp()
+            os.kill(run, signal.SIGTERM if may_have_it else number)  # a second SIGINT would end it at once
 
 
 def _children() -> list[int]:
@@ -151,14 +151,6 @@ def _children() -> list[int]:
         return [int(each) for each in Path(f"/proc/self/task/{os.getpid()}/children").read_text("utf-8").split()]
     except OSError:
         return []
-
-
-def _is_in_front() -> bool:
-    """Whether a Ctrl-C at the terminal goes to this process's group."""
-    try:
-        return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False
 
 
 def _end(
