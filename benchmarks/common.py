@@ -181,7 +181,7 @@ def build_trainer(
         gradient_checkpointing=shape in ("0.5b", "7b"),
         max_steps=updates,
     )
-    rows = [{"prompt": [{"role": "user", "content": "Hi"}], "row": index} for index in range(64)]
+    rows = rows_of(["Hi"] * 64)
     model, reward = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=dtype(where)), reward or InstantReward()
     common: dict[str, Any] = {
         "train_dataset": Dataset.from_list(rows),
@@ -197,6 +197,14 @@ def build_trainer(
         trainer = Stock(model, reward, args=GRPOConfig(beta=BETA, **settings), **common)
     trainer.length = TOKENS[shape]
     return trainer
+
+
+def rows_of(texts: Sequence[str]) -> list[dict[str, object]]:
+    """Rows of a dataset, in the branches by turns."""
+    return [
+        {"prompt": [{"role": "user", "content": text}], "row": index, "branch": BRANCHES[index % len(BRANCHES)]}
+        for index, text in enumerate(texts)
+    ]
 
 
 # Figures and the command line

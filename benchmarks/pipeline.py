@@ -54,7 +54,7 @@ from datasets import Dataset
 from transformers import Qwen2ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.common import BETA, device_name, dtype, now, parser, quiet, save_model, write_json
+from benchmarks.common import BETA, device_name, dtype, now, parser, quiet, rows_of, save_model, write_json
 from benchmarks.lengths import fix_lengths, fix_server_lengths
 from benchmarks.service import GENERATIONS, SlowReward, service, set_medians
 from benchmarks.timing import Meter
@@ -234,10 +234,8 @@ class Bench:
     def _built(self, kind: type[GRPOTrainer], reward: BatchedReward, config: GRPOConfig, **more: Any) -> GRPOTrainer:
         micro_batch, micro_batches = MICRO_BATCHES[self._args.shape]
         draw, words = random.Random(0), PROMPT_WORDS[self._args.shape]
-        rows = [
-            {"prompt": [{"role": "user", "content": " ".join(draw.choices(WORDS, k=words))}], "row": index}
-            for index in range(self._args.steps * micro_batch * micro_batches // GENERATIONS)
-        ]
+        prompts = range(self._args.steps * micro_batch * micro_batches // GENERATIONS)
+        rows = rows_of([" ".join(draw.choices(WORDS, k=words)) for _ in prompts])
         return kind(
             self._model, reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[self._clock],
             processing_class=packaged_tokenizer(), optimizers=(self._optimizer, None), **more,

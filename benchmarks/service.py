@@ -24,10 +24,11 @@ from aiohttp import web
 
 from salesrl_trl.fencing import read_nonce
 from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.service.http import HttpClient
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Example, Reward
 
 ROOT = Path(__file__).parents[1]
 BRANCHES = ("fairness", "hallucination")
@@ -140,12 +141,12 @@ class InstantReward(BatchedReward):
     def __init__(self) -> None:
         super().__init__(deadline_s=60.0)
 
-    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
-        return Reward(outcome=Outcome.OK, value=(index * 37 + len(completion)) % 100 / 100)
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        return Reward.scored((sample.row * 37 + len(sample.text)) % 100 / 100)
 
-    def branch_of(self, index: int) -> str:
-        """Rows take turns."""
-        return BRANCHES[index % len(BRANCHES)]
+    def row_of(self, example: Example) -> int:
+        """The row's number."""
+        return int(example["row"])
 
 
 class SlowReward(InstantReward):
@@ -159,12 +160,12 @@ class SlowReward(InstantReward):
         self._transports = {name: Transport(name, max_attempts=2, hedge_fraction=0.0, **limits) for name in CALLS}
         self._clients = {name: HttpClient(name, url) for name in CALLS}
 
-    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
-        body = {"row": index, "text": completion}
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        body = {"row": sample.row, "text": sample.text}
         found = await stages.timed(self._ask("rag", body), "rag_8b")
         body |= {"sample": found["sample"], "answer": found["text"]}
         verdict = await stages.timed(self._ask("judge", body), "judge")
-        return Reward(outcome=Outcome.OK, value=verdict["score"])
+        return Reward.scored(verdict["score"])
 
     async def _ask(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         content = await self._transports[name].call(lambda: self._clients[name].post(f"/{name}", dict(body)))

@@ -27,7 +27,19 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import BETA, SHAPES, Clock, device, device_name, now, parser, quiet, save_model, write_json
+from benchmarks.common import (
+    BETA,
+    SHAPES,
+    Clock,
+    device,
+    device_name,
+    now,
+    parser,
+    quiet,
+    rows_of,
+    save_model,
+    write_json,
+)
 from benchmarks.service import BRANCHES, GENERATIONS, ROOT, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.policy import packaged_tokenizer
@@ -73,7 +85,7 @@ def work(arguments: argparse.Namespace) -> None:
         gradient_checkpointing=arguments.shape in ("0.5b", "7b"),
         max_steps=arguments.steps,
     )
-    rows = [{"prompt": [{"role": "user", "content": f"Question {index}?"}], "row": index} for index in range(64)]
+    rows = rows_of([f"Question {index}?" for index in range(64)])
     clock = Clock()
     trainer = Keyed(
         AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
@@ -94,7 +106,7 @@ def work(arguments: argparse.Namespace) -> None:
         figures = {
             "distributed": trainer.accelerator.distributed_type.value,
             "processes": processes,
-            "first_weights": trainer.rooms.first_weights,
+            "first_weights": trainer.rooms.policy.first_weights,
             "steps": [{name: entry[name] for name in names} for entry in steps],
             "step_s": clock.seconds[1:],
             "peak_gib": peaks,

@@ -11,6 +11,7 @@
     │   │   └── DeadlineExceeded       the deadline of the reward came first
     │   ├── ServiceRejected        4xx that a retry does not repair
     │   │   └── AccessDenied           key refused or quota used up; a single one is retried
+    │   ├── FunctionError          a reward function raised, or returned what is no reward
     │   └── BadServiceResponse     an answer that breaks its contract
     │       ├── ForeignReply           not, or not only, the reply to this request
     │       ├── ErrorInAnswer          a 200 whose content says that it is an error
@@ -113,6 +114,12 @@ class AccessDenied(ServiceRejected):
 
     default_code = "access_denied"
     worth_retrying = True
+
+
+class FunctionError(ServiceError):
+    """A reward function raised an error, or returned what is no reward. This says nothing about a service."""
+
+    default_code = "function_error"
 
 
 class BadServiceResponse(ServiceError):

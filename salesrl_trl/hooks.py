@@ -39,13 +39,23 @@ class Hooks:
     """The engine, or the settings with which the policy itself generates."""
     has_rollout_func: bool
     """Whether a `rollout_func` generates."""
+    tools: str | None
+    """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
     tokenizer: PreTrainedTokenizerBase
     pad_to_multiple_of: int | None
     """TRL's setting: padded tensors have a multiple of this many columns."""
     eos_token_ids: Sequence[int]
     """Tokens that end a completion."""
-    reward_weight: float
-    """TRL's weight of the reward."""
+    reward_weights: Sequence[float]
+    """TRL's weight of each reward function."""
+    reward_answered: Sequence[bool]
+    """Of each reward function: whether the desk answers it."""
+    train_dataset: object
+    """Training rows."""
+    group: Callable[[], int]
+    """Completions of a prompt at the moment: in training, or in an evaluation."""
+    state: object
+    """The trainer's state, which reward functions may ask for."""
     has_entropy_bonus: bool
     """Whether the loss has an entropy bonus."""
     has_aux_loss: bool

@@ -1,58 +1,57 @@
 """The trainer: TRL's `GRPOTrainer` with overrides.
 
-Owns the overrides, each of which says what it changes, and the bound callables of TRL that the rooms get. Code that
-needs no TRL lies in the rooms; `wiring` builds them.
+Owns the overrides, each of which says what it changes. `bound` has what the rooms use of TRL. Code that needs no TRL
+lies in the rooms; `wiring` builds them.
 """
 
-import contextlib
-import copy
 import functools
+import inspect
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import TrainOutput
-from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
+from trl import GRPOConfig, GRPOTrainer
 
+from salesrl_trl.bound import BoundTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.schedule import follow
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.record import QuickEvalSettings
-from salesrl_trl.generation.requests import Requests
-from salesrl_trl.generation.sampler import Finished, Sampled, Sampler, TokenSource, Upstream, vision_fields
-from salesrl_trl.hooks import Hooks
+from salesrl_trl.generation.sampler import Sampler, Upstream
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
+from salesrl_trl.overrides import in_force_if
 from salesrl_trl.replaced import replaced
-from salesrl_trl.reward.base import BatchedReward
-from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.reward.given import GivenRewards, RewardFunc, check_stock
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
-from salesrl_trl.rollout.scoring import Output, copied
+from salesrl_trl.rollout.scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
-from salesrl_trl.update.boundary import Boundary
 from salesrl_trl.wiring import Wiring
 
 
-class SalesGRPOTrainer(GRPOTrainer):
-    """GRPO against RAG services and a judge.
+@in_force_if("has_rooms")  # with a plain `GRPOConfig` each method is TRL's own
+class SalesGRPOTrainer(BoundTrainer):
+    """TRL's `GRPOTrainer` for rewards that are slow and may fail. It takes what that takes.
+
+    With a plain `GRPOConfig`, or none, it is TRL's own to the bit. All that this package adds comes with a
+    `SalesGRPOConfig`.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`):
-            The policy.
-        reward (`BatchedReward` or `RewardDesk`):
-            The reward chain: a `SalesReward`, or one in a process of its own; perhaps at its desk already.
-        args (`SalesGRPOConfig`):
+        model (`str`, `PreTrainedModel` or `PeftModel`):
+            The policy, or its id.
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
+            As in TRL: functions, reward models or their ids. Beside them a `SalesReward`, and functions with
+            `@per_completion` or `@per_group`, whose rewards start before the batch is generated.
+        args (`SalesGRPOConfig` or `GRPOConfig`, *optional*):
             Settings.
         instruments (`Instruments`, *optional*):
             Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
@@ -62,19 +61,19 @@ class SalesGRPOTrainer(GRPOTrainer):
             Moves the KL coefficients in place of the law that `args` sets.
         sampler (`Callable[[Upstream], Sampler]`, *optional*):
             Makes another generation engine than TRL's. A class, for example.
-        kwargs:
-            Further arguments of `GRPOTrainer`. The datasets have the columns `prompt` and `row`.
+        given, kwargs:
+            Further arguments of `GRPOTrainer`. A `SalesReward` wants the dataset's column `row`.
     """
 
-    args: SalesGRPOConfig
-    _logs: dict[str, Any]
-    beta: float | BranchPenalty
+    has_rooms = False
+    """Whether this package adds something."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        reward: BatchedReward | RewardDesk,
-        args: SalesGRPOConfig,
+        model: str | PreTrainedModel,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        args: GRPOConfig | None = None,
+        *given: object,
         instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None,
         kl_law: KLLaw | None = None,
@@ -82,58 +81,22 @@ class SalesGRPOTrainer(GRPOTrainer):
         **kwargs: object,
     ) -> None:
         """Gives vLLM the engine options that TRL does not pass through, and builds the rooms."""
-        for name in ("tools", "environment_factory"):
-            if kwargs.get(name):
-                raise ConfigError(NO_TOOLS.format(name))
-        rooms = self.rooms = Wiring(model, reward, args, instruments, kl_law, kwargs.get("peft_config") is not None)
+        if not isinstance(args, SalesGRPOConfig):
+            check_stock(reward_funcs, instruments, quick_eval, kl_law, sampler)
+            super().__init__(model, reward_funcs, args, *given, **kwargs)
+            return
+        named = inspect.signature(GRPOTrainer.__init__).bind(self, model, None, args, *given, **kwargs).arguments
+        rewards = GivenRewards.of(reward_funcs, args.reward_weights, args.reward_process)
+        has_adapter = named.get("peft_config") is not None
+        rooms = self.rooms = Wiring(rewards, args, instruments, kl_law, named.get("train_dataset"), has_adapter)
+        self.has_rooms = True
         self._timeline = rooms.timeline
-        self._tokens: TokenSource | None = None  # generates in place of TRL's engines
-        self._vision: Mapping[str, Any] = {}  # what the processor made of the last prompts' pictures
         self._epoch = 0
-        with rooms.building(model):
-            super().__init__(model=model, reward_funcs=rooms.desk, args=args, **kwargs)
+        with rooms.policy.building(model):
+            super().__init__(model, rewards.functions, args, *given, **kwargs)
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, self._timeline.phased(phase, getattr(self, name)))
         take_over_the_console(self, *rooms.connect(self._hooks(), sampler, quick_eval))
-
-    def _hooks(self) -> Hooks:
-        return Hooks(
-            model=self.model,
-            unwrapped=lambda: self.accelerator.unwrap_model(self.model),
-            ref_model=self.ref_model,
-            step=lambda: self.state.global_step,
-            accelerator=self.accelerator,
-            is_deepspeed=self.is_deepspeed_enabled,
-            engine=self.vllm_generation if self.use_vllm else self.generation_config,
-            has_rollout_func=self.rollout_func is not None,
-            tokenizer=self._tokenizer,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            eos_token_ids=self.eos_token_ids,
-            reward_weight=self.reward_weights[0].item(),
-            has_entropy_bonus=self._entropy_bonus_enabled,
-            has_aux_loss=self.aux_loss_enabled,
-            num_generations_eval=self.num_generations_eval,
-            generate=self._sample,
-            ask=self._ask_server,
-            logps_of=self._logps_of,
-            score=self._score,
-            advantages=lambda: self._logs["advantages"],
-            set_aside=self._set_aside,
-            drop_gradients=lambda: self.optimizer.zero_grad(set_to_none=True),
-            save=lambda folder: self.save_model(str(folder), _internal_call=True),  # pushes to no hub
-            log=functools.partial(Trainer.log, self),
-            callbacks=self.callback_handler,
-            eval_dataset=self.eval_dataset,
-            position=lambda: (self._step, self._buffered_inputs is not None),
-            capture=lambda: Boundary(
-                self.state, self.optimizer, self.lr_scheduler, self.rooms.kl, (self._step, self._buffered_inputs)
-            ),
-            restore=self._restore,
-        )
-
-    def _restore(self, boundary: Boundary) -> None:
-        self._step, self._buffered_inputs = boundary.restore()
-        self._metrics["train"].clear()  # of the step that is undone
 
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: object
@@ -164,12 +127,17 @@ class SalesGRPOTrainer(GRPOTrainer):
         return epochs, micro_steps
 
     def request_stop(self, reason: str) -> None:
-        """End training on all ranks, with a checkpoint. `reason`: what asked for it. From a signal handler too."""
-        self.rooms.stopping.request(reason)
+        """End training on all ranks, with a checkpoint. `reason`: what asked for it. From a signal handler too. With a
+        plain `GRPOConfig` training ends without a checkpoint."""
+        if self.has_rooms:
+            self.rooms.stopping.request(reason)
+        else:
+            self.control.should_training_stop = True
 
     def finish(self) -> None:
         """Close the reward's connections and the instruments. The trainer can't score after this."""
-        self.rooms.close()
+        if self.has_rooms:
+            self.rooms.close()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
         """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""
@@ -201,28 +169,6 @@ class SalesGRPOTrainer(GRPOTrainer):
         self.rooms.pipeline.launch_due(self._step, self.state.global_step)
         return self.rooms.scoring.next_micro_batch(super()._prepare_inputs(generation_batch), self.state.global_step)
 
-    def _sample(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
-        """TRL's own `_generate`. Its measurements go with the completions, to be logged when these train."""
-        was_training, seen = self.model.training, self.state.num_input_tokens_seen
-        measured: dict[str, list[float]] = defaultdict(list)
-        metrics = {**self._metrics, self._mode: measured}
-        try:
-            with replaced(self, "_metrics", metrics), replaced(self, "_tokens", tokens):
-                generated = super()._generate(list(prompts))
-            tokens_seen = self.state.num_input_tokens_seen - seen
-        finally:
-            self.state.num_input_tokens_seen = seen
-            self.model.train(was_training)  # transformers' continuous batching leaves it in training
-        measured.pop("num_tokens")
-        return Sampled.of(generated, measured, tokens_seen, self._vision)
-
-    def _ask_server(self, prompts: Sequence[object], finished: Finished) -> Requests:
-        """Push changed weights, as TRL's `_generate` does, and ask for completions without waiting."""
-        with self.vllm_generation.begun(finished) as begun:
-            self._generate_single_turn(*self._tokenize_prompts(copy.deepcopy(list(prompts))), self.num_generations)
-        [requests] = begun
-        return requests
-
     def _tokenize_prompts(self, prompts):
         """Keeps what the processor makes of pictures, for log-probs of completions that are not scored yet."""
         ids, images, self._vision = super()._tokenize_prompts(prompts)
@@ -235,8 +181,12 @@ class SalesGRPOTrainer(GRPOTrainer):
         return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def _generate(self, prompts):
-        """Returns the completions of the rollout, which exist already."""
+        """Returns the completions of the rollout, which exist already unless they may call tools."""
         rollout = self.rooms.scoring.current
+        if rollout.sampled is None:
+            with self._timeline.phase(Phase.GENERATION):
+                sampled = self._sample(prompts)
+            self.rooms.pipeline.generated(rollout, sampled, prompts, self.environments)
         assert rollout.sampled is not None
         measured, tokens = rollout.drain_metrics()
         metrics = self._metrics[rollout.mode]
@@ -247,30 +197,17 @@ class SalesGRPOTrainer(GRPOTrainer):
         return rollout.sampled.generated
 
     def _tool_call_loop(self, *args, **kwargs):
-        """Refuses."""
-        raise ConfigError(NO_TOOLS.format("a `rollout_func` that calls `_tool_call_loop`"))
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
+        """Refuses tools that TRL does not know of."""
+        if not self.tools:
+            raise ConfigError(NO_TOOLS.format("a `rollout_func`"))
+        return super()._tool_call_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs):
         """Scores the rollout of these inputs, which may have been launched before."""
         if not self.model.training:
             return self.rooms.scoring.evaluate(inputs, self.state.global_step)[1]
-        in_groups = self.rooms.in_groups and self.rooms.weight_check.is_done
+        in_groups = self.rooms.in_groups and self.rooms.policy.weight_check.is_done
         return self.rooms.scoring.train_on(inputs, self._step, self.state.global_step, in_groups)
-
-    def _score(self, rollout: Rollout) -> Output:
-        """TRL's own method. Its figures and tables are kept only when all rewards are in."""
-        mode = rollout.mode
-        before = (self._metrics[mode], self._logs)
-        output: Output = super()._generate_and_score_completions(rollout.inputs)
-        if not rollout.is_complete:
-            self._metrics[mode], self._logs = before
-        elif not self.rooms.weight_check.is_done and self.vllm_generation.temperature == self.temperature:
-            self.rooms.weight_check.check(output, self._logps_of)  # not of an evaluation, which answers greedily
-        return output
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """Waits for the rewards of the batch. While it is trained on part by part: takes those that are in."""
@@ -285,10 +222,9 @@ class SalesGRPOTrainer(GRPOTrainer):
             with self.rooms.desk.answering(result):
                 rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._timeline.begin(Phase.ADVANTAGES)
-        self.rooms.scoring.record(rollout, rewards, completions)
-        if self.args.log_completions:
-            for name, values in result.columns(self.rooms.reward.names.components).items():
-                self._log_completion_extra(name, values)
+        rewards = self.rooms.scoring.record(rollout, rewards, completions)
+        components = self.rooms.reward.names.components if self.args.log_completions else None
+        rollout.result.log(self._log_completion_extra, self._log_metric, components)
         return rewards
 
     def _compute_loss(self, model, inputs):
@@ -322,15 +258,6 @@ class SalesGRPOTrainer(GRPOTrainer):
         if rollout is not None and rollout.groups is not None:
             rollout.logps[is_reference] = output[0]
         return output
-
-    def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
-        """Log-probs of a generation batch's completions under the current policy, shape (B, T)."""
-        ids = torch.cat((output["prompt_ids"], output["completion_ids"]), dim=1)  # (B, P + T)
-        attended = torch.cat((output["prompt_mask"], output["completion_mask"]), dim=1)  # (B, P + T)
-        size, length = self.args.per_device_train_batch_size, output["completion_ids"].size(1)
-        pictures = vision_fields(output)
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            return self._get_per_token_logps_and_entropies(self.model, ids, attended, length, size, **pictures)[0]
 
     def training_step(self, *args, **kwargs):
         """Marks the phases of a step around its passes."""
@@ -382,18 +309,3 @@ class SalesGRPOTrainer(GRPOTrainer):
         if self.rooms.run_control.error is None:
             self.rooms.evaluate_quickly()
         self.rooms.stopping.settle()
-
-    @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[None]:
-        """While active, the policy evaluates, one answer a prompt. Figures and tables of others stay as they are."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with (
-                replaced(self, "num_generations_eval", 1),
-                replaced(self, "_metrics", {**self._metrics, "eval": defaultdict(list)}),
-                replaced(self, "_logs", copy.deepcopy(self._logs)),
-            ):
-                yield
-        finally:
-            self.model.train(was_training)

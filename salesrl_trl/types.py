@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NotRequired, TypedDict
+from typing import Any, TypeAlias
 
 
 class Outcome(StrEnum):
@@ -107,15 +107,8 @@ class SalesRow:
         return "\n".join(f"{message.role}: {message.content}" for message in self.conversation)
 
 
-class Example(TypedDict):
-    """A row of the dataset that goes through the trainer."""
-
-    prompt: object
-    """The prompt, as TRL takes it."""
-    row: int
-    """Index of the `SalesRow`."""
-    images: NotRequired[list[object]]
-    """Its pictures, as Pillow reads them. Absent where no row of the dataset has any."""
+Example: TypeAlias = Mapping[str, Any]
+"""A row of the dataset that goes through the trainer: `prompt`, perhaps `images`, and any further columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +127,8 @@ class ActionFormat:
 
 
 DEFAULT_FORMAT = ActionFormat()
+DEFAULT_BRANCHES = ("fairness", "hallucination")
+"""Branches of a recipe that names none: those of the packaged demo."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,6 +230,23 @@ class Reward:
     """Reward of the frozen 32B endpoint's answer to the row, by the same law; `None` without such an answer."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time of each stage that ran, in seconds: `{"rag_8b": 0.8, "rag_32b": 1.1, "judge": 2.0}`."""
+    by_function: Mapping[str, float | None] = field(default_factory=dict)
+    """Where several reward functions make the value: the number of each, without its weight; `None` from a function
+    that does not apply to the completion."""
+    columns: Mapping[str, object] = field(default_factory=dict)
+    """What a function logged for this completion by `log_extra`."""
+    metrics: tuple[tuple[str, float], ...] = ()
+    """What a function logged by `log_metric`. With the first completion of its call."""
+
+    @classmethod
+    def scored(cls, value: float, *, reason: str = "", **components: float) -> "Reward":
+        """A number, with its parts: `Reward.scored(0.7, style=0.4, facts=1.0)`."""
+        return cls(outcome=Outcome.OK, value=value, reason=reason, components=components)
+
+    @classmethod
+    def missing(cls, reason: str) -> "Reward":
+        """No number, because it could not be had: `Reward.missing("judge_busy")`. `reason`: a short code."""
+        return cls(outcome=Outcome.INFRA, value=None, reason=reason)
 
     def __post_init__(self) -> None:
         if (self.value is not None) != (self.outcome in (Outcome.OK, Outcome.INVALID_ACTION)):

@@ -15,30 +15,33 @@ from pathlib import Path
 
 import torch
 from accelerate.logging import get_logger
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 
-from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of, weights_of
+from salesrl_trl.checkpoint.identity import Identity, identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
-from salesrl_trl.config.engine import engine_options
-from salesrl_trl.config.rollouts import sampling_hints, sampling_warnings, scoring_settings, why_not_divisible
+from salesrl_trl.config.rollouts import (
+    NOT_AHEAD,
+    sampling_warnings,
+    scoring_settings,
+    why_not_divisible,
+)
+from salesrl_trl.data.branches import Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.answers import Processes
 from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.evaluation.sample import sample
-from salesrl_trl.generation import compiled
 from salesrl_trl.generation.sampler import Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
-from salesrl_trl.generation.vllm import has_tied_head, vllm_engine_options
 from salesrl_trl.hooks import Hooks
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
-from salesrl_trl.kl.reference import Reference, reference_wanted
+from salesrl_trl.kl.reference import Reference
 from salesrl_trl.names import Phase, StartUp
-from salesrl_trl.reward.base import BatchedReward
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.policy import Policy
+from salesrl_trl.reward.given import GivenRewards
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.scoring import Scoring
@@ -53,7 +56,7 @@ from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import WeightChange, WeightCheck, raise_adapters
+from salesrl_trl.update.weights import WeightChange, raise_adapters
 
 logger = get_logger(__name__)
 
@@ -62,34 +65,37 @@ class Wiring:
     """The rooms of one trainer.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`):
-            The policy.
-        reward (`BatchedReward` or `RewardDesk`):
-            Scores completions.
+        rewards (`GivenRewards`):
+            Score completions.
         args (`SalesGRPOConfig`):
             Settings.
         instruments (`Instruments`, *optional*):
             Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
         kl_law (`KLLaw`, *optional*):
             Moves the KL coefficients in place of the law that `args` sets.
+        train_dataset (`object`):
+            Training rows, in whatever form TRL takes them.
         gets_adapter (`bool`):
             Whether TRL will put an adapter on the model.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        reward: BatchedReward | RewardDesk,
+        rewards: GivenRewards,
         args: SalesGRPOConfig,
         instruments: Instruments | None,
         kl_law: KLLaw | None,
+        train_dataset: object,
         gets_adapter: bool,
     ) -> None:
         show_lines()
         hide_unscorable_rows()
         self._args = args
-        self.desk = reward if isinstance(reward, RewardDesk) else RewardDesk(reward)
+        self._rewards = rewards
+        self.desk = rewards.desk
         reward = self.reward = self.desk.reward
+        self.branches = Branches.of_data(args.branches, args.branch_column, train_dataset)
+        args.branches = list(self.branches.names)
         self.instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
@@ -97,6 +103,7 @@ class Wiring:
         self.timeline = self.instruments.timeline
         targets, law = args.kl_targets(), args.kl_control_law(kl_law)
         self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
+        self.policy = Policy(args, self.kl is not None, gets_adapter)
         self._banded = [branch for branch, target in targets.items() if target.has_band]
         self.ledger = Ledger(
             args.branches,
@@ -121,25 +128,10 @@ class Wiring:
             is_skipping=lambda: self.run_control.is_skipping,
             in_flight=lambda *counts: self.pipeline.in_flight(*counts),
         )
-        self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args, has_tied_head(model)))
-        # The weights of the reference policy, or of an adapter's base: a resumed run must have the same
-        has_base = bool(targets) or gets_adapter or hasattr(model, "peft_config")
-        self.first_weights = weights_of(model.named_parameters()) if has_base else None
-        self.shape = shape_of(model.named_parameters())
-
-    @contextlib.contextmanager
-    def building(self, model: PreTrainedModel) -> Iterator[None]:
-        """While active, a TRL trainer under construction gets our engine options and reference policy."""
-        args = self._args
-        with vllm_engine_options(engine_options(args, model)), reference_wanted(args, self.kl is not None):
-            yield
-        is_compiled = args.use_vllm and args.vllm_mode == "colocate" and engine_start(args) is Start.COMPILED
-        if args.compiled is not None and is_compiled:
-            compiled.keep_engine(args.compiled, compiled_engine(args, model.name_or_path))
 
     def _identity(self, dataset: object) -> Identity:
         """The identity of a run on this dataset."""
-        return identity_of_run(self._args, dataset, self.reward.branch_of, self.first_weights, self.shape)
+        return identity_of_run(self._args, dataset, self.branches, self.policy.first_weights, self.policy.shape)
 
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
@@ -158,6 +150,11 @@ class Wiring:
             `list[TrainerCallback]`: the callbacks of a run, in their order.
         """
         self._trl, args = trl, self._args
+        self._check_tools(trl.tools)
+        size = args.per_device_train_batch_size * args.steps_per_generation
+        has_own_columns = trl.has_rollout_func or trl.tools is not None
+        columns = getattr(trl.train_dataset, "column_names", None)
+        self._rewards.check(None if has_own_columns else columns, args.num_generations, size)
         self.stopping = Stopping(
             self.run_control,
             self.desk,
@@ -187,6 +184,9 @@ class Wiring:
             references_ahead=args.references_ahead,
             behaviour_logps=self._behaviour_logps,
             record_span=self.instruments.record_generation,
+            group=trl.group,
+            state=trl.state,
+            inside_trl=trl.tools is not None,
         )
         self.scoring = Scoring(
             self.pipeline,
@@ -194,18 +194,25 @@ class Wiring:
             self.ledger,
             self.instruments,
             self.run_control,
-            scoring_settings(args, self.reward.names.stages, trl.reward_weight),
+            scoring_settings(args, self.branches, self.reward.names.stages, trl.reward_weights, trl.reward_answered),
             trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
+            group=trl.group,
         )
-        hindrance = why_not_divisible(args, trl.has_entropy_bonus, trl.has_aux_loss)
+        at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
+        hindrance = why_not_divisible(args, trl.has_entropy_bonus, trl.has_aux_loss, at_once)
         self.in_groups = args.scored_groups_first and hindrance is None
         if args.scored_groups_first and hindrance is not None:
             logger.info(f"off: scored groups first, because {hindrance}")
         self._wrap_phases(trl)
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
         return self._callbacks(trl)
+
+    def _check_tools(self, tools: str | None) -> None:
+        ahead = self._args.rollout_lookahead
+        if tools is not None and ahead:
+            raise ConfigError(NOT_AHEAD.format(ahead, tools))
 
     @property
     def _is_served(self) -> bool:
@@ -214,7 +221,10 @@ class Wiring:
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         if build is None:
             hindrance = why_not_streamed(
-                use_vllm=self._args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
+                use_vllm=self._args.use_vllm,
+                has_rollout_func=trl.has_rollout_func,
+                tools=trl.tools,
+                tokenizer=trl.tokenizer,
             )
             return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=self._is_served, hindrance=hindrance)
         return build(
@@ -231,7 +241,7 @@ class Wiring:
     def _wrap_phases(self, trl: Hooks) -> None:
         trl.accelerator.backward = self.timeline.phased(Phase.BACKWARD, trl.accelerator.backward)
         if not self._args.use_vllm:
-            self.weight_check.skip("transformers generates with the trainer's own model")
+            self.policy.weight_check.skip("transformers generates with the trainer's own model")
             return
         for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
             setattr(trl.engine, name, self.timeline.phased(phase, getattr(trl.engine, name)))
@@ -282,7 +292,7 @@ class Wiring:
         sampled = self.sampler.start(prompts, lambda place, ids: None, ahead=False).result()
         batch = sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
         with trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
-            self.weight_check.check(batch, trl.logps_of)
+            self.policy.weight_check.check(batch, trl.logps_of)
         return sampled
 
     @contextlib.contextmanager
@@ -346,7 +356,7 @@ class Wiring:
             score=self._score_greedily,
             logps_of=trl.logps_of,
             decode=lambda ids: trl.tokenizer.batch_decode(ids, skip_special_tokens=True),
-            branch_of=self.reward.branch_of,
+            branch_of=self.branches.of,
             ends=frozenset({*trl.eos_token_ids, trl.tokenizer.pad_token_id}),
             batch_size=args.per_device_eval_batch_size,
             kl=args.kl_penalty(),
@@ -356,7 +366,7 @@ class Wiring:
         )
         return QuickEvaluator(
             subject,
-            sample(trl.eval_dataset, self.reward.branch_of, settings.rows, args.branches, ranks),
+            sample(trl.eval_dataset, settings.rows, self.branches, ranks),
             branches=args.branches,
             settings=settings,
             output_dir=Path(args.output_dir),

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 from datasets import Dataset
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import IDENTITY_FILE
 
@@ -39,7 +40,9 @@ def rows_of(prompts: Iterable[object], branches: Iterable[str]) -> str:
     """Number and digest of the training rows: `"240 (5f2c8b1e9a40)"`. The digest is of prompts and branches."""
     digest, count = hashlib.sha256(), 0
     for count, row in enumerate(zip(prompts, branches, strict=True), start=1):  # noqa: B007  counted after the loop
-        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        digest.update(
+            json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+        )
     return f"{count} ({digest.hexdigest()[:12]})"
 
 
@@ -102,13 +105,13 @@ def identity_of(
 
 
 def identity_of_run(
-    args: SalesGRPOConfig, dataset: object, branch_of: Callable[[int], str], weights: str | None, shape: str
+    args: SalesGRPOConfig, dataset: object, branches: Branches, weights: str | None, shape: str
 ) -> Identity:
     """The identity of a run on this dataset. Only rows of a `datasets.Dataset` are included: others can't be read
     twice."""
     rows = None
-    if isinstance(dataset, Dataset):
-        rows = rows_of(dataset["prompt"], map(branch_of, dataset["row"]))
+    if isinstance(dataset, Dataset) and "prompt" in dataset.column_names:
+        rows = rows_of(dataset["prompt"], branches.of_rows(dataset))
     return identity_of(args, rows, weights, shape)
 
 

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from salesrl_trl.config.judge import JudgeProviderConfig
     from salesrl_trl.config.reward import RewardConfig
     from salesrl_trl.config.telemetry import ALL_STEPS, TelemetryConfig
-    from salesrl_trl.config.training import DEFAULT_BRANCHES, SalesGRPOConfig
+    from salesrl_trl.config.training import SalesGRPOConfig
 
 _MODULES = {
     "ALL_STEPS": "telemetry",
-    "DEFAULT_BRANCHES": "training",
     "DataConfig": "data",
     "JudgeProviderConfig": "judge",
     "RewardConfig": "reward",
@@ -30,7 +29,6 @@ _MODULES = {
 
 __all__ = [
     "ALL_STEPS",
-    "DEFAULT_BRANCHES",
     "DataConfig",
     "JudgeProviderConfig",
     "RewardConfig",

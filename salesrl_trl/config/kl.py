@@ -6,6 +6,7 @@ from typing import cast
 
 from salesrl_trl.config.checks import check, load_object, structure
 from salesrl_trl.config.ranges import KL_COEFFICIENT, check_range
+from salesrl_trl.data.branches import ALL
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
 
@@ -17,6 +18,7 @@ def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[
         `ConfigError`: for targets that can't work.
     """
     given = {} if branch_kl is None else structure("branch_kl", branch_kl, dict)
+    are_known, branches = bool(branches), branches or list(given) or [ALL]  # not before the rows are
     unknown = sorted(set(given) - set(branches))
     check(
         not unknown,
@@ -24,7 +26,7 @@ def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[
         "or give `--branch_kl {} --beta 0.05` for one coefficient.",
     )
     check(
-        not beta or set(given) != set(branches),
+        not beta or not are_known or set(given) != set(branches),
         f"`beta` is {beta} and `branch_kl` names every branch, so that `beta` has no effect. Expected one of them: "
         "leave out `beta`, or give `--branch_kl {}` for one coefficient.",
     )

@@ -110,9 +110,6 @@ class RewardConfig:
         denied_cooldown_s (`float`, *optional*, defaults to `60.0`):
             Longest pause in seconds between two probes of a service that refuses the key, or whose quota is used up.
             The first pause is a second, and each one is twice as long as the last.
-        reward_process (`bool`, *optional*):
-            Whether the reward chain runs in a process of its own, where its Python does not delay vLLM's. Defaults to
-            `True` on a GPU, and to `False` on a CPU, whose cores it would share.
         warm_up_services (`bool`, *optional*, defaults to `True`):
             Whether to ask both RAG endpoints and every judge once before the first step. The run stops if a necessary
             one can't answer.
@@ -211,7 +208,6 @@ class RewardConfig:
     denied_cooldown_s: float = field(
         default=60.0, metadata=about("Longest pause between probes after a refused key, in seconds.")
     )
-    reward_process: bool | None = field(default=None, metadata=about("Run the reward chain in a process of its own."))
     warm_up_services: bool = field(default=True, metadata=about("Ask every service once before the first step."))
     preflight_calls: int | None = field(
         default=None, metadata=about("Calls of a preflight to each service; default: those of a step.")

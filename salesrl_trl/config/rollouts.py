@@ -6,6 +6,7 @@ Owns this mapping, and the warnings about settings that do not suit each other. 
 from collections.abc import Sequence
 
 from salesrl_trl.config.training import SalesGRPOConfig
+from salesrl_trl.data.branches import Branches
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.groups import parts
 from salesrl_trl.rollout.scoring import ScoringSettings
@@ -14,30 +15,43 @@ SHARED_BY_A_MICRO_BATCH = ("bnpo",)
 """Loss types in which a completion's weight depends on the other completions of its micro-batch."""
 
 NO_TOOLS = (
-    "`{}` does not work with this trainer: completions are generated before TRL has set up the tools that they would "
-    "call. Expected a policy without tools. Leave it out, or use TRL's own `GRPOTrainer`."
+    "{} calls tools that TRL was not given: completions are generated before TRL asks for them. Expected `tools` or "
+    "an `environment_factory` of the trainer. Give them, or use a plain `GRPOConfig`."
+)
+NOT_AHEAD = (
+    "`rollout_lookahead` is {} with {}: TRL sets up each completion's tools when it scores the batch before. Expected "
+    "`rollout_lookahead: 0`."
 )
 
 
-def scoring_settings(args: SalesGRPOConfig, stages: Sequence[str], reward_weight: float) -> ScoringSettings:
+def scoring_settings(
+    args: SalesGRPOConfig,
+    branches: Branches,
+    stages: Sequence[str],
+    weights: Sequence[float],
+    answered: Sequence[bool],
+) -> ScoringSettings:
     """Settings of the scoring of a batch.
 
     Args:
         args (`SalesGRPOConfig`):
             Settings.
+        branches (`Branches`):
+            Branches of the rows.
         stages (`Sequence[str]`):
             Names of the user's own stages of the reward.
-        reward_weight (`float`):
-            TRL's weight of the reward.
+        weights (`Sequence[float]`), answered (`Sequence[bool]`):
+            As in `ScoringSettings`.
     """
     clips = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
     return ScoringSettings(
-        branches=args.branches,
+        branches=branches,
         stages=stages,
         group=args.num_generations,
         micro_batch=args.per_device_train_batch_size,
         hybrid_reference_weight=args.hybrid_reference_weight,
-        reward_weight=reward_weight,
+        weights=weights,
+        answered=answered,
         scale_rewards=args.scale_rewards,
         examples=args.held_out_examples,
         correction=(args.vllm_importance_sampling_mode, *clips),
@@ -63,7 +77,9 @@ def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
     return warnings
 
 
-def why_not_divisible(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
+def why_not_divisible(
+    args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool, whole_batch: str | None
+) -> str | None:
     """The first reason why an update depends on the order of its completions, or on their micro-batches.
 
     Args:
@@ -73,6 +89,8 @@ def why_not_divisible(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool
             Whether the loss has one.
         aux_loss (`bool`):
             Whether the loss has the auxiliary loss of a mixture's router.
+        whole_batch (`str`, *optional*):
+            Why rewards come for a whole batch at once.
 
     Returns:
         `str`, *optional*: the reason; `None` if there is none.
@@ -80,6 +98,7 @@ def why_not_divisible(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool
     size = args.per_device_train_batch_size
     places = parts(size * args.steps_per_generation, size, args.num_generations)
     hindrances = {
+        str(whole_batch): whole_batch is not None,
         "`num_iterations` is above 1, so that a batch is trained on again": args.num_iterations > 1,
         "an update has a part of a generation batch (`steps_per_generation`)":
             args.gradient_accumulation_steps % args.steps_per_generation != 0,

@@ -24,7 +24,6 @@ from salesrl_trl.kl.penalty import PenaltySettings
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
 
-DEFAULT_BRANCHES = ("fairness", "hallucination")
 RUN_MODES = ("train", "rollouts", "rewards")
 
 
@@ -33,8 +32,11 @@ class SalesGRPOConfig(GRPOConfig):
     """TRL's `GRPOConfig`, with the settings that `SalesGRPOTrainer` adds.
 
     Args:
-        branches (`list[str]`, *optional*, defaults to `["fairness", "hallucination"]`):
-            Branch names that a row may have. Each needs a rubric.
+        branches (`list[str]`, *optional*):
+            Branch names that a row may have. Defaults to those in the dataset's column `branch_column`, or to one
+            branch `all` without this column. In recipes: `["fairness", "hallucination"]`, and each needs a rubric.
+        branch_column (`str`, *optional*, defaults to `"branch"`):
+            Column of the dataset that says which branch a row belongs to. The recipes make it.
         branch_kl (`dict`, *optional*):
             Branch to KL coefficient and target band in nats per token, for example
             `{"fairness": {"beta": 0.1, "low": 0.02, "high": 0.06}}`. `beta_min` and `beta_max` bound the coefficient;
@@ -124,8 +126,13 @@ class SalesGRPOConfig(GRPOConfig):
         allow_changed_resume (`bool`, *optional*, defaults to `False`):
             Whether to resume a checkpoint of other rows, branches, first weights or another order of prompts. Prompts
             may then come twice or not at all.
-        held_out_eval (`bool`, *optional*, defaults to `True`):
+        held_out_eval (`bool`, *optional*):
             Whether to evaluate on the held-out rows before the first step. The recipes also do so after the last one.
+            Defaults to `True` in recipes, else to `False`.
+        reward_process (`bool`, *optional*):
+            Whether the rewards run in a process of their own, where they take no time of vLLM's and of training.
+            Reward functions then have to be importable. Defaults to `True` for the packaged reward of a recipe that
+            trains on a GPU, else to `False`.
         held_out_examples (`int`, *optional*, defaults to `0`):
             Held-out conversations that are shown at the end, with what the policy wrote before and after training.
             They quote customers.
@@ -134,7 +141,8 @@ class SalesGRPOConfig(GRPOConfig):
             `rewards` scores made-up completions, without a model, as `scripts/simulate_training_rewards.py` does.
     """
 
-    branches: list[str] = field(default_factory=lambda: list(DEFAULT_BRANCHES), metadata=about("Names of branches."))
+    branches: list[str] = field(default_factory=list, metadata=about("Names of branches; default: those of the rows."))
+    branch_column: str = field(default="branch", metadata=about("Column with the branch of a row."))
     branch_kl: dict[str, object] | str | None = field(
         default=None, metadata=about("Branch to KL coefficient and band (nats per token); default: `beta` for all.")
     )
@@ -183,13 +191,15 @@ class SalesGRPOConfig(GRPOConfig):
     held_out_examples: int = field(
         default=0, metadata=about("Held-out conversations shown with the first and last answer. They quote customers.")
     )
-    held_out_eval: bool = field(default=True, metadata=about("Evaluate before and after training."))
+    held_out_eval: bool | None = field(
+        default=None, metadata=about("Evaluate before and after training; default: in recipes.")
+    )
+    reward_process: bool | None = field(default=None, metadata=about("Run the rewards in a process of their own."))
     mode: str = field(default="train", metadata=about("Extent of a recipe: `train`, `rollouts` or `rewards`."))
 
     def __post_init__(self) -> None:
         check(
-            len(self.branches) > 0 and len(set(self.branches)) == len(self.branches),
-            f"`branches` is {self.branches}. Expected at least one name, and each name once.",
+            len(set(self.branches)) == len(self.branches), f"`branches` is {self.branches}. Expected each name once."
         )
         check_numbers(self)
         check_sizes(self)
@@ -197,7 +207,7 @@ class SalesGRPOConfig(GRPOConfig):
         self.compiled = compiled.folder_of(self.compile_cache_dir)
         if self.compiled is not None:
             compiled.use(self.compiled)  # before the device is asked for: CUDA's driver reads its variable then
-        self.eval_on_start: bool = self.eval_on_start or self.held_out_eval
+        self.eval_on_start: bool = self.eval_on_start or bool(self.held_out_eval)
         args: Any = self  # mypy does not know the fields of transformers
         args.use_cpu, args.bf16, args.fp16, self.machine_notes = settle(args.use_cpu, args.bf16, args.fp16)
         settle_loader(args)

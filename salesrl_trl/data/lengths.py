@@ -14,7 +14,7 @@ import jinja2
 from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.types import Picture, SalesRow
+from salesrl_trl.types import SalesRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,11 +50,6 @@ class FittingPrompts:
     """Tokens of each prompt."""
     note: str | None
     """Line for the banner about rows or turns that were left out; `None` if there are none."""
-
-    @property
-    def pictures(self) -> list[tuple[Picture, ...]]:
-        """The pictures of each row."""
-        return [row.images for row in self.rows]
 
     @property
     def longest(self) -> int:

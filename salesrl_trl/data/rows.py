@@ -29,6 +29,10 @@ def check_columns(columns: Iterable[str], source: str) -> None:
         )
 
 
+def _choices(branches: Sequence[str]) -> str:
+    return f"one of: {', '.join(branches)}" if branches else "a text"
+
+
 def parse_row(
     record: Mapping[str, object],
     position: int,
@@ -45,7 +49,7 @@ def parse_row(
         position (`int`):
             Zero-based place in the source, for messages, and as the id of a row without one.
         branches (`Sequence[str]`):
-            The configured branch names.
+            The configured branch names. None at all for any.
         source (`str`):
             Name of the source in messages.
         line (`int`, *optional*):
@@ -59,9 +63,9 @@ def parse_row(
     name = record.get("id")
     where = place(position, source, line, f"; id {name!r}" if name else "")
     branch = record.get("branch")
-    if not isinstance(branch, str) or branch not in branches:
+    if not isinstance(branch, str) or (branches and branch not in branches):
         raise DataError(
-            f"{where}: branch {branch!r} is not configured. Expected one of: {', '.join(branches)}. "
+            f"{where}: branch {branch!r} is not configured. Expected {_choices(branches)}. "
             f"Correct the column, or add the branch to `branches` and give it a rubric."
         )
     return SalesRow(

@@ -16,7 +16,7 @@ from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.errors import DataError
-from salesrl_trl.types import Picture, SalesRow
+from salesrl_trl.types import SalesRow
 
 DEMO = "demo"
 """Name of the packaged dataset."""
@@ -28,7 +28,7 @@ PLAIN = Form()
 def load_rows(
     source: str,
     split: str,
-    branches: Sequence[str],
+    branches: Sequence[str] = (),
     limit: int | None = None,
     form: Form = PLAIN,
     part: Part = Part.ALL,
@@ -41,8 +41,8 @@ def load_rows(
             the hub.
         split (`str`):
             Split to take: `"train"` or `"heldout"` for the demo. Ignored for a local file, which is one split.
-        branches (`Sequence[str]`):
-            The configured branch names.
+        branches (`Sequence[str]`, *optional*):
+            The configured branch names. Any branch is taken when not given.
         limit (`int`, *optional*):
             Number of rows to take, from the first one on. Defaults to all.
         form (`Form`, *optional*):
@@ -85,21 +85,23 @@ def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
 
 
 def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate, first_index: int = 0) -> Dataset:
-    """The dataset for TRL: the prompt, and `row`, the row's number from `first_index` on, for the reward.
+    """The dataset for TRL: the prompt, the row's branch, and `row`, its number from `first_index` on, for the reward.
 
     `prompt` is a style or a template, as in `build_prompt`.
     """
-    return prompt_dataset([build_prompt(row, prompt) for row in rows], first_index, [row.images for row in rows])
+    return prompt_dataset([build_prompt(row, prompt) for row in rows], rows, first_index)
 
 
 def prompt_dataset(
-    prompts: Sequence[list[dict[str, str]]], first_index: int = 0, images: Sequence[Sequence[Picture]] = ()
+    prompts: Sequence[list[dict[str, str]]], rows_of: Sequence[SalesRow], first_index: int = 0
 ) -> Dataset:
-    """The dataset of `build_dataset`, from finished prompts and, if any row has some, the pictures of each row.
+    """The dataset of `build_dataset`, from finished prompts and their rows. It has pictures if any row has some.
 
     TRL passes all columns to its reward functions. With only these, no other text of a customer can reach a log.
     """
-    rows = Dataset.from_dict({"prompt": prompts, "row": list(range(first_index, first_index + len(prompts)))})
+    images = [row.images for row in rows_of]
+    columns = {"row": list(range(first_index, first_index + len(prompts))), "branch": [row.branch for row in rows_of]}
+    rows = Dataset.from_dict({"prompt": prompts, **columns})
     if not any(images):
         return rows
     files = [[{"path": each.path or None, "bytes": each.content} for each in pictures] for pictures in images]

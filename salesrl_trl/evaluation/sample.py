@@ -3,29 +3,26 @@
 Owns the choice of rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from datasets import Dataset
 
+from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.answers import Ranks
 from salesrl_trl.types import Example
 
 
-def sample(
-    dataset: object, branch_of: Callable[[int], str], rows: int, branches: Sequence[str], ranks: Ranks
-) -> list[Example]:
+def sample(dataset: object, rows: int, branches: Branches, ranks: Ranks) -> list[Example]:
     """This rank's rows.
 
     Args:
         dataset (`object`):
             The trainer's `eval_dataset`, which may be anything that TRL takes.
-        branch_of (`Callable[[int], str]`):
-            The branch of a row, by the index in its column `row`.
         rows (`int`):
             Number of rows on all ranks together. Each rank has at least one.
-        branches (`Sequence[str]`):
-            Branch names.
+        branches (`Branches`):
+            Say which branch a row belongs to.
         ranks (`Ranks`):
             The processes of the run.
 
@@ -37,8 +34,8 @@ def sample(
             f"a quick evaluation takes its rows from `eval_dataset`, which is {type(dataset).__name__}. "
             "Expected a dataset. Give one, or set `quick_eval_steps: 0`."
         )
-    branch_ids = [branches.index(branch_of(row)) for row in dataset["row"]]
-    chosen = spread(branch_ids, rows, len(branches), ranks.count)
+    branch_ids = [branches.names.index(branch) for branch in branches.of_rows(dataset)]
+    chosen = spread(branch_ids, rows, len(branches.names), ranks.count)
     if not chosen:
         raise ConfigError(
             f"a quick evaluation has {len(branch_ids)} held-out rows for {ranks.count} processes. Expected one for "

@@ -325,8 +325,27 @@ def vision_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: batch[name] for name in VISION_FIELDS if name in batch}
 
 
-def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: object) -> str | None:
+def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+    """Arguments of TRL's `_get_per_token_logps_and_entropies` for the completions of a batch that TRL padded.
+
+    Args:
+        batch (`Mapping`):
+            `prompt_ids` and `prompt_mask` (B, P), `completion_ids` and `completion_mask` (B, T), and the
+            `VISION_FIELDS` if it has some.
+        batch_size (`int`):
+            Completions of a forward pass.
+    """
+    ids, mask = (
+        torch.cat((batch[f"prompt_{kind}"], batch[f"completion_{kind}"]), dim=1) for kind in ("ids", "mask")
+    )  # each (B, P + T)
+    sizes = {"logits_to_keep": batch["completion_ids"].size(1), "batch_size": batch_size}
+    return {"input_ids": ids, "attention_mask": mask, **sizes, **vision_fields(batch)}
+
+
+def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tools: str | None, tokenizer: object) -> str | None:
     """The reason why completions can't be reported one by one with the texts of TRL. `None` if they can."""
+    if tools is not None:
+        return f"a completion with {tools} is generated in turns: they start when a batch is done"
     if not use_vllm:
         return "transformers generates, a whole batch at once: they start when it is done"
     if has_rollout_func:

@@ -308,9 +308,12 @@ def _single(
 
 
 @contextlib.contextmanager
-def vllm_engine_options(options: Mapping[str, object]) -> Iterator[None]:
+def vllm_engine_options(options: Callable[[], Mapping[str, object]]) -> Iterator[None]:
     """While active, a `GRPOTrainer` under construction builds `SalesVLLMGeneration` with these engine options."""
-    build = functools.partial(SalesVLLMGeneration, engine_options=options)
+
+    def build(*args: Any, **kwargs: Any) -> SalesVLLMGeneration:
+        return SalesVLLMGeneration(*args, engine_options=options(), **kwargs)
+
     with replaced(upstream_trainer, "VLLMGeneration", build):
         yield
 

@@ -4,26 +4,65 @@ Owns its loading by TRL, and which model stands for it at the moment. Refuses to
 """
 
 import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import trl.trainer.grpo_trainer as upstream_trainer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedModel
 from trl import GRPOConfig
 
 from salesrl_trl.replaced import replaced
 
 
+class Loaded:
+    """The policy: given as a model, or loaded by TRL from its id.
+
+    Args:
+        model (`PreTrainedModel`, `PeftModel` or `str`):
+            The policy, or its id.
+        take (`Callable[[PreTrainedModel], None]`):
+            Called with the policy, before TRL puts an adapter on it.
+    """
+
+    def __init__(self, model: PreTrainedModel | str, take: Callable[[PreTrainedModel], None]) -> None:
+        self._model: PreTrainedModel | None = None
+        self._take = take
+        if not isinstance(model, str):
+            self.record(model)
+
+    @property
+    def is_there(self) -> bool:
+        return self._model is not None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The policy, from the moment it is there."""
+        assert self._model is not None
+        return self._model
+
+    def record(self, model: PreTrainedModel) -> None:
+        """This is the policy."""
+        self._model = model
+        self._take(model)
+
+
 @contextlib.contextmanager
-def reference_wanted(args: GRPOConfig, wanted: bool) -> Iterator[None]:
+def reference_wanted(args: GRPOConfig, wanted: bool, policy: Loaded) -> Iterator[None]:
     """While active, a `GRPOTrainer` under construction loads a reference model, and takes its log-probs, if wanted.
 
-    TRL does so if `args.beta` is not 0. In a single process TRL would spread the model over all visible GPUs
-    (`device_map="auto"`). Here the model goes to the device of the policy.
+    TRL does so if `args.beta` is not 0. In a single process TRL would spread models over all visible GPUs
+    (`device_map="auto"`). Here they go to one device. The first one that is loaded is the policy, if it is not there.
     """
-    on_one_device = functools.partial(upstream_trainer.create_model_from_path, device_map=None)
+
+    def on_one_device(*args: object, **kwargs: object) -> PreTrainedModel:
+        model = load(*args, **{"device_map": None, **kwargs})
+        if not policy.is_there:
+            policy.record(model)
+        return model
+
+    load = upstream_trainer.create_model_from_path
     with (
         replaced(args, "beta", 1.0 if wanted else 0.0),
         replaced(upstream_trainer, "create_model_from_path", on_one_device),

@@ -1,14 +1,7 @@
-"""A reward that scores each completion by itself, and gathers a batch for TRL.
+"""What a trainer needs of any reward: completions are scored one by one, and gathered for TRL.
 
-    class Brevity(BatchedReward):
-        async def score(self, index, completion, stages):
-            return Reward(outcome=Outcome.OK, value=1 / (1 + len(completion)))
-
-        def branch_of(self, index):
-            return "fairness"
-
-Owns what a trainer needs of any reward, with defaults for one that asks no service, and the rule for an error in a
-reward's code.
+Owns the defaults for a reward that asks no service, and the rule for an error in a reward's code. A reward of one's
+own is a function (`functions`), not a class of this kind.
 """
 
 import asyncio
@@ -16,20 +9,23 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, RewardBatch
+from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, RewardBatch, Sample
 from salesrl_trl.reward.open_batches import OpenBatches
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Example, Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 300.0
 """Seconds that a completion may take by default."""
+TRAINER_STATE = "trainer_state"
+"""The trainer's state, beside the columns of a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +50,7 @@ class BatchedReward(ABC):
     One value per completion; `None` where a service or the judge failed, which TRL keeps out of the group's baseline
     and gives the advantage 0.
 
-    A subclass has to write `score` and `branch_of`. Everything else has a default.
+    A subclass has to write `score`. Everything else has a default.
 
     Args:
         deadline_s (`float`, *optional*, defaults to `300.0`):
@@ -68,35 +64,47 @@ class BatchedReward(ABC):
         """Batches without a result."""
         self.lines = SampleLines()
         """Logs what happens to single completions."""
-        self._logged_faults: set[tuple[str, str]] = set()
+        self._logged_faults: set[str] = set()
 
     @abstractmethod
-    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         """The reward of one completion.
 
         Args:
-            index (`int`):
-                Index of its row.
-            completion (`str`):
-                The policy's text.
+            sample (`Sample`):
+                The completion, and its row as `row_of` gave it.
             stages (`StageTimes`):
                 Times the calls that are awaited: `await stages.timed(call, "judge")`.
         """
 
-    @abstractmethod
-    def branch_of(self, index: int) -> str:
-        """The branch of the row at `index`."""
+    def row_of(self, example: Example) -> Any:
+        """What the reward keeps of a row of the dataset. It goes along with each completion, to a process of the
+        reward's own too."""
+        return example
 
-    def row_id(self, index: int) -> str:
-        """The name of the row at `index`, for log lines."""
-        return f"row {index}"
+    def row_id(self, row: Any) -> str:
+        """The name of a row, for log lines."""
+        return f"row {row}" if isinstance(row, int) else "a row"
+
+    @property
+    def function_names(self) -> dict[str, str]:
+        """The numbers that TRL weighs and logs by themselves: a name of each, and the one that TRL logs it under."""
+        name: str = getattr(self, "__name__", type(self).__name__)
+        return {name: name}
+
+    def unit(self, group: int, size: int) -> int:
+        """Number of neighbours that are scored together, in a batch of `size` completions in groups of `group`."""
+        return 1
+
+    def check_columns(self, columns: Sequence[str]) -> None:  # noqa: B027  for those that read columns
+        """Raise `ConfigError` if a dataset of these columns lacks one that is read."""
 
     @property
     def names(self) -> RewardNames:
         """The names behind figures and messages."""
         return RewardNames()
 
-    def fetch_references(self, rows: Iterable[int]) -> None:  # noqa: B027  for those that have references
+    def fetch_references(self, rows: Iterable[Any]) -> None:  # noqa: B027  for those that have references
         """Ask for answers that do not depend on the policy, before these rows' completions come. Does not wait."""
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
@@ -126,26 +134,51 @@ class BatchedReward(ABC):
             batch.cancel()
 
     async def __call__(
-        self, *, prompts: list[object], completions: list[Completion], row: list[int], **_: object
+        self,
+        *,
+        prompts: Sequence[object],
+        completions: Sequence[Completion],
+        completion_ids: Sequence[Sequence[int]] = (),
+        **columns: Any,
     ) -> list[float | None]:
-        """Score a batch.
+        """Score a batch, as TRL's own `GRPOTrainer` asks for it.
 
         Args:
-            prompts (`list`):
-                Not used: the row says more.
-            completions (`list`):
+            prompts (`Sequence`):
+                Prompt of each completion. Neighbours with equal prompts are a group.
+            completions (`Sequence`):
                 Texts, or TRL's conversational form `[{"role": "assistant", "content": text}]`.
-            row (`list[int]`):
-                Index of each completion's row.
+            completion_ids (`Sequence[Sequence[int]]`, *optional*):
+                Their tokens.
+            columns (`list`):
+                Further columns of the dataset, a value for each completion, and TRL's own arguments.
 
         Returns:
             `list[float | None]`: in the order of `completions`.
         """
-        return (await self.score_all(row, completions)).values
+        log_extra, log_metric = columns.pop("log_extra", None), columns.pop("log_metric", None)
+        given = {TRAINER_STATE: columns.pop(TRAINER_STATE)} if TRAINER_STATE in columns else {}
+        rows = [
+            self.row_of({"prompt": prompt, **given, **{name: each[place] for name, each in columns.items()}})
+            for place, prompt in enumerate(prompts)
+        ]
+        group = next((place for place, prompt in enumerate(prompts) if prompt != prompts[0]), len(prompts))
+        result = await self.score_all(rows, completions, completion_ids, group=max(group, 1))
+        if log_extra and log_metric:
+            result.log(log_extra, log_metric)
+        return result.values
 
-    async def score_all(self, rows: Sequence[int], completions: Sequence[Completion]) -> BatchResult:
+    async def score_all(
+        self,
+        rows: Sequence[Any],
+        completions: Sequence[Completion],
+        token_ids: Sequence[Sequence[int]] = (),
+        group: int = 1,
+    ) -> BatchResult:
         """Score a batch of completions to these rows."""
-        return await self.result(self.batches.begin(rows), completions)
+        batch = self.batches.begin(rows, group)
+        batch.start_all(completions, token_ids)
+        return await self.result(batch, completions)
 
     async def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
         """Wait for all rewards of a batch, and report on it.
@@ -175,18 +208,28 @@ class BatchedReward(ABC):
         error = scoring.exception()
         if error is None:
             return scoring.result()
-        name = type(error).__name__
-        trace = error.__traceback__
+        self.log_fault("the reward", error)
+        return missing(Outcome.INFRA, f"raised_{type(error).__name__}", {})
+
+    def log_fault(self, what: str, error: BaseException) -> None:
+        """Log an error in a reward's code, once for each place. Its message may hold a customer's text."""
+        name, trace = type(error).__name__, error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
-        if (name, place) not in self._logged_faults:
-            self._logged_faults.add((name, place))
-            logger.error(f"the reward raised {name} at {place}; completions it happens to are missing")
-        return missing(Outcome.INFRA, f"raised_{name}", {})
+        self.log_once(f"{what} raised {name} at {place}; completions it happens to are missing")
 
-    def _batch(self, rows: Sequence[int], lane: int) -> RewardBatch:
-        def record(index: int, completion: str | None, reward: Reward) -> None:
-            self.lines.scored(self.row_id(index), completion, reward)
+    def log_once(self, line: str) -> None:
+        """Log an error, the first time that it comes."""
+        if line not in self._logged_faults:
+            self._logged_faults.add(line)
+            logger.error(line)
 
-        return RewardBatch(rows, self.score, self.conclude, self.deadline_s, lane, record)
+    def _batch(self, rows: Sequence[Any], lane: int, number: int, group: int) -> RewardBatch:
+        def record(row: Any, completion: str | None, reward: Reward) -> None:
+            self.lines.scored(self.row_id(row), completion, reward)
+
+        unit = max(self.unit(group, len(rows)), 1)
+        return RewardBatch(
+            rows, self.score, self.conclude, self.deadline_s, lane, record, number=number, group=group, unit=unit
+        )

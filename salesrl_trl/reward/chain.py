@@ -19,7 +19,7 @@ from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.base import BatchedReward, RewardNames
-from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.cache import Memo, cache_key
 from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.reward.judge.base import Judge
@@ -40,6 +40,7 @@ from salesrl_trl.types import (
     Action,
     ActionFormat,
     Answer,
+    Example,
     InvalidAction,
     Outcome,
     Reward,
@@ -157,13 +158,13 @@ class SalesReward(BatchedReward):
         with contextlib.suppress(Exception):  # the completion that needs it reports it
             await self._answers.fetch_reference(row)
 
-    def branch_of(self, index: int) -> str:
-        """The branch of the row at `index`."""
-        return self._rows[index].branch
+    def row_of(self, example: Example) -> int:
+        """The index of the row."""
+        return int(example["row"])
 
-    def row_id(self, index: int) -> str:
-        """The id of the row at `index`."""
-        return self._rows[index].row_id
+    def row_id(self, row: int) -> str:
+        """The id of the row at this index."""
+        return self._rows[row].row_id
 
     async def drained(self, report: BatchReport) -> BatchReport:
         """The report, with all traffic since the last one.
@@ -230,13 +231,13 @@ class SalesReward(BatchedReward):
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **self._judge.transports}
 
-    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         began = time.perf_counter()
-        action = parse_action(completion, self._format)
+        action = parse_action(sample.text, self._format)
         stages.record(Stage.PARSE, began)
         if isinstance(action, InvalidAction):
             return self._scoring.score_invalid(action, stages.seconds)
-        row = self._rows[index]
+        row = self._rows[sample.row]
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
         try:
             answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)

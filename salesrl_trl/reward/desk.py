@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.base import BatchedReward
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class RewardDesk:
     """Scores batches for a caller that is not on an event loop.
 
-    TRL gets the desk as its reward function. A trainer that scores earlier than TRL asks does it in three steps:
+    TRL gets `functions` as its reward functions. A trainer that scores earlier than TRL asks does it in three steps:
 
         batch = desk.begin(rows)                  # then desk.start(batch, place, text), as completions come
         result = desk.result(batch, completions)  # waits; starts what has not been started with the same text
@@ -36,8 +36,6 @@ class RewardDesk:
             Scores the completions. From now on it is used on the desk's loop alone.
     """
 
-    __name__ = "sales"  # TRL names the reward's metrics after it
-
     def __init__(self, reward: BatchedReward) -> None:
         self.reward = reward
         """For its names and places, which may be read from any thread."""
@@ -47,11 +45,15 @@ class RewardDesk:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
 
-    def __call__(
-        self, *, prompts: list[object], completions: list[Completion], row: list[int], **_: object
-    ) -> list[float | None]:
-        """As `BatchedReward.__call__`, but blocks. Inside `answering` it returns that result."""
-        return (self._answer or self.result(self.begin(row), completions)).values
+    @property
+    def functions(self) -> "list[Column]":
+        """A function for each number that TRL weighs and logs by itself. They answer inside `answering` alone."""
+        return [Column(self, name, logged_as) for name, logged_as in self.reward.function_names.items()]
+
+    def column(self, name: str) -> list[float | None]:
+        """The numbers of one function, for TRL, of the result that is answered with."""
+        assert self._answer is not None, "TRL asks inside `answering` alone"
+        return self._answer.column(name)
 
     @contextlib.contextmanager
     def answering(self, result: BatchResult) -> Iterator[None]:
@@ -62,24 +64,30 @@ class RewardDesk:
         finally:
             self._answer = None
 
-    def begin(self, rows: Sequence[int]) -> RewardBatch:
-        """A batch of completions to these rows, none of which is started yet."""
-        return self.reward.batches.begin(rows)
+    def begin(self, rows: Sequence[Any], group: int = 1) -> RewardBatch:
+        """A batch of completions to these rows, none of which is started yet. As `OpenBatches.begin`."""
+        return self.reward.batches.begin(rows, group)
 
-    def start(self, batch: RewardBatch, place: int, completion: str) -> None:
+    def start(self, batch: RewardBatch, place: int, completion: Completion, token_ids: Sequence[int] = ()) -> None:
         """Begin to score the completion at `place`. Does not wait."""
-        self._loop.call_soon_threadsafe(batch.start, place, completion)
+        self._loop.call_soon_threadsafe(batch.start, place, completion, token_ids)
 
-    def start_all(self, batch: RewardBatch, completions: Sequence[Completion]) -> None:
+    def start_all(
+        self,
+        batch: RewardBatch,
+        completions: Sequence[Completion],
+        token_ids: Sequence[Sequence[int]] = (),
+        rows: Sequence[Any] = (),
+    ) -> None:
         """Begin to score all completions that have not been started with the same text. Does not wait.
 
         Args:
             batch (`RewardBatch`):
                 From `begin`.
-            completions (`Sequence`):
-                One for each place: texts, or TRL's conversational form.
+            completions, token_ids, rows (`Sequence`):
+                As in `RewardBatch.start_all`.
         """
-        self._loop.call_soon_threadsafe(batch.start_all, completions)
+        self._loop.call_soon_threadsafe(batch.start_all, completions, token_ids, rows)
 
     def wait(self, batch: RewardBatch, groups: Sequence[Sequence[int]]) -> None:
         """Wait until all rewards of one of the groups are in. An interrupted wait cancels the batch.
@@ -169,6 +177,27 @@ class RewardDesk:
             return await call()
 
         return asyncio.run_coroutine_threadsafe(called(), self._loop)
+
+
+class Column:
+    """The numbers of one reward function of a batch that is scored, as a reward function of TRL's.
+
+    Args:
+        desk (`RewardDesk`):
+            Has them.
+        name (`str`):
+            Name of the function.
+        logged_as (`str`):
+            TRL names its metrics so.
+    """
+
+    def __init__(self, desk: RewardDesk, name: str, logged_as: str) -> None:
+        self._desk = desk
+        self._name = name
+        self.__name__ = logged_as
+
+    def __call__(self, **_: object) -> list[float | None]:
+        return self._desk.column(self._name)
 
 
 def _result(waiting: "Future[T]") -> T:

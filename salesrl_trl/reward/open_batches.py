@@ -8,6 +8,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.timing import Span
@@ -17,16 +18,20 @@ class OpenBatches:
     """Batches from their beginning to their result, in the order they began. Iterating is safe from any thread.
 
     Args:
-        make (`Callable[[Sequence[int], int], RewardBatch]`):
-            Makes a batch of these rows, on the tracks of this lane.
+        make (`Callable[[Sequence[Any], int, int, int], RewardBatch]`):
+            Makes a batch of these rows: on the tracks of this lane, with this number, with so many completions of a
+            prompt.
         under_way (`Callable[[RewardBatch], list[str]]`):
             The stages of a batch that are under way, one entry for each completion and stage.
     """
 
     def __init__(
-        self, make: Callable[[Sequence[int], int], RewardBatch], under_way: Callable[[RewardBatch], list[str]]
+        self,
+        make: Callable[[Sequence[Any], int, int, int], RewardBatch],
+        under_way: Callable[[RewardBatch], list[str]],
     ) -> None:
         self._make = make
+        self._numbers = itertools.count()
         self._under_way = under_way
         self._open: list[RewardBatch] = []
         self._stopped: str | None = None
@@ -39,10 +44,18 @@ class OpenBatches:
         """Whether nothing is scored any more."""
         return self._stopped is not None
 
-    def begin(self, rows: Sequence[int]) -> RewardBatch:
-        """A batch of completions to these rows, none of which is started yet. From any thread."""
+    def begin(self, rows: Sequence[Any], group: int = 1) -> RewardBatch:
+        """A batch of completions to these rows, none of which is started yet. From any thread.
+
+        Args:
+            rows (`Sequence`):
+                What the reward keeps of each completion's row: `BatchedReward.row_of`.
+            group (`int`, *optional*, defaults to `1`):
+                Completions of a prompt. They are neighbours.
+        """
         taken = {other.lane for other in self}
-        batch = self._make(rows, next(lane for lane in itertools.count() if lane not in taken))
+        lane = next(lane for lane in itertools.count() if lane not in taken)
+        batch = self._make(rows, lane, next(self._numbers), group)
         self._open.append(batch)  # before looking, for the event loop's thread may stop all at this moment
         if self._stopped is not None:
             batch.cut_off(self._stopped)

@@ -18,20 +18,20 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, TypeAlias, cast
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.process import child_environment
-from salesrl_trl.reward.base import BatchedReward, RewardNames
-from salesrl_trl.reward.batch import BatchReport, RewardBatch
+from salesrl_trl.reward.base import TRAINER_STATE, BatchedReward, RewardNames
+from salesrl_trl.reward.batch import BatchReport, RewardBatch, Sample
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.per_event_loop import PerLoop
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Example, Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -240,11 +240,10 @@ class RemoteReward(BatchedReward):
         `ConfigError`: the chain holds something that can't be sent.
     """
 
-    __name__ = "sales"  # TRL names the reward's metrics after it
-
     def __init__(self, chain: BatchedReward) -> None:
         super().__init__(chain.deadline_s)
         self.lines = chain.lines
+        self.__name__ = getattr(chain, "__name__", type(chain).__name__)  # TRL names metrics after it
         self._local = chain
         try:
             content = _pickled(chain)
@@ -262,13 +261,24 @@ class RemoteReward(BatchedReward):
     def names(self) -> RewardNames:
         return self._local.names
 
-    def branch_of(self, index: int) -> str:
-        """The branch of the row at `index`."""
-        return self._local.branch_of(index)
+    @property
+    def function_names(self) -> dict[str, str]:
+        return self._local.function_names
 
-    def row_id(self, index: int) -> str:
-        """The id of the row at `index`."""
-        return self._local.row_id(index)
+    def unit(self, group: int, size: int) -> int:
+        """As `BatchedReward.unit`."""
+        return self._local.unit(group, size)
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        self._local.check_columns([name for name in columns if name != TRAINER_STATE])
+
+    def row_of(self, example: Example) -> Any:
+        """As `BatchedReward.row_of`, without the trainer's state, which grows with every log line."""
+        return self._local.row_of({name: each for name, each in example.items() if name != TRAINER_STATE})
+
+    def row_id(self, row: Any) -> str:
+        """As `BatchedReward.row_id`."""
+        return self._local.row_id(row)
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
         """As `BatchedReward.unusable`."""
@@ -278,7 +288,7 @@ class RemoteReward(BatchedReward):
         """As `BatchedReward.warm_up`; starts the child."""
         return cast(dict[str, float | ServiceError], await self._child().ask("warm_up"))
 
-    def fetch_references(self, rows: Iterable[int]) -> None:
+    def fetch_references(self, rows: Iterable[Any]) -> None:
         """As `BatchedReward.fetch_references`."""
         if self.batches.is_stopped:
             return
@@ -313,10 +323,10 @@ class RemoteReward(BatchedReward):
         self._loop = asyncio.get_running_loop()
         return self._children.get()
 
-    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         child = self._child()
         try:
-            number, answer = await child.asked("score", index, completion, stages.track)
+            number, answer = await child.asked("score", sample, stages.track)
         except ServiceError as error:  # it did not start
             return missing(Outcome.INFRA, error.code, stages.seconds)
         self._asked[number] = stages

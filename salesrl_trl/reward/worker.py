@@ -19,7 +19,7 @@ import stamina
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.base import BatchedReward
-from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.remote import Channel, InHand, Scored
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.stage_times import StageTimes
@@ -71,10 +71,10 @@ class Worker:
         if number is not None:
             self._channel.send_bytes(content)
 
-    def _start(self, number: int, index: int, completion: str, track: str) -> None:
+    def _start(self, number: int, sample: Sample, track: str) -> None:
         stages = StageTimes(track)
         with deadline(self._chain.deadline_s):
-            task = asyncio.ensure_future(self._chain.score(index, completion, stages))
+            task = asyncio.ensure_future(self._chain.score(sample, stages))
         self._in_hand_by[number] = (task, stages)
 
     async def _score(self, number: int, *_: object) -> Scored:
@@ -83,7 +83,7 @@ class Worker:
         del self._in_hand_by[number]
         return self._chain.conclude(task), stages.spans
 
-    async def _references(self, number: None, rows: list[int]) -> None:
+    async def _references(self, number: None, rows: list[Any]) -> None:
         self._chain.fetch_references(rows)
 
     async def _drained(self, number: int) -> BatchReport:

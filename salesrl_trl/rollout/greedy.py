@@ -45,8 +45,8 @@ class GreedySubject:
     """Log-probs of a batch's answers under the policy, shape (B, C). Called where TRL has not computed them."""
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
     """Texts of answers, without special tokens."""
-    branch_of: Callable[[int], str]
-    """The branch of a row, by its index."""
+    branch_of: Callable[[Example], str]
+    """The branch of a row."""
     ends: frozenset[int]
     """Tokens that end an answer."""
     batch_size: int
@@ -72,7 +72,7 @@ class GreedySubject:
         kls = self._kl(batch.output)
         return [
             Answered(
-                branch=self.branch_of(row["row"]),
+                branch=self.branch_of(row),
                 text=text,
                 reward=reward,
                 tokens=len(ids),

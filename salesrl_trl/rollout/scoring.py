@@ -5,9 +5,10 @@ to score a completion (the desk) and to compute the advantages of a loss (TRL).
 """
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import gather, gather_object, reduce
 
+from salesrl_trl.data.branches import Branches
 from salesrl_trl.evaluation.held_out import Written
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.batch import Completion
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.figures import encode, encode_report
 from salesrl_trl.rollout.groups import ScoredGroups
@@ -25,7 +27,7 @@ from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.staleness import correction_sums
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.types import Example, Outcome, Reward
-from salesrl_trl.update.advantages import hybrid_advantages
+from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import on_any_rank
 from salesrl_trl.update.run_control import RunControl
@@ -37,6 +39,8 @@ Output = dict[str, torch.Tensor]
 
 _PENDING = Reward(outcome=Outcome.INFRA, value=None, reason="pending")
 """Stands for a reward that has not come in yet, while the advantages of other groups are computed."""
+PARTLY_SCORED = "partly_scored"
+"""Reason of a completion to which a function applies for others of its group, and not for it."""
 _VALUE, _REFERENCE_REWARD = 2, 4
 """Columns of `reward.figures.encode`."""
 
@@ -45,8 +49,8 @@ _VALUE, _REFERENCE_REWARD = 2, 4
 class ScoringSettings:
     """Settings for the scoring of a batch."""
 
-    branches: Sequence[str]
-    """Branch names by id."""
+    branches: Branches
+    """Names of branches by id, and the branch of a row."""
     stages: Sequence[str]
     """Stages of the reward beside the package's own."""
     group: int
@@ -55,8 +59,10 @@ class ScoringSettings:
     """Completions of a micro-batch."""
     hybrid_reference_weight: float
     """The reference's share of the baseline."""
-    reward_weight: float
-    """TRL's weight of the reward."""
+    weights: Sequence[float]
+    """TRL's weight of each reward function."""
+    answered: Sequence[bool]
+    """Of each reward function: whether the desk answers it. TRL runs the others: models, and those of environments."""
     scale_rewards: str
     """TRL's setting: by what advantages are divided."""
     examples: int
@@ -85,6 +91,8 @@ class Scoring:
             TRL's own method over a whole generation batch. It asks back for `rewards_so_far`, and calls `record`.
         advantages (`Callable[[], MutableSequence[float]]`):
             Returns this column of TRL's table of completions. Its last rows are those of the batch.
+        group (`Callable[[], int]`):
+            Completions of a prompt at the moment, in training or in an evaluation.
     """
 
     def __init__(
@@ -98,6 +106,7 @@ class Scoring:
         device: torch.device,
         score: Callable[[Rollout], Output],
         advantages: Callable[[], MutableSequence[float]],
+        group: Callable[[], int],
     ) -> None:
         self._pipeline = pipeline
         self._desk = desk
@@ -109,6 +118,7 @@ class Scoring:
         self._device = device
         self._score = score
         self._advantages = advantages
+        self._group = group
         self.rollout: Rollout | None = None
         """The rollout that TRL is at work on; `None` in between."""
         self._waiting: Rollout | None = None
@@ -184,7 +194,9 @@ class Scoring:
             self.rollout = None
         if rollout.is_complete:
             self._record_staleness(rollout, output, update)
-        output["branch_ids"] = torch.tensor(self._branch_ids(rollout)).to(self._device, non_blocking=True)  # (B,)
+        output["branch_ids"] = torch.tensor(self._settings.branches.ids(rollout.inputs)).to(
+            self._device, non_blocking=True
+        )  # (B,)
         if rollout.behaviour_logps is not None:
             output["old_per_token_logps"] = rollout.behaviour_logps  # (B, C)
         if self._settings.hybrid_reference_weight and rollout.is_trained_on:
@@ -197,35 +209,43 @@ class Scoring:
         return output
 
     def rewards_so_far(self, rollout: Rollout) -> torch.Tensor | None:
-        """The rewards so far, NaN for the rest: shape (world size x B, 1). `None` when all are in. A collective."""
+        """The rewards so far, NaN for the rest: shape (world size x B, functions). `None` when all are in. A
+        collective."""
         groups = rollout.groups
         if groups is None:
             return None
         rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
         settled = torch.tensor([[float(reward is not _PENDING)] for reward in rewards], dtype=torch.float64)
-        table = torch.cat((self._encode(rewards, rollout), settled), dim=1)
-        gathered = gather(table.to(self._device))  # (world size x B, columns + 1)
-        rollout.scored = gathered[:, :-1].cpu()
-        values = gathered[:, _VALUE : _VALUE + 1].to(torch.float32)
-        scored_fraction = (~torch.isnan(values)).float().mean().item()
+        columns = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(self._desk.reward.function_names)
+        table = torch.cat((self._encode(rewards, rollout), torch.tensor(columns, dtype=torch.float64), settled), dim=1)
+        gathered = gather(table.to(self._device))  # (world size x B, columns + functions + 1)
+        width = len(columns[0])
+        rollout.scored = gathered[:, : -1 - width].cpu()
+        values = gathered[:, -1 - width : -1].to(torch.float32)
+        values[partly_scored(values, self._settings.group)] = torch.nan
+        scored_fraction = (~torch.isnan(values).all(dim=1)).float().mean().item()
         in_by_rank = gathered[:, -1].bool().view(-1, len(rewards)).cpu()  # (world size, B)
         groups.record(in_by_rank, PartialState().process_index, scored_fraction, self._run_control.wanted_fraction)
         return None if groups.complete else values
 
-    def record(self, rollout: Rollout, rewards: torch.Tensor, completions: Sequence[Completion]) -> None:
+    def record(self, rollout: Rollout, rewards: torch.Tensor, completions: Sequence[Completion]) -> torch.Tensor:
         """Count the rewards of a batch over all ranks, and decide whether the batch counts; a collective.
 
         Args:
             rollout (`Rollout`):
                 A rollout with a `result`.
             rewards (`torch.Tensor`):
-                TRL's table of these rewards, shape (world size x B, 1).
+                TRL's table of these rewards, shape (world size x B, functions).
             completions (`Sequence[Completion]`):
                 What the policy wrote, on this rank.
+
+        Returns:
+            `torch.Tensor`: the table, with NaN in the whole row of a completion that counts for nothing.
         """
         assert rollout.result is not None
+        rewards = self._compared(rollout, rewards)
         if rollout.mode == "eval" and self._settings.examples:
-            prompts = [example["prompt"] for example in rollout.inputs]
+            prompts = [example.get("prompt") for example in rollout.inputs]
             self._ledger.record_written("eval", map(Written, prompts, completions, rollout.result.values))
         result, mode = rollout.result, rollout.mode
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
@@ -243,6 +263,42 @@ class Scoring:
             if skipped is not None:
                 logger.warning(skipped)
         self._ledger.record_update(mode, is_skipped=self._run_control.is_skipping and rollout.is_trained_on)
+        return rewards
+
+    def _compared(self, rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
+        """The table without completions that can't be compared with their group. The rollout's rewards say the same:
+        their values are what TRL's sum of the row is.
+
+        Where there is one function and the desk answers it, nothing is changed.
+        """
+        settings = self._settings
+        if settings.answered == [True]:
+            return rewards
+        assert rollout.result is not None
+        local = rollout.result.rewards
+        unscored = torch.tensor([float(reward.value is None) for reward in local], device=rewards.device)
+        lost = gather(unscored).bool()  # (world size x B,): a function of theirs failed, or none applies
+        rewards = torch.where(lost[:, None], torch.nan, rewards)
+        partly = partly_scored(rewards, self._group())
+        rewards = torch.where(partly[:, None], torch.nan, rewards)
+        first = PartialState().process_index * len(local)
+        own, own_partly = (each[first : first + len(local)].tolist() for each in (rewards, partly))
+        weighed = [
+            sum(weight * value for weight, value in zip(settings.weights, row, strict=True) if not math.isnan(value))
+            for row in own
+        ]
+        rollout.result = replace(
+            rollout.result,
+            rewards=tuple(
+                reward
+                if reward.value is None
+                else replace(reward, outcome=Outcome.INFRA, value=None, reason=PARTLY_SCORED)
+                if is_partly
+                else replace(reward, value=value)
+                for reward, value, is_partly in zip(local, weighed, own_partly, strict=True)
+            ),
+        )
+        return rewards
 
     def _record_staleness(self, rollout: Rollout, output: Mapping[str, torch.Tensor], update: int) -> None:
         """Record the age of the sampler's weights, and the effect of the correction for it; a collective."""
@@ -256,7 +312,7 @@ class Scoring:
         """This rank's advantages against the hybrid baseline, shape (B,)."""
         assert rollout.scored is not None
         settings = self._settings
-        table = rollout.scored.to(torch.float32) * settings.reward_weight
+        table = rollout.scored.to(torch.float32) * settings.weights[0]
         values, references = table[:, _VALUE], table[:, _REFERENCE_REWARD]  # each (world size x B,)
         share, scale = settings.hybrid_reference_weight, settings.scale_rewards
         advantages, missing = hybrid_advantages(values, references, settings.group, share, scale)
@@ -270,11 +326,8 @@ class Scoring:
         return advantages[first : first + size].to(self._device)
 
     def _encode(self, rewards: Sequence[Reward], rollout: Rollout) -> torch.Tensor:
-        return encode(rewards, self._branch_ids(rollout), self._settings.stages)  # (B, columns)
-
-    def _branch_ids(self, rollout: Rollout) -> list[int]:
-        branch_of = self._desk.reward.branch_of
-        return [self._settings.branches.index(branch_of(example["row"])) for example in rollout.inputs]
+        ids = self._settings.branches.ids(rollout.inputs)
+        return encode(rewards, ids, self._settings.stages)  # (B, columns)
 
 
 def copied(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def open_reward(
         `SalesRLError`: a setting or a service is not as expected.
     """
     if parts is None:
-        parts = prepare_reward(config, training.branches, training.hybrid_reference_weight > 0)
+        branches = training.branches or sorted({row.branch for row in rows})
+        parts = prepare_reward(config, branches, training.hybrid_reference_weight > 0)
     with addresses(config, services) as (rag_base_url, judge_base_url):
         chain = build_reward(
             config,
@@ -95,7 +96,7 @@ def open_reward(
             processes=training.world_size,
             process_index=training.process_index,
         )
-        yield placed(chain, config.reward_process, training.device.type == "cpu")
+        yield placed(chain, training.reward_process, training.device.type == "cpu")
 
 
 @contextlib.contextmanager

@@ -70,8 +70,8 @@ def build_trainer(plan: Plan, reward: BatchedReward | RewardDesk, instruments: I
             config.training,
             instruments=instruments,
             quick_eval=config.telemetry.quick_eval(),
-            train_dataset=prompt_dataset(train.prompts, 0, train.pictures),
-            eval_dataset=prompt_dataset(held_out.prompts, len(train.prompts), held_out.pictures)
+            train_dataset=prompt_dataset(train.prompts, train.rows),
+            eval_dataset=prompt_dataset(held_out.prompts, held_out.rows, len(train.prompts))
             if held_out.prompts
             else None,
             processing_class=_processing_class(plan),

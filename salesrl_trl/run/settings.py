@@ -23,6 +23,7 @@ from salesrl_trl.demo.policy import PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.presets import FOLDER, PRESETS
 from salesrl_trl.run.yaml_file import read_yaml
+from salesrl_trl.types import DEFAULT_BRANCHES
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -152,8 +153,12 @@ class SettingsParser(TrlParser):
     ) -> None:
         super().__init__((*kinds, *unbuilt), allow_abbrev=False, **options)
         self._unread = unread
-        hints = (pair for kind in (*kinds, *unbuilt) for pair in get_type_hints(kind).items())
-        self._texts = {name for name, hint in hints if hint in (str, str | None)}
+        hints = dict(pair for kind in (*kinds, *unbuilt) for pair in get_type_hints(kind).items())
+        self._texts = {name for name, hint in hints.items() if hint in (str, str | None)}
+        for name, hint in hints.items():
+            off = f"--no_{name}"  # transformers makes it of a switch that is on by default
+            if hint == bool | None and off not in self._option_string_actions:
+                self.add_argument(off, action="store_false", dest=name, default=SUPPRESS, help=SUPPRESS)
         self.dataclass_types = list(kinds)
         shown = {"help", *(each.name for kind in kinds for each in fields(kind))}
         for action in self._actions:
@@ -225,6 +230,10 @@ class SettingsParser(TrlParser):
         for name in PATHS:
             if isinstance(path := getattr(namespace, name, None), str):
                 check_path(name, path)
+        if getattr(namespace, "branches", None) == []:
+            namespace.branches = list(DEFAULT_BRANCHES)
+        if getattr(namespace, "held_out_eval", False) is None:
+            namespace.held_out_eval = True
         self.values |= copy.deepcopy(vars(namespace))
         return namespace, unknown
 

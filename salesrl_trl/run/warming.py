@@ -116,7 +116,7 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
 def _train_one_step(plan: Plan) -> None:
     instruments = build_instruments(plan.config)
     try:
-        trainer = build_trainer(plan, MadeUpReward([row.branch for row in plan.rows]), instruments)
+        trainer = build_trainer(plan, MadeUpReward(), instruments)
         try:
             trainer.train()
         finally:

@@ -1,4 +1,4 @@
-"""Advantages with the frozen reference's reward as a part of the baseline.
+"""Advantages with the frozen reference's reward as a part of the baseline, and sums of several rewards that compare.
 
 Pure functions of tensors. TRL computes the advantages of plain GRPO.
 """
@@ -7,6 +7,27 @@ import torch
 
 EPSILON = 1e-4
 """Added to the spread, as in TRL."""
+
+
+def partly_scored(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """Completions whose sum of rewards can't be compared with their group's: a function gave a number to others of the
+    group, and none to them. TRL would count the missing number as 0.
+
+    A function that gives no completion of a group a number does not apply to the group, and is left out for all.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Shape (N, functions), of all ranks, one group after another; NaN without a number.
+        num_generations (`int`):
+            Completions in a group.
+
+    Returns:
+        `torch.Tensor` of shape (N,), bool.
+    """
+    missing = rewards.isnan().view(-1, num_generations, rewards.size(1))  # (groups, n, functions)
+    scored = (~missing).any(dim=2, keepdim=True)  # (groups, n, 1): a completion without any number says nothing
+    applies = (~missing).any(dim=1, keepdim=True)  # (groups, 1, functions)
+    return (missing & applies & scored).any(dim=2).flatten()
 
 
 def hybrid_advantages(

@@ -116,40 +116,40 @@ def main(policy, out):
     torch.set_num_threads(1)
     rows = default_rows()
 
-    async def fails(index, completion, stages):
+    async def fails(sample, stages):
         await asyncio.sleep(0)
         if rank == 1:
             return missing(Outcome.INFRA, "broken", {})
-        return Reward(outcome=Outcome.OK, value=number_of(completion) * 37 % 101 / 100)
+        return Reward(outcome=Outcome.OK, value=number_of(sample.text) * 37 % 101 / 100)
 
-    async def soon(index, completion, stages):
-        return Reward(outcome=Outcome.OK, value=number_of(completion) * 37 % 101 / 100)
+    async def soon(sample, stages):
+        return Reward(outcome=Outcome.OK, value=number_of(sample.text) * 37 % 101 / 100)
 
-    async def late(index, completion, stages):
-        if number_of(completion) % 8 // 2 == (0, 3)[rank]:
+    async def late(sample, stages):
+        if number_of(sample.text) % 8 // 2 == (0, 3)[rank]:
             while trainer.trained < 3:
                 await asyncio.sleep(0.01)
-        return await soon(index, completion, stages)
+        return await soon(sample, stages)
 
-    async def one_late(index, completion, stages):
-        if rank == 0 and number_of(completion) % 8 // 2 == 0:
+    async def one_late(sample, stages):
+        if rank == 0 and number_of(sample.text) % 8 // 2 == 0:
             while not trainer.waits:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(LATE_S)
-        return await soon(index, completion, stages)
+        return await soon(sample, stages)
 
-    async def hangs(index, completion, stages):
+    async def hangs(sample, stages):
         if trainer.state.global_step:
             Path(out, f"waits{rank}").touch()
             await asyncio.sleep(HANGS_S)
-        return await soon(index, completion, stages)
+        return await soon(sample, stages)
 
     def cut_off(moments, really, reason):
         moments["cut_off"] = time.monotonic()
         really(reason)
 
-    def kept(batches, begin, rows):
-        batches.append(begin(rows))
+    def kept(batches, begin, *given):
+        batches.append(begin(*given))
         return batches[-1]
 
     def stop_one():

@@ -29,11 +29,11 @@ from support.scripted import Scripted, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import Action
+from salesrl_trl.types import DEFAULT_BRANCHES, Action
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -571,7 +571,7 @@ def _compare_around_vllm(policy, out):
             if kind is Ours:
                 trainer = build(kind, policy, services.url, out / name, **given)
             else:  # TRL's own push of weights does not work on a CPU
-                with vllm_engine_options({"seed": 0, "enforce_eager": True, "dtype": "float32"}):
+                with vllm_engine_options(lambda: {"seed": 0, "enforce_eager": True, "dtype": "float32"}):
                     trainer = build(kind, policy, services.url, out / name, **given)
             engine = trainer.vllm_generation.llm
             if name == "ours":

@@ -13,14 +13,14 @@ from support.loopback import VERDICT, Services, action, build_reward
 from support.scripted import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.names import STALENESS, STALENESS_MAX
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import Action
+from salesrl_trl.types import DEFAULT_BRANCHES, Action
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

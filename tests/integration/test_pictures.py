@@ -10,9 +10,10 @@ from support.seeing import make_seeing_policy, seeing_rows
 from transformers import AutoModelForImageTextToText, TrainerCallback
 from trl import GRPOConfig
 
-from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.types import DEFAULT_BRANCHES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = (ACTION, BAD, f"{ACTION} ", BAD, BAD)

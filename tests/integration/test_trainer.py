@@ -17,7 +17,6 @@ from salesrl_trl.checkpoint.identity import identity_of_run, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
 from salesrl_trl.run.rollouts_only import RolloutTrainer
-from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.weights import WeightCheck
 
@@ -190,7 +189,7 @@ def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer
 def test_a_checkpoint_of_another_run_is_refused_by_the_trainer_too(scripted_trainer, tmp_path, kind):
     trainer = scripted_trainer(texts=DIFFERENT, max_steps=1)
     rooms = trainer.rooms
-    other = identity_of_run(trainer.args, trainer.train_dataset, rooms.reward.branch_of, None, rooms.shape)
+    other = identity_of_run(trainer.args, trainer.train_dataset, rooms.branches, None, rooms.policy.shape)
     other["decides"]["seed"] = 7
     write_identity(tmp_path, other, inside_a_batch=False)
     seal(tmp_path, processes=1, has_optimizer=True)
@@ -295,7 +294,7 @@ def test_a_run_whose_sampler_has_other_weights_stops_at_its_first_batch(scripted
         return completions, [[logp] * len(each) for each in completions]  # None is a NaN, as TRL hands it on
 
     trainer._generate_single_turn = sampled
-    trainer.rooms.weight_check = WeightCheck(
+    trainer.rooms.policy.weight_check = WeightCheck(
         trainer.args.max_sampling_logp_difference
     )  # transformers has nothing to check
     trainer.vllm_generation = SimpleNamespace(temperature=trainer.temperature)
@@ -341,12 +340,6 @@ class _AfterEachStep(TrainerCallback):
             self.then()
 
 
-@pytest.mark.parametrize("name", ["tools", "environment_factory"])
-def test_tools_are_refused_before_anything_is_built(name):
-    with pytest.raises(ConfigError, match=f"`{name}` does not work with this trainer"):
-        SalesGRPOTrainer(model=None, reward=None, args=None, **{name: [print]})
-
-
 def test_a_rollout_func_writes_completions_and_calls_no_tools(scripted_trainer, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     calls_tools = []
@@ -362,5 +355,5 @@ def test_a_rollout_func_writes_completions_and_calls_no_tools(scripted_trainer, 
     trainer.train()
     assert [logs["reward"] for logs in step_logs(trainer)] == [0.75, 0.75]  # of ACTION, by the judge on loopback
     calls_tools.append(True)
-    with pytest.raises(ConfigError, match="a `rollout_func` that calls `_tool_call_loop`"):
+    with pytest.raises(ConfigError, match="`rollout_func` calls tools that TRL was not given"):
         trainer.train()

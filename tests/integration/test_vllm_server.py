@@ -30,7 +30,7 @@ from support.vllm_server import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
-from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import WeightSyncError
 from salesrl_trl.names import STALENESS, outcome_of
@@ -42,7 +42,7 @@ from salesrl_trl.run.preflight.training import EngineStage, ModelStage, StepStag
 from salesrl_trl.run.settings import parse
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import Action, Outcome
+from salesrl_trl.types import DEFAULT_BRANCHES, Action, Outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 VERDICTS = 64
@@ -212,7 +212,7 @@ def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build
         output = generate(client, *arguments, **request)
         end = time.monotonic() + 60
         while is_last_of_a_batch and time.monotonic() < end:
-            if sum(text is not None for text in list(trainer.rooms.reward.batches)[-1]._texts) == BATCH - 1:
+            if sum(each is not None for each in list(trainer.rooms.reward.batches)[-1]._samples) == BATCH - 1:
                 return output
             time.sleep(0.01)
         assert not is_last_of_a_batch, "rewards do not start before the whole batch is there"

@@ -3,7 +3,7 @@
 import pytest
 from support.keyed import check_same_course
 
-from salesrl_trl.config import DEFAULT_BRANCHES
+from salesrl_trl.types import DEFAULT_BRANCHES
 
 SHORT = {"branches": DEFAULT_BRANCHES * 3, "max_steps": 4}
 """Three steps of an epoch, and one of the next."""

@@ -65,7 +65,7 @@ def main(policy, url, out, settings, step):
         os.environ |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}
         sharded = build_keyed(policy, url, Path(out, "sharded"), **{**given, "save_strategy": "no"})
         told["sharded"] = course_of(sharded, StopAt(5))
-        told["first_weights"] = [each.rooms.first_weights for each in (trainer, sharded)]
+        told["first_weights"] = [each.rooms.policy.first_weights for each in (trainer, sharded)]
     Path(out, f"rank{rank}.json").write_text(json.dumps(told))
 
 

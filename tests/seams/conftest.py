@@ -21,13 +21,15 @@ def settings(services, tmp_path):
 
 @pytest.fixture(params=["here", "in a process of its own"])
 def result_of(request, monkeypatch):
-    """Score completions of the first row, by the reward itself and by one in a process of its own."""
+    """Score completions of the first row, or of these rows, by the reward itself and in a process of its own."""
     monkeypatch.delenv("PYTHONPATH", raising=False)  # the child learns from its parent where modules are
 
-    def score(reward, completions):
+    def score(reward, completions, rows=None, group=1):
         desk = RewardDesk(reward if request.param == "here" else RemoteReward(reward))
         try:
-            return desk.result(desk.begin([0] * len(completions)), completions)
+            batch = desk.begin([0] * len(completions) if rows is None else rows, group)
+            desk.start_all(batch, completions)
+            return desk.result(batch, completions)
         finally:
             desk.close()
 

@@ -1,11 +1,13 @@
-"""What a user would write: stages, judges and a reward, with nothing but the package's public names."""
+"""What a user would write: stages, judges and reward functions, with nothing but the package's public names."""
+
+import asyncio
+import math
 
 from salesrl_trl.errors import JudgeInvalid
-from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.functions import per_completion, per_group
 from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage import Added, Case, Missing, RewardStage
-from salesrl_trl.types import InvalidAction, Outcome, Reward, Verdict
+from salesrl_trl.types import InvalidAction, Reward, Verdict
 
 LONG = 400
 """Characters of an answer that is not brief."""
@@ -100,19 +102,46 @@ class Deaf(Judge):
         raise JudgeInvalid("it is deaf", "judge_deaf")
 
 
-class Shortness(BatchedReward):
-    """A reward of its own, without services."""
-
-    async def score(self, index, completion, stages):
-        length = await stages.timed(self.length_of(completion), "count")
-        if length > 10:
-            return missing(Outcome.INFRA, "too_long", stages.seconds)
-        return Reward(outcome=Outcome.OK, value=1 / length, seconds=stages.seconds)
-
-    def branch_of(self, index):
-        return "fairness"
-
-    async def length_of(self, completion):
-        if completion == "raises":
+@per_completion
+async def shortness(prompt, completion, limit=10):
+    """A number, parts and a reason, nothing, and every fault that a function may have."""
+    text = completion if isinstance(completion, str) else completion[0]["content"]
+    match text:
+        case "raises":
             raise ValueError("a customer's words")
-        return len(completion)
+        case "no connection":
+            raise ConnectionRefusedError("a customer's words")
+        case "hangs":
+            await asyncio.sleep(60)
+        case "nan":
+            return math.nan
+        case "a string":
+            return "0.5"
+        case "none":
+            return None
+        case "gone":
+            return Reward.missing("judge_busy")
+        case "gone with words":
+            return Reward.missing("the customer said no")
+        case "parts":
+            return Reward.scored(0.5, reason="brief", brevity=0.75)
+    return 1 / len(text) if len(text) <= limit else Reward.missing("too_long")
+
+
+@per_group
+def ranks(prompt, completions):
+    """The longest of a group is the best. Not async."""
+    order = sorted(completions, key=len)
+    return [order.index(each) for each in completions]
+
+
+def of_trl(completions, answer, **kwargs):
+    """A function of TRL's signature, for a batch."""
+    kwargs["log_extra"]("asked", kwargs["prompts"])
+    kwargs["log_metric"]("mean_length", sum(map(len, completions)) / len(completions))
+    return [float(each in text) for each, text in zip(answer, completions, strict=True)]
+
+
+async def too_few(completions, **kwargs):
+    """A list that is too short."""
+    return [1.0] * (len(completions) - 1)

@@ -1,33 +1,218 @@
-"""A reward of one's own from outside the package: two methods are enough, in a process of its own too."""
+"""Reward functions of one's own from outside the package, in the trainer's process and in one of their own."""
 
 import asyncio
 
-from seams.own_reward import Shortness
-from trl.trainer.utils import get_callable_name
+import pytest
+from seams.own_reward import of_trl, ranks, shortness, too_few
+from support.virtual_time import play
+from trl.trainer.utils import get_callable_name, is_async_callable
 
-from salesrl_trl.reward.base import RewardNames
-from salesrl_trl.types import Outcome
+from salesrl_trl.errors import ConfigError, ServiceRejected
+from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group
+from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.types import Outcome, Reward
+
+FAULTS = {
+    "raises": "shortness_raised_ValueError",
+    "no connection": "shortness_unreachable",
+    "nan": "shortness_not_finite",
+    "a string": "shortness_no_number",
+    "none": "not_applicable",
+    "gone": "judge_busy",
+    "gone with words": "shortness_missing",
+    "much too long a text": "too_long",
+}
+"""What a completion makes the function do, and the reason under which the completion is missing."""
 
 
-def test_a_reward_of_two_methods_is_all_that_a_desk_needs(result_of):
-    result = result_of(Shortness(), ["four", "too long a text", "raises"])
-    assert result.values == [0.25, None, None]
-    assert [each.reason for each in result.rewards] == ["", "too_long", "raised_ValueError"]
-    assert [each.outcome for each in result.rewards] == [Outcome.OK, Outcome.INFRA, Outcome.INFRA]
-    assert [span.name for span in result.report.spans] == ["count"] * 3
-    assert result.report.traffic == {}
+def rows(count, **columns):
+    return [{"prompt": "p", **{name: values[place] for name, values in columns.items()}} for place in range(count)]
 
 
-def test_trl_calls_it_as_any_async_reward_function():
-    reward = Shortness()
-    completions = ["four", [{"role": "assistant", "content": "five5"}]]
-    values = asyncio.run(reward(prompts=["p", "p"], completions=completions, row=[0, 0], trainer_state=None))
-    assert values == [0.25, 0.2]
-    assert get_callable_name(reward) == "Shortness"
+def test_every_fault_of_a_function_is_a_missing_reward_with_its_reason(result_of):
+    texts = ["four", *FAULTS, "parts"]
+    result = result_of(shortness, texts, rows(len(texts)))
+    assert result.values == [0.25, *[None] * len(FAULTS), 0.5]
+    assert [each.reason for each in result.rewards] == ["", *FAULTS.values(), "brief"]
+    assert {each.outcome for each in result.rewards if each.value is None} == {Outcome.INFRA}
+    assert result.rewards[-1].columns == {"shortness/brevity": 0.75, "shortness/reason": "brief"}
+    assert result.rewards[-1].metrics == (("rewards/shortness/brevity", 0.75),)
+    assert {span.name for span in result.report.spans} == {"shortness"}
+    assert result.report.traffic["shortness"]["calls"] == len(texts)
 
 
-def test_what_it_does_not_say_of_itself_has_a_default():
-    reward = Shortness()
-    assert reward.names == RewardNames()
-    assert asyncio.run(reward.warm_up()) == {}
-    assert reward.unusable({}) == []
+def test_a_fault_is_logged_once_by_its_place_and_without_its_words(caplog):
+    fresh = per_completion(shortness.__wrapped__)
+    asyncio.run(fresh.score_all(rows(3), ["raises", "raises", "a string"]))
+    assert [record.message.split(" at ")[0] for record in caplog.records] == [
+        "the reward function shortness raised ValueError",
+        "the reward function shortness returned a str for a completion. Expected a number, None or a Reward; such "
+        "completions are missing",
+    ]
+    assert "customer" not in caplog.text
+
+
+def test_a_group_is_scored_at_once_and_in_its_own_thread(result_of):
+    result = result_of(ranks, ["aa", "a", "b", "bbb"], rows(4), group=2)
+    assert result.values == [1.0, 0.0, 0.0, 1.0]
+    assert result.report.traffic["ranks"]["calls"] == 2
+
+
+def test_a_function_of_trls_signature_gets_what_trl_gives_it(result_of):
+    result = result_of(RewardFunction(of_trl), ["a b", "c"], rows(2, answer=["a", "d"]))
+    assert result.values == [1.0, 0.0]
+    logged, metrics = [], []
+    result.log(lambda *given: logged.append(given), lambda *given: metrics.append(given))
+    assert (logged, metrics) == ([("asked", ["p", "p"])], [("mean_length", 2.0)])
+
+
+def test_a_list_of_another_length_leaves_the_batch_without_rewards(result_of):
+    result = result_of(RewardFunction(too_few), ["a", "b"], rows(2))
+    assert [each.reason for each in result.rewards] == ["too_few_wrong_length"] * 2
+
+
+@pytest.mark.parametrize("returned", ["no list", {"a": 1.0}, 0.5, None])
+def test_what_is_no_list_leaves_the_batch_without_rewards(returned):
+    result = asyncio.run(RewardFunction(lambda completions: returned).score_all(rows(2), ["a", "b"]))
+    assert [each.reason for each in result.rewards] == ["lambda_no_list"] * 2
+
+
+def test_a_group_begins_when_its_last_completion_is_there():
+    asked = []
+
+    @per_group
+    async def graded(completions, completion_ids):
+        asked.append((completions, completion_ids))
+        return [1.0] * len(completions)
+
+    async def scene():
+        batch = graded.batches.begin(rows(4), 2)
+        for place in (0, 3, 2):
+            batch.start(place, f"{place}", [place])
+        await batch.settled([[2, 3]])
+        assert asked == [(["2", "3"], [[2], [3]])]
+        batch.start(0, "another text", [0])  # TRL's differs from the streamed one: the call is made with it
+        batch.start(1, "1", [1])
+        await batch.settled([[0, 1]])
+        batch.start(1, "1 as well", [1])  # after the call: all of the group are scored anew
+        await batch.settled([[0, 1]])
+
+    play(scene())
+    assert [texts for texts, _ in asked[1:]] == [["another text", "1"], ["another text", "1 as well"]]
+
+
+def test_a_completion_has_its_time_from_the_moment_its_group_is_there():
+    @per_group(deadline_s=10.0)
+    async def graded(completions):
+        await asyncio.sleep(9.0 if completions[0] == "in time" else 60.0)
+        return [1.0] * len(completions)
+
+    async def scene(text, expected):
+        batch = graded.batches.begin(rows(2), 2)
+        batch.start(0, text)
+        await asyncio.sleep(30.0)  # the other one is still generated
+        batch.start(1, text)
+        await batch.settled([[0, 1]])
+        assert [each.value if each.reason == "" else each.reason for each in batch.rewards] == expected
+
+    play(scene("in time", [1.0, 1.0]))
+    play(scene("late", ["deadline", "deadline"]))
+
+
+def test_a_transport_of_ones_own_retries_and_limits_a_function():
+    tried = []
+
+    @per_completion(transport=Transport("judge_x", max_concurrency=2, attempt_timeout_s=5.0, max_attempts=3))
+    async def flaky(completion):
+        tried.append(completion)
+        if tried.count(completion) < 3:
+            raise RuntimeError("a customer's words")
+        return 1.0
+
+    async def scene():
+        result = await flaky.score_all(rows(2), ["a", "b"])
+        assert result.values == [1.0, 1.0]
+        traffic = result.report.traffic["judge_x"]
+        assert [traffic[name] for name in ("calls", "sent", "retries", "failures", "slots")] == [2, 6, 4, 4, 2]
+
+    play(scene())
+
+
+def test_an_error_of_a_service_keeps_its_code():
+    @per_completion
+    async def asks(completion):
+        raise ServiceRejected("no such model", "my_judge_no_model")
+
+    assert asyncio.run(asks.score_all(rows(1), ["a"])).rewards[0].reason == "my_judge_no_model"
+
+
+def test_a_blocking_function_that_hangs_is_given_up_and_holds_up_nobody():
+    import threading
+
+    never = threading.Event()
+
+    @per_batch(deadline_s=0.2)
+    def hangs(completions):
+        never.wait(60)
+
+    result = asyncio.run(hangs.score_all(rows(2), ["a", "b"]))
+    assert [each.reason for each in result.rewards] == ["deadline"] * 2
+    never.set()
+
+
+def test_one_that_fails_leaves_no_number_and_one_that_does_not_apply_is_left_out(result_of):
+    mixed = MixedReward([shortness, ranks], [2.0, 1.0])
+    result = result_of(mixed, ["four", "raises", "none", "six"], [mixed.row_of(each) for each in rows(4)], group=4)
+    assert [each.value for each in result.rewards] == [2 * 0.25 + 1, None, 2.0, pytest.approx(2 / 3)]
+    assert result.rewards[2].by_function == {"shortness": None, "ranks": 2.0}
+    assert [result.column(name) for name in mixed.function_names] == [
+        [0.25, None, None, pytest.approx(1 / 3)],
+        [1.0, None, 2.0, 0.0],
+    ]
+    assert result.rewards[1].reason == "shortness_raised_ValueError"
+
+
+def test_functions_of_one_name_are_told_apart():
+    mixed = MixedReward([RewardFunction(lambda completions: [1.0]), RewardFunction(lambda completions: [2.0])], [1, 1])
+    assert mixed.function_names == {"<lambda>": "<lambda>", "<lambda>_2": "<lambda>"}
+    result = asyncio.run(mixed.score_all([mixed.row_of({"prompt": ""})], ["a"]))
+    assert result.rewards[0].by_function == {"<lambda>": 1.0, "<lambda>_2": 2.0}
+    assert result.report.traffic["lambda"]["calls"] == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (per_completion(lambda prompt, answer: 0), r"'<lambda>', which scores a completion, takes 'answer'. Expected"),
+        (per_group(lambda completion: 0), "which scores a group, takes 'completion'"),
+        (RewardFunction(lambda prompts, completion_ids, gold: 0), "which scores a batch, takes 'gold'"),
+    ],
+)
+def test_an_argument_that_nothing_gives_is_refused_with_what_there_is(function, message):
+    with pytest.raises(ConfigError, match=message):
+        function.check_columns(["prompt", "solution"])
+    with pytest.raises(ConfigError, match="a column of the dataset: prompt, solution"):
+        function.check_columns(["prompt", "solution"])
+    function.check_columns(["prompt", "answer", "completion", "gold"])
+
+
+def test_a_function_of_the_program_that_was_started_can_not_be_sent(monkeypatch):
+    with pytest.raises(ConfigError, match="can't be sent to a process of its own"):
+        RemoteReward(RewardFunction(lambda completions: [0.0]))
+
+
+def test_trls_own_trainer_calls_each_kind_as_any_async_function():
+    completions = [[{"role": "assistant", "content": text}] for text in ("four", "five5")]
+    asked = {"prompts": ["p", "p"], "completions": completions, "completion_ids": [[1], [2]], "answer": ["a", "b"]}
+    asked |= {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+    assert asyncio.run(shortness(**asked)) == [0.25, 0.2]
+    assert asyncio.run(ranks(**{**asked, "completions": ["aa", "a"]})) == [1.0, 0.0]
+    assert is_async_callable(shortness)
+    assert [get_callable_name(each) for each in (shortness, ranks)] == ["shortness", "ranks"]
+
+
+def test_a_reward_with_a_name_for_its_reason_is_short():
+    assert Reward.scored(0.5, brevity=1.0) == Reward(outcome=Outcome.OK, value=0.5, components={"brevity": 1.0})
+    assert Reward.missing("late") == Reward(outcome=Outcome.INFRA, value=None, reason="late")

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
-from salesrl_trl.config import DEFAULT_BRANCHES, SalesGRPOConfig
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.demo.policy import packaged_tokenizer
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.kl.figures import kl_names
 from salesrl_trl.names import beta_of, kl_of
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import Message, SalesRow
+from salesrl_trl.types import DEFAULT_BRANCHES, Message, SalesRow
 from support.loopback import VERDICT, action, build_reward
 from support.scripted import settings
 

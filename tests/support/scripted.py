@@ -6,6 +6,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.types import DEFAULT_BRANCHES
 from support.loopback import ACTION, BAD, build_reward, row
 
 
@@ -54,6 +55,11 @@ def settings(output_dir, **given):
     }
 
 
+def sales_settings(output_dir, **given):
+    """Those of our trainer."""
+    return settings(output_dir, **{"branches": [*DEFAULT_BRANCHES], "held_out_eval": False, **given})
+
+
 OF_THE_TRAINER = ("instruments", "quick_eval", "peft_config", "callbacks", "rollout_func", "kl_law", "sampler")
 """Names of arguments of the trainer itself. All others that a test gives are settings."""
 
@@ -66,7 +72,7 @@ def build_trainer(policy_path, reward, texts, rows, output_dir, kind=ScriptedTra
     trainer = kind(
         AutoModelForCausalLM.from_pretrained(policy_path),
         reward,
-        SalesGRPOConfig(**settings(output_dir, **{"held_out_eval": False, **given})),
+        SalesGRPOConfig(**sales_settings(output_dir, **given)),
         train_dataset=build_dataset(rows, "compact"),
         eval_dataset=build_dataset(rows, "compact"),
         processing_class=AutoTokenizer.from_pretrained(policy_path),

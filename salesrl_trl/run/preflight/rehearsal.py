@@ -7,7 +7,6 @@ trainer itself is the run's: `run.building` builds it.
 import copy
 import itertools
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
@@ -15,11 +14,12 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.lengths import FittingPrompts, Prompt
 from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.run.building import build_instruments, build_trainer
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Reward
 
 STEPS = 2
 """The first step makes the optimizer's state. The second one holds it from its start, as all later steps do."""
@@ -51,18 +51,14 @@ _ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")
 
 
 class MadeUpReward(BatchedReward):
-    """Rewards from no service, all different, so that every group has advantages. `branches`: that of each row."""
+    """Rewards from no service, all different, so that every group has advantages."""
 
-    def __init__(self, branches: Sequence[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._branches = branches
         self._count = itertools.count(1)
 
-    async def score(self, index: int, completion: str, stages: StageTimes) -> Reward:
-        return Reward(outcome=Outcome.OK, value=next(self._count) * GOLDEN % 1)
-
-    def branch_of(self, index: int) -> str:
-        return self._branches[index]
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        return Reward.scored(next(self._count) * GOLDEN % 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +83,7 @@ def rehearse(plan: Plan) -> Rehearsal:
     config = replace(plan.config, training=training, telemetry=telemetry)
     rehearsal = Plan(config, dtype=plan.dtype, policy=plan.policy)
     rehearsal.train, rehearsal.held_out = rows, FittingPrompts(rows=[], prompts=[], lengths=[], note=None)
-    reward = MadeUpReward([row.branch for row in rows.rows])
-    trainer = build_trainer(rehearsal, reward, build_instruments(rehearsal.config))
+    trainer = build_trainer(rehearsal, MadeUpReward(), build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)
     shortest = rows.prompts[rows.lengths.index(min(rows.lengths))]
     return Rehearsal(trainer=trainer, prompt_tokens=rows.longest, shortest=shortest)

@@ -152,7 +152,7 @@ class EngineStage:
             "weight_push_s": pushing.cost_time,
             "generation_s": generating.cost_time,
             "tokens": sum(map(len, sampled.completion_ids)),
-            "logp_difference_nats": rooms.weight_check.difference,
+            "logp_difference_nats": rooms.policy.weight_check.difference,
         }
 
 
@@ -180,7 +180,7 @@ class StepStage:
             "first_step_s": first[STEP_SECONDS],
             "step_s": last[STEP_SECONDS],
             **{f"{phase}_s": last[time_of(phase)] for phase in TIMED},
-            "logp_difference_nats": trainer.rooms.weight_check.difference,
+            "logp_difference_nats": trainer.rooms.policy.weight_check.difference,
             "prompt_tokens": rehearsal.prompt_tokens,
             "completion_tokens": int(last["completions/mean_length"]),
         }

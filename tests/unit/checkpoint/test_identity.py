@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.scripted import settings
+from support.scripted import sales_settings
 
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of, shape_of, weights_of, write_identity
 from salesrl_trl.config import SalesGRPOConfig
@@ -18,7 +18,7 @@ TWO_STEPS = {"per_device_train_batch_size": 2, "steps_per_generation": 2, "gradi
 @pytest.fixture
 def made_of(tmp_path):
     def build(rows=ROWS, weights="0123", shape="7 M", **given):
-        return identity_of(SalesGRPOConfig(**settings(tmp_path, **given)), rows, weights, shape)
+        return identity_of(SalesGRPOConfig(**sales_settings(tmp_path, **given)), rows, weights, shape)
 
     return build
 

@@ -88,7 +88,7 @@ def test_the_image_feature_of_datasets_is_read_decoded_or_not(tmp_path):
 
 def test_the_dataset_has_the_pictures_only_if_there_are_some(tmp_path):
     without, one, two, *_ = seeing_rows(tmp_path, ["tone"])
-    assert build_dataset([without], "compact").column_names == ["prompt", "row"]
+    assert build_dataset([without], "compact").column_names == ["prompt", "row", "branch"]
     dataset = build_dataset([without, one, two], "compact")
     assert [[image.size for image in each] for each in dataset["images"]] == [[], [(84, 56)], [(84, 56), (56, 112)]]
     kinds = [[part["type"] for part in prompt[-1]["content"]] for prompt in _prompts(list(dataset))]
@@ -123,4 +123,3 @@ def test_a_prompt_that_is_too_long_with_its_pictures_is_named(tmp_path):
         fit_prompts(rows, "compact", text, limit, "error", "training", pictures)
     kept = fit_prompts(rows, "compact", text, limit, "drop", "training", pictures)
     assert kept.rows == rows[:2]
-    assert kept.pictures == [(), rows[1].images]

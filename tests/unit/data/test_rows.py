@@ -206,8 +206,8 @@ def test_every_draft_of_the_demo_is_a_valid_action():
     assert [parse_action(action_text(action)) for action in actions] == actions
 
 
-def test_nothing_but_the_prompt_and_an_index_travels_through_the_trainer(dataset):
+def test_nothing_but_the_prompt_an_index_and_the_branch_travels_through_the_trainer(dataset):
     built = build_dataset(load(dataset(GOOD, GOOD)), "compact", first_index=10)
-    assert built.column_names == ["prompt", "row"]
+    assert built.column_names == ["prompt", "row", "branch"]
     assert built["row"] == [10, 11]
     assert built[0]["prompt"] == [{"role": "user", "content": "customer: How much is it?"}]

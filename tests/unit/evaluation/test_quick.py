@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset
 from support.answers import INVALID, WrittenSubject, answered, one_rank
 
+from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick import QuickEvaluator
 from salesrl_trl.evaluation.record import QuickEvalSettings
@@ -218,24 +219,22 @@ def test_all_ranks_save_or_none_whatever_a_figure_gives_on_them(evaluator):
     assert saved == [[2], [2]]
 
 
-def branch_of(row):
-    return ("fairness", "hallucination")[row % 2]
+BRANCHES = Branches(("fairness", "hallucination"), "branch")
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_each_rank_has_as_many_rows_and_no_row_is_there_twice(count):
-    dataset = Dataset.from_list([{"prompt": f"p{row}", "row": row} for row in range(9)])
-    taken = [
-        sample(dataset, branch_of, 6, ("fairness", "hallucination"), one_rank(count=count, index=index))
-        for index in range(count)
-    ]
+    dataset = Dataset.from_list(
+        [{"prompt": f"p{row}", "row": row, "branch": BRANCHES.names[row % 2]} for row in range(9)]
+    )
+    taken = [sample(dataset, 6, BRANCHES, one_rank(count=count, index=index)) for index in range(count)]
     assert [len(rows) for rows in taken] == [6 // count] * count
     assert sorted(row["row"] for rows in taken for row in rows) == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_evaluation_without_held_out_rows_is_refused():
     with pytest.raises(ConfigError, match="takes its rows from `eval_dataset`, which is NoneType"):
-        sample(None, branch_of, 4, ("fairness",), one_rank())
-    one = Dataset.from_list([{"prompt": "", "row": 0}])
+        sample(None, 4, BRANCHES, one_rank())
+    one = Dataset.from_list([{"prompt": "", "row": 0, "branch": "fairness"}])
     with pytest.raises(ConfigError, match="1 held-out rows for 2 processes"):
-        sample(one, branch_of, 4, ("fairness",), one_rank(count=2))
+        sample(one, 4, BRANCHES, one_rank(count=2))

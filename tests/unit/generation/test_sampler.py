@@ -58,10 +58,12 @@ def test_what_a_sampler_gets_of_trl_can_not_be_changed_by_it():
         ({}, None),
         ({"use_vllm": False}, "transformers generates"),
         ({"has_rollout_func": True}, "`rollout_func` generates"),
+        ({"tools": "an environment"}, "a completion with an environment is generated in turns"),
         ({"tokenizer": SimpleNamespace(response_template={"role": "assistant"})}, "the tokenizer's response template"),
         ({"tokenizer": SimpleNamespace(response_schema={"type": "object"})}, "the tokenizer's response template"),
     ],
 )
 def test_what_keeps_rewards_waiting_for_a_whole_batch_is_told(given, hindrance):
-    told = why_not_streamed(**{"use_vllm": True, "has_rollout_func": False, "tokenizer": SimpleNamespace(), **given})
+    usual = {"use_vllm": True, "has_rollout_func": False, "tools": None, "tokenizer": SimpleNamespace()}
+    told = why_not_streamed(**{**usual, **given})
     assert told is None if hindrance is None else told.startswith(hindrance)

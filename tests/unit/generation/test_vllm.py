@@ -58,8 +58,8 @@ def test_vllm_samples_in_the_format_that_training_runs_in(requested, bf16, fp16,
 
 def test_trl_is_left_as_it_was_even_when_the_trainer_fails_to_build():
     stock = upstream_trainer.VLLMGeneration
-    with pytest.raises(RuntimeError), vllm_engine_options({"seed": 1}):
-        assert upstream_trainer.VLLMGeneration.func is SalesVLLMGeneration
+    with pytest.raises(RuntimeError), vllm_engine_options(lambda: {"seed": 1}):
+        assert upstream_trainer.VLLMGeneration is not stock
         raise RuntimeError
     assert upstream_trainer.VLLMGeneration is stock
 

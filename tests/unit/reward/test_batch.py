@@ -44,10 +44,11 @@ class Answered(BatchedReward):
             self._answers[text] = asyncio.get_running_loop().create_future()
         return self._answers[text]
 
-    def branch_of(self, index):
-        return "fairness"
+    def row_of(self, example):
+        return example["row"]
 
-    async def score(self, index, completion, stages):
+    async def score(self, sample, stages):
+        index, completion = sample.row, sample.text
         self.asked.append((index, completion))
         self.left_s.append(remaining_s())
         try:
@@ -72,9 +73,10 @@ class Stubborn(Answered):
     def let_go(self):
         self._is_let_go = True
 
-    async def score(self, index, completion, stages):
+    async def score(self, sample, stages):
+        completion = sample.text
         try:
-            return await super().score(index, completion, stages)
+            return await super().score(sample, stages)
         except asyncio.CancelledError:
             while not self._is_let_go:
                 with contextlib.suppress(asyncio.CancelledError):
@@ -578,8 +580,8 @@ def test_an_error_in_the_chain_is_a_missing_reward_and_told_once_by_its_place_wi
 
 def test_an_error_of_the_same_kind_at_another_place_is_told_of_too(caplog):
     class Faulty(Answered):
-        async def score(self, index, completion, stages):
-            if completion == "a":
+        async def score(self, sample, stages):
+            if sample.text == "a":
                 raise KeyError("a customer's words")
             fail(KeyError("a customer's words"))
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.loopback import ACTION, BAD, VERDICT, action, build_reward, row
+from trl.trainer.utils import get_callable_name
 
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.timing import TimingContext
@@ -49,13 +50,14 @@ def test_a_completion_is_scored_from_its_start_and_trls_other_text_is_scored_ane
     assert [reward.outcome for reward in result.rewards] == [Outcome.OK, Outcome.INVALID_ACTION]
 
 
-def test_trl_is_answered_with_the_result_at_hand_and_elsewhere_with_a_batch_of_its_own(desk, services):
-    asked = {"prompts": [None], "row": [0]}
+def test_trl_is_answered_with_the_result_at_hand(desk):
     result = desk.result(desk.begin([0]), [BAD])
+    [function] = desk.functions
     with desk.answering(result):
-        assert desk(completions=[BAD], **asked) == [-0.25]
-    assert desk(completions=[ACTION], **asked) == [VERDICT["candidate"]]
-    assert services.calls["8b"] == 1
+        assert function(prompts=[None], completions=[BAD], row=[0]) == [-0.25]
+    with pytest.raises(AssertionError, match="inside `answering` alone"):
+        function(prompts=[None], completions=[BAD], row=[0])
+    assert get_callable_name(function) == "sales"
 
 
 def test_a_wait_that_is_interrupted_cancels_the_batch(desk, services, monkeypatch):

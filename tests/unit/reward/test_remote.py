@@ -24,7 +24,7 @@ import psutil
 import pytest
 from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, row
 
-from salesrl_trl.config import DEFAULT_BRANCHES, RewardConfig
+from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.process import NO_ACCELERATOR
@@ -32,7 +32,7 @@ from salesrl_trl.reward import worker
 from salesrl_trl.reward.batch import NOTHING_SCORED
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.run import assembly
-from salesrl_trl.types import Outcome
+from salesrl_trl.types import DEFAULT_BRANCHES, Outcome
 
 PATIENCE_S = 30.0
 """Until a test that waits in vain fails."""
@@ -249,7 +249,7 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
     here, there = build_reward(services.url, rows, **settings), remote_process(rows, **settings)
     assert there.__name__ == here.__name__
     assert there.names == here.names
-    assert [there.branch_of(index) for index in range(2)] == ["fairness", "hallucination"]
+    assert [there.row_of({"row": index}) for index in range(2)] == [0, 1]
     outcomes = set()
     for completions, indices in ((MIXED, ROWS_OF_MIXED), ([action(query="another"), MIXED[0], "x"], [0, 0, 1])):
         local, distant = (go(result_of(each, completions, indices)) for each in (here, there))

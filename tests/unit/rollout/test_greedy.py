@@ -53,7 +53,7 @@ class Batches:
         return GreedySubject(**{
             "set_aside": self.set_aside, "score": self.score, "logps_of": self.logps_of,
             "decode": lambda ids: [" ".join(map(str, each)) for each in ids],
-            "branch_of": lambda row: ("fairness", "hallucination")[row % 2],
+            "branch_of": lambda row: ("fairness", "hallucination")[row["row"] % 2],
             "ends": frozenset({END}), "batch_size": 3, "kl": PenaltySettings(), "betas": dict, "save": None,
             "log": None, **given,
         })  # fmt: skip

@@ -24,14 +24,15 @@ class Desk:
 
     def __init__(self):
         self.started, self.references, self.given_up = [], [], 0
+        self.reward = SimpleNamespace(row_of=lambda example: example["row"])
 
-    def begin(self, rows):
+    def begin(self, rows, group):
         return tuple(rows)
 
-    def start(self, batch, place, text):
+    def start(self, batch, place, text, token_ids):
         self.started.append((batch, place, text))
 
-    def start_all(self, batch, completions):
+    def start_all(self, batch, completions, token_ids, rows):
         self.started += [(batch, place, text) for place, text in enumerate(completions)]
 
     def fetch_references(self, rows):

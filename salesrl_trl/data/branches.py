@@ -1,0 +1,81 @@
+"""The branch of each row: the value of a column of the dataset.
+
+Owns this column, and what holds without it: all rows belong to one branch. Knows no KL and no rubric.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from datasets import Dataset
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.types import Example
+
+ALL = "all"
+"""The branch of all rows, where neither the settings nor the dataset name any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The names of branches, and the column that says which branch a row belongs to."""
+
+    names: tuple[str, ...]
+    """By id."""
+    column: str
+
+    @classmethod
+    def of_data(cls, names: Sequence[str], column: str, dataset: object) -> "Branches":
+        """The branches of a run.
+
+        Args:
+            names (`Sequence[str]`):
+                Those of the settings. Empty for those that the dataset has.
+            column (`str`):
+                The column.
+            dataset (`object`):
+                Training rows, in whatever form TRL takes them.
+
+        Raises:
+            `ConfigError`: a row's branch is none of the names, or there are several names and no column.
+        """
+        found: list[str] | None = None
+        if isinstance(dataset, Dataset) and column in dataset.column_names:
+            found = [str(each) for each in dataset.unique(column)]
+        branches = cls(tuple(names or sorted(found or [ALL])), column)
+        for each in found or ():
+            branches.of({column: each})
+        if found is None and isinstance(dataset, Dataset) and len(dataset):
+            branches.of(dataset[0])
+        return branches
+
+    def of(self, example: Example) -> str:
+        """The branch of a row.
+
+        Raises:
+            `ConfigError`: it is none of the names, or the row does not say it.
+        """
+        if self.column not in example and len(self.names) == 1:
+            return self.names[0]
+        if self.column not in example:
+            raise ConfigError(
+                f"`branches` is {', '.join(self.names)}, and the dataset has no column {self.column!r} "
+                f"(`branch_column`). It has: {', '.join(example)}. Expected the branch of each row. Add the "
+                "column, or name one branch."
+            )
+        branch = str(example[self.column])
+        if branch not in self.names:
+            raise ConfigError(
+                f"a row's column {self.column!r} (`branch_column`) is {branch!r}. Expected one of `branches`: "
+                f"{', '.join(self.names)}. Correct the column, or add the branch."
+            )
+        return branch
+
+    def of_rows(self, dataset: Dataset) -> list[str]:
+        """The branch of each row of a dataset."""
+        if self.column not in dataset.column_names:
+            return [self.names[0]] * len(dataset)
+        return [self.of({self.column: each}) for each in dataset[self.column]]
+
+    def ids(self, rows: Sequence[Example]) -> list[int]:
+        """The number of each row's branch."""
+        return [self.names.index(self.of(row)) for row in rows]

@@ -1,0 +1,373 @@
+"""Reward functions of a user's own: for a batch as TRL calls them, for one completion, or for a group.
+
+    @per_completion
+    async def helpful(prompt, completion, answer):  # a completion, and columns of its row by name
+        return await ask_a_judge(prompt, completion, answer)
+
+    @per_group
+    async def ranked(prompt, completions):
+        return await rank(completions)
+
+    trainer = SalesGRPOTrainer(model, reward_funcs=[helpful, ranked, a_function_of_trls_signature], ...)
+
+A function is async, or runs in a thread of its own. It returns a number, `None` where it does not apply, or a `Reward`
+with its parts and its reason; for a group or a batch, a list of these.
+
+Owns how a function is called, and the meaning of everything that it may return or raise. It does not own retries and
+limits (`service.transport`), nor how several functions make one reward (`mixed`).
+"""
+
+import functools
+import inspect
+import math
+import pickle
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, overload
+
+from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
+from salesrl_trl.names import Stage
+from salesrl_trl.reward.base import DEADLINE_S, TRAINER_STATE, BatchedReward, RewardNames
+from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.calls import Together, in_a_thread
+from salesrl_trl.reward.scoring import missing
+from salesrl_trl.reward.service.deadline import deadline
+from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.types import Example, Outcome, Reward
+
+Function = Callable[..., Any]
+
+NOT_APPLICABLE = "not_applicable"
+"""Reason of a completion for which a function returned `None`."""
+MOST_CALLS = 1024
+"""Calls in flight of a function without a transport of its own."""
+_CODE = re.compile(r"[a-z0-9_]{1,64}")
+
+
+class Per(Enum):
+    """What a function scores at once."""
+
+    COMPLETION = "completion"
+    GROUP = "group"
+    BATCH = "batch"
+
+
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """What a function logs while it is called."""
+
+    columns: dict[str, list[object]] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+
+    def extra(self, column: str, values: Sequence[object]) -> None:
+        self.columns.setdefault(column, []).extend(values)
+
+    def metric(self, name: str, value: float) -> None:
+        self.metrics.append((name, float(value)))
+
+
+class RewardFunction(BatchedReward):
+    """A function of a user's own as a reward.
+
+    Args:
+        function (`Callable`):
+            Sync or async. Gets those of its arguments that it names, or all if it takes `**kwargs`:
+
+            | argument | completion | group | batch, as with TRL |
+            |---|---|---|---|
+            | the prompt | `prompt` | `prompt` | `prompts`, a list |
+            | what the policy wrote, in TRL's form | `completion` | `completions`, a list | `completions`, a list |
+            | its tokens | `completion_ids` | `completion_ids`, a list of lists | `completion_ids`, a list of lists |
+            | a column of the dataset | a value | the value of the group's row | a list |
+
+            Beside them TRL's `trainer_state`, `log_extra` and `log_metric`.
+        per (`Per`):
+            What it scores at once.
+        deadline_s (`float`, *optional*, defaults to `300.0`):
+            Seconds that a completion may take, retries included.
+        transport (`Transport`, *optional*):
+            Makes the calls, with its own limits, attempts and hedges. When not given: each call once.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        per: Per = Per.BATCH,
+        *,
+        deadline_s: float = DEADLINE_S,
+        transport: Transport | None = None,
+    ) -> None:
+        super().__init__(deadline_s)
+        self._function = function
+        self._per = per
+        inner = function
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        functools.update_wrapper(self, inner, updated=())
+        self.__name__: str = getattr(inner, "__name__", type(inner).__name__)
+        self._is_async = any(map(inspect.iscoroutinefunction, (inner, getattr(inner, "__call__", None))))  # noqa: B004
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        self._named = {
+            each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        }
+        self._needed = {each.name for each in parameters if each.name in self._named and each.default is each.empty}
+        code = re.sub(r"\W+", "_", self.__name__.lower()).strip("_") or "reward"
+        self._transport = transport or Transport(
+            code,
+            max_concurrency=MOST_CALLS,
+            initial_concurrency=MOST_CALLS,
+            attempt_timeout_s=deadline_s,
+            max_attempts=1,
+            hedge_fraction=0.0,
+        )
+        self.code = self._transport.service
+        """Name in figures and reason codes."""
+        self._calls: dict[tuple[int, int], Together] = {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A decorated function is found by its name, as functions are."""
+        name = getattr(self, "__qualname__", "")
+        if getattr(sys.modules.get(self.__module__), name, None) is not self:
+            return super().__reduce_ex__(protocol)
+        if self.__module__ == "__main__":
+            raise pickle.PicklingError(f"{name} is defined in the program that was started")
+        return name
+
+    def unit(self, group: int, size: int) -> int:
+        return {Per.COMPLETION: 1, Per.GROUP: group, Per.BATCH: size}[self._per]
+
+    def row_of(self, example: Example) -> Mapping[str, Any]:
+        """The columns that the function takes, and the prompt."""
+        return {name: value for name, value in example.items() if self._takes_all or name in (*self._named, "prompt")}
+
+    @property
+    def names(self) -> RewardNames:
+        stages = () if self.code in tuple(Stage) else (self.code,)
+        return RewardNames(stages=stages, services=(self.code,), places={self.code: self._place()})
+
+    def _place(self) -> str:
+        """Where the function is defined, for the message of a run that it stops."""
+        code = getattr(inspect.unwrap(self._function), "__code__", None)
+        return "a function of your own" if code is None else f"at {code.co_filename}:{code.co_firstlineno}"
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Refuse a dataset without a column that the function needs.
+
+        Args:
+            columns (`Sequence[str]`):
+                Columns of the dataset.
+
+        Raises:
+            `ConfigError`: it names an argument that nothing gives.
+        """
+        written = {
+            Per.COMPLETION: ["prompt", "completion"],
+            Per.GROUP: ["prompt", "completions"],
+            Per.BATCH: ["prompts", "completions"],
+        }[self._per]
+        given = [*written, "completion_ids", "log_extra", "log_metric"]
+        lacking = sorted(self._needed - {*given, *columns})
+        if lacking:
+            raise ConfigError(
+                f"the reward function {self.__name__!r}, which scores a {self._per.value}, takes "
+                f"{', '.join(map(repr, lacking))}. Expected {', '.join(given)}, or a column of the dataset: "
+                f"{', '.join(columns)}. Rename the argument, or give it a default."
+            )
+
+    async def drained(self, report: BatchReport) -> BatchReport:
+        traffic = {**self._transport.drain_traffic(), "slots": self._transport.slots}
+        return replace(report, traffic={**report.traffic, self.code: traffic})
+
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        if self._per is Per.COMPLETION:
+            return (await stages.timed(self._rewards([sample]), self.code))[0]
+        size = self.unit(sample.group, sample.size)
+        key = (sample.batch, sample.place // size)
+        first = sample.place - sample.place % size
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = Together(min(size, sample.size - first), self._rewards)
+        try:
+            reward = await call.reward(sample)
+        finally:
+            if not call.is_awaited and self._calls.get(key) is call:
+                del self._calls[key]
+        stages.record(self.code, call.started, failed=reward.value is None)
+        return reward
+
+    async def _rewards(self, samples: Sequence[Sample]) -> list[Reward]:
+        """The rewards of completions that are scored at once."""
+        try:
+            with deadline(self.deadline_s):
+                return await self._transport.call(lambda: self._called(samples))
+        except ServiceError as error:
+            return [missing(Outcome.INFRA, error.code, {})] * len(samples)
+
+    async def _called(self, samples: Sequence[Sample]) -> list[Reward]:
+        """Call the function once.
+
+        Raises:
+            `ServiceError`: it raised, or returned what is no reward.
+        """
+        log = _Log()
+        arguments = self._arguments(samples, log)
+        try:
+            if self._is_async:
+                returned = await self._function(**arguments)
+            else:
+                returned = await in_a_thread(functools.partial(self._function, **arguments))
+        except ServiceError:
+            raise
+        except TimeoutError as error:
+            raise ServiceTimeout(f"{self.__name__} timed out", f"{self.code}_timeout") from error
+        except ConnectionError as error:
+            raise ServiceUnavailable(f"{self.__name__} found no connection", f"{self.code}_unreachable") from error
+        except Exception as error:  # of a user's code: any
+            self.log_fault(f"the reward function {self.__name__}", error)
+            failed = FunctionError(f"{self.__name__} raised", f"{self.code}_raised_{type(error).__name__}")
+            failed.worth_retrying = True
+            raise failed from error
+        returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
+        columns = {name: values for name, values in log.columns.items() if len(values) == len(samples)}
+        rewards = [
+            replace(reward, columns={**reward.columns, **{name: values[place] for name, values in columns.items()}})
+            for place, reward in enumerate(map(self._reward, returned))
+        ]
+        rewards[0] = replace(rewards[0], metrics=(*rewards[0].metrics, *log.metrics))
+        return rewards
+
+    def _arguments(self, samples: Sequence[Sample], log: _Log) -> dict[str, Any]:
+        first, is_batch = samples[0].row, self._per is Per.BATCH
+        values: dict[str, Any] = {
+            name: [sample.row[name] for sample in samples] if is_batch else first[name]
+            for name in first
+            if name not in ("prompt", "completion", TRAINER_STATE)
+        }
+        if self._per is Per.COMPLETION:
+            values |= {"completion": samples[0].completion, "completion_ids": list(samples[0].token_ids)}
+        else:
+            values["completions"] = [sample.completion for sample in samples]
+            values["completion_ids"] = [list(sample.token_ids) for sample in samples]
+        if is_batch:
+            values["prompts"] = [sample.row["prompt"] for sample in samples]
+        else:
+            values["prompt"] = first["prompt"]
+        if TRAINER_STATE in first:
+            values[TRAINER_STATE] = first[TRAINER_STATE]
+        values |= {"log_extra": log.extra, "log_metric": log.metric}
+        return {name: value for name, value in values.items() if self._takes_all or name in self._named}
+
+    def _listed(self, returned: Any, count: int) -> list[Any]:
+        """The rewards that a function returned for several completions."""
+        is_list = not isinstance(returned, str | bytes | Mapping) and hasattr(returned, "__len__")
+        if not is_list or not hasattr(returned, "__iter__"):
+            raise self._refused("no_list", f"a {type(returned).__name__} for {count} completions. Expected a list")
+        if len(returned) != count:
+            raise self._refused("wrong_length", f"{len(returned)} rewards for {count} completions. Expected one each")
+        return list(returned)
+
+    def _reward(self, value: Any) -> Reward:
+        """The reward that a function returned for one completion."""
+        if value is None:
+            return Reward.missing(NOT_APPLICABLE)
+        if isinstance(value, Reward):
+            if value.value is None and not _CODE.fullmatch(value.reason):
+                return replace(value, reason=f"{self.code}_missing")  # a text may quote a customer
+            parts = {f"{self.__name__}/{name}": part for name, part in value.components.items() if part is not None}
+            told = {f"{self.__name__}/reason": value.reason} if value.reason else {}
+            metrics = tuple((f"rewards/{name}", part) for name, part in parts.items())
+            return replace(value, columns={**parts, **told}, metrics=metrics)
+        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            return self._no_number("no_number", f"a {type(value).__name__}")
+        try:
+            number = float(value)
+        except (TypeError, ValueError):  # a tensor of several numbers
+            return self._no_number("no_number", f"a {type(value).__name__}")
+        if not math.isfinite(number):
+            return self._no_number("not_finite", f"{number}")
+        return Reward.scored(number)
+
+    def _no_number(self, code: str, what: str) -> Reward:
+        return Reward.missing(
+            self._refused(code, f"{what} for a completion. Expected a number, None or a Reward").code
+        )
+
+    def _refused(self, code: str, what: str) -> FunctionError:
+        """An error about what the function returned, which is logged once."""
+        self.log_once(f"the reward function {self.__name__} returned {what}; such completions are missing")
+        return FunctionError(f"{self.__name__} returned {what}.", f"{self.code}_{code}")
+
+
+@overload
+def per_completion(function: Function, /) -> RewardFunction: ...
+@overload
+def per_completion(
+    *, deadline_s: float = ..., transport: Transport | None = ...
+) -> Callable[[Function], RewardFunction]: ...
+def per_completion(
+    function: Function | None = None, /, **options: Any
+) -> RewardFunction | Callable[[Function], RewardFunction]:
+    """Makes a reward function of a function that scores one completion, from the moment it is finished.
+
+    Args:
+        function (`Callable`):
+            Takes `prompt`, `completion` and columns of the dataset by name. Returns a number, `None` or a `Reward`.
+        deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
+            As in `RewardFunction`.
+    """
+    return _decorated(Per.COMPLETION, function, options)
+
+
+@overload
+def per_group(function: Function, /) -> RewardFunction: ...
+@overload
+def per_group(
+    *, deadline_s: float = ..., transport: Transport | None = ...
+) -> Callable[[Function], RewardFunction]: ...
+def per_group(
+    function: Function | None = None, /, **options: Any
+) -> RewardFunction | Callable[[Function], RewardFunction]:
+    """Makes a reward function of a function that scores the completions of a prompt, as soon as all are finished.
+
+    Args:
+        function (`Callable`):
+            Takes `prompt`, `completions` and columns of the dataset by name. Returns a list, with a number, `None` or
+            a `Reward` for each completion.
+        deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
+            As in `RewardFunction`.
+    """
+    return _decorated(Per.GROUP, function, options)
+
+
+@overload
+def per_batch(function: Function, /) -> RewardFunction: ...
+@overload
+def per_batch(
+    *, deadline_s: float = ..., transport: Transport | None = ...
+) -> Callable[[Function], RewardFunction]: ...
+def per_batch(
+    function: Function | None = None, /, **options: Any
+) -> RewardFunction | Callable[[Function], RewardFunction]:
+    """Gives a function of TRL's signature a deadline or a transport. Without either it needs no decorator.
+
+    Args:
+        function (`Callable`):
+            As TRL has it: takes `prompts`, `completions` and columns as lists.
+        deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
+            As in `RewardFunction`.
+    """
+    return _decorated(Per.BATCH, function, options)
+
+
+def _decorated(
+    per: Per, function: Function | None, options: Mapping[str, Any]
+) -> RewardFunction | Callable[[Function], RewardFunction]:
+    def made(function: Function) -> RewardFunction:
+        return RewardFunction(function, per, **options)
+
+    return made if function is None else made(function)

@@ -1,0 +1,146 @@
+"""From the `reward_funcs` of a trainer to one reward at a desk, and to the list that TRL gets.
+
+Owns who calls what: TRL runs reward models, as it does; the desk calls all functions. Owns no call itself.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.reward.base import TRAINER_STATE, BatchedReward
+from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.functions import RewardFunction
+from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.remote import RemoteReward
+
+logger = logging.getLogger(__name__)
+
+RewardFunc: TypeAlias = str | torch.nn.Module | Callable[..., Any] | BatchedReward | RewardDesk
+"""As TRL has it: a function, a reward model, or its id; or a reward of this package."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRewards:
+    """The rewards of a trainer."""
+
+    desk: RewardDesk
+    """Scores completions by all functions."""
+    functions: list[Any]
+    """For TRL, in the order in which they were given: functions that the desk answers, and reward models."""
+    weights: list[float]
+    """TRL's weight of each."""
+    has_models: bool
+    """Whether a reward model is among them."""
+
+    @classmethod
+    def of(
+        cls,
+        given: RewardFunc | Sequence[RewardFunc] | None,
+        weights: Sequence[float] | None,
+        in_a_process: bool | None,
+    ) -> "GivenRewards":
+        """The rewards that a user gave.
+
+        Args:
+            given (`RewardFunc` or `list[RewardFunc]`, *optional*):
+                As TRL takes them. None at all where an environment has the rewards.
+            weights (`Sequence[float]`, *optional*):
+                TRL's `reward_weights`.
+            in_a_process (`bool`, *optional*):
+                The setting `reward_process`. A process of their own for functions, if it is true.
+
+        Raises:
+            `ConfigError`: something is no reward function, or there are not as many weights as functions.
+        """
+        every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+        if weights is not None and len(weights) != len(every):
+            raise ConfigError(
+                f"`reward_weights` has {len(weights)} numbers for {len(every)} reward functions. Expected one each."
+            )
+        weights = [1.0] * len(every) if weights is None else list(weights)
+        is_model = [isinstance(each, str | torch.nn.Module) for each in every]
+        called = [_reward(each) for each, runs_in_trl in zip(every, is_model, strict=True) if not runs_in_trl]
+        weighed = [weight for weight, runs_in_trl in zip(weights, is_model, strict=True) if not runs_in_trl]
+        if len(called) == 1 and isinstance(called[0], RewardDesk):
+            desk = called[0]
+        elif any(isinstance(each, RewardDesk) for each in called):
+            raise ConfigError("a desk is given beside another reward function. Expected it alone.")
+        else:
+            rewards = [each for each in called if isinstance(each, BatchedReward)]
+            is_alone = len(every) == 1 and len(rewards) == 1
+            reward = rewards[0] if is_alone else MixedReward(rewards, weighed)
+            has_one = any(isinstance(each, RemoteReward) for each in rewards)
+            desk = RewardDesk(RemoteReward(reward) if in_a_process and not has_one else reward)
+        answered = iter(desk.functions)
+        functions = [
+            each if runs_in_trl else next(answered) for each, runs_in_trl in zip(every, is_model, strict=True)
+        ]
+        return cls(desk, functions, weights, any(is_model))
+
+    def check(self, columns: Sequence[str] | None, group: int, size: int) -> None:
+        """Check what functions need of the rows and of the sizes.
+
+        Args:
+            columns (`Sequence[str]`, *optional*):
+                Columns of the dataset, if they are known.
+            group (`int`):
+                Completions of a prompt.
+            size (`int`):
+                Completions of a process's generation batch.
+
+        Raises:
+            `ConfigError`: a column is not there, or completions that are scored together lie on several processes.
+        """
+        if columns is not None:
+            self.desk.reward.check_columns([*columns, TRAINER_STATE])
+        if size % self.desk.reward.unit(group, size):
+            raise ConfigError(
+                f"a reward function scores the {group} completions of a prompt together, and a process generates "
+                f"{size} at a time, so that some prompts lie on two processes. Expected a multiple of {group}. Change "
+                "`per_device_train_batch_size`, `gradient_accumulation_steps` or `steps_per_generation`."
+            )
+
+    def why_at_once(self, group: int, size: int, tools: str | None) -> str | None:
+        """The reason why the rewards of a batch come all at once, if they do. `tools`: as in `Hooks`."""
+        if tools is not None:
+            return f"TRL generates completions with {tools} anew when it goes over a batch again"
+        if self.has_models:
+            return "a reward model scores a whole batch"
+        if size > group and self.desk.reward.unit(group, size) == size:
+            return "a reward function scores a whole batch; `@per_completion` and `@per_group` need not wait for it"
+        return None
+
+
+def _reward(given: Any) -> BatchedReward | RewardDesk:
+    if isinstance(given, BatchedReward | RewardDesk):
+        return given
+    if not callable(given):
+        raise ConfigError(
+            f"a reward function is a {type(given).__name__}. Expected a function, a reward model or its id, or a "
+            "`SalesReward`."
+        )
+    return RewardFunction(given)
+
+
+def check_stock(reward_funcs: object, *further: object) -> None:
+    """Say once that a plain `GRPOConfig` leaves TRL's trainer as it is.
+
+    Args:
+        reward_funcs (`object`):
+            As given.
+        further (`object`):
+            Arguments that TRL's trainer does not have.
+
+    Raises:
+        `ConfigError`: one of them is given.
+    """
+    if isinstance(reward_funcs, RewardDesk) or any(each is not None for each in further):
+        raise ConfigError(
+            "`instruments`, `quick_eval`, `kl_law`, `sampler` and a reward at its desk go with a `SalesGRPOConfig`, "
+            "and `args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
+        )
+    logger.info("a plain GRPOConfig: this trainer is TRL's own. SalesGRPOConfig turns on what the package adds")

@@ -1,0 +1,199 @@
+"""A trainer with reward functions of a user's own: against stock TRL, and where they fail."""
+
+import math
+
+import pytest
+from datasets import Dataset, IterableDataset
+from support.scripted import settings, steps_of
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.errors import ConfigError, TooFewRewardsError
+from salesrl_trl.reward.functions import per_completion, per_group
+from salesrl_trl.reward.given import GivenRewards
+from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.types import Reward
+
+KINDS = ["short", "long"] * 8
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"Question {place}"}], "kind": kind, "answer": str(place % 3)}
+    for place, kind in enumerate(KINDS)
+]
+OURS = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
+
+
+def length(completions, **kwargs):
+    return [len(each[0]["content"]) % 17 / 17 for each in completions]
+
+
+async def answered(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs):
+    log_extra("asked", list(answer))
+    log_metric("steps_so_far", trainer_state.global_step)
+    return [(len(ids) + int(each)) % 5 / 5 for ids, each in zip(completion_ids, answer, strict=True)]
+
+
+def for_short_ones(completions, kind, **kwargs):
+    """Does not apply to some prompts, as with several tasks."""
+    return [len(each[0]["content"]) % 3 if of == "short" else None for each, of in zip(completions, kind, strict=True)]
+
+
+@per_completion
+async def words(prompt, completion, answer):
+    text = completion[0]["content"]
+    return Reward.scored(len(text.split()) % 4 / 4, letters=len(text) / 10)
+
+
+@per_group
+def order(prompt, completions):
+    ranked = sorted(str(each) for each in completions)
+    return [ranked.index(str(each)) / len(ranked) for each in completions]
+
+
+def run(policy, kind, config, functions, folder, rows=ROWS, **given):
+    """The log lines of a trainer's steps."""
+    more = {name: given.pop(name) for name in ("reward_processing_classes", "eval_dataset") if name in given}
+    usual = {"max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
+    args = config(**settings(folder, **{"beta": 0.0, **usual, "max_completion_length": 16, **given}))
+    dataset = rows if isinstance(rows, IterableDataset) else Dataset.from_list(rows)
+    trainer = kind(str(policy), functions, args, dataset, **more)
+    trainer.train()
+    if kind is SalesGRPOTrainer:
+        trainer.finish()
+    return trainer, steps_of(trainer)
+
+
+def same(ours, stock, names=OURS):
+    assert len(ours) == len(stock) > 0
+    for name in (*names, *(name for name in stock[0] if name.startswith("rewards/"))):
+        assert [line[name] for line in ours] == [line[name] for line in stock], name
+
+
+@pytest.mark.parametrize(
+    ("functions", "given"),
+    [
+        (length, {}),
+        ([length, answered], {"reward_weights": [2.0, 0.5]}),
+        ([for_short_ones, length], {}),
+        ([words, order], {"scale_rewards": "batch"}),
+        ([length, answered], {"multi_objective_aggregation": "normalize_then_sum", "log_completions": True}),
+    ],
+    ids=["one", "weighed, async", "not for all", "by completion and by group", "normalised"],
+)
+def test_two_names_changed_the_run_is_stock_trls_to_the_bit(tiny, tmp_path, functions, given):
+    _, stock = run(tiny, GRPOTrainer, GRPOConfig, functions, tmp_path / "stock", **given)
+    _, plain = run(tiny, SalesGRPOTrainer, GRPOConfig, functions, tmp_path / "plain", **given)
+    assert [{**line, "step_time": 0} for line in plain] == [{**line, "step_time": 0} for line in stock]
+    _, ours = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, functions, tmp_path / "ours", **given)
+    same(ours, stock)
+    assert all(line["outcome/ok"] == 1.0 for line in ours)
+    if functions == [words, order]:
+        assert all(line["rewards/words/letters"] > 0 for line in ours)
+
+
+def test_a_reward_model_among_functions_and_a_streamed_dataset(tiny, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.config.num_labels, model.config.pad_token_id = 1, 0
+    kind = AutoModelForSequenceClassification.from_config(model.config)
+    folder = tmp_path / "judge"
+    kind.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    rows = Dataset.from_list(ROWS).to_iterable_dataset()
+    functions = {"stock": [str(folder), length], "ours": [str(folder), length]}
+    held_out = {"a": Dataset.from_list(ROWS[:2])}
+    found = {
+        name: run(tiny, kind, config, functions[name], tmp_path / name, rows, eval_dataset=held_out)[1]
+        for name, kind, config in (("stock", GRPOTrainer, GRPOConfig), ("ours", SalesGRPOTrainer, SalesGRPOConfig))
+    }
+    same(found["ours"], found["stock"])
+    assert found["ours"][0]["reward/all"] == pytest.approx(found["ours"][0]["reward"], rel=1e-6)
+
+
+def test_branches_come_from_the_column_that_the_settings_name(tiny, tmp_path):
+    given = {"branch_column": "kind", "branch_kl": {"long": {"beta": 0.3}, "short": {"beta": 0.1}}}
+    trainer, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, **given)
+    assert trainer.args.branches == ["long", "short"]
+    assert {"reward/long", "kl/long", "beta/short"} <= lines[0].keys()
+    with pytest.raises(ConfigError, match=r"`branch_column`.* is 'long'. Expected one of `branches`: short"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, branches=["short"], branch_column="kind")
+    with pytest.raises(ConfigError, match=r"no column 'branch' .*It has: prompt, kind, answer"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, branches=["short", "long"])
+
+
+def partly_broken(completions, **kwargs):
+    """Every group has one completion without a number."""
+    return [None if place % 4 == 0 else length([each])[0] for place, each in enumerate(completions)]
+
+
+def test_one_missing_of_several_biases_no_advantage(tiny, tmp_path):
+    functions, logs = [partly_broken, lambda completions, **_: [5.0] * len(completions)], []
+
+    class Watched(SalesGRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            logs.append(output["advantages"].view(-1, 4))
+            return output
+
+    _, lines = run(tiny, Watched, SalesGRPOConfig, functions, tmp_path)
+    for advantages in logs:
+        assert advantages[:, 0].tolist() == [0.0, 0.0]  # TRL would make it the worst, 5 less than nothing less
+        assert advantages.sum(dim=1).tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
+    assert all(line["outcome/infra"] == 0.25 for line in lines)
+    assert all(5.0 <= line["reward"] < 6.0 for line in lines)
+
+
+def too_short(completions, **kwargs):
+    return [1.0]
+
+
+def raises(completions, **kwargs):
+    raise RuntimeError("a customer's words")
+
+
+@per_completion(deadline_s=0.2)
+async def hangs(completion):
+    import asyncio
+
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (raises, "raises_raised_RuntimeError"),
+        (too_short, "too_short_wrong_length"),
+        (lambda completions, **_: ["0.5"] * len(completions), "lambda_no_number"),
+        (lambda completions, **_: [math.nan] * len(completions), "lambda_not_finite"),
+        (hangs, "deadline"),
+    ],
+    ids=["raises", "too short", "a string", "nan", "hangs"],
+)
+def test_a_function_that_fails_stops_the_run_with_its_reason_and_moves_nothing(tiny, tmp_path, function, reason):
+    with pytest.raises(TooFewRewardsError, match=reason):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, function, tmp_path)
+
+
+def test_a_function_that_fails_at_times_loses_no_step(tiny, tmp_path):
+    calls = []
+
+    def flaky(completions, **kwargs):
+        calls.append(len(completions))
+        if len(calls) == 2:
+            raise ConnectionResetError
+        return length(completions)
+
+    _, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, flaky, tmp_path)
+    assert [line["failures/skipped_update"] for line in lines] == [0.0, 1.0, 0.0]
+    assert [line["outcome/infra"] for line in lines] == [0.0, 1.0, 0.0]
+    assert len(lines) == 3
+
+
+def test_a_group_that_lies_on_two_processes_and_a_column_that_is_not_there_are_refused_at_once(tiny, tmp_path):
+    rewards = GivenRewards.of(order, None, in_a_process=False)
+    rewards.check(["prompt"], group=8, size=16)
+    with pytest.raises(ConfigError, match="scores the 8 completions of a prompt together, and a process generates 4"):
+        rewards.check(["prompt"], group=8, size=4)
+    rewards.desk.close()
+    with pytest.raises(ConfigError, match=r"'words', which scores a completion, takes 'answer'.*: prompt, kind"):
+        rows = [{name: each[name] for name in ("prompt", "kind")} for each in ROWS]
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, words, tmp_path, rows)
