@@ -155,7 +155,7 @@ def build_trainer(served, server, services, out, instruments=None, **given):
         AutoModelForCausalLM.from_pretrained(served),
         build_reward(services, rows, deadline_s=60.0, timeout_s=60.0),
         SalesGRPOConfig(**settings(out, **own)),
-        instruments,
+        instruments=instruments,
         train_dataset=build_dataset(rows, "compact"),
         eval_dataset=build_dataset(rows[:2], "compact"),
         processing_class=tokenizer,
