@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from salesrl_trl import tidy_end
+from salesrl_trl.process import stat_of
 from salesrl_trl.run import signals
 from salesrl_trl.tidy_end import say
 
@@ -203,11 +204,9 @@ def _launcher() -> int | None:
 
 def _started(pid: int | None) -> str:
     """When a process was started, in the kernel's ticks; empty when it has ended. Process ids are used again."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return fields[19] if fields[0] != "Z" else ""  # a parent may read all output before it asks for the exit code
+    found = stat_of(pid) if pid is not None else None
+    # a parent may read all output before it asks for the exit code
+    return found[2] if found is not None and found[0] != "Z" else ""
 
 
 def _follow(folder: Path, launcher: int, started: str) -> None:
