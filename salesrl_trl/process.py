@@ -99,6 +99,19 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "salesrl_trl"
 
 
+def stat_of(pid: int) -> tuple[str, int, str] | None:
+    """State, parent and time of start of a process, as the kernel has them; `None` if there is none, or no Linux.
+
+    The state is a letter, Z for a process that has ended and whose parent has not asked why. The time, in ticks, tells
+    processes apart that had the same id.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1]), fields[19]
+
+
 def child_environment() -> dict[str, str]:
     """The environment of a child process: a copy of this one, without its accelerators.
 

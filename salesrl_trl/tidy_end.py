@@ -29,11 +29,13 @@ Tell = Callable[[str, int], object]
 """Gets a line, and the exit code that follows."""
 
 
-def _print(text: str, code: int) -> None:
+def say(text: str, code: int = 0) -> None:
+    """A `Tell` that prints on stderr; the code is not shown."""
     sys.stderr.write(f"\n{text}\n")  # the terminal shows ^C on the line before
+    sys.stderr.flush()
 
 
-def end_tidily(tell: Tell = _print) -> None:
+def end_tidily(tell: Tell = say) -> None:
     """From now on, Ctrl-C and an output that can't be written end this process with a line, wherever they come."""
     sys.excepthook = _hook(sys.excepthook, tell)
     atexit.register(_flush, tell)

@@ -22,7 +22,7 @@ from salesrl_trl.checkpoint.under_way import (
     save_rollouts,
     save_under_way,
 )
-from salesrl_trl.checkpoint.whole import fault_of, folders, saved_at, seal
+from salesrl_trl.checkpoint.whole import Manifest, folders, read, seal
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError
 from salesrl_trl.kl.branched import BranchedKL
@@ -188,8 +188,9 @@ class Keeper:
         limit = self._args.save_total_limit or 0
         if limit <= 0:
             return
-        whole = [each for each in folders(self._output_dir) if fault_of(each, with_digests=False) is None]
-        old = [each for each in sorted(whole, key=saved_at) if each != self._last and str(each) != best]
+        found = {each: read(each) for each in folders(self._output_dir)}
+        whole = {each: manifest.saved_at for each, manifest in found.items() if isinstance(manifest, Manifest)}
+        old = [each for each in sorted(whole, key=whole.__getitem__) if each != self._last and str(each) != best]
         for each in old[: max(len(whole) - limit, 0)]:
             gone = self._output_dir / SAVING_FOLDER / each.name
             gone.parent.mkdir(exist_ok=True)

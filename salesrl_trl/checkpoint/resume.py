@@ -12,10 +12,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
 from salesrl_trl.checkpoint.identity import Identity, check_identity
-from salesrl_trl.checkpoint.whole import find, processes_of
+from salesrl_trl.checkpoint.whole import Manifest, find, read
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.names import MANIFEST_FILE
 
 T = TypeVar("T")
 
@@ -40,7 +39,8 @@ def choose_on_all_ranks(
     checkpoint: Path = found
     for note in _agreed(lambda: check_identity(checkpoint, identity, allowed)):
         logger.warning(note)
-    saved_by = processes_of(found) if (found / MANIFEST_FILE).is_file() else args.world_size
+    manifest = read(found)
+    saved_by = manifest.processes if isinstance(manifest, Manifest) else args.world_size
     if saved_by != args.world_size:
         logger.warning(
             f"{found} was saved by {saved_by} processes, and this run has {args.world_size}: their random generators "

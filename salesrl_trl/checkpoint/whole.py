@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
@@ -26,6 +27,18 @@ AUTO = "auto"
 _PIECE = 64 * 2**20
 """Bytes that are read and digested at a time."""
 _THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint was when it was saved."""
+
+    saved_at: float
+    """Seconds since the epoch."""
+    processes: int
+    """Number of processes that saved it."""
+    files: Mapping[str, tuple[int, str]]
+    """By its name, bytes and digest of each file."""
 
 
 def seal(folder: Path, *, processes: int, has_optimizer: bool) -> None:
@@ -51,20 +64,13 @@ def seal(folder: Path, *, processes: int, has_optimizer: bool) -> None:
     write_whole(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
 
 
-def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
-    """Why a run can't go on from this folder, or `None` if it can.
-
-    Args:
-        checkpoint (`Path`):
-            The folder.
-        with_digests (`bool`, *optional*, defaults to `True`):
-            Read all files. Else their sizes are compared only.
-    """
-    manifest = checkpoint / MANIFEST_FILE
+def read(checkpoint: Path) -> Manifest | str:
+    """The manifest of a checkpoint whose files are there and as long as it says, or why no run can go on from it."""
     try:
-        read = json.loads(manifest.read_text(encoding="utf-8"))
-        files = {str(name): (int(each["bytes"]), str(each["sha256"])) for name, each in read["files"].items()}
-        has_optimizer, _ = bool(read["has_optimizer"]), float(read["saved_at"])
+        given = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
+        files = {str(name): (int(each["bytes"]), str(each["sha256"])) for name, each in given["files"].items()}
+        manifest = Manifest(float(given["saved_at"]), int(given["processes"]), files)
+        has_optimizer = bool(given["has_optimizer"])
     except FileNotFoundError:
         return f"it has no {MANIFEST_FILE}: the run ended while it was saved, or something else saved it"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -78,20 +84,22 @@ def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
         return f"{_some(cut)} not as long as when it was saved"
     if not has_optimizer:
         return "it holds the model alone (`save_only_model`)"
-    as_read = tuple((checkpoint / name).stat().st_mtime_ns for name in (MANIFEST_FILE, *files))
-    if with_digests and (changed := _changed(checkpoint, as_read)):
-        return f"{_some(changed)} not what was saved: other bytes"
-    return None
+    return manifest
 
 
-def saved_at(checkpoint: Path) -> float:
-    """When a checkpoint without a fault was saved, in seconds since the epoch."""
-    return float(json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))["saved_at"])
+def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
+    """Why a run can't go on from this folder, or `None` if it can.
 
-
-def processes_of(checkpoint: Path) -> int:
-    """Number of processes that saved a checkpoint without a fault."""
-    return int(json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))["processes"])
+    Args:
+        checkpoint (`Path`):
+            The folder.
+        with_digests (`bool`, *optional*, defaults to `True`):
+            Read all files. Else their sizes are compared only.
+    """
+    manifest = read(checkpoint)
+    if isinstance(manifest, str):
+        return manifest
+    return _change(checkpoint, manifest) if with_digests else None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -107,15 +115,12 @@ def folders(output_dir: Path) -> list[Path]:
 
 def newest(output_dir: Path, *, with_digests: bool = True) -> Path | None:
     """The checkpoint that was saved last and is whole. Logs which ones are passed over, and why."""
-    whole = []
-    for each in folders(output_dir):
-        fault = fault_of(each, with_digests=False)
-        if fault is None:
-            whole.append(each)
-        else:
-            logger.warning(f"{each} is passed over: {fault}")
-    for each in sorted(whole, key=lambda one: (saved_at(one), step_of(one)), reverse=True):
-        fault = fault_of(each, with_digests=with_digests)
+    found = {each: read(each) for each in folders(output_dir)}
+    whole = {each: manifest for each, manifest in found.items() if isinstance(manifest, Manifest)}
+    for each in sorted(found.keys() - whole.keys(), key=step_of):
+        logger.warning(f"{each} is passed over: {found[each]}")
+    for each in sorted(whole, key=lambda one: (whole[one].saved_at, step_of(one)), reverse=True):
+        fault = _change(each, whole[each]) if with_digests else None
         if fault is None:
             return each
         logger.warning(f"{each} is passed over: {fault}")
@@ -188,12 +193,20 @@ def _some(names: Set[str]) -> str:
     return f"{first} and {len(others)} more files are" if others else f"{first} is"
 
 
+def _change(checkpoint: Path, manifest: Manifest) -> str | None:
+    """Which files hold other bytes than the manifest says, in words."""
+    names = {
+        name
+        for name, (_, digest) in manifest.files.items()
+        if _known_digest(checkpoint / name, (checkpoint / name).stat().st_mtime_ns) != digest
+    }
+    return f"{_some(names)} not what was saved: other bytes" if names else None
+
+
 @functools.cache
-def _changed(checkpoint: Path, as_read: tuple[int, ...]) -> frozenset[str]:
-    """Files with other bytes than the manifest says. Remembered while no file is written: a run asks before a model
-    is loaded, and after it."""
-    files = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
-    return frozenset(name for name, each in files.items() if _digest(checkpoint / name) != each["sha256"])
+def _known_digest(path: Path, written_ns: int) -> str:
+    """A file's digest, remembered until the file is written: a run asks before a model is loaded, and after it."""
+    return _digest(path)
 
 
 def _digest(path: Path) -> str:

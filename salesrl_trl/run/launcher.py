@@ -30,7 +30,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from salesrl_trl import tidy_end
+from salesrl_trl.process import stat_of
 from salesrl_trl.run import signals
+from salesrl_trl.tidy_end import say
 
 FOLDER = "SALESRL_TRL_LAUNCH"
 """Environment variable with the folder, where accelerate's process will print the words."""
@@ -68,7 +70,7 @@ def speak(words: Words, terminal: int = 2) -> None:
     launcher = _launcher()
     given = os.environ.get(FOLDER)
     if given is None and launcher is None:
-        _print(words.text)
+        say(words.text)
         return
     try:
         folder = Path(given) if given else Path(tempfile.gettempdir()) / f"salesrl_trl-{launcher}-{_started(launcher)}"
@@ -78,7 +80,7 @@ def speak(words: Words, terminal: int = 2) -> None:
         unfinished.rename(unfinished.with_suffix(".json"))
         with contextlib.suppress(FileExistsError):
             (folder / f"spoken-{words.follows}").touch(exist_ok=False)
-            _print(words.text)
+            say(words.text)
         if given is None and len(list(folder.glob("spoken-*"))) == 1:
             with contextlib.suppress(FileExistsError):
                 (folder / "followed").touch(exist_ok=False)
@@ -90,7 +92,7 @@ def speak(words: Words, terminal: int = 2) -> None:
                     start_new_session=True,  # a signal to the launch's group is not meant for it
                 )
     except OSError:  # a full disk, for example: the words come before the launcher's own lines alone
-        _print(words.text)
+        say(words.text)
 
 
 def end_tidily() -> None:
@@ -166,11 +168,11 @@ def _end(
 
         log = folder / _LOG
         words = words_of_signal(-status, Path(log.read_text("utf-8")) if log.is_file() else None)
-        _print(words.text)
+        say(words.text)
     elif words is None:
         usual(kind, error, trace)
     elif not isinstance(error, subprocess.CalledProcessError):  # of several processes, others have spoken since
-        _print(words.text)
+        say(words.text)
     raise SystemExit(words.code if words is not None else status)
 
 
@@ -202,16 +204,9 @@ def _launcher() -> int | None:
 
 def _started(pid: int | None) -> str:
     """When a process was started, in the kernel's ticks; empty when it has ended. Process ids are used again."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return fields[19] if fields[0] != "Z" else ""  # a parent may read all output before it asks for the exit code
-
-
-def _print(text: str) -> None:
-    sys.stderr.write(f"\n{text}\n")
-    sys.stderr.flush()
+    found = stat_of(pid) if pid is not None else None
+    # a parent may read all output before it asks for the exit code
+    return found[2] if found is not None and found[0] != "Z" else ""
 
 
 def _follow(folder: Path, launcher: int, started: str) -> None:
@@ -222,7 +217,7 @@ def _follow(folder: Path, launcher: int, started: str) -> None:
     words = _first(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if words is not None:
-        _print(words.text)
+        say(words.text)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from salesrl_trl.errors import StopRequested
-from salesrl_trl.tidy_end import EXIT_INTERRUPTED, Tell
+from salesrl_trl.tidy_end import EXIT_INTERRUPTED, Tell, say
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals of a terminal, of schedulers, and of a terminal that is gone."""
 AT_ONCE = "a second Ctrl-C: this process quits at once. What the last checkpoint holds is kept."
 _PR_SET_PDEATHSIG = 1
-
-
-def _print(text: str, code: int) -> None:
-    sys.stderr.write(f"\n{text}\n")
 
 
 class _Asked:
@@ -33,7 +29,7 @@ class _Asked:
         self.reason: str | None = None
         self.stop: Callable[[str], object] | None = None
         self.interrupts = 0
-        self.tell: Tell = _print
+        self.tell: Tell = say
 
 
 _asked = _Asked()

@@ -10,9 +10,7 @@ from accelerate.utils import gather
 
 def on_any_rank(condition: bool, device: torch.device) -> bool:
     """Whether it is true on any rank; a collective."""
-    if PartialState().num_processes == 1:
-        return condition
-    return bool(gather(torch.tensor([condition], device=device)).any())
+    return bool(highest(condition, device))
 
 
 def highest(number: int, device: torch.device) -> int:

@@ -195,12 +195,6 @@ def assert_ages_are_as_logged(trainer, lookahead):
     return [max(each) for _, each in sorted(ages.items())]
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 4])
-def test_scripted_rollouts_are_as_old_as_is_logged(trained, lookahead):
-    trainer = trained(rollout_lookahead=lookahead, max_steps=7)
-    assert assert_ages_are_as_logged(trainer, lookahead) == [min(step, lookahead) for step in range(7)]
-
-
 @pytest.mark.usefixtures("any_text_is_an_action")
 @pytest.mark.parametrize("lookahead", [1, 2, 4])
 def test_generated_rollouts_are_as_old_as_is_logged(trained, lookahead):
@@ -236,7 +230,9 @@ def prompts_by_generation_batch(trainer, micro_batches, first=0):
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_prompts_come_in_the_order_they_have_without_lookahead(trained, arrangement):
+def test_prompts_come_in_the_order_they_have_without_lookahead_and_rollouts_are_as_old_as_is_logged(
+    trained, arrangement
+):
     given, per_generation = ARRANGEMENTS[arrangement]
     runs = {
         ahead: trained(rollout_lookahead=ahead, max_steps=11, **given)
@@ -251,7 +247,8 @@ def test_prompts_come_in_the_order_they_have_without_lookahead(trained, arrangem
         ]
         assert [batch["step"] for batch in trainer.micro_batches] == [b["step"] for b in runs[0].micro_batches]
         assert [entry["epoch"] for entry in steps_of(trainer)] == [entry["epoch"] for entry in steps_of(runs[0])]
-        assert_ages_are_as_logged(trainer, lookahead)
+        ages = assert_ages_are_as_logged(trainer, lookahead)
+        assert arrangement != "whole" or ages == [min(step, lookahead) for step in range(11)]
 
 
 def test_every_prompt_of_an_epoch_comes_once_by_epochs_too(trained):

@@ -19,6 +19,9 @@ import threading
 import time
 from pathlib import Path
 
+if __name__ == "__main__":
+    import support.without_vllm  # noqa: F401 - before TRL; the server alone needs vLLM
+
 import pytest
 import torch
 from support.keyed import keyed_rows, make_tiny_policy
@@ -331,6 +334,9 @@ def main(served, server, services, out):
 
     with pytest.MonkeyPatch.context() as patch:
         without_a_push(patch)
+        for module in ("client", "generation"):  # a server's client needs it for the push alone
+            patch.setattr(f"trl.generation.vllm_{module}.is_vllm_available", lambda: True)
+        patch.setattr("trl.generation.vllm_generation.LLM", None, raising=False)
         patch.setattr(VLLMClient, "generate", watched)
         trainer = build_trainer(
             served, server, services, out, rollout_lookahead=2, max_steps=5, ddp_backend="gloo", report_to="none"

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import LOCK_FILE
+from salesrl_trl.process import stat_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,8 @@ def _is_orphan(owner: str) -> bool:
     found = re.match(r"process (\d+) on (\S+),", owner)
     if found is None or found[2] != socket.gethostname():
         return False
-    try:
-        fields = Path(f"/proc/{found[1]}/stat").read_text("utf-8").rpartition(")")[2].split()
-    except OSError:
-        return False
-    return fields[1] == "1"
+    stat = stat_of(int(found[1]))
+    return stat is not None and stat[1] == 1
 
 
 def free_gib(folder: Path | str) -> float:

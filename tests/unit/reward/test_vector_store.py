@@ -4,6 +4,7 @@ Its vectors are made of hashed pairs of neighbouring characters, so texts are th
 """
 
 import asyncio
+import importlib.util
 import itertools
 import json
 import math
@@ -43,7 +44,7 @@ from salesrl_trl.run.assembly import build_reward
 from salesrl_trl.run.checks.reward import prepare_reward
 from salesrl_trl.types import Action, Outcome, RequestIds
 
-lancedb = pytest.importorskip("lancedb")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lancedb") is None, reason="needs lancedb")
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "build_vector_store.py"
 MODEL = "bigrams"
@@ -414,9 +415,15 @@ def test_another_model_than_the_tables_is_refused(store):
         store(embedding_model="other")
 
 
+def connect(folder):
+    import lancedb  # two seconds, which each process that collects tests would take
+
+    return lancedb.connect(str(folder))
+
+
 def make_table(folder, columns, metadata=None):
     table = pa.table(columns)
-    lancedb.connect(str(folder)).create_table(TABLE, table.replace_schema_metadata(metadata))
+    connect(folder).create_table(TABLE, table.replace_schema_metadata(metadata))
 
 
 def test_a_table_of_other_making_is_searched_too(embeddings, tmp_path):
@@ -597,7 +604,7 @@ def test_the_script_embeds_in_batches_and_says_how_many_and_how_long(build, embe
     assert (str(tmp_path / "store") in out, err) == (True, "")
     assert sorted(len(request.json["input"]) for request in embeddings.asked) == [1, 3]
     assert f"Watercolour price\n{PAINT_PRICE}" in embeddings.texts
-    table = lancedb.connect(str(tmp_path / "store")).open_table(TABLE)
+    table = connect(tmp_path / "store").open_table(TABLE)
     assert table.schema.metadata[MODEL_KEY] == MODEL.encode()
     assert table.schema.names == ["id", "text", "vector"]  # no tenant, no column
 
@@ -630,7 +637,7 @@ def test_the_script_overwrites_only_when_told_to(build, embeddings, tmp_path, ca
     assert "holds a vector store already; give --overwrite" in capsys.readouterr().err
     assert embeddings.asked == []
     assert build(DOCUMENTS[:1], "--overwrite") == 0
-    assert lancedb.connect(str(tmp_path / "store")).open_table(TABLE).count_rows() == 1
+    assert connect(tmp_path / "store").open_table(TABLE).count_rows() == 1
 
 
 @pytest.mark.parametrize(
