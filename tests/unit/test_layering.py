@@ -42,6 +42,7 @@ ORDER = (
     "train",
     "env",
     "preflight",
+    "command",
 )
 
 
