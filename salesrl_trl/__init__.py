@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from salesrl_trl.config import RewardConfig as RewardConfig
-    from salesrl_trl.config import SalesGRPOConfig as SalesGRPOConfig
+    from salesrl_trl.config.reward import RewardConfig as RewardConfig
+    from salesrl_trl.config.training import SalesGRPOConfig as SalesGRPOConfig
     from salesrl_trl.data.form import Form as Form
     from salesrl_trl.data.formats.base import DatasetFormat as DatasetFormat
     from salesrl_trl.data.sources import build_dataset as build_dataset
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 _MODULES = {
     # the trainer and its settings
     "SalesGRPOTrainer": "trainer",
-    "SalesGRPOConfig": "config",
-    "RewardConfig": "config",
+    "SalesGRPOConfig": "config.training",
+    "RewardConfig": "config.reward",
     "QuickEvalSettings": "evaluation.record",
     # from rows to rewards
     "load_rows": "data.sources",
