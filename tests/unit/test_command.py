@@ -14,7 +14,8 @@ from salesrl_trl.command import COMMANDS
 QUICK_S = 60.0
 SCRIPT = "import sys; from salesrl_trl.command import main; sys.exit(main())"
 PACKAGE = Path(salesrl_trl.__file__).parent
-THERE = [word for word, (module, _) in COMMANDS.items() if list(PACKAGE.parent.glob(f"{module.replace('.', '/')}*"))]
+FILES = {word: PACKAGE.parent / module.replace(".", "/") for word, (module, _) in COMMANDS.items()}
+THERE = [word for word, file in FILES.items() if file.with_suffix(".py").is_file() or (file / "__main__.py").is_file()]
 
 
 def ended(*command: str, cwd: Path | None = None) -> tuple[int, str, str]:
@@ -43,7 +44,6 @@ def salesrl(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
         (["env", "--diff", "one", "other"], 2),
         (["services", "--no-such-thing"], 2),
         (["preflight", "--stage"], 2),
-        (["train", "nowhere.yaml"], 2),
     ],
     ids=str,
 )
@@ -58,6 +58,12 @@ def test_a_word_is_its_module(arguments: list[str], code: int, tmp_path: Path) -
     assert by_word[0] == by_module[0] == code
     assert list(map(no_seconds, by_word[1:])) == list(map(no_seconds, by_module[1:]))
     assert by_word[1] + by_word[2]
+
+
+def test_a_training_takes_the_recipe_that_is_named_first(tmp_path: Path) -> None:
+    code, out, err = salesrl("train", "nowhere.yaml", "--max_steps", "1", cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert "there is no recipe nowhere.yaml" in err
 
 
 def test_the_process_becomes_the_command_s_and_finds_parts_in_the_working_folder(tmp_path: Path) -> None:
