@@ -1,3 +1,113 @@
-"""salesrl_trl: GRPO for policies that are scored by slow, real RAG services and judges, on TRL."""
+"""salesrl_trl: GRPO for policies that are scored by slow, real RAG services and judges, on TRL.
+
+The names of this module are the package's interface; docs/API.md describes each. A name is imported when it is first
+asked for: `SalesGRPOTrainer` brings torch, which takes seconds, and the package alone brings nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from salesrl_trl.config.reward import RewardConfig as RewardConfig
+    from salesrl_trl.config.training import SalesGRPOConfig as SalesGRPOConfig
+    from salesrl_trl.data.form import Form as Form
+    from salesrl_trl.data.formats.base import DatasetFormat as DatasetFormat
+    from salesrl_trl.data.sources import build_dataset as build_dataset
+    from salesrl_trl.data.sources import load_rows as load_rows
+    from salesrl_trl.errors import ConfigError as ConfigError
+    from salesrl_trl.errors import DataError as DataError
+    from salesrl_trl.errors import DivergedError as DivergedError
+    from salesrl_trl.errors import RunStopped as RunStopped
+    from salesrl_trl.errors import SalesRLError as SalesRLError
+    from salesrl_trl.errors import ServiceError as ServiceError
+    from salesrl_trl.errors import TooFewRewardsError as TooFewRewardsError
+    from salesrl_trl.errors import WeightSyncError as WeightSyncError
+    from salesrl_trl.evaluation.figures import Figure as Figure
+    from salesrl_trl.evaluation.record import QuickEvalSettings as QuickEvalSettings
+    from salesrl_trl.generation.sampler import Sampler as Sampler
+    from salesrl_trl.kl.law import KLLaw as KLLaw
+    from salesrl_trl.reward.chain import SalesReward as SalesReward
+    from salesrl_trl.reward.functions import RewardFunction as RewardFunction
+    from salesrl_trl.reward.functions import per_batch as per_batch
+    from salesrl_trl.reward.functions import per_completion as per_completion
+    from salesrl_trl.reward.functions import per_group as per_group
+    from salesrl_trl.reward.judge.base import Judge as Judge
+    from salesrl_trl.reward.service.transport import Transport as Transport
+    from salesrl_trl.reward.stage import Added as Added
+    from salesrl_trl.reward.stage import Case as Case
+    from salesrl_trl.reward.stage import Missing as Missing
+    from salesrl_trl.reward.stage import RewardStage as RewardStage
+    from salesrl_trl.run.assembly import open_reward as open_reward
+    from salesrl_trl.timing import TimingContext as TimingContext
+    from salesrl_trl.trainer import SalesGRPOTrainer as SalesGRPOTrainer
+    from salesrl_trl.types import Action as Action
+    from salesrl_trl.types import Answer as Answer
+    from salesrl_trl.types import InvalidAction as InvalidAction
+    from salesrl_trl.types import Outcome as Outcome
+    from salesrl_trl.types import Reward as Reward
+    from salesrl_trl.types import SalesRow as SalesRow
+    from salesrl_trl.types import Verdict as Verdict
+
+_MODULES = {
+    # the trainer and its settings
+    "SalesGRPOTrainer": "trainer",
+    "SalesGRPOConfig": "config.training",
+    "RewardConfig": "config.reward",
+    "QuickEvalSettings": "evaluation.record",
+    # reward functions of your own: docs/REWARDS.md
+    "per_completion": "reward.functions",
+    "per_group": "reward.functions",
+    "per_batch": "reward.functions",
+    "RewardFunction": "reward.functions",
+    "Reward": "types",
+    "Transport": "reward.service.transport",
+    # from rows to the packaged reward
+    "load_rows": "data.sources",
+    "build_dataset": "data.sources",
+    "Form": "data.form",
+    "open_reward": "run.assembly",
+    "SalesReward": "reward.chain",
+    # parts of your own: docs/ARCHITECTURE.md, "Seams"
+    "DatasetFormat": "data.formats.base",
+    "Figure": "evaluation.figures",
+    "Judge": "reward.judge.base",
+    "KLLaw": "kl.law",
+    "RewardStage": "reward.stage",
+    "Sampler": "generation.sampler",
+    # the values that pass between them
+    "SalesRow": "types",
+    "Action": "types",
+    "InvalidAction": "types",
+    "Answer": "types",
+    "Verdict": "types",
+    "Outcome": "types",
+    "Case": "reward.stage",
+    "Added": "reward.stage",
+    "Missing": "reward.stage",
+    # time
+    "TimingContext": "timing",
+    # errors
+    "SalesRLError": "errors",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "ServiceError": "errors",
+    "TooFewRewardsError": "errors",
+    "DivergedError": "errors",
+    "WeightSyncError": "errors",
+    "RunStopped": "errors",
+}
+"""Each name, and its module below the package. docs/API.md has this order. A new name has a line here and above."""
+
+__all__ = ["__version__", *_MODULES]
+
+if not TYPE_CHECKING:  # to a type checker a name that is not above is an error
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

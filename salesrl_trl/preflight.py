@@ -1,7 +1,7 @@
 """`python -m salesrl_trl.preflight [--config RECIPE.yaml] [--stage NAME[,NAME]] [--json] [--SETTING VALUE ...]`.
 
 Says whether a run can work before it is started. Owns the command line. The stages are in `run.preflight`. Without
-`--config` the settings are those of recipes/full.yaml.
+`--config` the settings are those of `run.recipes.FULL`.
 
 Exit code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
 """
@@ -18,10 +18,10 @@ from salesrl_trl.run import software
 from salesrl_trl.run.launcher import end_tidily
 from salesrl_trl.run.preflight.stage import Finding, StageReport, Verdict, finding_of
 from salesrl_trl.run.preflight.text import all_reports, next_step, stage_text
+from salesrl_trl.run.recipes import FULL
 from salesrl_trl.run.tools import ToolParser, strict_json
 from salesrl_trl.tidy_end import is_interrupt
 
-RECIPE = software.PACKAGE.parent / "recipes" / "full.yaml"
 FAILED = 2
 
 
@@ -62,14 +62,14 @@ def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageRe
         set_up_logging(logging.WARNING)
         logging.getLogger("salesrl_trl.demo").setLevel(logging.INFO)  # the small policy may have to be made first
         if len(wanted) == 1 and wanted[0] in alone.STAGES:
-            yield from alone.examine_alone(wanted[0], settings, RECIPE)
+            yield from alone.examine_alone(wanted[0], settings, FULL)
             return
         from salesrl_trl.run.preflight import runner  # brings torch, which takes seconds
         from salesrl_trl.run.preflight.plan import Plan
         from salesrl_trl.run.settings import parse
 
         stages = runner.chosen(wanted, runner.STAGES)
-        plan = Plan(parse(settings, RECIPE), in_depth=True)
+        plan = Plan(parse(settings, FULL), in_depth=True)
     except ImportError as error:
         if is_interrupt(error):
             raise

@@ -1,5 +1,8 @@
 """A whole run: settings, checks, reward services, trainer, training, last evaluation. Recipes call `main`.
 
+`python -m salesrl_trl.train [RECIPE.yaml] [--SETTING VALUE ...]` runs a recipe without a script: `run.recipes.FULL` if
+none is named.
+
 Owns this order and nothing else. Wrong settings, data, addresses or model paths stop a run before a model is loaded,
 with one message and exit code 2.
 """
@@ -12,6 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from salesrl_trl.process import collect_seldom, keep_freed_memory, remember_packages
+from salesrl_trl.run.launcher import begin_run
+
+if __name__ == "__main__":
+    begin_run()  # before the imports that take seconds
 
 # First of all: torch, TRL and vLLM make a million objects that stay. Their import takes 5.9 s of CPU, not 7.3 s
 collect_seldom()
@@ -42,6 +49,7 @@ from salesrl_trl.run.console import (
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.runner import prepare
 from salesrl_trl.run.read_ahead import begin_read_ahead
+from salesrl_trl.run.recipes import FULL
 from salesrl_trl.run.record import has_finished, write_finished, write_record
 from salesrl_trl.run.settings import RunConfig, parse
 from salesrl_trl.run.simulation.command import SimulationConfig
@@ -55,7 +63,7 @@ from salesrl_trl.timing import TimingContext
 if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("salesrl_trl.train")  # by `python -m` too
 
 
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
@@ -196,3 +204,9 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
             if config.training.mode != "rollouts" and config.training.held_out_eval:
                 trainer.evaluate()
                 stopping.raise_if_asked()
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    sys.argv[0] = "python -m salesrl_trl.train"  # in the usage, and in the run's record
+    main(FULL, ["--config", *given] if given and not given[0].startswith("-") else given)

@@ -55,7 +55,7 @@ test_lowest() {
   local -x PYTHONPATH="$lowest${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
   "${pytest[@]}" tests/integration/test_readme.py &
   training=$!
-  "${pytest[@]}" tests/upstream tests/unit/test_packaging.py::test_versions_of_the_environment \
+  "${pytest[@]}" tests/upstream tests/unit/test_packaging.py::test_versions_of_the_environment tests/unit/test_names.py \
     tests/unit/reward/test_chain.py tests/faults/test_http_faults.py tests/unit/demo/services/test_services_http.py \
     tests/unit/demo/services/test_knowledge_index.py tests/unit/run/test_checks.py tests/unit/data/test_templates.py \
     tests/unit/telemetry/test_device.py tests/unit/telemetry/test_layout.py \

@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import yaml
+
 README = Path(__file__).parents[2] / "README.md"
 
 
@@ -23,3 +26,19 @@ def test_the_readmes_library_snippet_trains_as_it_stands(tmp_path):
     assert len(steps) == 3
     assert max(each["outcome/ok"] for each in steps) > 0  # some actions are valid, and both services answered
     assert [each["outcome/infra"] for each in steps] == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_the_command_trains_in_a_folder_without_a_recipe(tmp_path):
+    few = ["--max_steps", "1", "--use_vllm", "false", "--rollout_lookahead", "0", "--held_out_eval", "false"]
+    code = "from salesrl_trl.command import main; main()"
+    command = [sys.executable, "-c", code, "train", *few, "--output_dir", "mine"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "[Run] the policy is in mine" in done.stderr  # a line of the module that ran as `__main__`
+    assert (tmp_path / "mine/model.safetensors").is_file()
+    record = json.loads((tmp_path / "mine/run.json").read_text("utf-8"))
+    assert record["command"] == ["python -m salesrl_trl.train", *few, "--output_dir", "mine"]
+    settings = yaml.safe_load((tmp_path / "mine/config.yaml").read_text("utf-8"))
+    assert (settings["vllm_max_model_length"], settings["save_steps"]) == (320, 15)  # of full.yaml's `small_policy`

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support import house
 
+import salesrl_trl
+
 PACKAGE = Path(__file__).parents[2] / "salesrl_trl"
 ORDER = (
     "types",
@@ -45,6 +47,7 @@ ORDER = (
     "train",
     "env",
     "preflight",
+    "command",
 )
 
 
@@ -53,10 +56,12 @@ def _room(path: Path) -> str:
 
 
 def _imported_rooms(path: Path) -> set[str]:
-    rooms = set()
+    rooms, door = set(), {"__version__": "types", **salesrl_trl._MODULES}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module == "salesrl_trl":  # a room, or a name of a room
+            names += [f"salesrl_trl.{door.get(alias.name, alias.name)}" for alias in node.names]
         rooms |= {name.split(".")[1] for name in names if name.startswith("salesrl_trl.")}
     return rooms
 

@@ -10,13 +10,16 @@ import configparser
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
@@ -157,6 +160,73 @@ def test_versions_of_the_environment(direct: Ranges) -> None:
         assert {name: here[name] for name in direct if name in lowest} == {
             name: lowest[name] for name in direct if name in lowest
         }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of this checkout, built in a copy: a build leaves folders behind."""
+    tree = tmp_path_factory.mktemp("tree")
+    shutil.copytree(ROOT / "salesrl_trl", tree / "salesrl_trl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True, timeout=QUICK_S)
+    [built] = tree.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def metadata_of(wheel: zipfile.ZipFile, name: str) -> str:
+    [path] = [each for each in wheel.namelist() if each.endswith(f".dist-info/{name}")]
+    return wheel.read(path).decode()
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_the_command(wheel: zipfile.ZipFile) -> None:
+    files = [path for path in (ROOT / "salesrl_trl").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == {str(path.relative_to(ROOT)) for path in files}
+    entries = configparser.ConfigParser()
+    entries.read_string(metadata_of(wheel, "entry_points.txt"))
+    [(word, target)] = entries["console_scripts"].items()
+    module, _, function = target.partition(":")
+    assert (word, callable(getattr(import_module(module), function))) == ("salesrl", True)
+
+
+def brought_by(requirements: Iterable[str], extra: str = "") -> Iterator[tuple[str, Requirement]]:
+    """All that an installation of these brings, as (who asks, what for), by the metadata of what is installed here."""
+    waiting, seen = [("", text, extra) for text in requirements], set[tuple[str, str]]()
+    while waiting:
+        who, text, of_extra = waiting.pop()
+        wanted = Requirement(text)
+        if wanted.marker and not wanted.marker.evaluate({"extra": of_extra}):
+            continue
+        yield who, wanted
+        for each in {"", *wanted.extras}:
+            if (key := (canonicalize_name(wanted.name), each)) not in seen:
+                seen.add(key)
+                waiting += [(wanted.name, more, each) for more in requires(wanted.name) or []]
+
+
+@pytest.mark.parametrize("lists", [("cpu.txt",), ("cpu.txt", "lowest.txt")], ids=["locked", "lowest"])
+def test_an_environment_with_trl_needs_nothing_but_additions_for_the_wheel(
+    wheel: zipfile.ZipFile, scripted: Pins, lists: tuple[str, ...]
+) -> None:
+    here = Pins(scripted)
+    for name in lists:
+        here |= pins(requirement_lines(name))
+    trl = ["trl==1.16.0", "torch"]
+    there = {canonicalize_name(wanted.name) for _, wanted in brought_by(trl)}
+    assert {"transformers", "accelerate", "datasets", "numpy", "pyarrow", "huggingface-hub"} < there
+    ours = [line for line in metadata_of(wheel, "METADATA").splitlines() if line.startswith("Requires-Dist: ")]
+    asked = [
+        (who or "salesrl_trl", wanted)
+        for who, wanted in brought_by(line.removeprefix("Requires-Dist: ") for line in ours)
+        if canonicalize_name(wanted.name) in there and (not who or canonicalize_name(who) not in there)
+    ]
+    # The wheel asks for these itself, and what it adds asks for more of what is there.
+    assert {"trl", "torch", "transformers", "numpy"} <= {wanted.name for who, wanted in asked if who == "salesrl_trl"}
+    assert {who for who, _ in asked} > {"salesrl_trl", "peft", "openai"}
+    missed = [(who, wanted) for who, wanted in asked if here[canonicalize_name(wanted.name)] not in wanted.specifier]
+    assert missed == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

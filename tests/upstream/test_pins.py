@@ -80,18 +80,21 @@ PINS = {
     (GRPOTrainer, "_generate"): "c43183674d09",
     (GRPOTrainer, "training_step"): "96c133253ca1",
     (GRPOTrainer, "_save_checkpoint"): "96c508fc0fca",
-    # (the second: transformers before 5.14, which does not clear a cache of Apple's GPUs)
-    (Trainer, "training_step"): ("285b156bfe97", "52732193c195"),
+    # (the second: transformers before 5.14, which does not clear a cache of Apple's GPUs; the third: 5.23, where a
+    # trainer may say itself that its loss is scaled)
+    (Trainer, "training_step"): ("285b156bfe97", "52732193c195", "4af68cc5a846"),
     (Trainer, "get_batch_samples"): "ce1d3f8e633c",
     (Trainer, "evaluate"): "3f3b306bcfa5",
     # SalesGRPOTrainer._evaluate: `skip_scheduler` keeps it from moving the learning rate, and it returns the figures
-    (Trainer, "_evaluate"): "2ed1a11f0291",
+    # (the second: transformers 5.23, where an evaluation without memory does not shrink the training's batch)
+    (Trainer, "_evaluate"): ("2ed1a11f0291", "93a940a223d9"),
     (Accelerator, "backward"): "79c32c236a8b",
     # a quick evaluation comes after a step's log, evaluation and checkpoint; called once more at an epoch's end
     (Trainer, "_maybe_log_save_evaluate"): "c3945a2525b7",
     # on_pre_optimizer_step comes after clipping and before optimizer.step
-    # (the second: transformers before 5.17, which does not tell the batch sampler its epoch; OrderByEpoch has its own)
-    (Trainer, "_run_epoch"): ("de4852a9dfd7", "1831da9fe3f8"),
+    # (the second: transformers before 5.17, which does not tell the batch sampler its epoch; OrderByEpoch has its own;
+    # the third: 5.23, which holds back the reduction of gradients of a policy that was sharded while it was loaded)
+    (Trainer, "_run_epoch"): ("de4852a9dfd7", "1831da9fe3f8", "28066199eba1"),
     # Pipeline.next_update and epoch_begins: the next epoch's iterator is made while this one's is in use, and an
     # epoch's order and draws are taken when its first batch is asked for
     (DataLoaderShard, "__iter__"): "f6a0dc946182",

@@ -15,11 +15,10 @@ from salesrl_trl.run.memory.remedies import Remedy, advice, remedies
 from salesrl_trl.run.memory.setup import Setup, Sharding
 from salesrl_trl.run.preflight.memory import Scales, settle_precision
 from salesrl_trl.run.preflight.plan import Plan
+from salesrl_trl.run.recipes import FULL
 from salesrl_trl.run.settings import RunConfig, parse
-from salesrl_trl.run.software import PACKAGE
 from salesrl_trl.run.tools import ToolParser, strict_json, tell_failure
 
-RECIPE = PACKAGE.parent / "recipes" / "full.yaml"
 SHARDINGS = {each.name.lower(): each for each in Sharding}
 
 
@@ -32,7 +31,7 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
         for name in ("processes", "prompt_tokens"):
             check_range(name, getattr(options, name), Range(1))
         with contextlib.redirect_stdout(sys.stderr):  # for lines of other libraries
-            config = parse(settings, RECIPE)
+            config = parse(settings, FULL)
             card = _card(options.card, config)
             setup, scales = _setup(config, card, options)
             found = estimate(scales.adapted, setup, card.gib)

@@ -1,0 +1,59 @@
+"""`salesrl COMMAND [ARGUMENT ...]`: one word for each of the package's `python -m` commands.
+
+Owns the words. Standard library only: the process becomes that of the command, so it has the same arguments, working
+folder on the path, text and exit code as by `python -m`.
+"""
+
+import difflib
+import os
+import sys
+from importlib.util import find_spec
+from typing import NoReturn
+
+from salesrl_trl import __version__
+
+COMMANDS = {
+    "train": ("salesrl_trl.train", "train; without a recipe with the packaged one, as it stands"),
+    "preflight": ("salesrl_trl.preflight", "say in seconds what of a run will not work"),
+    "evaluate": ("salesrl_trl.evaluate", "score a policy on held-out rows"),
+    "report": ("salesrl_trl.report", "write a page about a run"),
+    "services": ("salesrl_trl.demo.services", "start the demo's RAG service and judge"),
+    "env": ("salesrl_trl.env", "show code, versions and settings, or what two runs differ in"),
+}
+"""Each word, its module and what it does. A word without its module is not offered."""
+BAD_INPUT = 2
+
+
+def main() -> NoReturn:
+    """Become the command of this process's arguments."""
+    word, rest = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] else ("--help", [])
+    offered = {name: given for name, given in COMMANDS.items() if find_spec(given[0])}
+    if word in ("-h", "--help"):
+        print(_usage(offered))
+        sys.exit()
+    if word == "--version":
+        print(f"salesrl_trl {__version__}")
+        sys.exit()
+    if word not in offered:
+        near = difflib.get_close_matches(word, offered, n=1)
+        guess = f" Did you mean {near[0]}?" if near else ""
+        print(f"salesrl: unknown command {word!r}.{guess} Expected one of: {', '.join(offered)}.", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    os.execv(sys.executable, [sys.executable, "-m", offered[word][0], *rest])
+
+
+def _usage(offered: dict[str, tuple[str, str]]) -> str:
+    lines = [f"  {name:<10} {told} (python -m {module})" for name, (module, told) in offered.items()]
+    return "\n".join(
+        [
+            "usage: salesrl COMMAND [ARGUMENT ...]",
+            "",
+            *lines,
+            "",
+            "`salesrl COMMAND --help` lists a command's arguments. `salesrl --version` prints the version.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""docs/API.md says what the docstrings say."""
+
+from pathlib import Path
+
+import salesrl_trl
+from scripts import make_api_page as tool
+
+PAGE = Path(__file__).parents[3] / "docs/API.md"
+
+
+def test_the_page_is_made_of_the_docstrings_as_they_are():
+    assert tool.page() == PAGE.read_text("utf-8"), "python scripts/make_api_page.py > docs/API.md"
+
+
+def test_each_name_at_the_door_has_a_section_in_the_order_of_the_table():
+    headings = [line.removeprefix("## ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("## ")]
+    assert ["__version__", *headings] == salesrl_trl.__all__
+
+
+def test_sections_of_a_docstring_become_lists():
+    docstring = """Load.
+
+Args:
+    path (`Path`, *optional*):
+        The file. It has
+        lines: some.
+    limit:
+        Most rows.
+
+Returns:
+    `list`: rows, in
+    their order.
+    `None`: there are none.
+
+Raises:
+    `DataError` or `OSError`: a bad row,
+        or no file.
+
+More."""
+    assert tool.markdown(docstring).split("\n") == [
+        "Load.",
+        "",
+        "**Args:**",
+        "",
+        "- **path** (`Path`, *optional*):",
+        "  The file. It has",
+        "  lines: some.",
+        "- **limit**:",
+        "  Most rows.",
+        "",
+        "**Returns:**",
+        "",
+        "- `list`: rows, in",
+        "  their order.",
+        "- `None`: there are none.",
+        "",
+        "**Raises:**",
+        "",
+        "- `DataError` or `OSError`: a bad row,",
+        "  or no file.",
+        "",
+        "More.",
+    ]

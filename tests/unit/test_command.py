@@ -1,0 +1,122 @@
+"""`salesrl WORD` is `python -m MODULE`: the same text, arguments and exit code."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import salesrl_trl
+from salesrl_trl.command import COMMANDS
+
+QUICK_S = 60.0
+SCRIPT = "import sys; from salesrl_trl.command import main; sys.exit(main())"
+PACKAGE = Path(salesrl_trl.__file__).parent
+FILES = {word: PACKAGE.parent / module.replace(".", "/") for word, (module, _) in COMMANDS.items()}
+THERE = [word for word, file in FILES.items() if file.with_suffix(".py").is_file() or (file / "__main__.py").is_file()]
+
+
+def ended(*command: str, cwd: Path | None = None) -> tuple[int, str, str]:
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=QUICK_S,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def salesrl(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
+    return ended("-c", SCRIPT, *arguments, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["report", "nowhere"], 2),
+        (["report", "--help"], 0),
+        (["env", "--diff", "one", "other"], 2),
+        (["services", "--no-such-thing"], 2),
+        (["preflight", "--stage"], 2),
+    ],
+    ids=str,
+)
+def test_a_word_is_its_module(arguments: list[str], code: int, tmp_path: Path) -> None:
+    module, rest = COMMANDS[arguments[0]][0], arguments[1:]
+    by_word = salesrl(*arguments, cwd=tmp_path)
+    by_module = ended("-m", module, *rest, cwd=tmp_path)
+
+    def no_seconds(text: str) -> str:
+        return re.sub(r"\d+\.\d+ s", "", text)
+
+    assert by_word[0] == by_module[0] == code
+    assert list(map(no_seconds, by_word[1:])) == list(map(no_seconds, by_module[1:]))
+    assert by_word[1] + by_word[2]
+
+
+def test_a_training_takes_the_recipe_that_is_named_first(tmp_path: Path) -> None:
+    code, out, err = salesrl("train", "nowhere.yaml", "--max_steps", "1", cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert "there is no recipe nowhere.yaml" in err
+
+
+def test_the_process_becomes_the_command_s_and_finds_parts_in_the_working_folder(tmp_path: Path) -> None:
+    # A package of that name in the working folder is found first by `python -m`, and so it is by the word.
+    mine = tmp_path / "salesrl_trl"
+    mine.mkdir()
+    (mine / "__init__.py").write_text("")
+    (mine / "env.py").write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
+    code = f"import os; print(os.getpid(), flush=True); {SCRIPT}"
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code, "env", "--a", "b c"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=QUICK_S,
+    )
+    before, after = found.stdout.splitlines()
+    assert (found.returncode, after) == (7, f"{before} --a b c")
+
+
+def test_help_lists_the_words_whose_modules_are_there() -> None:
+    for given in (["--help"], ["-h"], []):
+        code, out, err = salesrl(*given)
+        assert (code, err) == (0, "")
+        assert re.findall(r"^  (\w+) .*\(python -m (\S+)\)$", out, flags=re.MULTILINE) == [
+            (word, COMMANDS[word][0]) for word in THERE
+        ]
+    assert {"train", "preflight", "report", "services", "env"} <= set(THERE)
+
+
+def test_a_word_without_its_module_is_not_offered() -> None:
+    code = f"import salesrl_trl.command as it; it.COMMANDS['view'] = ('salesrl_trl.view', ''); {SCRIPT}"
+    assert "view" not in ended("-c", code, "--help")[1]
+    assert ended("-c", code, "view")[0] == 2
+
+
+def test_an_unknown_word_is_refused_with_the_nearest_one() -> None:
+    assert salesrl("trian") == (
+        2,
+        "",
+        f"salesrl: unknown command 'trian'. Did you mean train? Expected one of: {', '.join(THERE)}.\n",
+    )
+    code, out, err = salesrl("xyz")
+    assert (code, out, "Did you mean" in err) == (2, "", False)
+
+
+def test_the_version_is_the_packages() -> None:
+    assert salesrl("--version") == (0, f"salesrl_trl {salesrl_trl.__version__}\n", "")
+
+
+def test_the_command_brings_nothing_but_the_standard_library() -> None:
+    here = "print(*{name.split('.')[0] for name in sys.modules})"
+    bare, ours = (set(ended("-c", f"import sys{more}; {here}")[1].split()) for more in ("", ", salesrl_trl.command"))
+    assert ours - bare - sys.stdlib_module_names == {"salesrl_trl"}
