@@ -116,7 +116,11 @@ def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label:
 
 
 def _free() -> None:
-    """Give the memory of a policy back, and of its engine. Both are in circles of references."""
+    """Give the memory of a policy back, and of its engine. Both are in circles of references.
+
+    vLLM hides everything that is there when its engine has started from the garbage collector.
+    """
+    gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
