@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             named = [policy_of(name) for name in options.policy]
             config = settings_of(settings, named, RECIPE)
             set_log_level(config.training.log_level)
-            policies = named or [Policy(name=config.policy_path, path=None)]
+            policies = named or [
+                Policy(name=config.model.model_name_or_path or "the packaged small policy", path=None)
+            ]
             services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_evaluation_"))
             plans = plans_of(config, policies, folder, options.rows)
@@ -89,8 +91,8 @@ def _evaluate(
     from salesrl_trl.reward.readiness import warm_up
     from salesrl_trl.run.assembly import open_reward
     from salesrl_trl.run.building import build_instruments
-    from salesrl_trl.run.evaluation.answers import answers_of, modes
-    from salesrl_trl.run.evaluation.findings import LABELS, findings_of
+    from salesrl_trl.run.evaluation.answers import answers_of
+    from salesrl_trl.run.evaluation.findings import LABELS, findings_of, modes
 
     plan, wanted = plans[0], modes(samples)
     config, training = plan.config, plan.config.training

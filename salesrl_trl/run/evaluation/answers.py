@@ -8,7 +8,6 @@ import gc
 import logging
 from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from peft import PeftModel
@@ -17,41 +16,15 @@ from transformers import set_seed
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.building import build_trainer, load_policy
+from salesrl_trl.run.evaluation.findings import Mode, Scored
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import Reward
 
 logger = logging.getLogger(__name__)
 
 CHECKED = 4
 """Answers by which vLLM's weights are compared with the policy's."""
-
-
-class Scored(NamedTuple):
-    """An answer, without its text."""
-
-    reward: Reward
-    tokens: int
-    """Its length."""
-    is_truncated: bool
-    """Whether it reached `max_completion_length` without an end."""
-
-
-class Mode(NamedTuple):
-    """A way to answer."""
-
-    name: str
-    """`"greedy"` or `"sampled"`."""
-    each: int
-    """Answers to each row."""
-    is_greedy: bool
-
-
-def modes(samples: int) -> list[Mode]:
-    """Greedily, and sampled so many times if that is more than 0."""
-    greedy = Mode("greedy", 1, is_greedy=True)
-    return [greedy, Mode("sampled", samples, is_greedy=False)] if samples else [greedy]
 
 
 def answers_of(

@@ -7,16 +7,42 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from salesrl_trl.evaluation.comparison import CONFIDENCE, Difference, Mean, difference_of, mean_of
 from salesrl_trl.evaluation.held_out import row_means
-from salesrl_trl.run.evaluation.answers import Mode, Scored
-from salesrl_trl.types import Outcome, SalesRow
+from salesrl_trl.types import Outcome, Reward, SalesRow
 
 ALL = "all"
 """Stands for the rows of all branches."""
 LABELS = ("A", "B")
 """Names of the policies, in the order in which they are given."""
+
+
+class Scored(NamedTuple):
+    """An answer, without its text."""
+
+    reward: Reward
+    tokens: int
+    """Its length."""
+    is_truncated: bool
+    """Whether it reached `max_completion_length` without an end."""
+
+
+class Mode(NamedTuple):
+    """A way to answer."""
+
+    name: str
+    """`"greedy"` or `"sampled"`."""
+    each: int
+    """Answers to each row."""
+    is_greedy: bool
+
+
+def modes(samples: int) -> list[Mode]:
+    """Greedily, and sampled so many times if that is more than 0."""
+    greedy = Mode("greedy", 1, is_greedy=True)
+    return [greedy, Mode("sampled", samples, is_greedy=False)] if samples else [greedy]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +97,18 @@ class Findings:
 
     @property
     def lacking(self) -> list[str]:
-        """What was scored too little to be judged: `"B greedy fairness: 3 of 64 rows were scored"`."""
-        means = [(f"{each.label} {each.mode}", name, group.reward)
-                 for each in self.answered for name, group in each.groups.items()]  # fmt: skip
-        means += [(f"B - A {mode}", name, difference)
-                  for mode, found in self.differences.items() for name, difference in found.items()]  # fmt: skip
+        """What was scored too little to be judged: `"B greedy fairness: 3 of 64 rows were scored"`. A branch is named
+        where its policy's rows as a whole were scored enough."""
+        found: dict[str, dict[str, Mean]] = {
+            f"{each.label} {each.mode}": {name: group.reward for name, group in each.groups.items()}
+            for each in self.answered
+        }
+        found |= {f"B - A {mode}": dict(by_branch) for mode, by_branch in self.differences.items()}
         return [
             f"{what} {name}: {mean.rows} of {mean.total} rows were scored"
-            for what, name, mean in means
-            if mean.lacks(self.least)
+            for what, means in found.items()
+            for name, mean in means.items()
+            if mean.lacks(self.least) and (name == ALL or not means[ALL].lacks(self.least))
         ]
 
     def as_dict(self) -> dict[str, object]:

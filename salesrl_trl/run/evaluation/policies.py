@@ -14,7 +14,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.demo.policy import PACKAGED
-from salesrl_trl.errors import ConfigError, ModelNotFoundError
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.sample import spread
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.runner import prepare
@@ -49,7 +49,7 @@ class Policy:
     """A policy before it is loaded."""
 
     name: str
-    """As given: a folder or a model id; `None` was given for the recipe's own policy."""
+    """As given: a folder or a model id."""
     path: str | None
     """Folder or id of the whole model, or of an adapter's base. `None` for the recipe's own policy."""
     adapter: Path | None = None
@@ -65,8 +65,7 @@ def policy_of(name: str) -> Policy:
     """The policy of a folder or model id.
 
     Raises:
-        `ModelNotFoundError`: the folder holds none.
-        `ConfigError`: the folder's adapter does not say which model it belongs to.
+        `ConfigError`: the folder holds none, or an adapter that does not say which model it belongs to.
     """
     folder = Path(name).expanduser()
     if (folder / ADAPTER).is_file():
@@ -77,13 +76,14 @@ def policy_of(name: str) -> Policy:
                 "it. Add the folder or the id of the model that the adapter was trained on."
             )
         return Policy(name=name, path=base, adapter=folder)
-    if folder.is_dir() and not (folder / CONFIG).is_file():
-        inside = sorted(each.parent.name for each in folder.glob(f"*/{CONFIG}"))
-        inside += sorted(each.parent.name for each in folder.glob(f"*/{ADAPTER}"))
-        remedy = f"There are policies inside it: name {' or '.join(str(folder / each) for each in inside)}."
-        raise ModelNotFoundError(
-            f"`--policy` is {name!r}, a folder without {CONFIG} and without {ADAPTER}. Expected a run's `output_dir`, "
-            f"its `best`, one of its checkpoints, or another saved policy. {remedy if inside else 'Correct the path.'}"
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.is_dir()
+    if looks_local and not (folder / CONFIG).is_file():
+        inside = sorted({str(each.parent) for file in (CONFIG, ADAPTER) for each in folder.glob(f"*/{file}")})
+        found = f"a folder without {CONFIG} and {ADAPTER}" if folder.is_dir() else "where there is nothing"
+        remedy = f"There are policies inside: name {' or '.join(inside)}." if inside else "Correct the path."
+        raise ConfigError(
+            f"`--policy` is {name!r}, {found}. Expected a run's `output_dir`, its `best`, one of its checkpoints, or "
+            f"another saved policy. {remedy}"
         )
     return Policy(name=name, path=name)
 
@@ -129,6 +129,11 @@ def plans_of(config: RunConfig, policies: Sequence[Policy], output_dir: str, row
         `SalesRLError`: a setting, a file or a policy is not as expected.
     """
     training = evaluated(config.training, output_dir)
+    if len(policies) > 1 and training.use_vllm and training.vllm_mode == "server":
+        raise ConfigError(
+            "two policies are named with `vllm_mode: server`, and a server gets the weights of one trainer. Expected "
+            "an engine for each policy: set `vllm_mode: colocate` or `use_vllm: false`."
+        )
     telemetry = replace(config.telemetry, quick_eval_steps=0, trace_steps="")
     plans = []
     for policy in policies:

@@ -3,7 +3,6 @@
 Owns tables, lines and wording. Refuses to compute figures.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from salesrl_trl.evaluation.comparison import FEW_ROWS, Difference, Mean
@@ -24,8 +23,9 @@ def text_of(findings: Findings) -> str:
 
 
 def _rows(findings: Findings) -> str:
-    counts = Counter(row.branch for row in findings.rows)
-    branches = ", ".join(f"{name} {count}" for name, count in counts.items())
+    branches = ", ".join(
+        f"{name} {group.reward.total}" for name, group in findings.answered[0].groups.items() if name != ALL
+    )
     sampled = f"; {findings.samples} sampled answers to a row, seed {findings.seed}" if findings.samples else ""
     return f"{len(findings.rows)} held-out rows ({branches}){sampled}"
 
@@ -91,7 +91,7 @@ def _notes(findings: Findings) -> list[str]:
         "Intervals and p: Student's t over rows. A row counts once, with the mean reward of its answers.",
         "A row of which fewer than half of the answers could be scored is left out, on both sides of a comparison.",
     ]
-    if any(mean.is_few for mean in means):
+    if any(mean.is_few and mean.interval is not None for mean in means):
         lines.append(f"{FEW} fewer than {FEW_ROWS} rows: too few to rely on.")
     for each in findings.answered:
         if each.missing:
@@ -108,11 +108,10 @@ def _number(value: float | None, sign: str = "") -> str:
 
 
 def _interval(mean: Mean, sign: str = "") -> str:
-    few = FEW if mean.is_few else ""
     if mean.interval is None:
-        return UNKNOWN + few
+        return UNKNOWN
     low, high = (_number(each, sign) for each in mean.interval)
-    return f"{low} to {high}{few}"
+    return f"{low} to {high}{FEW if mean.is_few else ''}"
 
 
 def _p(found: Difference) -> str:
