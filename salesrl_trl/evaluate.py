@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check(options)
             from salesrl_trl.run.assembly import launched_services
             from salesrl_trl.run.evaluation.policies import Policy, plans_of, policy_of, settings_of
+            from salesrl_trl.run.evaluation.text import text_of
 
             named = [policy_of(name) for name in options.policy]
             config = settings_of(settings, named, RECIPE)
@@ -73,8 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             findings = _evaluate(plans, policies, services, options.samples)
         except (Exception, KeyboardInterrupt) as error:
             exit_with(error, EXIT_STOPPED)
-        from salesrl_trl.run.evaluation.text import text_of
-
         print(text_of(findings), file=out, flush=True)
         if options.output is not None:
             write_whole(Path(options.output).expanduser(), json.dumps(finite(findings.as_dict()), indent=1) + "\n")

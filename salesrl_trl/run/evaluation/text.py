@@ -26,7 +26,8 @@ def _rows(findings: Findings) -> str:
     branches = ", ".join(
         f"{name} {group.reward.total}" for name, group in findings.answered[0].groups.items() if name != ALL
     )
-    sampled = f"; {findings.samples} sampled answers to a row, seed {findings.seed}" if findings.samples else ""
+    plural = "" if findings.samples == 1 else "s"
+    sampled = f"; {findings.samples} sampled answer{plural} to a row, seed {findings.seed}" if findings.samples else ""
     return f"{len(findings.rows)} held-out rows ({branches}){sampled}"
 
 
