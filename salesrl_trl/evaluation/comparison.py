@@ -5,7 +5,7 @@ answers, so that ten answers to a row count no more than one. A row without a va
 taken for a number.
 
 Intervals and p-values are those of Student's t over rows. With them an interval excludes 0 exactly where p is below
-0.05. A bootstrap of so few rows as an evaluation has is too narrow (docs/EXPERIMENTS.md compares the two).
+0.05. A bootstrap of so few rows as an evaluation has is too narrow (docs/EVALUATION.md compares the two).
 """
 
 import functools

@@ -146,13 +146,13 @@ def plans_of(config: RunConfig, policies: Sequence[Policy], output_dir: str, row
         # weights that a run computes with: those of 16 bits are rounded, and a run on a CPU does not round
         plan.dtype = model.dtype if training.bf16 or training.fp16 else "float32"
         plans.append(plan)
-    held_out = _common([plan.held_out for plan in plans], training.branches, rows)
+    held_out = common_rows([plan.held_out for plan in plans], training.branches, rows)
     for plan in plans:
         plan.train, plan.held_out = plans[0].train, held_out
     return plans
 
 
-def _common(fitting: Sequence[FittingPrompts], branches: Sequence[str], count: int | None) -> FittingPrompts:
+def common_rows(fitting: Sequence[FittingPrompts], branches: Sequence[str], count: int | None) -> FittingPrompts:
     """The held-out rows whose prompts fit all policies and are the same for all, or so many of them."""
     first, keys = fitting[0], [[_key(*pair) for pair in zip(each.rows, each.prompts, strict=True)] for each in fitting]
     everywhere = set(keys[0]).intersection(*keys[1:])

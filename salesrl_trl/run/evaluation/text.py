@@ -105,7 +105,7 @@ def _notes(findings: Findings) -> list[str]:
 
 
 def _number(value: float | None, sign: str = "") -> str:
-    return UNKNOWN if value is None else f"{value:{sign}.3f}"
+    return UNKNOWN if value is None else f"{value:{sign}z.3f}"
 
 
 def _interval(mean: Mean, sign: str = "") -> str:
