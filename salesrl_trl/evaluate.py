@@ -4,7 +4,7 @@ Rewards of one policy, or of two on the same held-out rows, with intervals. Owns
 evaluation. The parts are in `run.evaluation`. Without `--config` the settings are those of recipes/full.yaml.
 
 Exit code: 0; 1 if too little could be scored; 2 for wrong input, before a model is loaded; 3 if a service did not
-work; 130 after Ctrl-C.
+work; 75 after SIGTERM, 130 after Ctrl-C.
 """
 
 import argparse
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
 from salesrl_trl.process import write_whole
 from salesrl_trl.run import software
-from salesrl_trl.run.launcher import end_tidily
+from salesrl_trl.run.launcher import begin_run
 from salesrl_trl.run.tools import ToolParser, finite
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for note in dict.fromkeys(note for plan in plans for note in plan.notes):
                 logger.info(note)
         except (Exception, KeyboardInterrupt) as error:
-            exit_with(error, EXIT_BAD_INPUT)
+            exit_with(_told(error), EXIT_BAD_INPUT)
         try:
             findings = _evaluate(plans, policies, services, options.samples)
         except (Exception, KeyboardInterrupt) as error:
-            exit_with(error, EXIT_STOPPED)
+            exit_with(_told(error), EXIT_STOPPED)
         print(text_of(findings), file=out, flush=True)
         if options.output is not None:
             write_whole(Path(options.output).expanduser(), json.dumps(finite(findings.as_dict()), indent=1) + "\n")
@@ -121,6 +121,15 @@ def _evaluate(
     )
 
 
+def _told(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:
+    """The error that is told to the user. A stop is that of a command which keeps nothing."""
+    if not isinstance(error, StopRequested):
+        return error
+    if str(error) == "Ctrl-C":
+        return KeyboardInterrupt()
+    return RunStopped(f"stopped by {error}. Nothing is kept: give the same command again.")
+
+
 def _check(options: argparse.Namespace) -> None:
     """Raise `ConfigError` unless the command's own settings work."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -165,5 +174,5 @@ def _parser() -> ToolParser:
 
 
 if __name__ == "__main__":
-    end_tidily()
+    begin_run()  # a signal ends it as Ctrl-C does, with services and folder tidied up
     sys.exit(main())
