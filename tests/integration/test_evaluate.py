@@ -85,7 +85,7 @@ def test_a_spoilt_policy_is_worse_on_the_same_rows(run, spoilt):
 
 
 def test_equal_policies_give_equal_answers_also_where_one_is_an_adapter(run, adapter):
-    """Sampling has the same seeds for both. The second policy's equal calls are answered from the first one's."""
+    """Sampling has the same seeds for both."""
     code, figures, shown = run("--policy", PACKAGED, adapter, "--samples", "1")
     assert code == 0
     assert all(row["rewards"]["A"] == row["rewards"]["B"] for row in figures["rows"])

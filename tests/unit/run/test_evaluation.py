@@ -8,7 +8,8 @@ import pytest
 from salesrl_trl import evaluate
 from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.demo.policy import PACKAGED
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, StopRequested
+from salesrl_trl.run.evaluation import policies
 from salesrl_trl.run.evaluation.findings import Scored, findings_of, modes
 from salesrl_trl.run.evaluation.policies import common_rows, evaluated, policy_of, settings_of
 from salesrl_trl.run.evaluation.text import text_of
@@ -220,3 +221,19 @@ def test_several_processes_are_refused(monkeypatch, capfd):
         evaluate.main([])
     assert end.value.code == 2
     assert "launched with 2 processes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "told"), [("SIGTERM", 75, "stopped by SIGTERM"), ("Ctrl-C", 130, "Ctrl-C")]
+)
+def test_a_signal_ends_it_with_a_line_and_a_code(reason, code, told, monkeypatch, capfd):
+    def stopped(*_):
+        raise StopRequested(reason)
+
+    monkeypatch.setattr(policies, "settings_of", stopped)
+    with pytest.raises(SystemExit) as end:
+        evaluate.main([])
+    shown = capfd.readouterr().err
+    assert end.value.code == code
+    assert told in shown
+    assert "Traceback" not in shown
