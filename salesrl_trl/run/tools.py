@@ -35,12 +35,13 @@ def tell_failure(error: Exception, as_json: bool) -> None:
 
 def strict_json(value: object) -> str:
     """JSON for every reader: numbers that are none, or infinite, are null."""
-    return json.dumps(_finite(value))
+    return json.dumps(finite(value))
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """The same value, with null for numbers that are none, or infinite."""
     if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -47,6 +47,7 @@ ORDER = (
     "train",
     "env",
     "preflight",
+    "evaluate",
     "command",
 )
 
@@ -92,6 +93,7 @@ def test_a_module_imports_only_from_above_itself(path):
         ("salesrl_trl.demo.services.judge", "bm25s"),
         ("salesrl_trl.env", "torch"),
         ("salesrl_trl.preflight", "torch"),
+        ("salesrl_trl.evaluate", "torch"),
     ],
 )
 def test_a_module_does_not_drag_in_what_it_does_not_need(module, heavy):

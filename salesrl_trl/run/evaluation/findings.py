@@ -1,0 +1,227 @@
+"""The figures of an evaluation: of each policy and mode, and of the second policy against the first.
+
+Owns what is counted, what is too little, and the form of the file. Refuses to own the statistics.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from salesrl_trl.evaluation.comparison import CONFIDENCE, Difference, Mean, difference_of, mean_of
+from salesrl_trl.evaluation.held_out import row_means
+from salesrl_trl.types import Outcome, Reward, SalesRow
+
+ALL = "all"
+"""Stands for the rows of all branches."""
+LABELS = ("A", "B")
+"""Names of the policies, in the order in which they are given."""
+
+
+class Scored(NamedTuple):
+    """An answer, without its text."""
+
+    reward: Reward
+    tokens: int
+    """Its length."""
+    is_truncated: bool
+    """Whether it reached `max_completion_length` without an end."""
+
+
+class Mode(NamedTuple):
+    """A way to answer."""
+
+    name: str
+    """`"greedy"` or `"sampled"`."""
+    each: int
+    """Answers to each row."""
+    is_greedy: bool
+
+
+def modes(samples: int) -> list[Mode]:
+    """Greedily, and sampled so many times if that is more than 0."""
+    greedy = Mode("greedy", 1, is_greedy=True)
+    return [greedy, Mode("sampled", samples, is_greedy=False)] if samples else [greedy]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The answers of a policy to the rows of a branch, or to all, in one mode."""
+
+    reward: Mean
+    """Over rows."""
+    answers: int
+    """Answers of these rows."""
+    valid: float
+    """Share of answers that are a valid action, scored or not."""
+    unscored: float
+    """Share of answers whose reward is missing, because a service failed or a judge gave no verdict."""
+    tokens: float
+    """Mean length of an answer."""
+    truncated: float
+    """Share of answers that reached `max_completion_length` without an end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """All answers of a policy in one mode."""
+
+    label: str
+    """`"A"` or `"B"`."""
+    mode: str
+    values: Sequence[float]
+    """Mean reward of each row, NaN where too few of its answers could be scored."""
+    groups: Mapping[str, Group]
+    """By branch; `ALL` is first."""
+    missing: Mapping[str, int]
+    """Answers without a reward, by reason code."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """The result of an evaluation."""
+
+    policies: Sequence[str]
+    """As given."""
+    rows: Sequence[SalesRow]
+    seed: int
+    samples: int
+    """Sampled answers to each row."""
+    answered: Sequence[Answered]
+    """By policy, then by mode."""
+    differences: Mapping[str, Mapping[str, Difference]]
+    """The second policy less the first: mode to branch to difference. Empty for one policy."""
+    least: float
+    """`min_valid_reward_fraction`: the smallest share of rows with a value."""
+
+    @property
+    def lacking(self) -> list[str]:
+        """What was scored too little to be judged: `"B greedy fairness: 3 of 64 rows were scored"`. A branch is named
+        where its policy's rows as a whole were scored enough."""
+        found: dict[str, dict[str, Mean]] = {
+            f"{each.label} {each.mode}": {name: group.reward for name, group in each.groups.items()}
+            for each in self.answered
+        }
+        found |= {f"B - A {mode}": dict(by_branch) for mode, by_branch in self.differences.items()}
+        return [
+            f"{what} {name}: {mean.rows} of {mean.total} rows were scored"
+            for what, means in found.items()
+            for name, mean in means.items()
+            if mean.lacks(self.least) and (name == ALL or not means[ALL].lacks(self.least))
+        ]
+
+    def as_dict(self) -> dict[str, object]:
+        """Figures and scores for a program. It holds no text of a customer or a policy. A missing value is null."""
+        return {
+            "policies": dict(zip(LABELS, self.policies, strict=False)),
+            "seed": self.seed,
+            "samples": self.samples,
+            "confidence": CONFIDENCE,
+            "min_valid_reward_fraction": self.least,
+            "too_few_scored": self.lacking,
+            "figures": [
+                {
+                    "policy": each.label,
+                    "answers": each.mode,
+                    "missing": dict(each.missing),
+                    "branches": {name: asdict(group) for name, group in each.groups.items()},
+                }
+                for each in self.answered
+            ],
+            "differences": {
+                mode: {name: {**asdict(found), "equal": found.equal} for name, found in by_branch.items()}
+                for mode, by_branch in self.differences.items()
+            },
+            "rows": [
+                {"row": row.row_id, "branch": row.branch, "rewards": self._rewards(place)}
+                for place, row in enumerate(self.rows)
+            ],
+        }
+
+    def _rewards(self, place: int) -> dict[str, dict[str, float | None]]:
+        """A row's reward: policy to mode to value."""
+        found: dict[str, dict[str, float | None]] = {}
+        for each in self.answered:
+            value = each.values[place]
+            found.setdefault(each.label, {})[each.mode] = None if math.isnan(value) else value
+        return found
+
+
+def findings_of(
+    policies: Sequence[str],
+    rows: Sequence[SalesRow],
+    branches: Sequence[str],
+    modes: Sequence[Mode],
+    answers: Sequence[Sequence[Sequence[Scored]]],
+    *,
+    seed: int,
+    least: float,
+) -> Findings:
+    """The figures of an evaluation.
+
+    Args:
+        policies (`Sequence[str]`):
+            Their names, one or two.
+        rows (`Sequence[SalesRow]`):
+            The held-out rows.
+        branches (`Sequence[str]`):
+            Branch names. One without a row is left out.
+        modes (`Sequence[Mode]`):
+            The modes.
+        answers (`Sequence`):
+            Of each policy, in each mode: the answers to all rows, those of a row beside each other.
+        seed (`int`):
+            Of the sampling.
+        least (`float`):
+            Smallest share of rows with a value for which a mean or a difference counts.
+    """
+    places = {ALL: list(range(len(rows)))}
+    places |= {branch: [place for place, row in enumerate(rows) if row.branch == branch] for branch in branches}
+    places = {name: there for name, there in places.items() if there}
+    answered = [
+        _answered(label, mode, scored, places)
+        for label, of_policy in zip(LABELS, answers, strict=False)
+        for mode, scored in zip(modes, of_policy, strict=True)
+    ]
+    differences = {}
+    if len(policies) > 1:
+        for first, second in zip(answered[: len(modes)], answered[len(modes) :], strict=True):
+            differences[first.mode] = {
+                name: difference_of([first.values[each] for each in there], [second.values[each] for each in there])
+                for name, there in places.items()
+            }
+    samples = sum(mode.each for mode in modes if not mode.is_greedy)
+    return Findings(
+        policies=policies,
+        rows=rows,
+        seed=seed,
+        samples=samples,
+        answered=answered,
+        differences=differences,
+        least=least,
+    )
+
+
+def _answered(label: str, mode: Mode, scored: Sequence[Scored], places: Mapping[str, Sequence[int]]) -> Answered:
+    rewards = [each.reward.value for each in scored]
+    values = row_means([math.nan if reward is None else reward for reward in rewards], mode.each)
+    by_row = [scored[first : first + mode.each] for first in range(0, len(scored), mode.each)]
+    groups = {
+        name: _group([values[place] for place in there], [each for place in there for each in by_row[place]])
+        for name, there in places.items()
+    }
+    missing = Counter(each.reward.reason for each in scored if each.reward.value is None)
+    return Answered(label=label, mode=mode.name, values=values, groups=groups, missing=dict(sorted(missing.items())))
+
+
+def _group(values: Sequence[float], scored: Sequence[Scored]) -> Group:
+    count = len(scored)
+    return Group(
+        reward=mean_of(values),
+        answers=count,
+        valid=sum(each.reward.outcome is not Outcome.INVALID_ACTION for each in scored) / count,
+        unscored=sum(each.reward.value is None for each in scored) / count,
+        tokens=sum(each.tokens for each in scored) / count,
+        truncated=sum(each.is_truncated for each in scored) / count,
+    )
