@@ -52,7 +52,7 @@ def _names(node: ast.Assign) -> list[str]:
 
 def _entry(path: Path, name: str) -> Entry:
     tree = ast.parse(path.read_text("utf-8"))
-    [found] = [node for node in tree.body if isinstance(node, Entry) and node.name == name]
+    *_, found = (node for node in tree.body if isinstance(node, Entry) and node.name == name)  # behind its overloads
     return found
 
 
