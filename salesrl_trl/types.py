@@ -90,6 +90,8 @@ class SalesRow:
     """Texts of documents that are known to answer the row. The judge sees them. Empty if nobody marked any."""
     images: tuple[Picture, ...] = ()
     """Pictures that the policy reads before the conversation. Services and judge see the text alone."""
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Further columns of the dataset, for reward functions."""
 
     @property
     def ids(self) -> RequestIds:

@@ -21,14 +21,13 @@ from salesrl_trl.checkpoint.identity import Identity, identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import (
-    NOT_AHEAD,
+    check_rewards,
     sampling_warnings,
     scoring_settings,
     why_not_divisible,
 )
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.answers import Processes
 from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator
@@ -150,7 +149,7 @@ class Wiring:
             `list[TrainerCallback]`: the callbacks of a run, in their order.
         """
         self._trl, args = trl, self._args
-        self._check_tools(trl.tools)
+        check_rewards(args, trl.tools, trl.reward_answered)
         size = args.per_device_train_batch_size * args.steps_per_generation
         has_own_columns = trl.has_rollout_func or trl.tools is not None
         columns = getattr(trl.train_dataset, "column_names", None)
@@ -198,7 +197,6 @@ class Wiring:
             trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
-            group=trl.group,
         )
         at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
         hindrance = why_not_divisible(args, trl.has_entropy_bonus, trl.has_aux_loss, at_once)
@@ -208,11 +206,6 @@ class Wiring:
         self._wrap_phases(trl)
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
         return self._callbacks(trl)
-
-    def _check_tools(self, tools: str | None) -> None:
-        ahead = self._args.rollout_lookahead
-        if tools is not None and ahead:
-            raise ConfigError(NOT_AHEAD.format(ahead, tools))
 
     @property
     def _is_served(self) -> bool:
@@ -247,12 +240,13 @@ class Wiring:
             setattr(trl.engine, name, self.timeline.phased(phase, getattr(trl.engine, name)))
 
     def _callbacks(self, trl: Hooks) -> list[TrainerCallback]:
-        args, failures = self._args, functools.partial(self.ledger.failures, "train")
+        args, names = self._args, self.reward.names
+        failures = functools.partial(self.ledger.failures, "train")
         quick = () if self.quick_eval is None else self.quick_eval.figure_names
         return [
             SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
-            StepLine(args.branches, self.reward.names.providers, failures),
+            StepLine(args.branches, names.providers if names.has_actions else None, failures),
             EpochLine(args.branches, failures),
             HeldOut(
                 args.branches,
@@ -261,6 +255,7 @@ class Wiring:
                 self.ledger.drain_written,
                 num_generations=trl.num_generations_eval,
                 examples=args.held_out_examples,
+                are_actions=names.has_actions,
             ),
             ScalarLayout(args.branches, self._banded, quick, trl.callbacks.callbacks),
             WeightChange(trl.accelerator, args.min_changed_weights, trl.log),

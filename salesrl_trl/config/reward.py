@@ -18,6 +18,9 @@ from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
 from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
 
+SALES = "sales"
+"""The packaged chain, in `reward_funcs`."""
+
 
 @dataclass
 class RewardConfig:
@@ -61,6 +64,10 @@ class RewardConfig:
             Verdicts for each answer.
         judge_aggregation (`str`, *optional*, defaults to `"mean"`):
             The one score of several verdicts: their `mean`, `median` or `min`.
+        reward_funcs (`list[str]`, *optional*, defaults to none):
+            Dotted paths of reward functions of your own, in place of the RAG service and the judge: of TRL's
+            signature, or with `@per_completion` or `@per_group`. `sales` among them is the packaged chain.
+            `reward_weights` weighs them.
         judge (`str`, *optional*):
             Dotted path of a judge of your own, a class that derives from `salesrl_trl.reward.judge.base.Judge`. It
             replaces the judges above, which need no address then.
@@ -170,6 +177,9 @@ class RewardConfig:
     judge_aggregation: str = field(
         default="mean", metadata=about("Score of several verdicts: `mean`, `median` or `min`.")
     )
+    reward_funcs: list[str] = field(
+        default_factory=list, metadata=about(f"Dotted paths of reward functions; `{SALES}` is the packaged chain.")
+    )
     judge: str | None = field(default=None, metadata=about("Dotted path of a judge of your own."))
     reward_stages: list[str] = field(
         default_factory=list, metadata=about("Dotted paths of reward stages of your own.")
@@ -244,14 +254,21 @@ class RewardConfig:
         )
 
     @property
+    def uses_services(self) -> bool:
+        """Whether the packaged chain scores, with its RAG service and its judge."""
+        return not self.reward_funcs or SALES in self.reward_funcs
+
+    @property
     def embeds_rag(self) -> bool:
         """Whether the embedded RAG service answers."""
-        return self.rag_base_url is None and self.vector_store_path is None
+        return self.uses_services and self.rag_base_url is None and self.vector_store_path is None
 
     @property
     def embeds_judge(self) -> bool:
         """Whether the embedded judge scores."""
-        return self.judge is None and self.judge_base_url is None and self.judge_providers is None
+        return (
+            self.uses_services and self.judge is None and self.judge_base_url is None and self.judge_providers is None
+        )
 
     def __post_init__(self) -> None:
         check_finite(self)

@@ -5,6 +5,7 @@ Owns this mapping, and the warnings about settings that do not suit each other. 
 
 from collections.abc import Sequence
 
+from salesrl_trl.config.checks import check
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.names import LEFT_OUT
@@ -17,10 +18,6 @@ SHARED_BY_A_MICRO_BATCH = ("bnpo",)
 NO_TOOLS = (
     "{} calls tools that TRL was not given: completions are generated before TRL asks for them. Expected `tools` or "
     "an `environment_factory` of the trainer. Give them, or use a plain `GRPOConfig`."
-)
-NOT_AHEAD = (
-    "`rollout_lookahead` is {} with {}: TRL sets up each completion's tools when it scores the batch before. Expected "
-    "`rollout_lookahead: 0`."
 )
 
 
@@ -55,6 +52,31 @@ def scoring_settings(
         scale_rewards=args.scale_rewards,
         examples=args.held_out_examples,
         correction=(args.vllm_importance_sampling_mode, *clips),
+    )
+
+
+def check_rewards(args: SalesGRPOConfig, tools: str | None, answered: Sequence[bool]) -> None:
+    """Refuse settings that do not suit the rewards.
+
+    Args:
+        args (`SalesGRPOConfig`):
+            Settings.
+        tools (`str`, *optional*), answered (`Sequence[bool]`):
+            As in `Hooks`.
+
+    Raises:
+        `ConfigError`: rollouts can't be ahead, or no reward of a reference is there.
+    """
+    ahead, share = args.rollout_lookahead, args.hybrid_reference_weight
+    check(
+        tools is None or not ahead,
+        f"`rollout_lookahead` is {ahead} with {tools}: TRL sets up each completion's tools when it scores the batch "
+        "before. Expected `rollout_lookahead: 0`.",
+    )
+    check(
+        not share or list(answered) == [True],
+        f"`hybrid_reference_weight` is {share} with several rewards. Expected a `SalesReward` alone: no other reward "
+        "has a reference.",
     )
 
 

@@ -13,6 +13,7 @@ from salesrl_trl.types import Message, SalesRow
 REQUIRED_COLUMNS = ("branch", "conversation")
 """Columns that a dataset needs. `conversation` is a list of {role, content}, oldest first."""
 OPTIONAL_COLUMNS = ("id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "images", "group")
+_KNOWN = frozenset((*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS, "image"))
 ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
 """Accepted names of a turn's role, and the names in a `SalesRow`."""
 
@@ -78,6 +79,7 @@ def parse_row(
         message_id=str(record.get("message_id") or ""),
         documents=_documents(record.get("documents"), where),
         images=read_pictures(record.get("images", record.get("image")), folder, where),
+        columns={name: each for name, each in record.items() if name not in _KNOWN},
     )
 
 

@@ -4,8 +4,10 @@ Owns loading, subsets and the dataset for TRL. `rows` checks a row, `prompts` bu
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, Image, List, load_dataset
 
@@ -93,14 +95,31 @@ def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate, first_
 
 
 def prompt_dataset(
-    prompts: Sequence[list[dict[str, str]]], rows_of: Sequence[SalesRow], first_index: int = 0
+    prompts: Sequence[list[dict[str, str]]],
+    rows_of: Sequence[SalesRow],
+    first_index: int = 0,
+    *,
+    for_functions: bool = False,
 ) -> Dataset:
     """The dataset of `build_dataset`, from finished prompts and their rows. It has pictures if any row has some.
 
-    TRL passes all columns to its reward functions. With only these, no other text of a customer can reach a log.
+    With `for_functions` it has what reward functions of a user's own may ask for: `id`, `conversation` (a list of
+    messages), `documents`, and every further column of the source. Without, no other text of a customer travels
+    through the trainer.
     """
     images = [row.images for row in rows_of]
-    columns = {"row": list(range(first_index, first_index + len(prompts))), "branch": [row.branch for row in rows_of]}
+    columns: dict[str, list[Any]] = {
+        "row": list(range(first_index, first_index + len(prompts))),
+        "branch": [row.branch for row in rows_of],
+    }
+    if for_functions:
+        columns |= {
+            "id": [row.row_id for row in rows_of],
+            "conversation": [[asdict(message) for message in row.conversation] for row in rows_of],
+            "documents": [list(row.documents) for row in rows_of],
+        }
+        further = dict.fromkeys(name for row in rows_of for name in row.columns)
+        columns = {name: [row.columns.get(name) for row in rows_of] for name in further} | columns
     rows = Dataset.from_dict({"prompt": prompts, **columns})
     if not any(images):
         return rows

@@ -52,6 +52,8 @@ class HeldOut(TrainerCallback):
             Completions of a row. They are neighbours.
         examples (`int`, *optional*, defaults to `0`):
             Conversations that are shown at the end, with what the policy wrote first and last.
+        are_actions (`bool`, *optional*, defaults to `True`):
+            Whether completions are actions, of which figures say more.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class HeldOut(TrainerCallback):
         *,
         num_generations: int,
         examples: int = 0,
+        are_actions: bool = True,
     ) -> None:
         self._branches = branches
         self._path = output_dir / HELD_OUT_FILE
@@ -70,6 +73,7 @@ class HeldOut(TrainerCallback):
         self._drain_written = drain_written
         self._num_generations = num_generations
         self._examples = examples
+        self._are_actions = are_actions
         self._evaluations: list[_Evaluation] = []
 
     def on_train_begin(
@@ -85,9 +89,10 @@ class HeldOut(TrainerCallback):
         figures = {
             REWARD: logged.get(REWARD),
             **{branch: logged.get(reward_of(branch)) for branch in self._branches},
-            "valid_actions": None if invalid is None else 1 - invalid,
-            **({"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}),
         }
+        if self._are_actions:
+            figures["valid_actions"] = None if invalid is None else 1 - invalid
+            figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
         rewards = self._drain_rewards()
         rows = row_means(rewards, self._num_generations)
         if args.dataloader_persistent_workers:

@@ -15,7 +15,7 @@ from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, RewardBatch, Sample
 from salesrl_trl.reward.open_batches import OpenBatches
 from salesrl_trl.reward.sample_lines import SampleLines
-from salesrl_trl.reward.scoring import missing
+from salesrl_trl.reward.scoring import FORMAT, missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example, Outcome, Reward
@@ -42,6 +42,11 @@ class RewardNames:
     """The services with traffic of their own."""
     places: Mapping[str, str] = field(default_factory=dict)
     """The address of each service, with its model."""
+
+    @property
+    def has_actions(self) -> bool:
+        """Whether completions are actions that may be invalid: in the packaged chain."""
+        return FORMAT in self.components
 
 
 class BatchedReward(ABC):

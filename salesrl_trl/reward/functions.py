@@ -303,6 +303,22 @@ class RewardFunction(BatchedReward):
         return FunctionError(f"{self.__name__} returned {what}.", f"{self.code}_{code}")
 
 
+def reward_of(given: object) -> BatchedReward:
+    """A reward that was given, or that of a function.
+
+    Raises:
+        `ConfigError`: it is neither.
+    """
+    if isinstance(given, BatchedReward):
+        return given
+    if not callable(given):
+        raise ConfigError(
+            f"a reward function is a {type(given).__name__}. Expected a function, a reward model or its id, or a "
+            "`SalesReward`."
+        )
+    return RewardFunction(given)
+
+
 @overload
 def per_completion(function: Function, /) -> RewardFunction: ...
 @overload

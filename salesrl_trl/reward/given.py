@@ -13,9 +13,8 @@ import torch
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.base import TRAINER_STATE, BatchedReward
 from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.reward.functions import RewardFunction
-from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.mixed import combined
 
 logger = logging.getLogger(__name__)
 
@@ -57,24 +56,20 @@ class GivenRewards:
             `ConfigError`: something is no reward function, or there are not as many weights as functions.
         """
         every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-        if weights is not None and len(weights) != len(every):
+        desk = every[0] if len(every) == 1 and isinstance(every[0], RewardDesk) else None
+        count = len(every) if desk is None else len(desk.reward.function_names)
+        if weights is not None and len(weights) != count:
             raise ConfigError(
-                f"`reward_weights` has {len(weights)} numbers for {len(every)} reward functions. Expected one each."
+                f"`reward_weights` has {len(weights)} numbers for {count} reward functions. Expected one each."
             )
-        weights = [1.0] * len(every) if weights is None else list(weights)
+        weights = [1.0] * count if weights is None else list(weights)
+        if desk is not None:
+            return cls(desk, list(desk.functions), weights, has_models=False)
         is_model = [isinstance(each, str | torch.nn.Module) for each in every]
-        called = [_reward(each) for each, runs_in_trl in zip(every, is_model, strict=True) if not runs_in_trl]
-        weighed = [weight for weight, runs_in_trl in zip(weights, is_model, strict=True) if not runs_in_trl]
-        if len(called) == 1 and isinstance(called[0], RewardDesk):
-            desk = called[0]
-        elif any(isinstance(each, RewardDesk) for each in called):
-            raise ConfigError("a desk is given beside another reward function. Expected it alone.")
-        else:
-            rewards = [each for each in called if isinstance(each, BatchedReward)]
-            is_alone = len(every) == 1 and len(rewards) == 1
-            reward = rewards[0] if is_alone else MixedReward(rewards, weighed)
-            has_one = any(isinstance(each, RemoteReward) for each in rewards)
-            desk = RewardDesk(RemoteReward(reward) if in_a_process and not has_one else reward)
+        given_to_desk = zip(every, weights, is_model, strict=True)
+        called = [(reward_of(each), weight) for each, weight, runs_in_trl in given_to_desk if not runs_in_trl]
+        rewards, weighed = [reward for reward, _ in called], [weight for _, weight in called]
+        desk = RewardDesk(combined(rewards, weighed, in_a_process))
         answered = iter(desk.functions)
         functions = [
             each if runs_in_trl else next(answered) for each, runs_in_trl in zip(every, is_model, strict=True)
@@ -113,17 +108,6 @@ class GivenRewards:
         if size > group and self.desk.reward.unit(group, size) == size:
             return "a reward function scores a whole batch; `@per_completion` and `@per_group` need not wait for it"
         return None
-
-
-def _reward(given: Any) -> BatchedReward | RewardDesk:
-    if isinstance(given, BatchedReward | RewardDesk):
-        return given
-    if not callable(given):
-        raise ConfigError(
-            f"a reward function is a {type(given).__name__}. Expected a function, a reward model or its id, or a "
-            "`SalesReward`."
-        )
-    return RewardFunction(given)
 
 
 def check_stock(reward_funcs: object, *further: object) -> None:

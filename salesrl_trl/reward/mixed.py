@@ -157,3 +157,19 @@ class MixedReward(BatchedReward):
         await super().aclose()
         for reward in self._rewards:
             await reward.aclose()
+
+
+def combined(rewards: Sequence[BatchedReward], weights: Sequence[float], in_a_process: bool | None) -> BatchedReward:
+    """One reward of several, or the only one.
+
+    Args:
+        rewards (`Sequence[BatchedReward]`):
+            The rewards.
+        weights (`Sequence[float]`):
+            The weight of each.
+        in_a_process (`bool`, *optional*):
+            Whether it runs in a process of its own, if none of them does.
+    """
+    reward = rewards[0] if len(rewards) == 1 else MixedReward(rewards, weights)
+    goes = in_a_process and not any(isinstance(each, RemoteReward) for each in rewards)
+    return RemoteReward(reward) if goes else reward

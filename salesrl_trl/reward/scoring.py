@@ -12,12 +12,13 @@ from salesrl_trl.names import Stage
 from salesrl_trl.reward.stage import Case, RewardStage, check_stages
 from salesrl_trl.types import Answer, InvalidAction, Outcome, Reward, SalesRow
 
+FORMAT = "format"
 COMPONENTS = {
     "judge": "score of the answer by the branch's own rubric, in [0, 1]",
     "margin": "that score less the reference's, in [-1, 1]; missing without a reference",
     "retrieval": "score of the best passage the action found, in [0, 1]; 0 where it found none",
     "right_document": "1: the best passage is one of the row's known documents, 0: it is another; missing without any",
-    "format": "1: the completion is a valid action",
+    FORMAT: "1: the completion is a valid action",
 }
 """The components that a branch may weigh, beside `judge_<rubric>`, the score by another rubric."""
 OTHER_RUBRIC = "judge_"

@@ -6,13 +6,12 @@ schedule does), and to use completions and rewards (TRL does).
 """
 
 import itertools
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from trl.data_utils import is_conversational, prepare_multimodal_messages
+from trl.data_utils import is_conversational
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
@@ -20,6 +19,7 @@ from salesrl_trl.names import Phase
 from salesrl_trl.reward.base import TRAINER_STATE
 from salesrl_trl.reward.batch import BatchResult, RewardBatch
 from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.rollout.examples import keys_of, prompts_of
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.schedule import MicroBatches, Schedule, Update, UpdatesAhead
 from salesrl_trl.telemetry.timeline import Timeline
@@ -54,6 +54,8 @@ class Rollout:
     """All rewards, once they are in."""
     scored: torch.Tensor | None = None
     """Table of `encode` with the rewards of all ranks so far: shape (world size x B, columns), on the CPU."""
+    group: int = 1
+    """Completions of a prompt. They are neighbours."""
     is_reported: bool = False
     """Whether TRL's figures of the generation were drained."""
 
@@ -223,7 +225,7 @@ class Pipeline:
             return
         for window in self._schedule.due(micro_step, update):
             kept = self._kept.pop(window.first, None)
-            if kept is not None and kept.rows == _keys(window.inputs):
+            if kept is not None and kept.rows == keys_of(window.inputs):
                 window.rollout = self._go_on(window.inputs, kept)
             else:
                 window.rollout = self.launch(window.inputs, update)
@@ -242,7 +244,7 @@ class Pipeline:
         there = {first: each for first, each in self._taken.items() if first >= micro_step} | self._schedule.launched()
         return {
             first: Kept(
-                rows=_keys(each.inputs), step=each.step, sampled=each.sampled, behaviour_logps=each.behaviour_logps
+                rows=keys_of(each.inputs), step=each.step, sampled=each.sampled, behaviour_logps=each.behaviour_logps
             )
             for first, each in there.items()
             if each.sampled is not None and each.step < update
@@ -250,9 +252,15 @@ class Pipeline:
 
     def _go_on(self, inputs: list[Example], kept: Kept) -> Rollout:
         """A rollout with the completions of an earlier start. Their rewards start anew, from answers in the cache."""
-        rewards = self._desk.begin(self._rows(inputs), self._group())
+        group = self._group()
+        rewards = self._desk.begin(self._rows(inputs), group)
         rollout = Rollout(
-            inputs=inputs, rewards=rewards, step=kept.step, is_trained_on=True, handle=Ready(kept.sampled)
+            inputs=inputs,
+            rewards=rewards,
+            step=kept.step,
+            is_trained_on=True,
+            handle=Ready(kept.sampled),
+            group=group,
         )
         rollout.behaviour_logps = kept.behaviour_logps
         self._record(rollout, kept.sampled)
@@ -290,20 +298,31 @@ class Pipeline:
             rollout.behaviour_logps = self._behaviour_logps(rollout.sampled)
         return rollout
 
-    def evaluate(self, inputs: list[Example], update: int) -> Rollout:
-        """Generate for an evaluation, and start the reward of each completion when it is finished."""
+    def evaluate(self, inputs: list[Example], update: int, group: int | None = None) -> Rollout:
+        """Generate for an evaluation, and start the reward of each completion when it is finished.
+
+        Args:
+            inputs (`list[Example]`), update (`int`):
+                As in `launch`.
+            group (`int`, *optional*):
+                Completions of a prompt. Defaults to the trainer's number.
+        """
         if self._references_ahead:
             self._desk.fetch_references(self._rows(inputs))
-        return self._start(inputs, update, ahead=False, is_trained_on=False)
+        return self._start(inputs, update, ahead=False, is_trained_on=False, group=group)
 
-    def _start(self, inputs: list[Example], update: int, *, ahead: bool, is_trained_on: bool) -> Rollout:
-        rewards = self._desk.begin(self._rows(inputs), self._group())
+    def _start(
+        self, inputs: list[Example], update: int, *, ahead: bool, is_trained_on: bool, group: int | None = None
+    ) -> Rollout:
+        group = group or self._group()
+        rewards = self._desk.begin(self._rows(inputs), group)
+        rollout = Rollout(inputs=inputs, rewards=rewards, step=update, is_trained_on=is_trained_on, group=group)
         if self._inside_trl:
-            return Rollout(inputs=inputs, rewards=rewards, step=update, is_trained_on=is_trained_on)
+            return rollout
         with self._timeline.phase(Phase.GENERATION):
-            handle = self._sampler.start(_prompts(inputs), self._reporter(rewards, inputs), ahead=ahead)
+            handle = self._sampler.start(prompts_of(inputs), self._reporter(rewards, inputs), ahead=ahead)
+            rollout.handle = handle
             sampled = handle.result() if handle.is_ready or not ahead else None
-        rollout = Rollout(inputs=inputs, rewards=rewards, step=update, is_trained_on=is_trained_on, handle=handle)
         if sampled is not None:
             self._record(rollout, sampled)
         return rollout
@@ -354,35 +373,11 @@ class Pipeline:
 
     def _rows(self, inputs: Sequence[Example]) -> list[Any]:
         """What the reward keeps of each row."""
-        row_of, prompts = self._desk.reward.row_of, _prompts(inputs)
+        row_of, prompts = self._desk.reward.row_of, prompts_of(inputs)
         return [
             row_of({**example, "prompt": prompt, TRAINER_STATE: self._state})
             for example, prompt in zip(inputs, prompts, strict=True)
         ]
-
-
-def _keys(inputs: Sequence[Example]) -> list[int]:
-    """A number for each row by which it is known again."""
-    return [
-        example["row"] if isinstance(example.get("row"), int) else zlib.crc32(repr(example["prompt"]).encode())
-        for example in inputs
-    ]
-
-
-def _prompts(inputs: Sequence[Example]) -> list[object]:
-    """The prompts, with their pictures where TRL puts them: before the first user message."""
-    pictures = [_pictures(example) for example in inputs]
-    prompts = [example.get("prompt") for example in inputs]  # an environment may have them
-    if not any(pictures):
-        return prompts
-    return [prepare_multimodal_messages(prompt, each) for prompt, each in zip(prompts, pictures, strict=True)]
-
-
-def _pictures(example: Example) -> list[Any] | None:
-    """The pictures of a row: TRL takes a column `images`, or one picture in a column `image`."""
-    if "images" in example:
-        return example["images"]  # type: ignore[no-any-return]
-    return None if example.get("image") is None else [example["image"]]
 
 
 def _draw_as_a_dataloader() -> None:

@@ -91,8 +91,6 @@ class Scoring:
             TRL's own method over a whole generation batch. It asks back for `rewards_so_far`, and calls `record`.
         advantages (`Callable[[], MutableSequence[float]]`):
             Returns this column of TRL's table of completions. Its last rows are those of the batch.
-        group (`Callable[[], int]`):
-            Completions of a prompt at the moment, in training or in an evaluation.
     """
 
     def __init__(
@@ -106,7 +104,6 @@ class Scoring:
         device: torch.device,
         score: Callable[[Rollout], Output],
         advantages: Callable[[], MutableSequence[float]],
-        group: Callable[[], int],
     ) -> None:
         self._pipeline = pipeline
         self._desk = desk
@@ -118,7 +115,6 @@ class Scoring:
         self._device = device
         self._score = score
         self._advantages = advantages
-        self._group = group
         self.rollout: Rollout | None = None
         """The rollout that TRL is at work on; `None` in between."""
         self._waiting: Rollout | None = None
@@ -156,9 +152,9 @@ class Scoring:
             rollout.groups.release(output)
         return output
 
-    def evaluate(self, inputs: list[Example], update: int) -> tuple[Rollout, Output]:
-        """The batch of these inputs for an evaluation."""
-        rollout = self._pipeline.evaluate(inputs, update)
+    def evaluate(self, inputs: list[Example], update: int, group: int | None = None) -> tuple[Rollout, Output]:
+        """The batch of these inputs for an evaluation. `group`: as for the pipeline."""
+        rollout = self._pipeline.evaluate(inputs, update, group)
         return rollout, self._scored(rollout, update)
 
     def next_micro_batch(self, following: Output, update: int) -> Output:
@@ -279,7 +275,7 @@ class Scoring:
         unscored = torch.tensor([float(reward.value is None) for reward in local], device=rewards.device)
         lost = gather(unscored).bool()  # (world size x B,): a function of theirs failed, or none applies
         rewards = torch.where(lost[:, None], torch.nan, rewards)
-        partly = partly_scored(rewards, self._group())
+        partly = partly_scored(rewards, rollout.group)
         rewards = torch.where(partly[:, None], torch.nan, rewards)
         first = PartialState().process_index * len(local)
         own, own_partly = (each[first : first + len(local)].tolist() for each in (rewards, partly))

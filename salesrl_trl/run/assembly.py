@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
+from salesrl_trl.config.reward import SALES
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.process import cache_dir
 from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import JudgeClient
 from salesrl_trl.reward.judge.provider import JudgeProvider
+from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.rag.client import RagBackend, RagClient
 from salesrl_trl.reward.rag.embedding import SERVICE as EMBEDDING
 from salesrl_trl.reward.rag.vector_store import VectorStoreRag
@@ -59,7 +62,7 @@ def open_reward(
     rows: Sequence[SalesRow],
     parts: RewardParts | None = None,
     services: EmbeddedServices | None = None,
-) -> Iterator[SalesReward | RemoteReward]:
+) -> Iterator[BatchedReward]:
     """Check the settings, start the embedded services where no address is configured, and build the reward chain.
 
     The services stop on exit. `SalesGRPOTrainer.finish` closes the connections of the chain.
@@ -86,17 +89,23 @@ def open_reward(
         branches = training.branches or sorted({row.branch for row in rows})
         parts = prepare_reward(config, branches, training.hybrid_reference_weight > 0)
     with addresses(config, services) as (rag_base_url, judge_base_url):
-        chain = build_reward(
-            config,
-            parts,
-            rows,
-            rag_base_url,
-            judge_base_url,
-            output_dir=Path(training.output_dir),
-            processes=training.world_size,
-            process_index=training.process_index,
-        )
-        yield placed(chain, training.reward_process, training.device.type == "cpu")
+
+        def chain() -> SalesReward | RemoteReward:
+            chain = build_reward(
+                config,
+                parts,
+                rows,
+                rag_base_url,
+                judge_base_url,
+                output_dir=Path(training.output_dir),
+                processes=training.world_size,
+                process_index=training.process_index,
+            )
+            return placed(chain, training.reward_process, training.device.type == "cpu")
+
+        rewards = [chain() if path == SALES else parts.functions[path] for path in config.reward_funcs or [SALES]]
+        weights = training.reward_weights or [1.0] * len(rewards)
+        yield combined(rewards, weights, training.reward_process)
 
 
 @contextlib.contextmanager
@@ -196,7 +205,9 @@ def build_reward(
     # the embedded service has a new address in every run, so its answers are not kept
     lasting = config.rag_base_url is not None or config.vector_store_path is not None
     return SalesReward(
-        [replace(row, images=()) for row in rows],  # services and judge see text; a child process gets a copy
+        [
+            replace(row, images=(), columns={}) for row in rows
+        ],  # services and judge see text; a child process gets a copy
         rag,
         judge,
         parts.scoring,

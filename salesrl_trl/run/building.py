@@ -63,6 +63,7 @@ def build_trainer(plan: Plan, reward: BatchedReward | RewardDesk, instruments: I
     from salesrl_trl.trainer import SalesGRPOTrainer
 
     config, train, held_out = plan.config, plan.train, plan.held_out
+    for_functions = bool(config.reward.reward_funcs)
     with instruments.timeline.phase(StartUp.ENGINE):
         return (RolloutTrainer if config.training.mode == "rollouts" else SalesGRPOTrainer)(
             plan.policy,
@@ -70,8 +71,10 @@ def build_trainer(plan: Plan, reward: BatchedReward | RewardDesk, instruments: I
             config.training,
             instruments=instruments,
             quick_eval=config.telemetry.quick_eval(),
-            train_dataset=prompt_dataset(train.prompts, train.rows),
-            eval_dataset=prompt_dataset(held_out.prompts, held_out.rows, len(train.prompts))
+            train_dataset=prompt_dataset(train.prompts, train.rows, for_functions=for_functions),
+            eval_dataset=prompt_dataset(
+                held_out.prompts, held_out.rows, len(train.prompts), for_functions=for_functions
+            )
             if held_out.prompts
             else None,
             processing_class=_processing_class(plan),

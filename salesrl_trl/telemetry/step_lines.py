@@ -55,14 +55,14 @@ class StepLine(TrainerCallback):
     Args:
         branches (`Sequence[str]`):
             Branch names.
-        providers (`Sequence[str]`):
-            Names of the judge's providers.
+        providers (`Sequence[str]`, *optional*):
+            Names of the judge's providers. `None` where no judge scores, and completions are no actions.
         failures (`Callable[[], Mapping[str, int]]`):
             Returns the failures since the last line, by reason.
     """
 
     def __init__(
-        self, branches: Sequence[str], providers: Sequence[str], failures: Callable[[], Mapping[str, int]]
+        self, branches: Sequence[str], providers: Sequence[str] | None, failures: Callable[[], Mapping[str, int]]
     ) -> None:
         self._branches = branches
         self._providers = providers
@@ -98,10 +98,12 @@ class StepLine(TrainerCallback):
             self._after_first = (now, step)
         else:
             average = (now - self._after_first[0]) / max(step - self._after_first[1], 1)
-        line = step_line(step, state.max_steps, logs, self._branches, self._failures(), seconds)
+        are_actions = self._providers is not None
+        line = step_line(step, state.max_steps, logs, self._branches, self._failures(), seconds, are_actions)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
         logger.info(" | ".join(part for part in (line, progress, shares(logs)) if part))
-        logger.info(judge_line(step, logs, self._providers))
+        if self._providers is not None:
+            logger.info(judge_line(step, logs, self._providers))
         self._last, self._last_step = now, step
 
 
@@ -112,18 +114,30 @@ def step_line(
     branches: Sequence[str],
     failures: Mapping[str, int],
     seconds: float,
+    are_actions: bool = True,
 ) -> str:
     """`[Step 3/60] reward fairness=0.50 | valid actions 88% | failures not_json=8 | 1.2 s, rewards 0.26 s`."""
     rewards = " ".join(f"{branch}={figure(logs.get(reward_of(branch)))}" for branch in branches)
-    invalid = logs.get(outcome_of(Outcome.INVALID_ACTION))
-    valid = "n/a" if invalid is None else f"{1 - invalid:.0%}"
+    name, ended_well = ("valid actions", _rest(logs, Outcome.INVALID_ACTION))
+    if not are_actions:
+        name, ended_well = ("scored", _share(logs, Outcome.OK))
     failed = " ".join(f"{reason}={count}" for reason, count in sorted(failures.items())) or "none"
     if logs.get("frac_reward_zero_std") == 1:
         failed += " | the rewards of each group are equal: nothing to learn from"
     return (
-        f"[Step {step}/{max_steps}] reward {rewards} | valid actions {valid} | failures {failed} | "
+        f"[Step {step}/{max_steps}] reward {rewards} | {name} {ended_well} | failures {failed} | "
         f"{seconds:.1f} s, rewards {figure(logs.get(REWARD_SECONDS))} s"
     )
+
+
+def _share(logs: Logs, outcome: Outcome) -> str:
+    share = logs.get(outcome_of(outcome))
+    return "n/a" if share is None else f"{share:.0%}"
+
+
+def _rest(logs: Logs, outcome: Outcome) -> str:
+    share = logs.get(outcome_of(outcome))
+    return "n/a" if share is None else f"{1 - share:.0%}"
 
 
 def shares(logs: Logs) -> str:

@@ -4,14 +4,22 @@ import math
 
 import pytest
 from datasets import Dataset, IterableDataset
+from seams.own_reward import shortness
+from support.loopback import row
 from support.scripted import settings, steps_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config import RewardConfig, SalesGRPOConfig
+from salesrl_trl.data.rows import parse_row
+from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.errors import ConfigError, TooFewRewardsError
-from salesrl_trl.reward.functions import per_completion, per_group
+from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group
 from salesrl_trl.reward.given import GivenRewards
+from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.run.assembly import open_reward
+from salesrl_trl.run.checks.reward import read_reward
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 
@@ -197,3 +205,52 @@ def test_a_group_that_lies_on_two_processes_and_a_column_that_is_not_there_are_r
     with pytest.raises(ConfigError, match=r"'words', which scores a completion, takes 'answer'.*: prompt, kind"):
         rows = [{name: each[name] for name in ("prompt", "kind")} for each in ROWS]
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, words, tmp_path, rows)
+
+
+# In a recipe, by their paths
+
+
+def test_a_recipe_names_functions_by_their_paths_and_needs_no_service_then(tmp_path):
+    rows = [row("r1"), row("r2")]
+    training = SalesGRPOConfig(**settings(tmp_path), reward_weights=[0.5, 2.0])
+    config = RewardConfig(reward_funcs=["seams.own_reward.shortness", "seams.own_reward.of_trl"])
+    with open_reward(config, training, rows) as reward:
+        assert (reward.function_names, reward.names.services) == (
+            {"shortness": "shortness", "of_trl": "of_trl"},
+            ("shortness", "of_trl"),
+        )
+    assert not config.embeds_rag
+    assert not config.embeds_judge
+    with open_reward(RewardConfig(reward_funcs=["seams.own_reward.shortness"]), training, rows) as reward:
+        assert reward is shortness
+    given = GivenRewards.of(RewardDesk(MixedReward([shortness, RewardFunction(length)], [1.0, 1.0])), [0.5, 2.0], None)
+    assert (given.weights, len(given.functions)) == ([0.5, 2.0], 2)
+    given.desk.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("seams.own_reward.nothing", "`reward_funcs` is .* has no 'nothing'"),
+        ("seams.own_reward.LONG", "a reward function is a int. Expected a function"),
+    ],
+)
+def test_a_path_that_names_no_function_is_refused(path, message):
+    with pytest.raises(ConfigError, match=message):
+        read_reward(RewardConfig(reward_funcs=[path]), ["fairness"])
+
+
+def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp_path):
+    record = {"id": "a", "branch": "tone", "conversation": [{"role": "user", "content": "Hi"}], "level": 3}
+    rows = [parse_row({**record, **more}, 0, (), "here") for more in ({}, {"level": 4, "gold": "x"})]
+    built = prompt_dataset([[], []], rows, for_functions=True)
+    assert built[0]["conversation"] == [{"role": "customer", "content": "Hi"}]
+    assert (built["level"][:], built["gold"][:], built["id"][:]) == ([3, 4], [None, "x"], ["a", "a"])
+    assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch"]
+
+
+def test_a_reference_in_the_baseline_wants_the_packaged_reward_alone(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"`hybrid_reference_weight` is 0.5 with several rewards"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, [length, words], tmp_path, hybrid_reference_weight=0.5)
+    with pytest.raises(ConfigError, match="`hybrid_reference_weight` is more than 0 with `reward_funcs`"):
+        read_reward(RewardConfig(reward_funcs=["seams.own_reward.shortness"]), ["fairness"], hybrid_baseline=True)

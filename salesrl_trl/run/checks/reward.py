@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from salesrl_trl.config import RewardConfig
-from salesrl_trl.config.checks import build_object
+from salesrl_trl.config.checks import build_object, load_object
+from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.knowledge import load_documents
 from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import load_rubrics, packaged_rubrics
 from salesrl_trl.reward.rag.vector_store import has_table
@@ -43,6 +46,8 @@ class RewardParts:
     """The judge of `judge`, in place of the services."""
     stages: tuple[RewardStage, ...]
     """The stages of `reward_stages`."""
+    functions: Mapping[str, BatchedReward]
+    """The functions of `reward_funcs`, by path."""
     reference_weighed: bool
     """Whether a reward or a baseline contains the reference's score."""
 
@@ -69,8 +74,14 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
 
 def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
     """`prepare_reward` without a request to any address."""
+    functions = {path: reward_of(load_object(path, "reward_funcs")) for path in config.reward_funcs if path != SALES}
+    if hybrid_baseline and functions:
+        raise ConfigError(
+            "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0."
+        )
     stages = tuple(build_object(path, "reward_stages", RewardStage) for path in config.reward_stages)
     judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
+    needs_rubrics = judge is None and config.uses_services
     scoring = _scoring(config, branches, stages, hybrid_baseline)
     if config.vector_store_path is not None and not has_table(config.vector_store_path):
         raise ConfigError(
@@ -79,12 +90,13 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
         )
     return RewardParts(
         scoring=scoring,
-        rubrics={} if judge else load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir),
+        rubrics=load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir) if needs_rubrics else {},
         rag_key=read_key(config.rag_api_key_env, "rag_api_key_env"),
         embedding_key=read_key(config.embedding_api_key_env, "embedding_api_key_env"),
         judge_keys=_judge_keys(config),
         judge=judge,
         stages=stages,
+        functions=functions,
         reference_weighed=hybrid_baseline or any("margin" in weights for weights in scoring.weights.values()),
     )
 

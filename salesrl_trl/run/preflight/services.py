@@ -51,6 +51,8 @@ FAR_APART = 0.1
 MOST_REPEATS = 8
 """Most `judge_repeats` that a note advises."""
 
+FUNCTIONS_SCORE = "`reward_funcs` score, without a RAG service and a judge"
+
 
 class RagStage:
     """Both endpoints answer the rows' questions with passages, at the load of a step."""
@@ -59,6 +61,8 @@ class RagStage:
     needs: tuple[str, ...] = ("config",)
 
     def run(self, plan: "Plan") -> Findings:
+        if not plan.config.reward.uses_services:
+            return Findings(skipped=FUNCTIONS_SCORE)
         findings = Findings()
         for note in check_retrieval(plan.config.reward, plan.reward):
             findings.note(note)
@@ -74,6 +78,8 @@ class JudgeStage:
     needs: tuple[str, ...] = ("config",)
 
     def run(self, plan: "Plan") -> Findings:
+        if not plan.config.reward.uses_services:
+            return Findings(skipped=FUNCTIONS_SCORE)
         findings, rubrics = Findings(), _rubrics(plan)
         if not rubrics:
             return Findings(skipped="no branch weighs a judge")

@@ -126,7 +126,7 @@ def prepare(settings: Settings) -> Prepared:
     return Prepared(
         rows=check_rows(training_records(data, own_records(data)), training.branches, data.max_train_rows),
         drafts={row.row_id: each for row, each in load_drafts()} if data.dataset == DEMO else {},
-        parts=prepare_reward(reward, training.branches),
+        parts=prepare_reward(_with_services(reward), training.branches),
     )
 
 
@@ -156,6 +156,15 @@ def simulate(
         steps.append(Step(batch, list(result.rewards), result.report))
         report(number, steps[-1])
     return steps
+
+
+def _with_services(reward: RewardConfig) -> RewardConfig:
+    if not reward.uses_services:
+        raise ConfigError(
+            "`reward_funcs` has no `sales`, and made-up completions are actions for the packaged chain. Expected the "
+            "chain. Leave out `reward_funcs`."
+        )
+    return reward
 
 
 def _warm_up(desk: RewardDesk) -> None:

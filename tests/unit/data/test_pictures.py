@@ -16,7 +16,7 @@ from salesrl_trl.data.pictures import picture_counter
 from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.sources import build_dataset, load_rows
 from salesrl_trl.errors import DataError
-from salesrl_trl.rollout.pipeline import _prompts
+from salesrl_trl.rollout.examples import prompts_of
 
 TURNS = [{"role": "customer", "content": "How much is it?"}]
 
@@ -91,13 +91,13 @@ def test_the_dataset_has_the_pictures_only_if_there_are_some(tmp_path):
     assert build_dataset([without], "compact").column_names == ["prompt", "row", "branch"]
     dataset = build_dataset([without, one, two], "compact")
     assert [[image.size for image in each] for each in dataset["images"]] == [[], [(84, 56)], [(84, 56), (56, 112)]]
-    kinds = [[part["type"] for part in prompt[-1]["content"]] for prompt in _prompts(list(dataset))]
+    kinds = [[part["type"] for part in prompt[-1]["content"]] for prompt in prompts_of(list(dataset))]
     assert kinds == [["text"], ["image", "text"], ["image", "image", "text"]]
 
 
 def test_tokens_of_pictures_are_those_that_the_processor_makes(tmp_path):
     rows = [*seeing_rows(tmp_path, ["tone"])]
-    prompts = _prompts(list(build_dataset(rows, "compact")))
+    prompts = prompts_of(list(build_dataset(rows, "compact")))
     made = [len(ids) for ids in processor().apply_chat_template(
         prompts, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]]  # fmt: skip
     text, pictures = token_counter(processor().tokenizer), picture_counter(processor())

@@ -13,6 +13,7 @@ from salesrl_trl.run.evaluation import policies
 from salesrl_trl.run.evaluation.findings import Scored, findings_of, modes
 from salesrl_trl.run.evaluation.policies import common_rows, evaluated, policy_of, settings_of
 from salesrl_trl.run.evaluation.text import text_of
+from salesrl_trl.run.recipes import FULL
 from salesrl_trl.run.settings import parse
 from salesrl_trl.types import Message, Outcome, Reward, SalesRow
 
@@ -158,14 +159,14 @@ def test_a_folder_without_a_policy_names_those_inside(tmp_path):
 
 def test_a_policy_made_from_the_small_one_gets_the_small_ones_prompts_and_another_one_does_not(tmp_path):
     other = saved(tmp_path / "other", model_type="qwen2", hidden_size=64)
-    small = settings_of([], [policy_of(str(PACKAGED))], evaluate.RECIPE)
+    small = settings_of([], [policy_of(str(PACKAGED))], FULL)
     assert (small.data.prompt_style, small.model.model_name_or_path) == ("compact", None)
-    named = settings_of([], [policy_of(str(other))], evaluate.RECIPE)
+    named = settings_of([], [policy_of(str(other))], FULL)
     assert (named.data.prompt_style, named.model.model_name_or_path) == ("instruct", str(other))
 
 
 def test_nothing_is_trained_and_the_runs_folder_is_not_used(tmp_path):
-    training = parse(["--output_dir", str(tmp_path / "run"), "--mode", "rollouts"], evaluate.RECIPE).training
+    training = parse(["--output_dir", str(tmp_path / "run"), "--mode", "rollouts"], FULL).training
     made = evaluated(training, "elsewhere")
     assert made.kl_targets() == {}  # so there is no reference model
     assert (made.output_dir, made.resume_from_checkpoint, made.held_out_eval) == ("elsewhere", None, True)
