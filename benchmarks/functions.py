@@ -24,7 +24,7 @@ The same for every arm:
 - lengths and seeds of completions depend on the prompt and the number of the sample alone. So TRL and an exact arm see
   the same completions, and their rewards and losses are compared step by step;
 - a call's time depends on the prompt and the number of the sample alone: log-normal around `--latency`, as in
-  `benchmarks.pipeline`. The slowest of 16 takes about 1.6 times the median. A call sleeps in this process.
+  `benchmarks.pipeline`. The slowest of a step's 16 takes 1.7 to 1.8 times that. A call sleeps in this process.
 
 The order and the count:
 
