@@ -4,6 +4,7 @@ Run each one from the root of the checkout, as `python -m benchmarks.NAME`; `--h
 docs/EXPERIMENTS.md holds the figures and their commands.
 
 - `pipeline`: the cost of slow rewards in a step;
+- `functions`: step times with a slow reward function of a user's own, in each of its four forms;
 - `chains`: the cost of reward chains for vLLM's generation;
 - `kl`: the cost of a KL coefficient for each branch;
 - `start`: seconds to the end of the first step;

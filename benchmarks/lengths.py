@@ -18,8 +18,9 @@ def completion_tokens(prompt: Sequence[int], sample: int, most: int) -> int:
     return min(most // 4 + int(draw), most)
 
 
-def fix_lengths(engine: Any, most: int) -> None:
-    """Let vLLM's `LLM` end completions at these lengths."""
+def fix_lengths(engine: Any, most: int, *, seeded: bool = False) -> None:
+    """Let vLLM's `LLM` end completions at these lengths. `seeded`: their tokens depend on the weights, the prompt and
+    the number of the sample alone."""
     generate = engine.generate
 
     def fixed(prompts: Sequence[dict[str, Any]], sampling_params: Any, **kwargs: Any) -> Any:
@@ -28,6 +29,8 @@ def fix_lengths(engine: Any, most: int) -> None:
         for prompt in prompts:
             ids, own = tuple(prompt["prompt_token_ids"]), sampling_params.clone()
             own.max_tokens, own.ignore_eos = completion_tokens(ids, samples[ids], most), True
+            if seeded:
+                own.seed = samples[ids]
             samples[ids] += 1
             every.append(own)
         return generate(prompts, sampling_params=every, **kwargs)

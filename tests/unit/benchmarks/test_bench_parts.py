@@ -1,6 +1,7 @@
 """Parts of the bench of slow rewards: its service is as slow whoever asks in whatever order, every arm generates as
 much, arms take their turns, and figures are what they say."""
 
+import asyncio
 import itertools
 import json
 import math
@@ -13,11 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import engine, pipeline, service, start
+from benchmarks import engine, functions, pipeline, service, start
 from benchmarks.lengths import completion_tokens, fix_lengths, fix_server_lengths
 from benchmarks.service import GENERATIONS
 from benchmarks.vllm_server import vllm_server
 from salesrl_trl.reward.batch import RewardBatch
+from salesrl_trl.reward.functions import RewardFunction
 from salesrl_trl.reward.stage_times import TimeRange
 
 # The service
@@ -90,13 +92,15 @@ def test_a_block_counts_whole_rounds_of_waiting_and_of_prompts():
 
 def test_every_completion_of_a_batch_gets_its_own_length():
     class Sampling:
+        seed = None
+
         def clone(self):
             return Sampling()
 
     class Engine:
         def generate(self, prompts, sampling_params, use_tqdm):
             assert not use_tqdm
-            return [(each.max_tokens, each.ignore_eos) for each in sampling_params]
+            return [(each.max_tokens, each.ignore_eos, each.seed) for each in sampling_params]
 
     engine = Engine()
     fix_lengths(engine, 256)
@@ -104,7 +108,10 @@ def test_every_completion_of_a_batch_gets_its_own_length():
     told = engine.generate([{"prompt_token_ids": ids} for ids in rows], sampling_params=Sampling(), use_tqdm=False)
     samples = [0, 0, 1, 1, 2]
     wanted = [completion_tokens(ids, sample, 256) for ids, sample in zip(rows, samples, strict=True)]
-    assert told == [(length, True) for length in wanted]
+    assert told == [(length, True, None) for length in wanted]
+    fix_lengths(engine := Engine(), 256, seeded=True)
+    told = engine.generate([{"prompt_token_ids": ids} for ids in rows], sampling_params=Sampling(), use_tqdm=False)
+    assert told == [(length, True, sample) for length, sample in zip(wanted, samples, strict=True)]
 
 
 # Its figures
@@ -257,6 +264,64 @@ def test_a_server_is_not_pushed_to_from_a_cpu(capsys):
     with pytest.raises(SystemExit):
         pipeline.main(["--device", "cpu", "--server", "1"])
     assert "needs two GPUs" in capsys.readouterr().err
+
+
+# Functions of a user's own
+
+
+def test_a_slow_function_takes_the_same_times_and_gives_the_same_numbers_in_each_form(monkeypatch):
+    rows, slept = [row for row in (0, 1) for _ in range(GENERATIONS)], []
+    texts = [[{"role": "assistant", "content": f"text {place}"}] for place in range(len(rows))]
+    calls = functions.Calls()
+    calls.restart(2.0)
+    made = calls.functions()
+    assert tuple(made) == functions.FORMS
+
+    async def noted(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(functions, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(functions, "asyncio", SimpleNamespace(sleep=noted, gather=asyncio.gather))
+
+    async def scored(form):
+        given = made[form]._function if isinstance(made[form], RewardFunction) else made[form]
+        if form == "sync":
+            return given(texts, row=rows)
+        if form == "async":
+            return await given(texts, row=rows)
+        if form == "per_completion":
+            return [await given(text, row) for text, row in zip(texts, rows, strict=True)]
+        return [*await given(texts[:GENERATIONS], 0), *await given(texts[GENERATIONS:], 1)]
+
+    wanted = sorted(service.latency_s(row, place, "judge", 2.0) for row in (0, 1) for place in range(GENERATIONS))
+    for form in functions.FORMS:
+        slept.clear()
+        assert asyncio.run(scored(form)) == [functions.score(text) for text in texts]
+        assert sorted(slept) == wanted, form
+
+
+def test_every_turn_begins_with_stock_and_every_other_round_goes_backwards():
+    turns = functions.turns(("sync", "per_group"), (0, 2), 2)
+    assert turns[:2] == [["stock", "stock_sync", "sync/0", "sync/2"], ["stock", "per_group/0", "per_group/2"]]
+    assert turns[2:] == [["stock", "per_group/2", "per_group/0"], ["stock", "sync/2", "sync/0", "stock_sync"]]
+
+
+def test_functions_have_a_line_for_each_arm():
+    plain = {"mean_s": 4.0, "ratio": 1.0, "exposed_s": None, "hidden_s": None, "hidden": None, "failures": 0}
+    ahead = {**plain, "mean_s": 1.0, "ratio": 0.25, "exposed_s": 0.5, "hidden_s": 1.5, "hidden": 0.75, "failures": 3}
+    off = dict.fromkeys(functions.COMPARED, 0.0) | {"loss": 2e-7}
+    arms = {"stock": {**plain, "differences": None}, "sync/0": {**ahead, "differences": off}}
+    title, head, *lines = functions.table({"latency_s": 3.0, "floor_s": 0.6, "arms": arms}).splitlines()
+    assert title == "cpu, tiny, calls of 3 s; without them a step takes 0.60 s"
+    assert lines[0].split() == ["stock", "4.00", "1.000", "-", "-", "-", "0", "-", "-"]
+    assert lines[1].split() == ["sync/0", "1.00", "0.250", "0.50", "1.50", "75%", "3", "0.0e+00", "2.0e-07"]
+    assert len({len(line) for line in (head, *lines)}) == 1
+
+
+def test_the_difference_of_two_blocks_is_the_largest_of_a_step():
+    step = dict.fromkeys(functions.COMPARED, 1.0)
+    found = functions.differences([step, step, step], [{**step, "loss": 1.5}, {**step, "loss": 0.25}, step])
+    assert found == {**dict.fromkeys(step, 0.0), "loss": 0.75}
 
 
 # Starts and engines

@@ -46,6 +46,7 @@ def test_a_bench_of_step_times_gives_the_median_of_its_rounds(name, updates, rou
 ARMS = ("--arms", "stock", "exact", "lookahead_1", "floor")
 AROUND_AN_ENGINE = {
     "pipeline": ("--device", "cpu", *ARMS, "--steps", "1", "--latency", "0.6", "0.3"),
+    "functions": ("--forms", "sync", "--lookahead", "0", "2", "--rounds", "1", "--latency", "0.6"),
     "chains": ("--shape", "tiny", "--chains", "4", "--rounds", "1", "--batches", "2", "--latency", "0.2", "0.1"),
 }
 ONE_AFTER_ANOTHER = """
@@ -65,8 +66,9 @@ def test_the_benches_around_an_engine_of_vllm(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     check_rewards_that_nobody_waits_for_make_shorter_steps(json.loads((tmp_path / "pipeline").read_text()))
+    check_a_function_called_beside_training_makes_shorter_steps(json.loads((tmp_path / "functions").read_text()))
     check_real_chains_ran_inside_and_beside_the_engines_process(json.loads((tmp_path / "chains").read_text()))
-    for told in ("lookahead_1", "4 chains inside the process", "4 chains beside the process"):
+    for told in ("stock_sync", "lookahead_1", "4 chains inside the process", "4 chains beside the process"):
         assert told in done.stdout
 
 
@@ -83,6 +85,20 @@ def check_rewards_that_nobody_waits_for_make_shorter_steps(figures):
     assert ahead["ratio"] == pytest.approx(ahead["step_s_mean"] / stock["step_s_mean"])
     assert stock["hidden"] < 0.1
     assert ahead["hidden"] > 0.5
+
+
+def check_a_function_called_beside_training_makes_shorter_steps(figures):
+    arms = figures["arms"]
+    assert [*arms] == ["stock", "stock_sync", "sync/0", "sync/2"]
+    assert [len(*arm["step_s"]) for arm in arms.values()] == [2, 2, 2, 6]
+    assert [arm["failures"] for arm in arms.values()] == [0, 0, 0, 0]
+    for name in ("stock_sync", "sync/0"):  # the same completions: the same rewards and losses as TRL's
+        assert arms[name]["differences"]["reward"] == 0.0
+        assert arms[name]["differences"]["loss"] < 1e-5
+    check_seconds(arms["sync/2"]["mean_s"], most=0.75 * arms["stock"]["mean_s"])
+    assert arms["sync/2"]["ratio"] == pytest.approx(arms["sync/2"]["mean_s"] / arms["stock"]["mean_s"])
+    assert arms["stock"]["hidden"] is None
+    assert arms["sync/0"]["hidden"] < 0.5 < arms["sync/2"]["hidden"]
 
 
 def check_real_chains_ran_inside_and_beside_the_engines_process(figures):
