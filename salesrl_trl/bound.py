@@ -59,7 +59,7 @@ class BoundTrainer(GRPOTrainer):
             reward_answered=[isinstance(each, Column) for each in self.reward_funcs],
             train_dataset=self.train_dataset,
             group=lambda: self.num_generations if self.model.training else self.num_generations_eval,
-            state=self.state,
+            state=lambda: self.state,
             has_entropy_bonus=self._entropy_bonus_enabled,
             has_aux_loss=self.aux_loss_enabled,
             num_generations_eval=self.num_generations_eval,

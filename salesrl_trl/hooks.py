@@ -54,8 +54,8 @@ class Hooks:
     """Training rows."""
     group: Callable[[], int]
     """Completions of a prompt at the moment: in training, or in an evaluation."""
-    state: object
-    """The trainer's state, which reward functions may ask for."""
+    state: Callable[[], object]
+    """Returns the trainer's state, which reward functions may ask for. A run has one of its own."""
     has_entropy_bonus: bool
     """Whether the loss has an entropy bonus."""
     has_aux_loss: bool

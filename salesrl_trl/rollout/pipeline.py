@@ -116,8 +116,8 @@ class Pipeline:
             Gets the time of a generation that went on beside training.
         group (`Callable[[], int]`):
             Completions of a prompt at the moment, in training or in an evaluation.
-        state (`object`):
-            The trainer's state, for reward functions that ask for it.
+        state (`Callable[[], object]`):
+            Returns the trainer's state, for reward functions that ask for it.
         inside_trl (`bool`):
             Whether TRL generates inside its own scoring: completions with tools, and prompts from an environment.
     """
@@ -135,7 +135,7 @@ class Pipeline:
         behaviour_logps: Callable[[Sampled], torch.Tensor],
         record_span: Callable[[Span], None],
         group: Callable[[], int] = lambda: 1,
-        state: object = None,
+        state: Callable[[], object] = lambda: None,
         inside_trl: bool = False,
     ) -> None:
         self._sampler = sampler
@@ -375,7 +375,7 @@ class Pipeline:
         """What the reward keeps of each row."""
         row_of, prompts = self._desk.reward.row_of, prompts_of(inputs)
         return [
-            row_of({**example, "prompt": prompt, TRAINER_STATE: self._state})
+            row_of({**example, "prompt": prompt, TRAINER_STATE: self._state()})
             for example, prompt in zip(inputs, prompts, strict=True)
         ]
 

@@ -94,6 +94,7 @@ def test_two_names_changed_the_run_is_stock_trls_to_the_bit(tiny, tmp_path, func
     assert [{**line, "step_time": 0} for line in plain] == [{**line, "step_time": 0} for line in stock]
     _, ours = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, functions, tmp_path / "ours", **given)
     same(ours, stock)
+    assert [line.get("steps_so_far") for line in ours] == [line.get("steps_so_far") for line in stock]
     assert all(line["outcome/ok"] == 1.0 for line in ours)
     if functions == [words, order]:
         assert all(line["rewards/words/letters"] > 0 for line in ours)

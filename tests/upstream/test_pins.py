@@ -22,6 +22,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 from vllm import LLM
 from vllm.entrypoints.offline_utils import OfflineInferenceMixin
+from vllm.platforms.interface import Platform
+
+from salesrl_trl.run.evaluation.answers import GRAPH_POOL
 
 
 def source_hash(function):
@@ -175,6 +178,21 @@ def test_vllm_adds_and_steps_by_names_that_can_be_replaced_on_the_engine():
     assert "self.llm_engine.step()" in inspect.getsource(OfflineInferenceMixin._run_engine)
     assert LLM._run_engine is OfflineInferenceMixin._run_engine
     assert LLM._add_request is OfflineInferenceMixin._add_request
+
+
+def test_vllm_keeps_one_pool_for_the_graphs_of_all_engines_by_this_name():
+    """`run.evaluation.answers` forgets it between two policies."""
+    assert GRAPH_POOL in vars(Platform)
+    assert GRAPH_POOL in inspect.getsource(Platform.get_global_graph_pool)
+
+
+def test_trl_loads_a_policy_by_a_name_that_can_be_replaced_in_its_module():
+    """`policy.Policy.building` sees it before TRL puts an adapter on it, and gives TRL the reference's device."""
+    assert grpo_trainer.create_model_from_path.__module__ == "trl.trainer.utils"
+    loads = [
+        line for line in inspect.getsource(GRPOTrainer.__init__).splitlines() if "create_model_from_path(" in line
+    ]
+    assert len(loads) == 2  # the policy, then the reference
 
 
 def test_the_store_by_which_processes_found_each_other_can_be_asked_for(tmp_path):

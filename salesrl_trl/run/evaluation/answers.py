@@ -23,6 +23,8 @@ from salesrl_trl.trainer import SalesGRPOTrainer
 
 logger = logging.getLogger(__name__)
 
+GRAPH_POOL = "_global_graph_pool"
+"""vLLM's name of that pool."""
 CHECKED = 4
 """Answers by which vLLM's weights are compared with the policy's."""
 
@@ -98,3 +100,12 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        _forget_graphs()
+
+
+def _forget_graphs() -> None:
+    """vLLM keeps one memory pool for the CUDA graphs of all engines of a process. It is gone with the graphs of the
+    engine before, and the next engine would fail to capture into it."""
+    from vllm.platforms import current_platform
+
+    setattr(type(current_platform), GRAPH_POOL, None)
