@@ -15,6 +15,7 @@ from salesrl_trl.reward.base import TRAINER_STATE, BatchedReward
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import combined
+from salesrl_trl.telemetry.logs import show_lines
 
 logger = logging.getLogger(__name__)
 
@@ -127,4 +128,5 @@ def check_stock(reward_funcs: object, *further: object) -> None:
             "`instruments`, `quick_eval`, `kl_law`, `sampler` and a reward at its desk go with a `SalesGRPOConfig`, "
             "and `args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
         )
-    logger.info("a plain GRPOConfig: this trainer is TRL's own. SalesGRPOConfig turns on what the package adds")
+    show_lines()
+    logger.info("a plain GRPOConfig: this trainer is TRL's own. A SalesGRPOConfig turns on what the package adds")

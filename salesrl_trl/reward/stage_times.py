@@ -61,7 +61,7 @@ class StageTimes:
             failed = False
             return result
         finally:
-            del self._open[stage]
+            self._open.pop(stage, None)  # another function of this name may have ended before
             self.record(stage, started, failed)
 
     def record(self, stage: str, started: float, failed: bool = False) -> None:

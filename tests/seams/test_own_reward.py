@@ -182,6 +182,24 @@ def test_functions_of_one_name_are_told_apart():
     assert result.report.traffic["lambda"]["calls"] == 2
 
 
+def test_functions_of_one_name_may_be_under_way_at_the_same_time():
+    def made(seconds):
+        @per_completion
+        async def judged(completion):
+            await asyncio.sleep(seconds)
+            return seconds
+
+        return judged
+
+    async def scene():
+        mixed = MixedReward([made(1.0), made(2.0)], [1.0, 1.0])
+        result = await mixed.score_all([mixed.row_of({"prompt": ""})], ["a"])
+        assert result.values == [3.0]
+        assert [span.name for span in result.report.spans] == ["judged", "judged"]
+
+    play(scene())
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
