@@ -57,15 +57,17 @@ class GivenRewards:
             `ConfigError`: something is no reward function, or there are not as many weights as functions.
         """
         every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-        desk = every[0] if len(every) == 1 and isinstance(every[0], RewardDesk) else None
-        count = len(every) if desk is None else len(desk.reward.function_names)
+        alone = every[0] if len(every) == 1 else None
+        if isinstance(alone, BatchedReward):
+            alone = RewardDesk(combined([alone], [1.0], in_a_process))
+        count = len(alone.reward.function_names) if isinstance(alone, RewardDesk) else len(every)
         if weights is not None and len(weights) != count:
             raise ConfigError(
                 f"`reward_weights` has {len(weights)} numbers for {count} reward functions. Expected one each."
             )
         weights = [1.0] * count if weights is None else list(weights)
-        if desk is not None:
-            return cls(desk, list(desk.functions), weights, has_models=False)
+        if isinstance(alone, RewardDesk):
+            return cls(alone, list(alone.functions), weights, has_models=False)
         is_model = [isinstance(each, str | torch.nn.Module) for each in every]
         given_to_desk = zip(every, weights, is_model, strict=True)
         called = [(reward_of(each), weight) for each, weight, runs_in_trl in given_to_desk if not runs_in_trl]

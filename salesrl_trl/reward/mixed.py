@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import chain, count
 from typing import Any
 
-from salesrl_trl.errors import ServiceError
+from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.base import DEADLINE_S, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, RewardBatch, Sample
 from salesrl_trl.reward.functions import NOT_APPLICABLE
@@ -42,6 +42,8 @@ class MixedReward(BatchedReward):
         self._rewards = tuple(rewards)
         self._names: dict[str, str] = {}
         for reward in rewards:
+            if len(reward.function_names) != 1:
+                raise ConfigError("a reward of several functions is given beside others. Expected the functions.")
             [logged_as] = reward.function_names.values()
             numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
             self._names[next(name for name in numbered if name not in self._names)] = logged_as

@@ -30,6 +30,10 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
     assert one["enough"]["skipped"] == other["enough"]["skipped"] == [0] * 6
     assert one["enough"]["staleness"] == [0, 1, 2, 2, 2, 2]
     assert one["enough"]["quick"] == [{"broken": 4}]  # of eight completions, four on each rank
+    # of two functions one applies to half of each group on rank 1: that half counts for nothing, on both
+    assert one["functions"]["infra"] == other["functions"]["infra"] == [0.25, 0.25]
+    assert (one["functions"]["reasons"], other["functions"]["reasons"]) == ([""], [""])  # told apart later, by group
+    assert {"of_rank_0", "rewards/numbered/part", "rewards/partly/mean"} <= set(other["functions"]["keys"][0])
     # one rank is told to stop while both wait for rewards
     first, second = (rank["stopped"]["moments"] for rank in (one, other))
     assert one["stopped"]["error"] == "RunStopped"

@@ -26,6 +26,8 @@ from transformers import TrainerCallback
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.names import Phase, time_of
+from salesrl_trl.reward.functions import per_completion, reward_of
+from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.types import Answer, Outcome, Reward
 
@@ -152,6 +154,16 @@ def main(policy, out):
         batches.append(begin(*given))
         return batches[-1]
 
+    def partly(completions, log_metric, **_):
+        """Applies to all completions of rank 0, and on rank 1 to the second half of each group."""
+        if rank == 0:
+            log_metric("of_rank_0", 1.0)
+        return [None if rank == 1 and place % 2 == 0 else 1.0 for place in range(len(completions))]
+
+    @per_completion
+    async def numbered(completion):
+        return Reward.scored(number_of(completion[0]["content"]) * 37 % 101 / 100, **({"part": 0.5} if rank else {}))
+
     def stop_one():
         """Once both ranks wait for rewards."""
         while not all(Path(out, f"waits{each}").exists() for each in range(2)):
@@ -174,13 +186,16 @@ def main(policy, out):
         "whole": (soon, {**PARTS, "scored_groups_first": False}),
         "one_late": (one_late, PARTS),
         "raised_and_hung": (None, {"max_steps": 2, "min_valid_reward_fraction": 0.0}),
+        "functions": ([numbered, partly], {"max_steps": 2}),
         "stopped": (hangs, {"max_steps": 9}),
     }
     report = {}
     for name, (score, given) in cases.items():
         deadline_s = DEADLINE_S if name == "raised_and_hung" else 60.0
         reward = build_reward("http://127.0.0.1:9", rows, deadline_s=deadline_s)
-        if score is None:
+        if isinstance(score, list):
+            reward = MixedReward([reward_of(each) for each in score], [1.0] * len(score))
+        elif score is None:
             reward._rag.chat_8b, reward._rag.chat = (raises, hangs_for_ever)[rank], reference
         else:
             reward.score = score
