@@ -72,7 +72,7 @@ class GivenRewards:
         else:
             rewards = [each for each in called if isinstance(each, BatchedReward)]
             is_alone = len(every) == 1 and len(rewards) == 1
-            reward = rewards[0] if is_alone else MixedReward(rewards, weighed)
+            reward = rewards[0] if is_alone else MixedReward(rewards, weighed, are_all=not any(is_model))
             has_one = any(isinstance(each, RemoteReward) for each in rewards)
             desk = RewardDesk(RemoteReward(reward) if in_a_process and not has_one else reward)
         answered = iter(desk.functions)

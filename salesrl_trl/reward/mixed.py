@@ -35,11 +35,15 @@ class MixedReward(BatchedReward):
             The rewards. None at all makes 0 for every completion.
         weights (`Sequence[float]`):
             The weight of each.
+        are_all (`bool`, *optional*, defaults to `True`):
+            Whether there are no others. Beside reward models, which TRL runs, a completion to which none of these
+            applies still has a number: the models'.
     """
 
-    def __init__(self, rewards: Sequence[BatchedReward], weights: Sequence[float]) -> None:
+    def __init__(self, rewards: Sequence[BatchedReward], weights: Sequence[float], are_all: bool = True) -> None:
         super().__init__(max((reward.deadline_s for reward in rewards), default=DEADLINE_S))
         self._rewards = tuple(rewards)
+        self._are_all = are_all
         self._names: dict[str, str] = {}
         for reward in rewards:
             [logged_as] = reward.function_names.values()
@@ -101,7 +105,7 @@ class MixedReward(BatchedReward):
         invalid = [each for each in rewards.values() if each.outcome is Outcome.INVALID_ACTION]
         value: float | None = sum(self._weights[name] * number for name, number in known.items())
         outcome, reason = Outcome.OK, ""
-        if failed or (rewards and not known):
+        if failed or (rewards and not known and self._are_all):
             first = failed[0] if failed else next(iter(rewards.values()))
             outcome, reason, value = first.outcome, first.reason, None
         elif invalid:
