@@ -86,7 +86,8 @@ class SalesGRPOTrainer(BoundTrainer):
             super().__init__(model, reward_funcs, args, *given, **kwargs)
             return
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, None, args, *given, **kwargs).arguments
-        rewards = GivenRewards.of(reward_funcs, args.reward_weights, args.reward_process)
+        has_more = named.get("environment_factory") is not None
+        rewards = GivenRewards.of(reward_funcs, args.reward_weights, args.reward_process, has_more=has_more)
         has_adapter = named.get("peft_config") is not None
         rooms = self.rooms = Wiring(rewards, args, instruments, kl_law, named.get("train_dataset"), has_adapter)
         self.has_rooms = True

@@ -17,6 +17,7 @@ Owns how a function is called, and the meaning of everything that it may return 
 limits (`service.transport`), nor how several functions make one reward (`mixed`).
 """
 
+import asyncio
 import functools
 import inspect
 import math
@@ -227,7 +228,10 @@ class RewardFunction(BatchedReward):
             raise ServiceTimeout(f"{self.__name__} timed out", f"{self.code}_timeout") from error
         except ConnectionError as error:
             raise ServiceUnavailable(f"{self.__name__} found no connection", f"{self.code}_unreachable") from error
-        except Exception as error:  # of a user's code: any
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # of a user's code: any
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the call is given up; else something inside it was cancelled
             self.log_fault(f"the reward function {self.__name__}", error)
             failed = FunctionError(f"{self.__name__} raised", f"{self.code}_raised_{type(error).__name__}")
             failed.worth_retrying = True
@@ -313,7 +317,7 @@ def reward_of(given: object) -> BatchedReward:
         return given
     if not callable(given):
         raise ConfigError(
-            f"a reward function is a {type(given).__name__}. Expected a function, a reward model or its id, or a "
+            f"a reward function is of type {type(given).__name__}. Expected a function, a reward model or its id, or a "
             "`SalesReward`."
         )
     return RewardFunction(given)

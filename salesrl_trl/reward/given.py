@@ -42,6 +42,8 @@ class GivenRewards:
         given: RewardFunc | Sequence[RewardFunc] | None,
         weights: Sequence[float] | None,
         in_a_process: bool | None,
+        *,
+        has_more: bool = False,
     ) -> "GivenRewards":
         """The rewards that a user gave.
 
@@ -52,13 +54,15 @@ class GivenRewards:
                 TRL's `reward_weights`.
             in_a_process (`bool`, *optional*):
                 The setting `reward_process`. A process of their own for functions, if it is true.
+            has_more (`bool`, *optional*, defaults to `False`):
+                Whether an environment has a reward beside them.
 
         Raises:
             `ConfigError`: something is no reward function, or there are not as many weights as functions.
         """
         every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
         alone = every[0] if len(every) == 1 else None
-        if isinstance(alone, BatchedReward):
+        if isinstance(alone, BatchedReward) and not has_more:
             alone = RewardDesk(combined([alone], [1.0], in_a_process))
         count = len(alone.reward.function_names) if isinstance(alone, RewardDesk) else len(every)
         if weights is not None and len(weights) != count:
@@ -72,7 +76,8 @@ class GivenRewards:
         given_to_desk = zip(every, weights, is_model, strict=True)
         called = [(reward_of(each), weight) for each, weight, runs_in_trl in given_to_desk if not runs_in_trl]
         rewards, weighed = [reward for reward, _ in called], [weight for _, weight in called]
-        desk = RewardDesk(combined(rewards, weighed, in_a_process))
+        are_all = not (has_more or any(is_model))
+        desk = RewardDesk(combined(rewards, weighed, in_a_process, are_all=are_all))
         answered = iter(desk.functions)
         functions = [
             each if runs_in_trl else next(answered) for each, runs_in_trl in zip(every, is_model, strict=True)

@@ -35,11 +35,15 @@ class MixedReward(BatchedReward):
             The rewards. None at all makes 0 for every completion.
         weights (`Sequence[float]`):
             The weight of each.
+        are_all (`bool`, *optional*, defaults to `True`):
+            Whether there are no others. Beside reward models and those of environments, which TRL runs, a completion
+            to which none of these applies still has a number.
     """
 
-    def __init__(self, rewards: Sequence[BatchedReward], weights: Sequence[float]) -> None:
+    def __init__(self, rewards: Sequence[BatchedReward], weights: Sequence[float], are_all: bool = True) -> None:
         super().__init__(max((reward.deadline_s for reward in rewards), default=DEADLINE_S))
         self._rewards = tuple(rewards)
+        self._are_all = are_all
         self._names: dict[str, str] = {}
         for reward in rewards:
             if len(reward.function_names) != 1:
@@ -103,7 +107,7 @@ class MixedReward(BatchedReward):
         invalid = [each for each in rewards.values() if each.outcome is Outcome.INVALID_ACTION]
         value: float | None = sum(self._weights[name] * number for name, number in known.items())
         outcome, reason = Outcome.OK, ""
-        if failed or (rewards and not known):
+        if failed or (rewards and not known and self._are_all):
             first = failed[0] if failed else next(iter(rewards.values()))
             outcome, reason, value = first.outcome, first.reason, None
         elif invalid:
@@ -161,7 +165,9 @@ class MixedReward(BatchedReward):
             await reward.aclose()
 
 
-def combined(rewards: Sequence[BatchedReward], weights: Sequence[float], in_a_process: bool | None) -> BatchedReward:
+def combined(
+    rewards: Sequence[BatchedReward], weights: Sequence[float], in_a_process: bool | None, *, are_all: bool = True
+) -> BatchedReward:
     """One reward of several, or the only one.
 
     Args:
@@ -171,7 +177,9 @@ def combined(rewards: Sequence[BatchedReward], weights: Sequence[float], in_a_pr
             The weight of each.
         in_a_process (`bool`, *optional*):
             Whether it runs in a process of its own, if none of them does.
+        are_all (`bool`, *optional*, defaults to `True`):
+            As in `MixedReward`.
     """
-    reward = rewards[0] if len(rewards) == 1 else MixedReward(rewards, weights)
+    reward = rewards[0] if len(rewards) == 1 and are_all else MixedReward(rewards, weights, are_all)
     goes = in_a_process and not any(isinstance(each, RemoteReward) for each in rewards)
     return RemoteReward(reward) if goes else reward

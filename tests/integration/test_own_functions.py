@@ -108,13 +108,14 @@ def test_a_reward_model_among_functions_and_a_streamed_dataset(tiny, tmp_path):
     kind.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
     rows = Dataset.from_list(ROWS).to_iterable_dataset()
-    functions = {"stock": [str(folder), length], "ours": [str(folder), length]}
+    functions = [str(folder), length, for_short_ones]
     held_out = {"a": Dataset.from_list(ROWS[:2])}
     found = {
-        name: run(tiny, kind, config, functions[name], tmp_path / name, rows, eval_dataset=held_out)[1]
+        name: run(tiny, kind, config, functions, tmp_path / name, rows, eval_dataset=held_out)[1]
         for name, kind, config in (("stock", GRPOTrainer, GRPOConfig), ("ours", SalesGRPOTrainer, SalesGRPOConfig))
     }
     same(found["ours"], found["stock"])
+    assert all(line["outcome/ok"] == 1.0 for line in found["ours"])
     assert found["ours"][0]["reward/all"] == pytest.approx(found["ours"][0]["reward"], rel=1e-6)
 
 
@@ -233,7 +234,7 @@ def test_a_recipe_names_functions_by_their_paths_and_needs_no_service_then(tmp_p
     ("path", "message"),
     [
         ("seams.own_reward.nothing", "`reward_funcs` is .* has no 'nothing'"),
-        ("seams.own_reward.LONG", "a reward function is a int. Expected a function"),
+        ("seams.own_reward.LONG", "a reward function is of type int. Expected a function"),
     ],
 )
 def test_a_path_that_names_no_function_is_refused(path, message):

@@ -109,6 +109,10 @@ async def shortness(prompt, completion, limit=10):
     match text:
         case "raises":
             raise ValueError("a customer's words")
+        case "exits":
+            raise SystemExit("a customer's words")
+        case "cancelled inside":
+            raise asyncio.CancelledError
         case "no connection":
             raise ConnectionRefusedError("a customer's words")
         case "hangs":

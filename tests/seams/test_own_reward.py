@@ -1,6 +1,7 @@
 """Reward functions of one's own from outside the package, in the trainer's process and in one of their own."""
 
 import asyncio
+import sys
 
 import pytest
 from seams.own_reward import of_trl, ranks, shortness, too_few
@@ -16,6 +17,8 @@ from salesrl_trl.types import Outcome, Reward
 
 FAULTS = {
     "raises": "shortness_raised_ValueError",
+    "exits": "shortness_raised_SystemExit",
+    "cancelled inside": "shortness_raised_CancelledError",
     "no connection": "shortness_unreachable",
     "nan": "shortness_not_finite",
     "a string": "shortness_no_number",
@@ -172,6 +175,22 @@ def test_one_that_fails_leaves_no_number_and_one_that_does_not_apply_is_left_out
         [1.0, None, 2.0, 0.0],
     ]
     assert result.rewards[1].reason == "shortness_raised_ValueError"
+
+
+def test_a_blocking_function_that_exits_ends_neither_the_loop_nor_the_run():
+    result = asyncio.run(RewardFunction(lambda completions: sys.exit(1)).score_all(rows(2), ["a", "b"]))
+    assert [each.reason for each in result.rewards] == ["lambda_raised_SystemExit"] * 2
+
+
+def test_beside_a_reward_model_a_completion_to_which_no_function_applies_has_the_models_number(result_of):
+    mixed = MixedReward([shortness], [2.0], are_all=False)
+    result = result_of(mixed, ["none", "raises", "four"], [mixed.row_of(each) for each in rows(3)])
+    assert [(each.outcome, each.value) for each in result.rewards] == [
+        (Outcome.OK, 0.0),  # TRL adds the model's
+        (Outcome.INFRA, None),
+        (Outcome.OK, 0.5),
+    ]
+    assert result.column("shortness") == [None, None, 0.25]
 
 
 def test_functions_of_one_name_are_told_apart():

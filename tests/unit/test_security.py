@@ -21,7 +21,9 @@ ALLOWED = {
     "salesrl_trl/run/preflight/environment.py": ["probe.bind on every interface"],
 }
 SOURCES = sorted(
-    path for part in ("salesrl_trl", "recipes", "scripts", "benchmarks") for path in ROOT.glob(f"{part}/**/*.py")
+    path
+    for part in ("salesrl_trl", "recipes", "scripts", "benchmarks", "examples")
+    for path in ROOT.glob(f"{part}/**/*.py")
 )
 
 

@@ -1,0 +1,180 @@
+"""The examples train as they stand, with the packaged policy in place of one of the hub."""
+
+import asyncio
+import difflib
+import json
+import re
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.loopback import chat_completion
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from trl import GRPOTrainer
+
+from salesrl_trl.errors import ServiceUnavailable
+from salesrl_trl.trainer import SalesGRPOTrainer
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def example(monkeypatch, tmp_path, policy_path):
+    """Run an example as `python examples/NAME.py` does. Returns its names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL", str(policy_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ran = []
+
+    def run(name):
+        ran.append(runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__"))
+        return ran[-1]
+
+    yield run
+    for names in ran:
+        if hasattr(names["trainer"], "finish"):
+            names["trainer"].finish()
+
+
+def last_line(names):
+    """The log entry with the figures of the last steps."""
+    trainer = names["trainer"]
+    assert trainer.state.global_step == trainer.args.max_steps
+    return [entry for entry in trainer.state.log_history if "reward" in entry][-1]
+
+
+def changes():
+    before, after = ((EXAMPLES / f"trl_{name}.py").read_text("utf-8").splitlines() for name in ("before", "after"))
+    lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+    return [line for line in lines if not line.startswith("@@")]
+
+
+def test_two_names_and_one_setting_are_the_whole_difference_and_the_readme_shows_it():
+    assert [line[0] for line in changes()] == ["-", "+", "+"]
+    assert "SalesGRPOConfig as GRPOConfig, SalesGRPOTrainer as GRPOTrainer" in changes()[1]
+    opening = (ROOT / "README.md").read_text("utf-8").split("\n## ")[0]
+    [shown] = re.findall(r"^```diff\n(.*?)^```", opening, flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in shown.splitlines() if line != " ..."] == changes()
+
+
+def test_the_ten_lines_around_any_call_run_as_they_stand(capsys):
+    page = (ROOT / "docs/REWARDS.md").read_text("utf-8")
+    [snippet] = re.findall(r"^```python\n(import asyncio\n.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    tried = Counter()
+
+    async def ask(query):
+        tried[query] += 1
+        if query == "down" or (query == "at times" and tried[query] == 1):
+            raise ServiceUnavailable("no answer", f"{query}_code")
+        return query
+
+    names = {"ask": ask, "queries": ["up", "at times", "down"]}
+    exec(snippet, names)
+    asyncio.run(names["main"]())
+    assert tried == {"up": 1, "at times": 2, "down": 3}
+    said = capsys.readouterr().out
+    assert said.startswith("['down_code'] ") and "'retries': 3" in said
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_is_read_in_a_minute(path):
+    lines = [line for line in path.read_text("utf-8").splitlines() if line]
+    assert 20 <= len(lines) <= 40
+
+
+def test_the_scripts_before_and_after_train_on_the_same_rewards(example):
+    stock, ours = example("trl_before"), example("trl_after")
+    assert type(stock["trainer"]) is GRPOTrainer and type(ours["trainer"]) is SalesGRPOTrainer
+    assert ours["trainer"].args.rollout_lookahead == 1
+    figures = {"reward", "rewards/correct/mean", "rewards/brief/mean"}
+    for line in (last_line(stock), last_line(ours)):
+        assert figures <= line.keys()
+        assert 0 < line["rewards/brief/mean"] < 1
+    assert last_line(ours)["outcome/ok"] == 1.0
+
+
+def test_the_judge_is_asked_again_when_it_is_busy_or_down(example, services, monkeypatch):
+    def verdict(request):
+        asked = services.calls["judge"]
+        if asked % 5 == 0:
+            return 429, "{}", {"Retry-After": "0"}
+        if asked % 7 == 0:
+            return 503, "{}"
+        if asked == 1:
+            return 200, chat_completion("I like it.")
+        assert "Right answer: " in request.json["messages"][1]["content"]
+        return 200, chat_completion(json.dumps({"right": 0.5, "polite": asked % 2, "why": "fine"}))
+
+    services.signs, services.functions["judge"] = False, verdict
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{services.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "a key of tests")
+    line = last_line(example("judge"))
+    assert line["outcome/ok"] == 1.0
+    assert line["rewards/helpful/right"] == 0.5
+    assert 0.4 < line["rewards/helpful/mean"] < 0.6
+    assert all(line[f"services/judge/{name}"] > 0 for name in ("calls", "sent", "retries", "overloads", "failures"))
+
+
+def test_code_is_run_within_limits_and_without_the_trainers_environment(example, monkeypatch):
+    monkeypatch.setenv("A_KEY", "secret")
+    names = example("code_runner")
+    assert last_line(names)["outcome/ok"] == 1.0
+    right = "print(6 * 7)"
+    codes = {
+        right: 1.0,
+        "print('42 ')": 1.0,
+        "print(41)": 0.0,
+        f"{right}; raise SystemExit(1)": 0.0,
+        "this is no Python": 0.0,
+        f"import time; {right}; time.sleep(60)": 0.0,
+        f"text = 'a' * 2**31; {right}": 0.0,
+        f"import sys; open('big', 'w').write('a' * 2**21); {right}": 0.0,
+        f"import os; assert 'A_KEY' not in os.environ and os.listdir() == ['printed', 'code.py']; {right}": 1.0,
+    }
+    completions = [[{"role": "assistant", "content": code}] for code in codes]
+    count = len(codes)
+    asked = names["runs"](prompts=[""] * count, completions=completions, output=["42"] * count)
+    assert dict(zip(codes, asyncio.run(asked), strict=True)) == codes
+
+
+def test_a_reward_model_counts_beside_a_function_that_does_not_apply_to_all(
+    example, policy_path, monkeypatch, tmp_path
+):
+    config = AutoConfig.from_pretrained(policy_path)
+    config.num_labels, config.pad_token_id = 1, 0
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "scorer")
+    AutoTokenizer.from_pretrained(policy_path).save_pretrained(tmp_path / "scorer")
+    monkeypatch.setenv("REWARD_MODEL", str(tmp_path / "scorer"))
+    line = last_line(example("reward_model"))
+    assert line["outcome/ok"] == 1.0
+    assert {
+        f"rewards/{name}/mean" for name in ("short_enough", str(tmp_path / "scorer").split("/")[-1])
+    } <= line.keys()
+
+
+def test_the_notebook_trains_where_an_event_loop_runs_already(monkeypatch, tmp_path, policy_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL", str(policy_path))
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+    names = {"__name__": "__main__"}
+
+    async def kernel():
+        """As a notebook's kernel does it: inside its own event loop."""
+        for cell in (*cells, before):
+            exec(cell, names)
+        return eval(shown, names)
+
+    *cells, last = cells
+    before, _, shown = last.rpartition("\n")
+    table = asyncio.run(kernel())
+    assert list(table["step"]) == [1, 2, 3, 4]
+    for branch in ("sum", "product"):
+        assert table[f"reward/{branch}"].notna().any() and table[f"kl/{branch}"].notna().any()
+    assert names["trainer"].args.branches == ["product", "sum"]
