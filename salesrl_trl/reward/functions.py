@@ -317,8 +317,8 @@ def reward_of(given: object) -> BatchedReward:
         return given
     if not callable(given):
         raise ConfigError(
-            f"a reward function is of type {type(given).__name__}. Expected a function, a reward model or its id, or a "
-            "`SalesReward`."
+            f"a reward function is of type {type(given).__name__}. Expected a function, a reward model or its id, or "
+            "a `SalesReward`."
         )
     return RewardFunction(given)
 
