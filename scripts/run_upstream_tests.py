@@ -15,6 +15,7 @@ Exit code: 0 all that passes on stock passes with both; 1 something does not; 2 
 """
 
 import argparse
+import functools
 import inspect
 import json
 import os
@@ -22,9 +23,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from upstream_stand_ins import END_OF_MESSAGE, build
@@ -33,10 +36,14 @@ WAYS = {"stock": (), "one name": ("GRPOTrainer",), "two names": ("GRPOTrainer", 
 FILE = "test_grpo_trainer.py"
 NAMES, RESULTS, HUBS = "UPSTREAM_TESTS_NAMES", "UPSTREAM_TESTS_RESULTS", "UPSTREAM_TESTS_HUBS"
 PASSED = "passed"
+_losses: list[float] = []
 
 
 def pytest_configure() -> None:
-    """Inside pytest: tests of an older TRL ask for packages that the installed one no longer asks for."""
+    """Inside pytest: note the losses of trainings. Tests of an older TRL ask for packages that the installed one no
+    longer asks for."""
+    from transformers import Trainer
+    from transformers.trainer_utils import TrainOutput
     from trl import import_utils
 
     def asks_for(name: str) -> Callable[[], bool]:
@@ -46,6 +53,15 @@ def pytest_configure() -> None:
         return lambda: find_spec(found[1]) is not None
 
     import_utils.__getattr__ = asks_for
+    train = Trainer.train
+
+    @functools.wraps(train)
+    def noted(self: Trainer, *args: Any, **kwargs: Any) -> TrainOutput:
+        output = train(self, *args, **kwargs)
+        _losses.append(output.training_loss)
+        return output
+
+    Trainer.train = noted
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,7 +86,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return
     crash = getattr(report.longrepr, "reprcrash", None)
     why = crash.message if crash is not None else str(report.longrepr or "")
-    line = {"test": report.nodeid.split("::", 1)[1], "outcome": report.outcome, "why": why}
+    line = {"test": report.nodeid.split("::", 1)[1], "outcome": report.outcome, "why": why, "losses": str(_losses)}
+    _losses.clear()
     with open(os.environ[RESULTS], "a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -119,12 +136,13 @@ def report(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> int:
     """
     passing = [test for test, line in found["stock"].items() if line["outcome"] == PASSED]
     for way, lines in found.items():
-        counts = {
-            kind: sum(line["outcome"] == kind for line in lines.values()) for kind in (PASSED, "failed", "skipped")
-        }
-        same = sum(test in lines and lines[test]["outcome"] == PASSED for test in passing)
-        print(f"{way:10} {counts[PASSED]:4} pass, {counts['failed']} fail, {counts['skipped']} are skipped."
-              f" Of the {len(passing)} that pass on stock: {same}")  # fmt: skip
+        counts = Counter(line["outcome"] for line in lines.values())
+        here = [test for test in passing if lines.get(test, {}).get("outcome") == PASSED]
+        trained = [test for test in here if found["stock"][test]["losses"] != "[]"]
+        same = sum(lines[test]["losses"] == found["stock"][test]["losses"] for test in trained)
+        print(f"{way:10} {counts[PASSED]:4} pass, {counts['failed']} fail, {counts['skipped']} are skipped. Of the "
+              f"{len(passing)} that pass on stock: {len(here)}. {len(trained)} of these train: {same} to stock's very "
+              "loss")  # fmt: skip
     differing = {
         (way, test): lines.get(test, {}).get("why", "did not run")
         for way, lines in found.items()

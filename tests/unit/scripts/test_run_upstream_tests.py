@@ -7,21 +7,19 @@ from upstream_stand_ins import _write_tokenizer, _write_zen
 from scripts import run_upstream_tests as tool
 
 
-def outcomes(**of_test):
-    return {
-        test: {"outcome": outcome, "why": "" if outcome == "passed" else "Error: why"}
-        for test, outcome in of_test.items()
-    }
+def outcomes(losses="[]", **of_test):
+    why = {"passed": "", "failed": "Error: why", "skipped": "no device"}
+    return {test: {"outcome": each, "why": why[each], "losses": losses} for test, each in of_test.items()}
 
 
 def test_only_what_passes_on_stock_counts_and_what_did_not_run_differs(capsys):
-    stock = outcomes(a="passed", b="passed", c="failed", d="skipped", e="passed")
+    stock = outcomes(a="passed", b="passed", c="failed", d="skipped", e="passed") | outcomes("[0.1]", f="passed")
     assert tool.report({"stock": stock, "one name": stock}) == 0
-    capsys.readouterr()
-    two_names = outcomes(a="passed", b="failed", c="passed", d="skipped")
+    assert capsys.readouterr().out.count("4. 1 of these train: 1 to stock's very loss") == 2
+    two_names = outcomes(a="passed", b="failed", c="passed", d="skipped") | outcomes("[0.2]", f="passed")
     assert tool.report({"stock": stock, "two names": two_names}) == 2
     told = capsys.readouterr().out
-    assert "two names     2 pass, 1 fail, 1 are skipped. Of the 3 that pass on stock: 1" in told
+    assert "two names     3 pass, 1 fail, 1 are skipped. Of the 4 that pass on stock: 2. 1 of these train: 0" in told
     assert "differs with two names: b\n    Error: why" in told
     assert "differs with two names: e\n    did not run" in told
     assert "left out, failed on stock: c\n" in told and "left out, skipped on stock: d\n" in told
