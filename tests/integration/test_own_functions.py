@@ -175,8 +175,9 @@ async def hangs(completion):
         (lambda completions, **_: ["0.5"] * len(completions), "lambda_no_number"),
         (lambda completions, **_: [math.nan] * len(completions), "lambda_not_finite"),
         (hangs, "deadline"),
+        (lambda completions, **_: [None] * len(completions), "not_applicable"),
     ],
-    ids=["raises", "too short", "a string", "nan", "hangs"],
+    ids=["raises", "too short", "a string", "nan", "hangs", "applies to none"],
 )
 def test_a_function_that_fails_stops_the_run_with_its_reason_and_moves_nothing(tiny, tmp_path, function, reason):
     with pytest.raises(TooFewRewardsError, match=reason):

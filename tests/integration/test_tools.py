@@ -1,0 +1,119 @@
+"""Tools and environments, with which TRL generates inside its own scoring: against stock TRL."""
+
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from support.scripted import settings, steps_of
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.reward.functions import per_completion
+from salesrl_trl.trainer import SalesGRPOTrainer
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>'
+WRONG_CALL = CALL.replace("number", "other")
+ROWS = [{"prompt": [{"role": "user", "content": f"What is {place} and 3?"}], "kind": "sums"} for place in range(4)]
+SAME = ("loss", "reward", "reward_std", "completions/mean_length", "tools/call_frequency", "tools/failure_frequency")
+
+
+@pytest.fixture(scope="module")
+def caller(tiny, tmp_path_factory):
+    """A policy whose chat template is one that TRL reads tool calls of."""
+    folder = tmp_path_factory.mktemp("caller") / "policy"
+    shutil.copytree(tiny, folder)
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+    (folder / "chat_template.jinja").write_text(template.read_text("utf-8"), "utf-8")
+    return folder
+
+
+def add(number: int) -> int:
+    """Adds three.
+
+    Args:
+        number: What three is added to.
+
+    Returns:
+        The sum.
+    """
+    return number + 3
+
+
+class Counter:
+    """An environment."""
+
+    def reset(self, **row):
+        self.count = 0
+        return "Count."
+
+    def add(self, number: int) -> int:
+        """Counts.
+
+        Args:
+            number: How far.
+
+        Returns:
+            The count.
+        """
+        self.count += number
+        return self.count
+
+
+def turns(prompts, completions, **kwargs):
+    """More for a conversation with more messages, and for a prompt that says more."""
+    return [len(each) + len(str(prompt)) / 1000 for prompt, each in zip(prompts, completions, strict=True)]
+
+
+@per_completion
+async def last_words(completion):
+    return 1.0 if completion[-1]["content"] == "Done!" else 0.0
+
+
+def counted(environments, **kwargs):
+    return [float(each.count) for each in environments]
+
+
+def lines_of(kind, config, policy, folder, functions, rows=ROWS, **given):
+    """The log lines of two steps, in which two of four completions call a tool, one of them in vain."""
+    args = config(**settings(folder, beta=0.0, max_steps=2, per_device_train_batch_size=4, num_generations=4,
+                             max_completion_length=256))  # fmt: skip
+    trainer = kind(str(policy), functions, args, None if rows is None else Dataset.from_list(rows), **given)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+
+    def generate(input_ids, **kwargs):
+        first = [CALL, WRONG_CALL, "None at all", "Done!"]
+        texts = first if len(input_ids) == len(first) else ["Done!"] * len(input_ids)
+        ids = [torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in texts]
+        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+        return torch.cat([input_ids, padded], dim=1)
+
+    with patch.object(trainer.model, "generate", side_effect=generate):
+        trainer.train()
+    if kind is SalesGRPOTrainer:
+        trainer.finish()
+    return steps_of(trainer)
+
+
+@pytest.mark.parametrize(
+    ("functions", "rows", "given"),
+    [
+        ([turns, last_words], ROWS, {"tools": [add]}),
+        ([counted, turns], None, {"environment_factory": Counter}),
+    ],
+    ids=["tools", "an environment"],
+)
+def test_two_names_changed_the_run_is_stock_trls_to_the_bit(caller, tmp_path, monkeypatch, functions, rows, given):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    stock = lines_of(GRPOTrainer, GRPOConfig, caller, tmp_path / "stock", functions, rows, **given)
+    ours = lines_of(SalesGRPOTrainer, SalesGRPOConfig, caller, tmp_path / "ours", functions, rows, **given)
+    assert len(ours) == len(stock) == 2
+    for name in (*SAME, *(name for name in stock[0] if name.startswith("rewards/"))):
+        assert [line[name] for line in ours] == [line[name] for line in stock], name
+    assert [line["tools/call_frequency"] for line in ours] == [0.5, 0.5]
+    assert [line["tools/failure_frequency"] for line in ours] == [0.5, 0.5]
+    assert all(line["outcome/ok"] == 1.0 and line["loss"] != 0.0 for line in ours)
