@@ -92,7 +92,7 @@ else
   # One process more than cores, to four, each with a thread: tests wait now and then, and each process holds torch.
   # A file is one worker's; tests/conftest.py begins with the long ones.
   cores="$(env -u OMP_NUM_THREADS nproc)" # which else says what that variable holds
-  OMP_NUM_THREADS=1 run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu)" \
+  OMP_NUM_THREADS=1 run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu or bench)" \
     -n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
   run "mypy, beside the tests" wait "$types"
   run "tests with the lowest versions" test_lowest

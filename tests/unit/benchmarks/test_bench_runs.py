@@ -56,7 +56,7 @@ for name, words in json.loads(sys.argv[1]).items():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(480)
 def test_the_benches_around_an_engine_of_vllm(tmp_path):
     """In one process, not that of the tests: half of what each of them takes is the import of vLLM."""
@@ -199,6 +199,7 @@ def test_the_bench_of_memory_estimates_what_it_trains(tmp_path, capsys, one_thre
         assert "measures nothing" in capsys.readouterr().err
 
 
+@pytest.mark.bench
 def test_the_bench_of_sharding_compares_the_steps_and_the_saved_weights_of_two_launches(tiny, tmp_path, one_thread):
     sharding.main(["--worker", "--shape", "tiny", "--steps", "2", "--model", str(tiny), "--out", str(tmp_path)])
     one = json.loads((tmp_path / "figures.json").read_text())
