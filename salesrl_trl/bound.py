@@ -57,7 +57,6 @@ class BoundTrainer(GRPOTrainer):
             eos_token_ids=self.eos_token_ids,
             reward_weights=self.reward_weights.tolist(),
             reward_answered=[isinstance(each, Column) for each in self.reward_funcs],
-            train_dataset=self.train_dataset,
             group=lambda: self.num_generations if self.model.training else self.num_generations_eval,
             state=lambda: self.state,
             has_entropy_bonus=self._entropy_bonus_enabled,

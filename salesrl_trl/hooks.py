@@ -50,8 +50,6 @@ class Hooks:
     """TRL's weight of each reward function."""
     reward_answered: Sequence[bool]
     """Of each reward function: whether the desk answers it."""
-    train_dataset: object
-    """Training rows."""
     group: Callable[[], int]
     """Completions of a prompt at the moment: in training, or in an evaluation."""
     state: Callable[[], object]

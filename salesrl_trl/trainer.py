@@ -4,6 +4,7 @@ Owns the overrides, each of which says what it changes. `bound` has what the roo
 lies in the rooms; `wiring` builds them.
 """
 
+import copy
 import functools
 import inspect
 import os
@@ -86,6 +87,8 @@ class SalesGRPOTrainer(BoundTrainer):
             super().__init__(model, reward_funcs, args, *given, **kwargs)
             return
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, None, args, *given, **kwargs).arguments
+        if not args.branches:  # they will be those of the rows: of these, and not of another trainer's
+            args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
         rewards = GivenRewards.of(reward_funcs, args.reward_weights, args.reward_process, has_more=has_more)
         has_adapter = named.get("peft_config") is not None

@@ -93,8 +93,9 @@ class Wiring:
         self._rewards = rewards
         self.desk = rewards.desk
         reward = self.reward = self.desk.reward
+        self._columns = getattr(train_dataset, "column_names", None)
         self.branches = Branches.of_data(args.branches, args.branch_column, train_dataset)
-        args.branches = list(self.branches.names)
+        args.branches = [*self.branches.names]
         self.instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
@@ -152,8 +153,7 @@ class Wiring:
         check_rewards(args, trl.tools, trl.reward_answered)
         size = args.per_device_train_batch_size * args.steps_per_generation
         has_own_columns = trl.has_rollout_func or trl.tools is not None
-        columns = getattr(trl.train_dataset, "column_names", None)
-        self._rewards.check(None if has_own_columns else columns, args.num_generations, size)
+        self._rewards.check(None if has_own_columns else self._columns, args.num_generations, size)
         self.stopping = Stopping(
             self.run_control,
             self.desk,

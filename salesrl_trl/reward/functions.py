@@ -238,6 +238,8 @@ class RewardFunction(BatchedReward):
             raise failed from error
         returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
         columns = {name: values for name, values in log.columns.items() if len(values) == len(samples)}
+        for name in log.columns.keys() - columns.keys():
+            self.log_once(f"{self.__name__} logs {name!r} with another number of values than completions: left out")
         rewards = [
             replace(reward, columns={**reward.columns, **{name: values[place] for name, values in columns.items()}})
             for place, reward in enumerate(map(self._reward, returned))

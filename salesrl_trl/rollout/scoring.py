@@ -218,7 +218,7 @@ class Scoring:
         width = len(columns[0])
         rollout.scored = gathered[:, : -1 - width].cpu()
         values = gathered[:, -1 - width : -1].to(torch.float32)
-        values[partly_scored(values, self._settings.group)] = torch.nan
+        values[partly_scored(values, rollout.group)] = torch.nan
         scored_fraction = (~torch.isnan(values).all(dim=1)).float().mean().item()
         in_by_rank = gathered[:, -1].bool().view(-1, len(rewards)).cpu()  # (world size, B)
         groups.record(in_by_rank, PartialState().process_index, scored_fraction, self._run_control.wanted_fraction)

@@ -123,6 +123,9 @@ def test_branches_come_from_the_column_that_the_settings_name(tiny, tmp_path):
     given = {"branch_column": "kind", "branch_kl": {"long": {"beta": 0.3}, "short": {"beta": 0.1}}}
     trainer, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, **given)
     assert trainer.args.branches == ["long", "short"]
+    config = SalesGRPOConfig(**settings(tmp_path))
+    SalesGRPOTrainer(str(tiny), length, config, Dataset.from_list(ROWS)).finish()
+    assert config.branches == []  # the next trainer's rows may have others
     assert {"reward/long", "kl/long", "beta/short"} <= lines[0].keys()
     with pytest.raises(ConfigError, match=r"`branch_column`.* is 'long'. Expected one of `branches`: short"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, branches=["short"], branch_column="kind")

@@ -71,6 +71,16 @@ def test_a_function_of_trls_signature_gets_what_trl_gives_it(result_of):
     assert (logged, metrics) == ([("asked", ["p", "p"])], [("mean_length", 2.0)])
 
 
+def test_a_column_that_is_logged_for_some_completions_is_left_out_and_told(caplog):
+    def logs(completions, log_extra):
+        log_extra("seen", ["one"])
+        return [1.0] * len(completions)
+
+    result = asyncio.run(RewardFunction(logs).score_all(rows(2), ["a", "b"]))
+    assert [(each.value, each.columns) for each in result.rewards] == [(1.0, {})] * 2
+    assert "logs 'seen' with another number of values than completions: left out" in caplog.text
+
+
 def test_a_list_of_another_length_leaves_the_batch_without_rewards(result_of):
     result = result_of(RewardFunction(too_few), ["a", "b"], rows(2))
     assert [each.reason for each in result.rewards] == ["too_few_wrong_length"] * 2
