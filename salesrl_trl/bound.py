@@ -38,6 +38,7 @@ class BoundTrainer(GRPOTrainer):
     _timeline: Timeline
     _tokens: TokenSource | None = None  # generates in place of TRL's engines
     _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
+    _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes
     _logs: dict[str, Any]
     beta: float | BranchPenalty
 
@@ -83,6 +84,7 @@ class BoundTrainer(GRPOTrainer):
     def _restore(self, boundary: Boundary) -> None:
         self._step, self._buffered_inputs = boundary.restore()
         self._metrics["train"].clear()  # of the step that is undone
+        self.rooms.passes.forget()
 
     @property
     def _mode(self) -> str:

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, Trainer
@@ -32,6 +31,7 @@ from salesrl_trl.names import Phase
 from salesrl_trl.overrides import in_force_if
 from salesrl_trl.replaced import replaced
 from salesrl_trl.reward.given import GivenRewards, RewardFunc, check_stock
+from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
 from salesrl_trl.rollout.scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
@@ -171,7 +171,11 @@ class SalesGRPOTrainer(BoundTrainer):
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         self.rooms.pipeline.launch_due(self._step, self.state.global_step)
-        return self.rooms.scoring.next_micro_batch(super()._prepare_inputs(generation_batch), self.state.global_step)
+        batch = super()._prepare_inputs(generation_batch)
+        following = (self._buffered_inputs or [])[self._step % self.args.steps_per_generation + 1 :]
+        batches = self.rooms.scoring.next_micro_batches([batch, *following], self.state.global_step)
+        update = self.current_gradient_accumulation_steps
+        return self.rooms.passes.begin(batches, update, is_last=self.accelerator.sync_gradients)
 
     def _tokenize_prompts(self, prompts):
         """Keeps what the processor makes of pictures, for log-probs of completions that are not scored yet."""
@@ -210,8 +214,9 @@ class SalesGRPOTrainer(BoundTrainer):
         """Scores the rollout of these inputs, which may have been launched before."""
         if not self.model.training:
             return self.rooms.scoring.evaluate(inputs, self.state.global_step)[1]
-        in_groups = self.rooms.in_groups and self.rooms.policy.weight_check.is_done
-        return self.rooms.scoring.train_on(inputs, self._step, self.state.global_step, in_groups)
+        rooms = self.rooms
+        in_groups = rooms.in_groups and rooms.policy.weight_check.is_done
+        return rooms.scoring.train_on(inputs, self._step, self.state.global_step, in_groups, rooms.passes.in_order)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """Waits for the rewards of the batch. While it is trained on part by part: takes those that are in."""
@@ -233,32 +238,40 @@ class SalesGRPOTrainer(BoundTrainer):
 
     def _compute_loss(self, model, inputs):
         """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients."""
-        if self.model.training:
-            self.rooms.instruments.record_batch(inputs["prompt_mask"], inputs["completion_mask"])
         kl = self.rooms.kl
-        if kl is None:
-            with self._timeline.phase(Phase.FORWARD):
-                return super()._compute_loss(model, inputs)
-        penalty = kl.penalty(inputs)
-        with replaced(self, "beta", penalty), self._timeline.phase(Phase.FORWARD):
-            loss = super()._compute_loss(model, penalty.inputs)
-            kl.add(penalty)
-        if self.accelerator.sync_gradients:
+        penalty = None if kl is None else kl.penalty(inputs)
+        inputs = inputs if penalty is None else penalty.inputs
+        beta = replaced(self, "beta", self.beta if penalty is None else penalty)
+        with beta, replaced(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
+            loss = super()._compute_loss(model, inputs)
+            if kl is not None and penalty is not None:
+                kl.add(penalty)
+        if kl is not None and self.accelerator.sync_gradients:
             self.rooms.end_kl_step(kl, self._mode)
+        if self.model.training:
+            passes, masks = self.rooms.passes, (inputs["prompt_mask"], inputs["completion_mask"])
+            self.rooms.instruments.record_batch(*masks, passes.has_prompt)
+            if (self._step + 1) % self.args.steps_per_generation == 0:
+                for name, value in passes.drain_correction().items():
+                    self._metrics["train"][name][-1] = value
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        """Hands the policy's log-probs to the penalty. Keeps old and reference ones while TRL repeats a batch."""
-        if isinstance(self.beta, BranchPenalty):
-            logps, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            return self.beta.record_logps(logps), *others
-        if torch.is_grad_enabled():
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        is_reference, rollout = self.rooms.reference.is_active(model), self.rooms.scoring.rollout
+        """Sends a group's prompt through the model once. Hands the policy's log-probs to the penalty. Keeps old and
+        reference ones while TRL repeats a batch."""
+        rooms, inputs = self.rooms, self._loss_inputs
+        upstream = super()._get_per_token_logps_and_entropies
+        passes = functools.partial(rooms.passes.log_probs, inputs, upstream, model, *args, **kwargs)
+        if inputs is not None:
+            logps, *others = passes()
+            return self.beta.record_logps(logps) if isinstance(self.beta, BranchPenalty) else logps, *others
+        is_reference, rollout = rooms.reference.is_active(model), rooms.scoring.rollout
         if rollout is not None and is_reference in rollout.logps:
             return rollout.logps[is_reference], None, None
+        if rooms.passes.leaves_out_old(rollout, is_reference, rooms.policy.weight_check.is_done):
+            return unknown_logps(*args), None, None
         with self._timeline.phase(Phase.REFERENCE_LOGPROBS if is_reference else Phase.OLD_LOGPROBS):
-            output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            output = passes()
         if rollout is not None and rollout.groups is not None:
             rollout.logps[is_reference] = output[0]
         return output

@@ -20,10 +20,12 @@ from transformers import TrainerCallback
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.passes import passes_of
 from salesrl_trl.config.rollouts import (
     check_rewards,
     sampling_warnings,
     scoring_settings,
+    why_in_trls_order,
     why_not_divisible,
 )
 from salesrl_trl.data.branches import Branches
@@ -199,10 +201,12 @@ class Wiring:
             advantages=trl.advantages,
         )
         at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
-        hindrance = why_not_divisible(args, trl.has_entropy_bonus, trl.has_aux_loss, at_once)
+        in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
+        hindrance = in_trls_order or why_not_divisible(args, at_once)
         self.in_groups = args.scored_groups_first and hindrance is None
         if args.scored_groups_first and hindrance is not None:
             logger.info(f"off: scored groups first, because {hindrance}")
+        self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
         self._wrap_phases(trl)
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
         return self._callbacks(trl)
@@ -380,6 +384,7 @@ class Wiring:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""
         self.pipeline.forget()
         self.scoring.forget()
+        self.passes.forget()
         if self.kl is not None:
             self.kl.forget_sums()
         self.ledger.clear()

@@ -99,9 +99,7 @@ def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
     return warnings
 
 
-def why_not_divisible(
-    args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool, whole_batch: str | None
-) -> str | None:
+def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
     """The first reason why an update depends on the order of its completions, or on their micro-batches.
 
     Args:
@@ -111,6 +109,29 @@ def why_not_divisible(
             Whether the loss has one.
         aux_loss (`bool`):
             Whether the loss has the auxiliary loss of a mixture's router.
+
+    Returns:
+        `str`, *optional*: the reason; `None` if there is none.
+    """
+    hindrances = {
+        "`num_iterations` is above 1, so that a batch is trained on again": args.num_iterations > 1,
+        "an update has a part of a generation batch (`steps_per_generation`)":
+            args.gradient_accumulation_steps % args.steps_per_generation != 0,
+        f"`loss_type` {args.loss_type} weighs a completion by its micro-batch":
+            args.loss_type in SHARED_BY_A_MICRO_BATCH,
+        "`top_entropy_quantile` compares the tokens of a micro-batch": args.top_entropy_quantile != 1.0,
+        "the entropy bonus is taken over a micro-batch": entropy_bonus,
+        "the router's auxiliary loss is taken over a micro-batch": aux_loss,
+    }  # fmt: skip
+    return next((hindrance for hindrance, is_there in hindrances.items() if is_there), None)
+
+
+def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | None:
+    """The first reason why advantages need all rewards, or why the batch has one part.
+
+    Args:
+        args (`SalesGRPOConfig`):
+            Settings.
         whole_batch (`str`, *optional*):
             Why rewards come for a whole batch at once.
 
@@ -121,21 +142,13 @@ def why_not_divisible(
     places = parts(size * args.steps_per_generation, size, args.num_generations)
     hindrances = {
         str(whole_batch): whole_batch is not None,
-        "`num_iterations` is above 1, so that a batch is trained on again": args.num_iterations > 1,
-        "an update has a part of a generation batch (`steps_per_generation`)":
-            args.gradient_accumulation_steps % args.steps_per_generation != 0,
         "a micro-batch and a group share no border before the batch's end, so that it has one part":
             len(places) <= 1,
-        f"`loss_type` {args.loss_type} weighs a completion by its micro-batch":
-            args.loss_type in SHARED_BY_A_MICRO_BATCH,
         "`scale_rewards: batch` divides by the spread of all rewards": args.scale_rewards == "batch",
         "`hybrid_reference_weight` is scaled by the spread of all rewards; not with `scale_rewards: none`":
             bool(args.hybrid_reference_weight) and args.scale_rewards != "none",
         f"`multi_objective_aggregation` is {args.multi_objective_aggregation}, which needs all rewards":
             args.multi_objective_aggregation != "sum_then_normalize",
-        "`top_entropy_quantile` compares the tokens of a micro-batch": args.top_entropy_quantile != 1.0,
-        "the entropy bonus is taken over a micro-batch": entropy_bonus,
-        "the router's auxiliary loss is taken over a micro-batch": aux_loss,
     }  # fmt: skip
     return next((hindrance for hindrance, is_there in hindrances.items() if is_there), None)
 

@@ -118,6 +118,14 @@ class SalesGRPOConfig(GRPOConfig):
             Whether to train on micro-batches with scored groups while other rewards are still missing. The update is
             the same; only the order of its micro-batches, and of the completions in them, differs. It is switched off
             for losses that depend on this order.
+        shared_prompts (`str`, *optional*, defaults to `"auto"`):
+            `auto` sends the prompt of a group through the model once, for policy, reference and old log-probs, and
+            leaves out old log-probs where the pass that trains gives the same ones. The first use is compared with
+            TRL's own passes; a line says when a model or a batch can't. `off` makes TRL's own passes.
+        shared_prompts_tokens (`int`, *optional*):
+            Micro-batches of an update go through the model together, up to this many tokens. Each keeps its own loss.
+            1 for one micro-batch a pass. Defaults to the tokens that TRL's own micro-batch has with its padding, so
+            that a pass never needs more memory than TRL's.
         references_ahead (`bool`, *optional*, defaults to `True`):
             Whether to ask the 32B endpoint for a step's reference answers one step before its completions exist.
         save_rollouts (`bool`, *optional*, defaults to `False`):
@@ -185,6 +193,12 @@ class SalesGRPOConfig(GRPOConfig):
     scored_groups_first: bool = field(
         default=True, metadata=about("Train on scored groups while other rewards are missing.")
     )
+    shared_prompts: str = field(
+        default="auto", metadata=about("Prompts of a group once through the model: `auto`, or `off` for TRL's passes.")
+    )
+    shared_prompts_tokens: int | None = field(
+        default=None, metadata=about("Tokens of a pass for several micro-batches; default: those of one of TRL's.")
+    )
     references_ahead: bool = field(default=True, metadata=about("Ask for reference answers one step ahead."))
     save_rollouts: bool = field(default=False, metadata=about("Put the rollouts in flight into checkpoints."))
     allow_changed_resume: bool = field(default=False, metadata=about("Resume a checkpoint of other rows or branches."))
@@ -242,6 +256,7 @@ class SalesGRPOConfig(GRPOConfig):
 
     def _check_mode(self) -> None:
         check_choice(self, "mode", RUN_MODES)
+        check_choice(self, "shared_prompts", ("auto", "off"))
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         check(
             self.mode != "rewards" or processes == 1,

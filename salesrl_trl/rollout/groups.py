@@ -113,3 +113,8 @@ class ScoredGroups:
     def next(self) -> MicroBatch:
         """The next micro-batch of the queue."""
         return self._queue.popleft()
+
+    @property
+    def following(self) -> list[MicroBatch]:
+        """Those that are in the queue behind it."""
+        return list(self._queue)

@@ -48,6 +48,8 @@ class Rollout:
     logps: dict[bool, torch.Tensor] = field(default_factory=dict)
     """Log-probs that TRL has computed, shape (B, C). Key True: of the reference; False: old ones. Unchanged between
     passes over the same batch."""
+    is_corrected_at_step: bool = False
+    """Whether the pass that trains gives the old log-probs. `logps` then has NaN for them."""
     groups: ScoredGroups | None = None
     """Set while the batch is trained on part by part."""
     result: BatchResult | None = None

@@ -22,6 +22,7 @@ from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.figures import encode, encode_report
+from salesrl_trl.rollout.correction import OLD, RATIO
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.staleness import correction_sums
@@ -129,7 +130,9 @@ class Scoring:
         """Forget the batch of an interrupted run."""
         self.rollout = self._waiting = None
 
-    def train_on(self, inputs: list[Example], micro_step: int, update: int, in_groups: bool) -> Output:
+    def train_on(
+        self, inputs: list[Example], micro_step: int, update: int, in_groups: bool, in_order: bool = False
+    ) -> Output:
         """The batch of these inputs for training.
 
         Args:
@@ -139,17 +142,20 @@ class Scoring:
                 Micro-steps and optimizer steps done.
             in_groups (`bool`):
                 Whether the batch is trained on part by part, scored groups first.
+            in_order (`bool`):
+                Whether a group's completions stay together when all are scored. Else TRL shuffles them.
         """
         self._waiting = None
         rollout, settings = self._pipeline.take(inputs, micro_step, update), self._settings
-        if in_groups:
-            rollout.groups = ScoredGroups(len(inputs), settings.micro_batch, settings.group)
+        groups = ScoredGroups(len(inputs), settings.micro_batch, settings.group)
+        rollout.groups = groups if in_groups else None
         output = self._scored(rollout, update)
-        if rollout.groups is None or rollout.groups.complete:
+        if rollout.is_complete and not in_order:
             rollout.groups = None  # nothing to wait for: TRL's own way
-        else:
-            self._waiting = rollout
-            rollout.groups.release(output)
+            return output
+        groups.complete = rollout.is_complete
+        rollout.groups, self._waiting = groups, rollout
+        groups.release(output)
         return output
 
     def evaluate(self, inputs: list[Example], update: int, group: int | None = None) -> tuple[Rollout, Output]:
@@ -157,18 +163,18 @@ class Scoring:
         rollout = self._pipeline.evaluate(inputs, update, group)
         return rollout, self._scored(rollout, update)
 
-    def next_micro_batch(self, following: Output, update: int) -> Output:
-        """A micro-batch to train on.
+    def next_micro_batches(self, in_trls_order: list[Output], update: int) -> list[Output]:
+        """The micro-batch to train on, and those of the same batch that will come after it, as far as that is known.
 
         Args:
-            following (`Output`):
-                The next one in TRL's order. While rewards are pending, a micro-batch of scored groups replaces it.
+            in_trls_order (`list[Output]`):
+                The same in TRL's order. Micro-batches of scored groups, or of whole groups, replace them.
             update (`int`):
                 Optimizer steps done.
         """
         rollout = self._waiting
         if rollout is None or rollout.groups is None:
-            return following
+            return in_trls_order
         groups = rollout.groups
         while not groups.complete and on_any_rank(not groups.has_next, self._device):  # all ranks wait together
             with self._timeline.phase(Phase.REWARD_WAIT):
@@ -176,10 +182,10 @@ class Scoring:
                     self._desk.wait(rollout.rewards, groups.pending)
                 PartialState().wait_for_everyone()
             groups.release(self._scored(rollout, update))
-        micro_batch = groups.next()
+        micro_batches = [groups.next(), *groups.following]
         if groups.is_empty:
             self._waiting = None
-        return micro_batch
+        return micro_batches
 
     def _scored(self, rollout: Rollout, update: int) -> Output:
         """TRL's output, with the branch of each sample, and without an effect if too little was scored."""
@@ -194,7 +200,9 @@ class Scoring:
             self._device, non_blocking=True
         )  # (B,)
         if rollout.behaviour_logps is not None:
-            output["old_per_token_logps"] = rollout.behaviour_logps  # (B, C)
+            output[OLD] = rollout.behaviour_logps  # (B, C)
+        if rollout.is_corrected_at_step:
+            del output[OLD], output[RATIO]
         if self._settings.hybrid_reference_weight and rollout.is_trained_on:
             output["advantages"] = self._hybrid_advantages(rollout)
         if self._run_control.is_skipping and rollout.is_complete and rollout.is_trained_on:
@@ -299,8 +307,8 @@ class Scoring:
     def _record_staleness(self, rollout: Rollout, output: Mapping[str, torch.Tensor], update: int) -> None:
         """Record the age of the sampler's weights, and the effect of the correction for it; a collective."""
         self._ledger.record_staleness(rollout.mode, update - rollout.step)
-        ratio = output.get("importance_sampling_ratio")
-        if ratio is not None:
+        ratio = output.get(RATIO)
+        if ratio is not None and not rollout.is_corrected_at_step:
             sums = correction_sums(ratio, output["completion_mask"], *self._settings.correction)
             self._ledger.record_correction(rollout.mode, *reduce(sums, "sum").tolist())
 

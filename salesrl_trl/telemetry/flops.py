@@ -71,7 +71,9 @@ class ModelFlops:
     windows: tuple[int | None, ...]
     per_pair: tuple[int, ...]
 
-    def sums(self, lengths: torch.Tensor, completion_lengths: torch.Tensor) -> torch.Tensor:
+    def sums(
+        self, lengths: torch.Tensor, completion_lengths: torch.Tensor, has_prompt: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The sums over a batch that `total` needs. Sums of several batches or ranks may be added. Waits for no
         device.
 
@@ -80,13 +82,19 @@ class ModelFlops:
                 Shape (B,), integers: tokens of each sequence, prompt and completion, without padding.
             completion_lengths (`torch.Tensor`):
                 Shape (B,), integers: tokens of each completion.
+            has_prompt (`torch.Tensor`, *optional*):
+                Shape (B,), bool: False for a completion whose prompt went through the model with another one.
 
         Returns:
             `torch.Tensor` of shape (2 + len(windows),), float64, on the device of `lengths`: tokens, completion
             tokens, pairs by window. Exact up to 2**53.
         """
-        pairs = [attention_pairs(lengths, window).sum() for window in self.windows]
-        tokens = lengths.to(torch.int64).sum()
+        left_out = lengths - completion_lengths
+        left_out = torch.zeros_like(left_out) if has_prompt is None else torch.where(has_prompt, 0, left_out)
+        pairs = [
+            (attention_pairs(lengths, window) - attention_pairs(left_out, window)).sum() for window in self.windows
+        ]
+        tokens = (lengths - left_out).to(torch.int64).sum()
         return torch.stack([tokens, completion_lengths.to(torch.int64).sum(), *pairs]).to(torch.float64)
 
     def total(self, sums: Sequence[float]) -> float:

@@ -86,7 +86,7 @@ class Instruments:
         self._device = device
         self._peak = settings.peak_flops or peak_bf16_flops(device_name(device))
         self._flops: ModelFlops | None = None
-        self._lengths: list[tuple[torch.Tensor, torch.Tensor]] = []  # tokens of prompts and completions
+        self._lengths: list[tuple[torch.Tensor, ...]] = []  # tokens of prompts and completions, and `has_prompt`
         self._trained: torch.Tensor | None = None  # sums since the last figures, on the device
         self._batches: deque[_Scored] = deque(maxlen=MAX_STEPS_KEPT)  # since the last figures
         self._waits: list[tuple[float, float]] = []
@@ -140,7 +140,9 @@ class Instruments:
                 f"no MFU: the bf16 peak of {device_name(self._device)!r} is not in the table. Set `peak_tflops`."
             )
 
-    def record_batch(self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> None:
+    def record_batch(
+        self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor, has_prompt: Sequence[bool] | None = None
+    ) -> None:
         """Record a micro-batch that goes through forward and backward. Does not wait for the device.
 
         Args:
@@ -148,10 +150,14 @@ class Instruments:
                 Shape (B, P).
             completion_mask (`torch.Tensor`):
                 Shape (B, C).
+            has_prompt (`Sequence[bool]`, *optional*):
+                False for a completion whose prompt went through the model with another one. All True when not given.
         """
         if not self.timeline.enabled:
             return
-        self._lengths.append((prompt_mask.sum(dim=1), completion_mask.sum(dim=1)))  # each (B,)
+        prompts, completions = prompt_mask.sum(dim=1), completion_mask.sum(dim=1)  # each (B,)
+        own = torch.tensor([True] * len(prompts) if has_prompt is None else has_prompt)
+        self._lengths.append((prompts, completions, own.to(prompts.device, non_blocking=True)))
         if len(self._lengths) >= BATCHES_KEPT:
             self._count_lengths()
 
@@ -226,13 +232,13 @@ class Instruments:
         """Add the lengths to the sums. Called seldom, because it takes a dozen small kernels. Waits for no device."""
         if not self._lengths:
             return
-        prompts, completions = (torch.cat(each) for each in zip(*self._lengths, strict=True))  # each (N,)
+        prompts, completions, own = (torch.cat(each) for each in zip(*self._lengths, strict=True))  # each (N,)
         self._lengths = []
         lengths = prompts + completions
         samples = torch.ones_like(lengths, dtype=torch.float64).sum()
         sums = torch.stack((lengths.sum().to(torch.float64), samples))
         if self._flops is not None:
-            sums = torch.cat((sums, self._flops.sums(lengths, completions)))
+            sums = torch.cat((sums, self._flops.sums(lengths, completions, own)))
         self._trained = sums if self._trained is None else self._trained + sums
 
     def _where(self) -> str:

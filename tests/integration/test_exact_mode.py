@@ -142,6 +142,7 @@ def build(kind, policy, url, output_dir, rows=8, **given):
     defaults = {"beta": 0.0, "per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2}
     if is_ours:
         defaults |= {"held_out_eval": False, "scored_groups_first": False, "kl_log_ratio_clamp": 0.0}
+        defaults |= {"shared_prompts": "off"}  # to the last bit
     else:
         for name in ("scored_groups_first", "references_ahead", "rollout_lookahead", "vllm_engine_kwargs"):
             given.pop(name, None)

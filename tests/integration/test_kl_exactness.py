@@ -145,16 +145,18 @@ def build(kind, path, reward, output_dir, lora=False, **given):
 class Pair:
     """Our trainer and TRL's around equal models, and a generation batch of micro-batches for them."""
 
-    def __init__(self, path, output_dir, lora):
+    def __init__(self, path, output_dir, lora, **given):
         rows = default_rows()
         # nothing is generated, so no service is asked
-        self.ours = build(ScriptedTrainer, path, build_reward("http://127.0.0.1:9", rows), output_dir, lora)
-        self.stock = build(ScriptedUpstream, path, lambda **_: [0.0], output_dir, lora)
+        ours = {**given, "shared_prompts_tokens": 1000}  # all micro-batches of an update in one pass
+        self.ours = build(ScriptedTrainer, path, build_reward("http://127.0.0.1:9", rows), output_dir, lora, **ours)
+        self.stock = build(ScriptedUpstream, path, lambda **_: [0.0], output_dir, lora, **given)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for weight in parameters(self.stock):
                 weight += 0.1 * torch.randn(weight.shape, generator=generator)
         self.ours.model.load_state_dict(self.stock.model.state_dict())
+        self._prompts = None
         self.batches = [self._micro_batch(generator, lora) for _ in range(2)]
 
     def _micro_batch(self, generator, lora):
@@ -169,7 +171,7 @@ class Pair:
 
         lengths = torch.randint(1, COMPLETION + 1, (SAMPLES,), generator=generator).tolist()
         batch = {
-            "prompt_ids": tokens(PROMPT),
+            "prompt_ids": self._shared(tokens(PROMPT)),
             "prompt_mask": mask([3, 2, 1, 3], PROMPT).flip(1),
             "completion_ids": tokens(COMPLETION),
             "completion_mask": mask(lengths, COMPLETION),
@@ -183,6 +185,13 @@ class Pair:
             policy = forward(self.stock, batch)
         batch["old_per_token_logps"] = policy + noise(0.3, SAMPLES, COMPLETION)
         return batch
+
+    def _shared(self, prompts):
+        """All are shared by both micro-batches, and one inside of each."""
+        if self._prompts is None:
+            prompts[3] = prompts[0]
+            self._prompts = prompts
+        return self._prompts
 
     def inputs(self, case, *, old=True, **more):
         """Micro-batches of one optimizer step. `more` is added to each, or called with its index."""
@@ -199,11 +208,17 @@ class Pair:
         set_up(self.stock, case)
 
 
+WEIGHTS = ("full", "lora", "full, forward again", "lora, forward again")
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """A pair that trains all weights, and one that trains an adapter."""
+    """Pairs that train all weights, and that train an adapter, without and with gradient checkpointing."""
     path = make_random_policy(tmp_path_factory.mktemp("small"), vocab_size=VOCAB_SIZE)
-    built = {name: Pair(path, tmp_path_factory.mktemp(name), lora=name == "lora") for name in ("full", "lora")}
+    built = {
+        name: Pair(path, tmp_path_factory.mktemp("pair"), "lora" in name, gradient_checkpointing="again" in name)
+        for name in WEIGHTS
+    }
     yield built
     for pair in built.values():
         pair.ours.finish()
@@ -251,6 +266,8 @@ def step(trainer, batches):
     total = 0.0
     for index, batch in enumerate(batches):
         trainer.accelerator.gradient_state._set_sync_gradients(index == len(batches) - 1)
+        if isinstance(trainer, ScriptedTrainer):  # as TRL's `_prepare_inputs` would
+            trainer.rooms.passes.begin(batches[index:], len(batches), is_last=index == len(batches) - 1)
         loss = trainer.compute_loss(trainer.model, batch)
         loss.backward()
         total += loss.item()
@@ -279,6 +296,14 @@ def assert_equal_kl(trainer, stock, batches):
     assert expected > 1e-3
     assert sum(sums) / sum(tokens) == pytest.approx(expected, rel=TOLERANCE)
     return logged
+
+
+def assert_equal_figures(ours, stock):
+    """All that TRL measures in a loss."""
+    wanted = stock._metrics["train"]
+    assert {"entropy", "kl"} <= set(wanted) == set(ours._metrics["train"])
+    for name, values in wanted.items():
+        assert ours._metrics["train"][name] == pytest.approx(values, rel=TOLERANCE, abs=TOLERANCE), name
 
 
 def kl_by_loops(pair, case, batches, betas):
@@ -385,7 +410,7 @@ def test_the_settings_of_the_matrix_reach_trls_loss(pair):
 @by_level
 @by_correction
 @by_accumulation
-@pytest.mark.parametrize("weights", ["full", "lora"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @by_loss_type
 def test_equal_coefficients_are_trls_beta(pairs, loss_type, weights, accumulation, correction, level, old):
     pair = pairs[weights]
@@ -394,6 +419,7 @@ def test_equal_coefficients_are_trls_beta(pairs, loss_type, weights, accumulatio
     batches = pair.inputs(case, old=old)
     assert_equal_steps(step(pair.ours, batches), step(pair.stock, batches))
     assert_equal_kl(pair.ours, pair.stock, batches)
+    assert_equal_figures(pair.ours, pair.stock)
 
 
 @by_loss_type
@@ -571,32 +597,27 @@ def test_the_policy_is_run_once_as_in_trl(pairs, weights):
     assert runs == {"ours": 1, "stock": 1}
 
 
-def test_beta_is_a_number_again_after_the_loss(pair, monkeypatch):
+def test_beta_is_a_number_again_after_the_loss(pair):
     pair.set_up(Case())
     pair.ours.beta = 0.125
     seen = []
-    upstream = GRPOTrainer._get_per_token_logps_and_entropies
-
-    def spy(self, *args, **kwargs):
-        seen.append(type(self.beta))
-        return upstream(self, *args, **kwargs)
-
-    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", spy)
-    pair.ours.compute_loss(pair.ours.model, pair.inputs(Case())[0])
-    assert seen == [BranchPenalty]
+    with pair.ours.model.register_forward_pre_hook(lambda *_: seen.append(type(pair.ours.beta))):
+        pair.ours.compute_loss(pair.ours.model, pair.inputs(Case())[0])
+    assert set(seen) == {BranchPenalty}
     assert pair.ours.beta == 0.125
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "loss"])
-def test_beta_is_a_number_again_after_a_loss_that_failed_and_nothing_was_measured(pair, monkeypatch, fails_in):
+def test_beta_is_a_number_again_after_a_loss_that_failed_and_nothing_was_measured(pair, fails_in):
     pair.set_up(Case())
     pair.ours.beta = 0.125
     pair.ours.rooms.ledger.flush("train")
+    hook = contextlib.nullcontext()
     if fails_in == "loss":
         pair.ours.loss_type = "no such"
     else:
-        monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: [][0])
-    with pytest.raises((ValueError, IndexError)):
+        hook = pair.ours.model.register_forward_pre_hook(lambda *_: [][0])
+    with hook, pytest.raises((ValueError, IndexError)):
         pair.ours.compute_loss(pair.ours.model, pair.inputs(Case())[0])
     assert pair.ours.beta == 0.125
     with pytest.raises(RuntimeError, match="before `add`"):

@@ -80,7 +80,8 @@ def counted(environments, **kwargs):
 
 def lines_of(kind, config, policy, folder, functions, rows=ROWS, **given):
     """The log lines of two steps, in which two of four completions call a tool, one of them in vain."""
-    args = config(**settings(folder, beta=0.0, max_steps=2, per_device_train_batch_size=4, num_generations=4,
+    bits = {"shared_prompts": "off"} if config is SalesGRPOConfig else {}
+    args = config(**settings(folder, beta=0.0, max_steps=2, per_device_train_batch_size=4, num_generations=4, **bits,
                              max_completion_length=256))  # fmt: skip
     trainer = kind(str(policy), functions, args, None if rows is None else Dataset.from_list(rows), **given)
     tokenizer = AutoTokenizer.from_pretrained(policy)

@@ -28,6 +28,7 @@ ORDER = (
     "names",
     "data",
     "generation",
+    "shared_prompts",
     "demo",
     "telemetry",
     "kl",

@@ -6,7 +6,7 @@ import pytest
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.machine import Settled
-from salesrl_trl.config.rollouts import why_not_divisible
+from salesrl_trl.config.rollouts import why_in_trls_order, why_not_divisible
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw
@@ -250,5 +250,6 @@ def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, hindranc
     # 4 micro-batches of 4 completions, groups of 4: a border after each
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, **given}
     losses = {name: settings.pop(name, False) for name in ("entropy_bonus", "aux_loss")}
-    told = why_not_divisible(training(**settings), **losses, whole_batch=None)
+    args = training(**settings)
+    told = why_in_trls_order(args, **losses) or why_not_divisible(args, whole_batch=None)
     assert told is None if hindrance is None else told.startswith(hindrance)

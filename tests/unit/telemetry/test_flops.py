@@ -255,6 +255,16 @@ def test_sums_of_batches_add_up():
     assert halves.tolist() == MIXED.sums(lengths, completions).tolist()
 
 
+def test_a_prompt_that_went_with_another_completion_is_not_counted_again():
+    """A group of three: one whole sequence, and two completions that see the prompt and themselves."""
+    flops = ModelFlops(per_token=1, per_head_token=1, windows=(None,), per_pair=(1,))
+    tokens, head_tokens, pairs = flops.sums(
+        torch.tensor([9, 8, 7]), torch.tensor([4, 3, 2]), torch.tensor([True, False, False])
+    ).tolist()
+    assert (tokens, head_tokens) == (5 + 4 + 3 + 2, 4 + 3 + 2)
+    assert pairs == sum(range(1, 10)) + (6 + 7 + 8) + (6 + 7)
+
+
 def test_sums_wait_for_no_device():
     lengths = torch.empty(4, dtype=torch.int64, device="meta")  # has no values: to read one raises
     sums = MIXED.sums(lengths, lengths)

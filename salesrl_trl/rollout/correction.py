@@ -1,0 +1,137 @@
+"""TRL's correction for the sampler's distribution, from the log-probs of the pass that trains.
+
+TRL makes a pass of its own for the policy's log-probs before an update (old log-probs). Where the update is the only
+one of its generation batch, the pass that trains gives the same ones: the weights are the same. Owns the importance
+ratio and its figures for that case. They are TRL's.
+"""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from accelerate.utils import gather, reduce
+
+from salesrl_trl.kl.penalty import loss_mask
+from salesrl_trl.rollout.staleness import correction_sums
+
+RATIO = "importance_sampling_ratio"
+SAMPLED = "sampling_per_token_logps"
+OLD = "old_per_token_logps"
+"""TRL's names in a micro-batch."""
+FIGURES = (
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
+)
+"""TRL's names of its figures."""
+
+
+def unknown_logps(input_ids: torch.Tensor, _: torch.Tensor, width: int) -> torch.Tensor:
+    """Stands for old log-probs while TRL scores a batch: NaN, of shape (B, C). TRL takes such a token's ratio for 1.
+    The arguments are those of TRL's method."""
+    return torch.full((len(input_ids), width), torch.nan, device=input_ids.device)
+
+
+def importance_ratio(
+    logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
+) -> torch.Tensor:
+    """TRL's ratio of the policy to the sampler, bounded.
+
+    Args:
+        logps (`torch.Tensor`), sampled (`torch.Tensor`):
+            Log-probs of the policy and of the sampler, in nats, both of shape (B, C). A token whose log-prob is NaN
+            has the ratio 1.
+        mask (`torch.Tensor`):
+            Tokens that count, shape (B, C), bool.
+        mode (`str`), low (`float`, *optional*), high (`float`, *optional*):
+            TRL's `vllm_importance_sampling_mode`, and its `_clip_min` and `_clip_max`.
+
+    Returns:
+        `torch.Tensor` of shape (B, C), or (B, 1) for the modes of whole completions.
+    """
+    difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(dim=1, keepdim=True)
+    ratio = difference.exp()
+    if mode.endswith("_mask"):
+        beyond = torch.zeros_like(ratio, dtype=torch.bool)
+        for bound, outside in ((low, torch.lt), (high, torch.gt)):
+            if bound is not None:
+                beyond = beyond | outside(ratio, bound)
+        return ratio.masked_fill(beyond, 0.0)
+    return ratio if low is None and high is None else ratio.clamp(min=low, max=high)
+
+
+class CorrectionAtStep:
+    """The correction of a generation batch, micro-batch by micro-batch.
+
+    Args:
+        mode (`str`), low (`float`, *optional*), high (`float`, *optional*):
+            As in `importance_ratio`.
+    """
+
+    def __init__(self, mode: str, low: float | None, high: float | None) -> None:
+        self._bounds = (mode, low, high)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the micro-batches of an update that was interrupted."""
+        self._sums: list[torch.Tensor] = []
+        self._highest: list[torch.Tensor] = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a micro-batch was corrected since `drain`."""
+        return bool(self._sums)
+
+    def apply(self, inputs: MutableMapping[str, Any], logps: torch.Tensor) -> None:
+        """Put the ratio of a micro-batch where TRL's loss reads it.
+
+        Args:
+            inputs (`MutableMapping`):
+                TRL's micro-batch. One that has its ratio, or no log-probs of a sampler, stays as it is.
+            logps (`torch.Tensor`):
+                Log-probs of the policy, shape (B, C).
+        """
+        sampled = inputs.get(SAMPLED)
+        if sampled is None or inputs.get(RATIO) is not None:
+            return
+        mask, logps = loss_mask(inputs), logps.detach()  # type: ignore[arg-type]
+        ratio = inputs[RATIO] = importance_ratio(logps, sampled, mask, *self._bounds)
+        apart = (logps - sampled).abs()
+        known = mask & ~apart.isnan()
+        counts = torch.ones_like(ratio, dtype=torch.bool) if ratio.size(1) == 1 else mask
+        sums = [
+            torch.where(known, apart, 0.0).sum(), known.sum(), torch.where(counts, ratio, 0.0).sum(), counts.sum(),
+            *correction_sums(ratio, inputs["completion_mask"], *self._bounds),
+        ]  # fmt: skip
+        self._sums.append(torch.stack([each.double() for each in sums]))
+        highest = [
+            torch.where(known, apart, -torch.inf).max(),
+            torch.where(counts, -ratio, -torch.inf).max(),
+            torch.where(counts, ratio, -torch.inf).max(),
+        ]
+        self._highest.append(torch.stack([each.double() for each in highest]))
+
+    def drain(self) -> tuple[dict[str, float], list[float]]:
+        """The figures of the micro-batches since the last call; a collective.
+
+        Returns:
+            `tuple`: TRL's figures by name, and the sums of `staleness.correction_sums` over all ranks.
+        """
+        apart, known, ratio, counted, *effect = torch.stack(self._sums).sum(dim=0)
+        furthest, negative_least, largest = torch.stack(self._highest).amax(dim=0)
+        self.forget()
+        local = torch.stack((
+            apart / known.clamp(min=1),
+            torch.where(known > 0, furthest, 0.0),
+            torch.where(counted > 0, -negative_least, 0.0),
+            ratio / counted.clamp(min=1),
+            torch.where(counted > 0, largest, 0.0),
+        ))  # fmt: skip
+        mean, most, least, mean_ratio, most_ratio = gather(local[None]).unbind(dim=1)  # each (world size,)
+        figures = (mean.mean(), most.max(), least.min(), mean_ratio.mean(), most_ratio.max())
+        totals = reduce(torch.stack(effect), "sum").tolist()
+        return dict(zip(FIGURES, (each.item() for each in figures), strict=True)), totals

@@ -1,0 +1,99 @@
+"""The passes through the model for one update: which are made, and which are left out.
+
+Owns the choice between one pass for a micro-batch and one for several, and whether the pass that trains also gives the
+old log-probs. `shared_prompts` makes the passes, `correction` computes what follows from the old log-probs.
+"""
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from salesrl_trl.rollout.correction import CorrectionAtStep
+from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.shared_prompts.ahead import Ahead, MicroBatch
+from salesrl_trl.shared_prompts.passes import LogProbs, SharedPrompts
+from salesrl_trl.update.ledger import Ledger
+
+
+class Passes:
+    """The passes of one trainer.
+
+    Args:
+        prompts (`SharedPrompts`):
+            Makes them.
+        most_tokens (`int`, *optional*):
+            As in `Ahead`.
+        correction (`CorrectionAtStep`, *optional*):
+            The correction from the pass that trains. `None` where TRL's own pass for old log-probs is needed.
+        ledger (`Ledger`):
+            Gets what the correction left out.
+        in_order (`bool`):
+            Whether a group's completions stay together. Else TRL shuffles a generation batch.
+    """
+
+    def __init__(
+        self,
+        prompts: SharedPrompts,
+        *,
+        most_tokens: int | None,
+        correction: CorrectionAtStep | None,
+        ledger: Ledger,
+        in_order: bool,
+    ) -> None:
+        self.in_order = in_order
+        self._prompts = prompts
+        self._ahead = Ahead(prompts, most_tokens)
+        self._correction = correction
+        self._ledger = ledger
+
+    def forget(self) -> None:
+        """Forget the passes of an update that was interrupted."""
+        self._ahead.forget()
+        if self._correction is not None:
+            self._correction.forget()
+
+    def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool) -> MicroBatch:
+        """Begin a micro-batch, as `Ahead.begin` does. Returns it."""
+        self._ahead.begin(batches, update, is_last=is_last)
+        return batches[0]
+
+    def log_probs(
+        self, inputs: MutableMapping[str, Any] | None, upstream: Callable[..., LogProbs], *args: Any, **kwargs: Any
+    ) -> LogProbs:
+        """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is computed, if one is."""
+        if inputs is None or not torch.is_grad_enabled():
+            return self._prompts.log_probs(upstream, *args, **kwargs)
+        found = self._ahead.log_probs(upstream, *args, **kwargs)
+        if self._correction is not None:
+            self._correction.apply(inputs, found[0])
+        return found
+
+    @property
+    def has_prompt(self) -> list[bool] | None:
+        """As in `Ahead`."""
+        return self._ahead.has_prompt
+
+    def leaves_out_old(self, rollout: Rollout | None, is_reference: bool, are_weights_checked: bool) -> bool:
+        """Whether the old log-probs of a rollout come from the pass that trains.
+
+        Args:
+            rollout (`Rollout`, *optional*):
+                The one whose log-probs are asked for.
+            is_reference (`bool`):
+                Whether the reference is asked.
+            are_weights_checked (`bool`):
+                Whether vLLM's weights have been compared with those in training, which needs old log-probs.
+        """
+        if rollout is None or is_reference or self._correction is None:
+            return False
+        rollout.is_corrected_at_step = rollout.is_trained_on and are_weights_checked
+        return rollout.is_corrected_at_step
+
+    def drain_correction(self) -> dict[str, float]:
+        """TRL's figures of the correction of a batch whose micro-batches are done, by name; a collective."""
+        if self._correction is None or not self._correction.is_due:
+            return {}
+        figures, effect = self._correction.drain()
+        self._ledger.record_correction("train", *effect)
+        return figures

@@ -1,0 +1,162 @@
+"""One pass for several micro-batches of an update.
+
+Owns how the pass is divided: each micro-batch has its own loss and its own call of `backward`, as in TRL. All but the
+last one end at the log-probs, where their gradients wait. The last one goes on through the model with all of them. The
+weights do not move inside an update, so the gradient is the sum that TRL accumulates.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from salesrl_trl.replaced import replaced
+from salesrl_trl.shared_prompts.layout import Group
+from salesrl_trl.shared_prompts.passes import Columns, LogProbs, SharedPrompts
+
+MicroBatch = Mapping[str, Any]
+
+
+class _Joined(torch.autograd.Function):
+    """Log-probs and entropies of the last micro-batch. Backward, those of the others get the gradients that wait:
+    `apply(logps, entropies, waiting, *others)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logps: torch.Tensor, entropies: torch.Tensor, waiting: Sequence[torch.Tensor], *others: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.waiting = waiting
+        return logps.clone(), entropies.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *grads, None, *(each.grad for each in ctx.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A micro-batch whose pass was made."""
+
+    batch: MicroBatch
+    logps: torch.Tensor
+    entropies: torch.Tensor
+    has_prompt: list[bool]
+
+
+class Ahead:
+    """Passes with gradients, for the micro-batch under way and for those that follow it in the same update.
+
+    Args:
+        prompts (`SharedPrompts`):
+            Makes the passes.
+        most_tokens (`int`, *optional*):
+            Tokens of a pass for several micro-batches, at most. When not given: as many as TRL's own pass for one of
+            them has, with its padding.
+    """
+
+    def __init__(self, prompts: SharedPrompts, most_tokens: int | None) -> None:
+        self._prompts = prompts
+        self._most = most_tokens
+        self.has_prompt: list[bool] | None = None
+        """By completion of the latest micro-batch: False if its prompt went through the model with another one. `None`
+        for TRL's way."""
+        self._held: deque[_Held] = deque()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the passes of an update that was interrupted."""
+        self._held.clear()
+        self._batches: list[MicroBatch] = []
+        self._left = 0
+
+    def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool) -> None:
+        """Begin a micro-batch.
+
+        Args:
+            batches (`Sequence[MicroBatch]`):
+                The micro-batch, and those that come after it, as far as they are known.
+            update (`int`):
+                Micro-batches of this update.
+            is_last (`bool`):
+                Whether the micro-batch is its last.
+        """
+        if self._held and self._held[0].batch is not batches[0]:
+            raise RuntimeError("another micro-batch came than the one whose pass was made: its gradient would be lost")
+        self._left = 0 if is_last else (self._left or update) - 1
+        self._batches = [*batches[: self._left + 1]]
+
+    def log_probs(
+        self,
+        upstream: Callable[..., LogProbs],
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **others: Any,
+    ) -> LogProbs:
+        """As TRL's method, which is `upstream`, for the micro-batch that was begun."""
+        if self._held:
+            held = self._held.popleft()
+            self.has_prompt = held.has_prompt
+            return held.logps, held.entropies, None
+        wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
+        alone = compute_aux_loss or len(self._batches) < 2  # the router's loss is one of a micro-batch
+        own = Columns(input_ids, attention_mask, logits_to_keep)
+        batch = own if alone else Columns.of(self._batches)
+        groups = self._prompts.groups(upstream, model, batch, others)
+        self.has_prompt = None
+        if groups is None:
+            return upstream(model, *own, **wanted, **others)
+        count = 1 if alone else self._together(groups, batch)
+        size = len(own.ids)
+        groups = [part for group in groups if (part := group.below(count * size)).rows]
+        has_prompt = _first_of(groups, count * size)
+        self.has_prompt = has_prompt[:size]
+        if count == 1:
+            return self._prompts.of(model, own, groups, **wanted)
+        ends_update = count == self._left + 1
+        ids, mask, width = batch
+        with _syncing(model) if ends_update else contextlib.nullcontext():
+            logps, entropies, _ = self._prompts.of(
+                model, Columns(ids[: count * size], mask[: count * size], width), groups, compute_entropy=True
+            )
+        assert entropies is not None
+        *firsts, last = zip(torch.split(logps, size), torch.split(entropies, size), strict=True)
+        waiting = [tensor.detach().requires_grad_() for pair in firsts for tensor in pair]
+        joined = _Joined.apply(*last, waiting, *(tensor for pair in firsts for tensor in pair))  # type: ignore[no-untyped-call]
+        found = [*zip(waiting[::2], waiting[1::2], strict=True), joined]
+        for place, (one, (own_logps, own_entropies)) in enumerate(zip(self._batches, found, strict=False)):
+            own_prompts = has_prompt[place * size : (place + 1) * size]
+            self._held.append(_Held(one, own_logps, own_entropies, own_prompts))
+        first = self._held.popleft()
+        return first.logps, first.entropies, None
+
+    def _together(self, groups: Sequence[Group], batch: Columns) -> int:
+        """How many of the micro-batches fit into one pass."""
+        count = len(self._batches)
+        each = len(batch.ids) // count
+        most = each * batch.ids.size(1) if self._most is None else self._most
+        fitting = (
+            number
+            for number in range(count, 1, -1)
+            if sum(group.below(number * each).tokens for group in groups) <= most
+        )
+        return next(fitting, 1)
+
+
+def _first_of(groups: Sequence[Group], size: int) -> list[bool]:
+    """By row, whether it is the first of its group."""
+    firsts = {group.rows[0] for group in groups}
+    return [row in firsts for row in range(size)]
+
+
+def _syncing(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """While active, a pass through DDP prepares for the backward pass that sums over ranks: the update's last one."""
+    flag = "require_backward_grad_sync"
+    return replaced(model, flag, True) if hasattr(model, flag) else contextlib.nullcontext()

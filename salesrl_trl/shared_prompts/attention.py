@@ -1,0 +1,121 @@
+"""Attention over a row with shared prefixes, behind transformers' attention interface.
+
+Owns what a layer of the model does with a row. `flash` does it on a GPU in 16 bits. Elsewhere PyTorch's attention does
+it twice over padded batches: over the prefixes, and over the segments behind copies of their prefix's keys.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from salesrl_trl.shared_prompts.flash import SharedFlash, can_flash
+from salesrl_trl.shared_prompts.layout import Layout
+
+LAYOUT = "shared_prompts_layout"
+"""Name of the argument that a model hands on to its attention, from its own keyword arguments."""
+SDPA = "sdpa"
+"""Name of PyTorch's attention. It takes a mask, which flash attention does not."""
+OWN_TERMS = ("softcap", "s_aux", "position_bias")
+"""Arguments for terms of the attention that the kernels here do not have."""
+
+
+def stand_in_mask(device: torch.device) -> torch.Tensor:
+    """A mask for a model that gets a layout. With four dimensions models hand it on as it is, and make none."""
+    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+
+def install(name: str) -> None:
+    """Let transformers' attention of this name take a layout. Without one it stays what it is."""
+    inner = ALL_ATTENTION_FUNCTIONS[name]
+    if hasattr(inner, LAYOUT):
+        return
+    with_mask = getattr(ALL_ATTENTION_FUNCTIONS[SDPA], LAYOUT, ALL_ATTENTION_FUNCTIONS[SDPA])
+
+    @functools.wraps(inner)
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        layout: Layout | None = kwargs.pop(LAYOUT, None)
+        if layout is not None:
+            return shared_attention(with_mask, module, query, key, value, layout, **kwargs), None
+        if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:
+            raise RuntimeError("the model does not hand its keyword arguments on to its attention")
+        return inner(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+    setattr(attention, LAYOUT, inner)
+    ALL_ATTENTION_FUNCTIONS[name] = attention
+
+
+def shared_attention(
+    inner: Callable[..., tuple[torch.Tensor, Any]],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention over one row.
+
+    Args:
+        inner (`Callable`):
+            Attention that takes a mask, of the form that transformers asks for.
+        module (`torch.nn.Module`):
+            The layer.
+        query (`torch.Tensor`):
+            Shape (1, heads, S, channels).
+        key (`torch.Tensor`), value (`torch.Tensor`):
+            Shape (1, heads of keys, S, channels).
+        layout (`Layout`):
+            Of the row.
+        dropout (`float`), scaling (`float`, *optional*), kwargs:
+            As transformers gives them.
+
+    Returns:
+        `torch.Tensor` of shape (1, S, heads, channels of a value).
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        kind = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (each.to(kind) for each in (query, key, value))
+    plain = not dropout and all(kwargs.get(name) is None for name in OWN_TERMS)
+    if plain and can_flash(query, key, value):
+        scale = query.size(-1) ** -0.5 if scaling is None else scaling
+        rows = (each[0].transpose(0, 1) for each in (query, key, value))
+        return SharedFlash.apply(*rows, layout, scale)[None]  # type: ignore[no-any-return, no-untyped-call]
+    own = functools.partial(inner, module, dropout=dropout, scaling=scaling, **kwargs)
+    return _over_padded(own, query, key, value, layout)
+
+
+def _over_padded(
+    own: Callable[..., tuple[torch.Tensor, Any]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+) -> torch.Tensor:
+    padded = layout.padded
+    parts = []
+    if layout.prefixes:
+        batch = [_taken(each, padded.prefixes) for each in (query, key, value)]
+        parts.append(own(*batch, None, is_causal=True)[0].flatten(0, 1)[padded.prefix_places])
+    queries = _taken(query, padded.segments)
+    keys, values = (_taken(each, padded.keys) for each in (key, value))
+    parts.append(own(queries, keys, values, padded.mask)[0].flatten(0, 1)[padded.segment_places])
+    return torch.cat(parts)[None]
+
+
+def _taken(row: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """From (1, heads, S, channels) to (B, heads, T, channels), at places of shape (B, T)."""
+    taken = row[0].index_select(1, places.flatten())  # (heads, B * T, channels)
+    return taken.view(len(taken), *places.shape, -1).transpose(0, 1)

@@ -1,0 +1,288 @@
+"""The row of tokens that stands for a padded batch: each prompt once, then the completions.
+
+Owns which token lies where. Pure index arithmetic: no model, no attention.
+
+    padded batch of TRL             row
+    . . p p p c c .                 p p | p c | p c c | p
+    . . p p p c c c                 prefix, then a segment for each completion
+    . . p p p c . .
+
+The last token of a prompt predicts the first token of each of its completions. So it is repeated: a segment begins
+with it, and ends before the last token of the completion, which predicts nothing. A token keeps the position that it
+has in the padded batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+IGNORED = -100
+"""Label of a token whose prediction nobody asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Completions of one prompt."""
+
+    prompt: int
+    """Tokens of the prompt."""
+    rows: tuple[int, ...]
+    """Rows of the padded batch."""
+    completions: tuple[int, ...]
+    """Tokens of each completion."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row that stands for this group. 0 without a completion."""
+        return self.prompt - 1 + sum(self.completions) if self.rows else 0
+
+    def only(self, which: Sequence[int]) -> "Group":
+        """The group with these of its completions."""
+        return Group(self.prompt, *(tuple(each[i] for i in which) for each in (self.rows, self.completions)))
+
+    def below(self, end: int) -> "Group":
+        """The group with its completions in rows before `end`."""
+        return self.only([i for i, row in enumerate(self.rows) if row < end])
+
+
+def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[Group] | None:
+    """The groups of a padded batch, in the order of their first completion. Waits for the device.
+
+    Args:
+        input_ids (`torch.Tensor`), attention_mask (`torch.Tensor`):
+            TRL's prompts, padded on the left, and completions, padded on the right: both of shape (B, L).
+        width (`int`):
+            Columns of the completions.
+
+    Returns:
+        `list[Group]`, *optional*: `None` for a batch that is padded in another way, or has an empty prompt.
+    """
+    ids, mask = (each.cpu().numpy() for each in (input_ids, attention_mask))
+    first = ids.shape[1] - width
+    prompts, completions = mask[:, :first].sum(axis=1), mask[:, first:].sum(axis=1)
+    columns = np.arange(ids.shape[1])
+    expected = (columns >= first - prompts[:, None]) & (columns < first + completions[:, None])
+    if (expected != mask.astype(bool)).any() or not prompts.all():
+        return None
+    found: dict[bytes, list[int]] = {}
+    for row, length in enumerate(prompts.tolist()):
+        found.setdefault(ids[row, first - length : first].tobytes(), []).append(row)
+    return [Group(int(prompts[rows[0]]), tuple(rows), tuple(completions[rows].tolist())) for rows in found.values()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A row of S tokens: all prefixes, then all segments. Groups without a prefix come last."""
+
+    prefixes: tuple[int, ...]
+    """Tokens of each prefix, of groups that have one."""
+    segments: tuple[tuple[int, ...], ...]
+    """By group: tokens of its segments. The groups with a prefix come first, in the same order."""
+    longest: int
+    """Tokens of the longest sequence, prompt and completion."""
+    source: np.ndarray = field(repr=False)
+    """Shape (S,): place of each token in the flattened padded batch."""
+    weights: np.ndarray = field(repr=False)
+    """Shape (S,): how many tokens of the padded batch a token stands for."""
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        """Tokens of the row."""
+        return len(self.source)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of all prefixes."""
+        return sum(self.prefixes)
+
+    @property
+    def crossing_tokens(self) -> int:
+        """Tokens of the segments that have a prefix."""
+        return sum(sum(each) for each in self.segments[: len(self.prefixes)])
+
+    def bounds(self, lengths: Sequence[int]) -> torch.Tensor:
+        """Where parts of these lengths begin, and the end of the last: shape (n + 1,), int32."""
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
+
+    @cached_property
+    def parts(self) -> tuple[torch.Tensor, int]:
+        """Bounds of the prefixes and segments, and the length of the longest. Each attends to itself."""
+        lengths = [*self.prefixes, *(each for group in self.segments for each in group)]
+        return self.bounds(lengths), max(lengths)
+
+    @cached_property
+    def crossings(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Bounds of each group's segments together and of its prefix, and the lengths of the longest of both. The
+        segments attend to the prefix."""
+        together = [sum(each) for each in self.segments[: len(self.prefixes)]]
+        return self.bounds(together), self.bounds(self.prefixes), max(together), max(self.prefixes)
+
+    @cached_property
+    def padded(self) -> "Padded":
+        """The same as padded batches."""
+        return Padded.of(self)
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """`source` on the device."""
+        return torch.from_numpy(self.source).to(self.device, non_blocking=True)
+
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        """`weights` on the device, float32."""
+        return torch.from_numpy(self.weights).to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Places in the row, as batches padded on the right. A place that pads is 0."""
+
+    prefixes: torch.Tensor
+    """Shape (groups with a prefix, longest prefix)."""
+    segments: torch.Tensor
+    """Shape (segments, longest segment)."""
+    keys: torch.Tensor
+    """Shape (segments, longest prefix + longest segment): the prefix of each segment, then itself."""
+    mask: torch.Tensor
+    """Shape (segments, 1, longest segment, longest prefix + longest segment), bool: the keys that a query sees."""
+    prefix_places: torch.Tensor
+    """Shape (tokens of prefixes,): places in `prefixes`, flattened."""
+    segment_places: torch.Tensor
+    """Shape (tokens of segments,): places in `segments`, flattened."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Padded":
+        """For a layout."""
+        prefixes, total = np.array(layout.prefixes, dtype=np.int64), layout.prefix_tokens
+        lengths = np.array([each for group in layout.segments for each in group], dtype=np.int64)
+        owner = np.repeat(np.arange(len(layout.segments)), [len(group) for group in layout.segments])
+        prefix, prefix_there = _padded(prefixes, 0)
+        segment, segment_there = _padded(lengths, total)
+        behind = np.zeros((len(lengths), prefix.shape[1]), dtype=np.int64)
+        seen = np.zeros_like(behind, dtype=bool)
+        with_prefix = owner < len(prefixes)
+        behind[with_prefix], seen[with_prefix] = prefix[owner[with_prefix]], prefix_there[owner[with_prefix]]
+        order = np.arange(segment.shape[1])
+        causal = (order[:, None] >= order) & segment_there[:, None, :]  # (segments, T, T)
+        # A query that pads sees what the first of its segment sees: a row without any key gives NaN.
+        causal[:, :, 0] = True
+        visible = np.repeat(seen[:, None, :], len(order), axis=1)
+        arrays = (
+            prefix,
+            segment,
+            np.concatenate((behind, segment), axis=1),
+            np.concatenate((visible, causal), axis=2)[:, None],
+            np.flatnonzero(prefix_there),
+            np.flatnonzero(segment_there),
+        )
+        return cls(*(torch.from_numpy(each).to(layout.device) for each in arrays))
+
+
+def _padded(lengths: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places of consecutive parts that begin at `start`, and which of them are there: both of shape (parts, most)."""
+    first = start + np.concatenate(([0], np.cumsum(lengths)))[:-1]
+    columns = np.arange(lengths.max(initial=0))
+    there = columns < lengths[:, None]
+    return np.where(there, first[:, None] + columns, 0), there
+
+
+def layout_of(
+    groups: Sequence[Group], columns: int, width: int, device: torch.device, *, with_last: bool = False
+) -> Layout:
+    """The row of some groups of a padded batch.
+
+    Args:
+        groups (`Sequence[Group]`):
+            From `groups_of`.
+        columns (`int`), width (`int`):
+            Columns of the batch, and those of its completions.
+        device (`torch.device`):
+            Where the row is used.
+        with_last (`bool`, *optional*, defaults to `False`):
+            Whether the last token of a completion is part of the row, and a completion without a token too: where the
+            router's loss counts every token.
+
+    Returns:
+        `Layout`. Without any token to predict it has one token, so that the row is a row.
+    """
+    first = columns - width
+    kept = []
+    for group in groups:
+        pairs = [
+            (row, length) for row, length in zip(group.rows, group.completions, strict=True) if length or with_last
+        ]
+        if pairs:
+            kept.append((group.prompt, pairs))
+    if not kept:
+        row = groups[0].rows[0]
+        place = np.array([row * columns + first - 1], dtype=np.int64)
+        return Layout(
+            prefixes=(), segments=((1,),), longest=1, source=place, weights=np.ones(1, np.float32), device=device
+        )
+    kept.sort(key=lambda each: each[0] == 1)  # a prompt of one token has no prefix
+    prefixes, segments, source, weights = [], [], [], []
+    for prompt, pairs in kept:
+        if prompt > 1:
+            prefixes.append(prompt - 1)
+            start = pairs[0][0] * columns + first - prompt
+            source.append(np.arange(start, start + prompt - 1))
+            weights.append(np.full(prompt - 1, len(pairs), np.float32))
+    for _, pairs in kept:
+        lengths = tuple(length + with_last for _, length in pairs)
+        segments.append(lengths)
+        for (row, _), length in zip(pairs, lengths, strict=True):
+            start = row * columns + first - 1
+            source.append(np.arange(start, start + length))
+            weights.append(np.ones(length, np.float32))
+    return Layout(
+        prefixes=tuple(prefixes),
+        segments=tuple(segments),
+        longest=max(prompt + max(length for _, length in pairs) for prompt, pairs in kept),
+        source=np.concatenate(source),
+        weights=np.concatenate(weights),
+        device=device,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The tensors of a row, made on the device from those of the padded batch."""
+
+    input_ids: torch.Tensor
+    """Shape (1, S)."""
+    position_ids: torch.Tensor
+    """Shape (1, S): columns of the padded batch."""
+    labels: torch.Tensor
+    """Shape (1, S): the next token, or `IGNORED`."""
+    places: torch.Tensor
+    """Shape (S,): where the prediction of a token belongs in the flattened (B, C)."""
+
+    @classmethod
+    def of(cls, layout: Layout, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> "Row":
+        """The row of a padded batch.
+
+        Args:
+            layout (`Layout`):
+                Which token lies where.
+            input_ids (`torch.Tensor`), attention_mask (`torch.Tensor`), width (`int`):
+                As in `groups_of`.
+        """
+        columns = input_ids.size(1)
+        column, row = layout.index % columns, layout.index // columns
+        following = layout.index + (column + 1 < columns)
+        is_asked = (column >= columns - width - 1) & (column + 1 < columns)
+        is_asked = is_asked & attention_mask.reshape(-1)[following].bool()
+        flat = input_ids.reshape(-1)
+        labels = torch.where(is_asked, flat[following], IGNORED)
+        places = row * width + (column + 1 - (columns - width)).clamp(min=0, max=width - 1)
+        return cls(flat[layout.index][None], column[None], labels[None], places)
+
+    def spread(self, values: torch.Tensor, size: int, width: int) -> torch.Tensor:
+        """Values of shape (1, S), which are 0 where the label is `IGNORED`, as (B, C) with B = `size`."""
+        flat = values.new_zeros(size * width)
+        return flat.index_add(0, self.places, values[0]).view(size, width)

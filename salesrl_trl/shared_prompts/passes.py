@@ -1,0 +1,292 @@
+"""Log-probs of a padded batch, with each prompt once through the model.
+
+Owns when a batch goes this way, how many passes it takes, and the comparison with TRL's own way at first use. TRL's
+fused head gives log-probs and entropies of the row, at its temperature, in its chunks.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.logging import get_logger
+from torch import nn
+
+from salesrl_trl.replaced import replaced
+from salesrl_trl.shared_prompts.attention import LAYOUT, install, stand_in_mask
+from salesrl_trl.shared_prompts.flash import HALVES
+from salesrl_trl.shared_prompts.layout import Group, Layout, Row, groups_of, layout_of
+from salesrl_trl.shared_prompts.support import attention_of, why_not_shared, window_of
+
+logger = get_logger(__name__)
+
+LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Log-probs (B, C) in nats, entropies (B, C) in nats if asked for, and the router's loss of a mixture if asked for."""
+MOST_TOKENS = 16_384
+"""Tokens of a pass without gradients. It keeps no activations, and larger ones are no faster."""
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Mean difference from TRL's log-probs that rounding explains in any model, in nats, by number format."""
+MORE_PADDING = 8
+"""Columns by which TRL's own batch is padded further. In 16 bits its log-probs then show how much rounding matters."""
+TIMES_THE_ROUNDING = 4.0
+"""How much farther than that from TRL's log-probs the row's may be."""
+_COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassSettings:
+    """What is known before the first pass."""
+
+    is_on: bool
+    """`shared_prompts: auto`."""
+    hindrance: str | None = None
+    """Why the settings do not allow it."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """The trainer's."""
+    highest: Callable[[int], int]
+    """The highest number of the ranks that make their passes together; a collective if there are several."""
+
+
+class SharedPrompts:
+    """The passes of one trainer, in place of TRL's `_get_per_token_logps_and_entropies`.
+
+    Args:
+        model (`nn.Module`):
+            The policy, without the wrappers of distributed training. Its reference has the same architecture.
+        settings (`PassSettings`):
+            What is known before.
+    """
+
+    def __init__(self, model: nn.Module, settings: PassSettings) -> None:
+        self._settings = settings
+        self._window: int | None = None
+        self._is_checked = False
+        self._told: set[str] = set()
+        reason = settings.hindrance or why_not_shared(model) if settings.is_on else None
+        self.is_on = settings.is_on and reason is None
+        """Whether batches go this way."""
+        if reason is not None:
+            self._tell(reason)
+        if self.is_on:
+            self._window = window_of(model)
+            install(attention_of(model))
+
+    def log_probs(
+        self,
+        upstream: Callable[..., LogProbs],
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **vision: Any,
+    ) -> LogProbs:
+        """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. A batch that can't go this way goes
+        TRL's.
+
+        Args:
+            upstream (`Callable`):
+                TRL's method.
+            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, vision:
+                Its arguments.
+
+        Returns:
+            `LogProbs`.
+        """
+        wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
+        batch = Columns(input_ids, attention_mask, logits_to_keep)
+        groups = self.groups(upstream, model, batch, vision)
+        if groups is None:
+            return upstream(
+                model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **wanted, **vision
+            )
+        at_once = torch.is_grad_enabled() or compute_aux_loss
+        packs = [groups] if at_once else self._packs(groups)
+        logps, entropies, aux_losses = zip(*(self.of(model, batch, each, **wanted) for each in packs), strict=True)
+        return _sum(logps), _sum(entropies), aux_losses[0]
+
+    def groups(
+        self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", vision: Mapping[str, Any]
+    ) -> list[Group] | None:
+        """The groups of a batch; `None` if it goes TRL's way. The first one is compared with TRL's way."""
+        if not self.is_on or vision.get("pixel_values") is not None:
+            return None
+        groups = groups_of(*batch)
+        hindrance = None
+        if groups is None:
+            hindrance = "a batch is padded in another way than TRL's"
+        elif self._window is not None and longest(groups) > self._window:
+            hindrance = f"a sequence is longer than the model's sliding window of {self._window} tokens"
+        if self._settings.highest(hindrance is not None) and hindrance is None:
+            hindrance = "another rank has a batch that can't"
+        if hindrance is not None or groups is None:
+            self._tell(str(hindrance))
+            return None
+        if not self._is_checked:
+            self._compare(upstream, model, batch, groups)
+        return groups if self._is_checked and self.is_on else None
+
+    def _packs(self, groups: Sequence[Group]) -> list[list[Group]]:
+        """The groups in passes of `MOST_TOKENS` at most. Where ranks make passes together, each makes as many."""
+        packs = packed(groups, MOST_TOKENS)
+        for _ in range(self._settings.highest(len(packs)) - len(packs)):
+            packs.append(_split_off(packs))
+        return packs
+
+    def of(
+        self,
+        model: nn.Module,
+        batch: "Columns",
+        groups: Sequence[Group],
+        *,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+    ) -> LogProbs:
+        """One pass over some groups of a batch. What belongs to other groups is 0."""
+        ids, mask, width = batch
+        size, columns = ids.shape
+        layout = layout_of(groups, columns, width, ids.device, with_last=compute_aux_loss)
+        row = Row.of(layout, ids, mask, width)
+        given: dict[str, Any] = {LAYOUT: layout}
+        if compute_aux_loss:
+            given["output_router_logits"] = True
+        with self._settings.autocast(), _every_copy_counted(layout) if compute_aux_loss else contextlib.nullcontext():
+            outputs = model(
+                input_ids=row.input_ids,
+                attention_mask=stand_in_mask(ids.device),
+                position_ids=row.position_ids,
+                shift_labels=row.labels,
+                fused_lm_head=True,
+                **given,
+            )
+        entropy = row.spread(outputs.entropy, size, width) if compute_entropy else None
+        aux_loss = outputs.aux_loss if compute_aux_loss else None
+        return row.spread(outputs.log_probs, size, width), entropy, aux_loss
+
+    @torch.no_grad()
+    def _compare(
+        self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", groups: Sequence[Group]
+    ) -> None:
+        """Compare two completions of a prompt with TRL's way, at the first batch that has some. As many passes on
+        each rank."""
+        ids, mask, width = batch
+        shared = next((group.rows for group in groups if len(group.rows) > 1), None)
+        if not self._settings.highest(shared is not None) or len(ids) < 2:
+            return
+        pair = torch.tensor((shared or range(2))[:2], device=ids.device)
+        ids, mask = ids[pair], mask[pair]
+        counted = mask[:, -width:].bool()
+        with self._settings.autocast():
+            kind = _format(model)
+        bound = ROUNDING.get(kind, max(ROUNDING.values()))
+        was_training = model.training
+        model.eval()  # dropout would make all of them differ
+        try:
+            trl = upstream(model, ids, mask, width)[0]
+            ours = self.of(model, Columns(ids, mask, width), groups_of(ids, mask, width) or ())[0]
+            if kind in HALVES:  # positions further right: other roundings of rotary embeddings
+                more = mask.new_zeros(2, MORE_PADDING)
+                again = upstream(model, *(torch.cat((more, each), dim=1) for each in (ids, mask)), width)[0]
+                bound = max(bound, TIMES_THE_ROUNDING * _apart(again, trl, counted))
+        finally:
+            model.train(was_training)
+        apart = _apart(ours, trl, counted)
+        self._is_checked = True
+        self.is_on = not self._settings.highest(not apart <= bound)
+        if self.is_on:
+            logger.info(f"[Prompts] a group's prompt goes through the model once. {_COMPARED.format(apart)}")
+        else:
+            self._tell(f"{_COMPARED.format(apart)}, expected at most {bound:.2g}")
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.info(f"off: one pass for a group's prompt, because {reason}. TRL's own passes are made")
+
+
+class Columns(NamedTuple):
+    """A padded batch."""
+
+    ids: torch.Tensor
+    """Shape (B, L)."""
+    mask: torch.Tensor
+    """Shape (B, L)."""
+    width: int
+    """Columns of the completions."""
+
+    @classmethod
+    def of(cls, batches: Sequence[Mapping[str, Any]]) -> "Columns":
+        """Of TRL's micro-batches of one generation batch, one below the other."""
+        ids, mask = (
+            torch.cat([torch.cat((each[f"prompt_{kind}"], each[f"completion_{kind}"]), dim=1) for each in batches])
+            for kind in ("ids", "mask")
+        )
+        return cls(ids, mask, batches[0]["completion_ids"].size(1))
+
+
+def longest(groups: Sequence[Group]) -> int:
+    """Tokens of the longest sequence, prompt and completion."""
+    return max(group.prompt + max(group.completions) for group in groups)
+
+
+def packed(groups: Sequence[Group], most: int) -> list[list[Group]]:
+    """Groups in packs of at most `most` tokens, in their order. A group that is larger has a pack of its own."""
+    packs: list[list[Group]] = []
+    tokens = 0
+    for group in groups:
+        if not packs or tokens + group.tokens > most:
+            packs.append([])
+            tokens = 0
+        packs[-1].append(group)
+        tokens += group.tokens
+    return packs
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor, counted: torch.Tensor) -> float:
+    """Mean difference of log-probs, in nats."""
+    return (ours.float() - theirs.float()).abs()[counted].mean().item()
+
+
+def _split_off(packs: list[list[Group]]) -> list[Group]:
+    """Take about half of the pack with the most completions out of it."""
+    largest = max(packs, key=lambda pack: sum(len(group.rows) for group in pack))
+    if len(largest) > 1:
+        half = len(largest) // 2
+        taken, largest[half:] = largest[half:], []
+        return taken
+    [group] = largest
+    half = len(group.rows) // 2
+    largest[0], other = group.only(range(half)), group.only(range(half, len(group.rows)))
+    return [other]
+
+
+def _sum(parts: Sequence[torch.Tensor | None]) -> Any:
+    """The sum of parts that are 0 where another one is not."""
+    present = [each for each in parts if each is not None]
+    return functools.reduce(torch.add, present) if present else None
+
+
+def _format(model: nn.Module) -> torch.dtype:
+    """The number format in which the model computes."""
+    weight = next(model.parameters())
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+@contextlib.contextmanager
+def _every_copy_counted(layout: Layout) -> Iterator[None]:
+    """While active, the router's loss counts a token as often as it is there in the padded batch."""
+    import transformers.models.mixtral.modeling_mixtral as mixtral  # TRL takes the loss of every mixture from it
+
+    counted = mixtral.load_balancing_loss_func
+
+    def weighted(logits: Any, experts: int, per_token: int, _: object) -> Any:
+        return counted(logits, experts, per_token, layout.weight[None])
+
+    with replaced(mixtral, "load_balancing_loss_func", weighted):
+        yield

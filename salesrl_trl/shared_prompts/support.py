@@ -1,0 +1,75 @@
+"""Which models and settings can't share prompts, and why.
+
+Owns the reasons. What no reason foresees, the comparison at first use finds (`passes`).
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from salesrl_trl.shared_prompts.attention import SDPA
+
+FLASH = "flash"
+"""Part of the names of attentions that compute as `flash` does."""
+KINDS = {"full_attention", "sliding_attention"}
+"""Kinds of layers that may be there. Sliding ones as long as no sequence is longer than their window."""
+
+
+def why_not_shared(model: nn.Module) -> str | None:
+    """The first reason why this model can't share prompts; `None` if there is none.
+
+    Args:
+        model (`nn.Module`):
+            The policy, unwrapped from DDP and DeepSpeed, with its adapter if there is one.
+    """
+    return next(_reasons(model), None)
+
+
+def attention_of(model: nn.Module) -> str:
+    """The name of the model's attention in transformers' interface."""
+    return str(_base(model).config._attn_implementation)
+
+
+def window_of(model: nn.Module) -> int | None:
+    """The narrowest sliding window of the model in tokens, if it has one."""
+    config = _base(model).config
+    kinds = getattr(config, "layer_types", None)
+    has_window = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    return getattr(config, "sliding_window", None) if has_window else None
+
+
+def _base(model: nn.Module) -> PreTrainedModel:
+    get = getattr(model, "get_base_model", None)
+    base: PreTrainedModel = model if get is None else get()
+    return base
+
+
+def _reasons(model: nn.Module) -> Iterator[str]:
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        yield "the model's adapter adds tokens to the prompt"
+    if hasattr(model, "_orig_mod"):
+        yield "the model is compiled"
+    base = _base(model)
+    config = base.config
+    if config.get_text_config() is not config:
+        yield "the model takes more than text"
+    if config.is_encoder_decoder:
+        yield "the model is an encoder-decoder"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - KINDS:
+        yield f"the model has layers of type {', '.join(sorted(kinds - KINDS))}"
+    if getattr(base, "_is_stateful", False):
+        yield "the model has recurrent layers"
+    if getattr(config, "attention_chunk_size", None):
+        yield "the model's attention is cut into chunks"
+    if not getattr(config, "is_causal", True):
+        yield "the model's attention is not causal"
+    if not getattr(base, "_supports_attention_backend", False):
+        yield "the model's attention does not go through transformers' interface"
+    name = attention_of(model)
+    if name != SDPA and FLASH not in name:
+        yield f"the model's attention is `{name}`. Expected `{SDPA}` or flash attention: set `attn_implementation`"
+    if name != SDPA and getattr(config, "attn_logit_softcapping", None):
+        yield "the model's attention scores are capped"

@@ -1,0 +1,152 @@
+"""Training with each prompt once through the model, and without a pass for old log-probs: stock TRL's figures."""
+
+import random
+
+import pytest
+import torch
+from peft import LoraConfig
+from support.keyed import make_tiny_policy
+from support.scripted import ScriptedTrainer, ScriptedUpstream, default_rows, settings, steps_of
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.passes import correction_at_step
+from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.names import BOUNDED, LEFT_OUT
+from salesrl_trl.replaced import replaced
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = 2e-6
+"""Relative, in float32: sums of eight micro-batches, in another order."""
+OTHERS = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "kl")
+"""Times, and the KL of the branches, which is a mean over all tokens."""
+SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "num_generations": 4, "max_steps": 2,
+         "optim": "sgd"}  # fmt: skip
+"""A group lies in two micro-batches, and an update has four groups."""
+WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening", "a", "b")
+
+
+def length(completions, **_):
+    """A reward that tells the completions of a group apart."""
+    return [len(each[0]["content"]) % 13 / 13 for each in completions]
+
+
+class Gradients(TrainerCallback):
+    """The gradient of every update, and the passes through the model before it."""
+
+    def __init__(self, trainer):
+        self.trainer, self.found, self.passes, self._passes = trainer, [], [], 0
+        trainer.add_callback(self)
+        trainer.model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_):
+        self._passes += 1
+
+    def on_pre_optimizer_step(self, *_, **__):
+        weights = self.trainer.model.parameters()
+        self.found.append(torch.cat([each.grad.flatten() for each in weights if each.grad is not None]))
+        self.passes.append(self._passes)
+        self._passes = 0
+
+
+def with_log_probs(kind):
+    """A trainer whose completions have different lengths, and log-probs of a sampler that is another policy."""
+
+    class Sampling(kind):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            draw = random.Random(self.generated)
+            return ids, [[draw.gauss(-8.0, 0.3) for _ in each] for each in ids]
+
+    return Sampling
+
+
+def train(kind, policy, folder, *, lora=False, in_order=True, **given):
+    """The trainer after its run, and its gradients."""
+    draw = random.Random(0)
+    is_ours = kind is ScriptedTrainer
+    config = SalesGRPOConfig if is_ours else GRPOConfig
+    if not is_ours:
+        given = {name: value for name, value in given.items() if not name.startswith("shared_prompts")}
+    else:
+        given["kl_log_ratio_clamp"] = 0.0
+    torch.manual_seed(0)
+    trainer = with_log_probs(kind)(
+        AutoModelForCausalLM.from_pretrained(policy),
+        length,
+        config(**settings(folder, **{"beta": 0.1, **SIZES, **given})),
+        train_dataset=build_dataset(default_rows(), "compact"),
+        processing_class=AutoTokenizer.from_pretrained(policy),
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
+    )
+    trainer.texts = tuple(" ".join(draw.choices(WORDS, k=draw.randrange(1, 9))) for _ in range(97))
+    trainer.use_vllm = True  # as far as the correction goes
+    if is_ours:
+        trainer.rooms.passes.in_order &= in_order
+        with replaced(trainer.args, "use_vllm", True):
+            trainer.rooms.passes._correction = correction_at_step(trainer.args)
+    gradients = Gradients(trainer)
+    trainer.train()
+    if is_ours:
+        trainer.finish()
+    return trainer, gradients
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_tiny_policy(tmp_path_factory.mktemp("two layers"), num_hidden_layers=2)
+
+
+def assert_same_gradients(ours, stock):
+    assert len(ours.found) == len(stock.found) == SIZES["max_steps"]
+    for mine, theirs in zip(ours.found, stock.found, strict=True):
+        assert theirs.norm() > 1e-3
+        assert (mine - theirs).norm() / theirs.norm() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("mode", "low", "high"),
+    [
+        ("token_truncate", None, 1.1),
+        ("token_mask", 0.7, 1.3),
+        ("sequence_mask", None, 1.5),
+        ("sequence_truncate", 0.7, 1.5),
+    ],
+)
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_the_pass_that_trains_gives_trls_importance_ratio_and_all_of_its_figures(
+    policy, tmp_path, mode, low, high, loss_type
+):
+    given = {
+        "loss_type": loss_type, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_min": low,
+        "vllm_importance_sampling_clip_max": high,
+    }  # fmt: skip
+    stock, theirs = train(ScriptedUpstream, policy, tmp_path / "stock", **given)
+    ours, mine = train(ScriptedTrainer, policy, tmp_path / "ours", in_order=False, shared_prompts_tokens=400, **given)
+    assert_same_gradients(mine, theirs)
+    for step, wanted in zip(steps_of(ours), steps_of(stock), strict=True):
+        assert wanted["sampling/sampling_logp_difference/mean"] > 0.01
+        for name in set(wanted) - set(OTHERS):
+            assert step[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6), name
+    assert any(step[LEFT_OUT] or step[BOUNDED] for step in steps_of(ours))
+    # TRL's way: 8 for old log-probs and 8 that train
+    assert theirs.passes == [16, 16]
+    assert mine.passes[-1] < 8
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_whole_groups_in_any_micro_batch_have_trls_gradient(policy, tmp_path, lora, checkpointing):
+    given = {"lora": lora, "gradient_checkpointing": checkpointing}
+    _, theirs = train(ScriptedUpstream, policy, tmp_path / "stock", **given)
+    _, mine = train(ScriptedTrainer, policy, tmp_path / "ours", **given)
+    assert_same_gradients(mine, theirs)
+
+
+def test_off_is_trls_own_to_the_bit(policy, tmp_path):
+    _, theirs = train(ScriptedUpstream, policy, tmp_path / "stock", beta=0.0)
+    _, mine = train(ScriptedTrainer, policy, tmp_path / "ours", beta=0.0, shared_prompts="off")
+    assert all(map(torch.equal, mine.found, theirs.found))
+    assert mine.passes == theirs.passes

@@ -1,0 +1,192 @@
+"""Log-probs, entropies and gradients of real architectures, built small, against TRL's own passes."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.padded import VOCABULARY, WIDTH, apart, gradient, padded_batch, shared, trls_own
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from salesrl_trl.shared_prompts.ahead import Ahead
+from salesrl_trl.shared_prompts.passes import Columns
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = 1e-6
+"""Relative, in float32."""
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+WITH_HEADS = {**SMALL, "head_dim": 8}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARES = {
+    "qwen2": SMALL,
+    "qwen3": WITH_HEADS,
+    "llama": SMALL,
+    "gemma": WITH_HEADS,
+    "gemma2": {**WITH_HEADS, "sliding_window": 22},
+    "gemma3_text": {**WITH_HEADS, "sliding_window": 22},
+    "mistral": {**SMALL, "sliding_window": None},
+    "phi": SMALL,
+    "phi3": SMALL,
+    "qwen3_moe": {**WITH_HEADS, **MIXTURE},
+    "mixtral": {**SMALL, "num_local_experts": 4, "sliding_window": None},
+    "deepseek_v3": {
+        **SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1,
+        "num_experts_per_tok": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+    },
+    "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0, "resid_pdrop": 0,
+             "embd_pdrop": 0},
+}  # fmt: skip
+REFUSES = {
+    "bloom": ({"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "transformers' interface"),
+    "mamba": ({"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}, "linear_attention"),
+    "lfm2": ({**SMALL, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    # makes its positions of the mask, so that the packed ones are others
+    "opt": (
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "word_embed_proj_dim": 32, "dropout": 0.0}, "at first use log-probs differ"
+    ),
+    "mistral": ({**SMALL, "sliding_window": 16}, "sliding window of 16 tokens"),
+}  # fmt: skip
+
+
+def small(kind, **fields):
+    """A model with random weights that are large enough for a difference to show."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **fields)
+    model = AutoModelForCausalLM.from_config(config).train()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 5
+    return model
+
+
+@pytest.mark.parametrize("kind", SHARES)
+def test_an_architecture_gives_trls_log_probs_entropies_and_gradient(kind):
+    model = small(kind, **SHARES[kind])
+    prompts, batch = shared(model), padded_batch()
+    has_router = kind in ("qwen3_moe", "mixtral")
+    given = {"compute_entropy": True, "compute_aux_loss": has_router}
+    theirs = trls_own(model, *batch, WIDTH, **given)
+    wanted = gradient(model, *theirs)
+    ours = prompts.log_probs(trls_own, model, *batch, WIDTH, **given)
+    assert prompts.is_on
+    counted = batch[1][:, -WIDTH:].bool()
+    assert not ours[0][~counted].any()
+    for mine, other in zip(ours, theirs, strict=True):
+        if other is not None:
+            assert apart(mine, other) < TOLERANCE
+    assert apart(gradient(model, *ours), wanted) < TOLERANCE
+    with torch.no_grad():  # the same in several passes
+        again = prompts.log_probs(trls_own, model, *batch, WIDTH)[0]
+    assert apart(again, theirs[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", REFUSES)
+def test_an_architecture_that_cant_is_told_and_goes_trls_way(kind, caplog):
+    fields, reason = REFUSES[kind]
+    model = small(kind, **fields).eval()
+    with caplog.at_level(logging.INFO):
+        prompts, batch = shared(model), padded_batch()
+        with torch.no_grad():
+            ours = [prompts.log_probs(trls_own, model, *batch, WIDTH)[0] for _ in range(2)]
+            theirs = trls_own(model, *batch, WIDTH)[0]
+    assert all(torch.equal(each, theirs) for each in ours)
+    assert caplog.text.count("off: one pass for a group's prompt") == 1
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("most_tokens", [1, 30, 1000])
+def test_micro_batches_that_share_a_pass_keep_their_losses_and_the_gradient_is_the_sum(
+    lora, checkpointing, most_tokens
+):
+    model = small("qwen2", **SMALL)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    prompts, (ids, mask) = shared(model), padded_batch()
+    batches = [
+        {
+            "prompt_ids": ids[rows, :-WIDTH], "prompt_mask": mask[rows, :-WIDTH],
+            "completion_ids": ids[rows, -WIDTH:], "completion_mask": mask[rows, -WIDTH:],
+        }
+        for rows in ([0, 3], [1, 4], [2, 5])
+    ]  # fmt: skip
+    given = {"compute_entropy": True, "compute_aux_loss": False}
+    with torch.no_grad():
+        prompts.log_probs(trls_own, model, ids, mask, WIDTH)  # the comparison
+
+    def accumulated(log_probs):
+        model.zero_grad()
+        losses = []
+        for place, batch in enumerate(batches):
+            logps, entropies, _ = log_probs(place, Columns.of([batch]))
+            weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(place))
+            losses.append((logps.exp() * weights).sum() + 0.3 * (entropies * weights).sum())
+            losses[-1].backward()
+        grads = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+        return torch.stack(losses).detach(), grads
+
+    ahead, passes = Ahead(prompts, most_tokens), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+
+    def ours(place, batch):
+        ahead.begin(batches[place:], len(batches), is_last=place + 1 == len(batches))
+        return ahead.log_probs(trls_own, model, *batch, **given)
+
+    losses, grads = accumulated(ours)
+    assert len(passes) == {1: 3, 30: 2, 1000: 1}[most_tokens]
+    wanted, wanted_grads = accumulated(lambda _, batch: trls_own(model, *batch, **given))
+    assert apart(losses, wanted) < TOLERANCE
+    assert apart(grads, wanted_grads) < TOLERANCE
+
+
+def test_a_micro_batch_out_of_turn_is_refused():
+    model = small("qwen2", **SMALL)
+    prompts, (ids, mask) = shared(model), padded_batch()
+    split = {"prompt_ids": ids[:, :-WIDTH], "prompt_mask": mask[:, :-WIDTH], "completion_ids": ids[:, -WIDTH:],
+             "completion_mask": mask[:, -WIDTH:]}  # fmt: skip
+    first, second, other = ({name: each.clone() for name, each in split.items()} for _ in range(3))
+    ahead = Ahead(prompts, 1000)
+    ahead.begin([first, second], 2, is_last=False)
+    ahead.log_probs(trls_own, model, *Columns.of([first]), compute_entropy=True, compute_aux_loss=False)
+    with pytest.raises(RuntimeError, match="another micro-batch came"):
+        ahead.begin([other], 2, is_last=True)
+    ahead.forget()
+    ahead.begin([other], 1, is_last=True)
+
+
+def test_a_picture_an_eager_attention_and_settings_go_trls_way(caplog):
+    def upstream(*args, **kwargs):
+        return "TRL's"
+
+    batch = padded_batch()
+    with caplog.at_level(logging.INFO):
+        with_picture = shared(small("qwen2", **SMALL))
+        assert with_picture.log_probs(upstream, None, *batch, WIDTH, pixel_values=torch.ones(1)) == "TRL's"
+        eager = shared(small("qwen2", **SMALL, attn_implementation="eager"))
+        assert eager.log_probs(upstream, None, *batch, WIDTH) == "TRL's"
+        compiled = shared(small("qwen2", **SMALL), hindrance="of the compiler")
+        assert compiled.log_probs(upstream, None, *batch, WIDTH) == "TRL's"
+    assert "`eager`. Expected `sdpa`" in caplog.text
+    assert "of the compiler" in caplog.text
+
+
+def test_ranks_that_pass_together_make_as_many_passes_as_the_one_with_most():
+    model = small("qwen2", **SMALL).eval()
+    prompts, passes = shared(model, highest=lambda number: max(number, 4) if number > 0 else number), []
+    ids, mask = padded_batch()
+    with torch.no_grad():
+        prompts.log_probs(trls_own, model, ids, mask, WIDTH)
+        model.register_forward_pre_hook(lambda *_: passes.append(1))
+        ours = prompts.log_probs(trls_own, model, ids, mask, WIDTH)[0]
+        assert len(passes) == 4
+        assert apart(ours, trls_own(model, ids, mask, WIDTH)[0]) < TOLERANCE
