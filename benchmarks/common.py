@@ -91,6 +91,19 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+def allocated() -> int:
+    """Bytes of PyTorch's tensors on the GPU. Starts its peak anew."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak() -> int:
+    """The highest number of such bytes since `allocated`."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
 def dtype(device: torch.device) -> torch.dtype:
     """bfloat16 on a GPU, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -30,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks.common import SHAPES, device, device_name, dtype, now, parser, write_json
+from benchmarks.common import SHAPES, allocated, device, device_name, dtype, now, parser, peak, write_json
 from salesrl_trl.shared_prompts.ahead import Ahead
 from salesrl_trl.shared_prompts.passes import LogProbs, PassSettings, SharedPrompts
 
@@ -150,12 +150,12 @@ class Bench:
             work()
             seconds = []
             gc.collect()
-            before = _allocated()
+            before = allocated()
             for _ in range(rounds):
                 started = now()
                 work()
                 seconds.append(now() - started)
-            return {"seconds": statistics.median(seconds), "peak_gib": (_peak() - before) / 2**30}
+            return {"seconds": statistics.median(seconds), "peak_gib": (peak() - before) / 2**30}
         except torch.OutOfMemoryError:
             self._model.zero_grad(set_to_none=False)
             gc.collect()
@@ -235,17 +235,6 @@ class Bench:
             }
             print(f"  exact, {name}: {figures[name]}", flush=True)
         return figures
-
-
-def _allocated() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def _peak() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 if __name__ == "__main__":

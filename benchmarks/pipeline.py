@@ -1,6 +1,7 @@
-"""The cost of slow rewards in a step: stock TRL, streamed rewards, and rollouts that are 1, 2 and 4 steps ahead.
+"""The cost of a step: stock TRL, streamed rewards, rollouts that are 1, 2 and 4 steps ahead, shared prompts or not.
 
     .venv/bin/python -m benchmarks.pipeline [--shape 0.5b|7b|tiny] [--latency 5.6 3.2] [--json FILE]
+    .venv/bin/python -m benchmarks.pipeline --shape 7b --prompt_tokens 128 1024 3072 --latency 0 0
     .venv/bin/python -m benchmarks.pipeline --device cpu    # a tiny policy, within three minutes
     CUDA_VISIBLE_DEVICES=0 .venv/bin/python -m benchmarks.pipeline --server 1    # vLLM's server on another GPU
 
@@ -9,7 +10,9 @@ The arms:
 - `stock` is TRL's own trainer, with one async reward function that gathers all calls of the batch;
 - `exact` is this package's trainer, which scores each completion when it ends;
 - `lookahead_N` is the same with `rollout_lookahead: N`;
-- `floor` is `exact` with a service that answers at once: the time that is left when nobody waits for a reward.
+- `floor` is `exact` with a service that answers at once: the time that is left when nobody waits for a reward;
+- `stock_16`, `stock_32` and `stock_64` are stock with larger micro-batches, which take more memory;
+- an arm with `_off` behind its name has `shared_prompts: off`.
 
 The same for every arm:
 
@@ -31,6 +34,9 @@ The order and the count:
 - With a lookahead of N, steps that wait and steps that do not may take turns. So it is measured over at least two
   rounds of N + 1 steps, and all figures are means.
 - `hidden` is the share of the rewards' makespan in which nobody waited for them.
+- `peak` is PyTorch's peak in GiB above what lies there between blocks: weights, reference, optimizer, vLLM.
+- Phases are those of this package's log lines, for `floor` and `floor_off`.
+- `--liger` has TRL put Liger's kernels into the model, which all arms share.
 """
 
 import argparse
@@ -54,13 +60,28 @@ from datasets import Dataset
 from transformers import Qwen2ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.common import BETA, device_name, dtype, now, parser, quiet, rows_of, save_model, write_json
+from benchmarks.common import (
+    BETA,
+    allocated,
+    device_name,
+    dtype,
+    now,
+    parser,
+    peak,
+    quiet,
+    rows_of,
+    save_model,
+    write_json,
+)
 from benchmarks.lengths import fix_lengths, fix_server_lengths
 from benchmarks.service import GENERATIONS, SlowReward, service, set_medians
 from benchmarks.timing import Meter
 from benchmarks.vllm_server import for_training, vllm_server
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.passes import passes_of
 from salesrl_trl.demo.policy import packaged_tokenizer
+from salesrl_trl.names import Phase, time_of
+from salesrl_trl.replaced import replaced
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import BatchResult, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward
@@ -72,11 +93,17 @@ TOKENS = {"0.5b": 256, "7b": 256, "tiny": 24}
 """Longest completion. The shortest is a quarter of it."""
 MICRO_BATCHES = {"0.5b": (8, 8), "7b": (8, 8), "tiny": (8, 2)}
 """Completions of a micro-batch, and micro-batches of an update."""
-PROMPT_WORDS = {"0.5b": 80, "7b": 80, "tiny": 20}
+PROMPT_TOKENS = {"0.5b": 128, "7b": 128, "tiny": 40}
 WORDS = ("price", "delivery", "refund", "价格", "发货", "退款", "warranty", "保修", "尺寸", "discount")
+TEMPLATE = 64
+"""More tokens than the chat template adds."""
 MEASURED = 3
 """Counted steps of a block."""
 LOOKAHEAD = {"exact": 0, "lookahead_1": 1, "lookahead_2": 2, "lookahead_4": 4, "floor": 0}
+STOCK = {"stock": None, "stock_16": 16, "stock_32": 32, "stock_64": 64}
+"""Completions of a micro-batch, where it is another."""
+OFF = "_off"
+ARMS = (*STOCK, *LOOKAHEAD, *(f"{arm}{OFF}" for arm in LOOKAHEAD))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -88,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--latency", nargs=2, type=float, action="append", metavar=("RAG_S", "JUDGE_S"),
         help="median seconds of the two calls; default: 5.6 3.2; 1.0 0.6 on a CPU",
     )  # fmt: skip
-    made.add_argument("--arms", nargs="+", choices=("stock", *LOOKAHEAD), default=("stock", *LOOKAHEAD))
+    made.add_argument("--arms", nargs="+", choices=ARMS, default=("stock", *LOOKAHEAD))
+    made.add_argument("--prompt_tokens", nargs="+", type=int, help="default: 128; 40 on a CPU")
+    made.add_argument("--pass_tokens", type=int, help="`shared_prompts_tokens`")
+    made.add_argument("--liger", action="store_true", help="`use_liger_kernel`")
     made.add_argument("--steps", type=int, default=MEASURED, help="counted steps of a block, each with other prompts")
     made.add_argument("--rounds", type=int, default=1, help="how often all arms take their turns")
     made.add_argument(
@@ -101,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         made.error("--server needs two GPUs: weights are pushed into a server by NCCL")
     args.shape = args.shape or ("tiny" if on_cpu else "0.5b")
     args.latency = args.latency or [(1.0, 0.6) if on_cpu else (5.6, 3.2)]
+    args.prompt_tokens = args.prompt_tokens or [PROMPT_TOKENS[args.shape]]
     measure(args)
 
 
@@ -176,6 +207,8 @@ class Bench:
         self._model = Qwen2ForCausalLM.from_pretrained(folder, dtype=dtype(self._device))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=not on_cpu)
         micro_batch, micro_batches = MICRO_BATCHES[args.shape]
+        longest = max(args.prompt_tokens) + most + TEMPLATE
+        self._rows = {tokens: self._of_length(tokens) for tokens in args.prompt_tokens}
         self._settings = quiet(
             self._device,
             str(scratch / "out"),
@@ -184,7 +217,8 @@ class Bench:
             max_completion_length=most,
             use_vllm=True,
             vllm_gpu_memory_utilization=0.25,
-            vllm_max_model_length=512 if on_cpu else 1024,
+            vllm_max_model_length=longest,
+            use_liger_kernel=args.liger,
             gradient_checkpointing=not on_cpu,
             lr_scheduler_type="constant",
             loss_type="dapo",
@@ -197,8 +231,9 @@ class Bench:
             args.trace or scratch / "out",
         )  # fmt: skip
         config = SalesGRPOConfig(
-            beta=BETA, held_out_eval=False, max_sampling_logp_difference=math.inf, **self._settings
-        )
+            beta=BETA, held_out_eval=False, max_sampling_logp_difference=math.inf,
+            shared_prompts_tokens=args.pass_tokens, **self._settings,
+        )  # fmt: skip
         ours = self._built(SalesGRPOTrainer, self._rewards["ours"], config, instruments=self._instruments)
         if args.server is None:
             fix_lengths(ours.vllm_generation.llm, most)
@@ -207,7 +242,20 @@ class Bench:
         self._meter = Meter()
         self._meter.watch_instruments(self._instruments)
         self._measured_s = self._inside_s = 0.0
-        self._trainers = {"stock": self._build_stock(ours), "ours": ours}
+        off = passes_of(
+            SalesGRPOConfig(**{**self._settings, "shared_prompts": "off"}), ours.accelerator, self._model,
+            ours.rooms.ledger, None,
+        )  # fmt: skip
+        self._passes = {False: ours.rooms.passes, True: off}
+        """By whether shared prompts are off."""
+        self._trainers = {"ours": ours}
+        for arm, size in STOCK.items():
+            if arm in args.arms or arm == "stock":
+                sizes = {} if size is None else {
+                    "per_device_train_batch_size": size,
+                    "gradient_accumulation_steps": micro_batch * micro_batches // size,
+                }  # fmt: skip
+                self._trainers[arm] = self._build_stock(ours, **sizes)
 
     def _noting(self, reward: BatchedReward) -> BatchedReward:
         """`reward`, which adds each batch to `_batches` when it was waited for."""
@@ -221,23 +269,27 @@ class Bench:
         reward.result = noted  # type: ignore[method-assign]
         return reward
 
-    def _build_stock(self, ours: GRPOTrainer) -> GRPOTrainer:
+    def _build_stock(self, ours: GRPOTrainer, **sizes: int) -> GRPOTrainer:
         """TRL's trainer, with the reference and the engine of `ours`."""
-        build, upstream.VLLMGeneration = upstream.VLLMGeneration, lambda **_: ours.vllm_generation
-        try:
-            stock = self._built(GRPOTrainer, self._rewards["stock"], GRPOConfig(beta=0.0, **self._settings))
-        finally:
-            upstream.VLLMGeneration = build
+        config = GRPOConfig(beta=0.0, **{**self._settings, **sizes})
+        with replaced(upstream, "VLLMGeneration", lambda **_: ours.vllm_generation):
+            stock = self._built(GRPOTrainer, self._rewards["stock"], config)
         stock.beta, stock.ref_model = BETA, ours.ref_model
         return stock
 
-    def _built(self, kind: type[GRPOTrainer], reward: BatchedReward, config: GRPOConfig, **more: Any) -> GRPOTrainer:
+    def _of_length(self, tokens: int) -> Dataset:
+        """Rows whose texts have this many tokens."""
+        draw, tokenizer = random.Random(0), packaged_tokenizer()
         micro_batch, micro_batches = MICRO_BATCHES[self._args.shape]
-        draw, words = random.Random(0), PROMPT_WORDS[self._args.shape]
-        prompts = range(self._args.steps * micro_batch * micro_batches // GENERATIONS)
-        rows = rows_of([" ".join(draw.choices(WORDS, k=words)) for _ in prompts])
+        texts = []
+        for _ in range(self._args.steps * micro_batch * micro_batches // GENERATIONS):
+            ids = tokenizer(" ".join(draw.choices(WORDS, k=tokens)))["input_ids"]
+            texts.append(tokenizer.decode(ids[:tokens], skip_special_tokens=True))
+        return Dataset.from_list(rows_of(texts))
+
+    def _built(self, kind: type[GRPOTrainer], reward: BatchedReward, config: GRPOConfig, **more: Any) -> GRPOTrainer:
         return kind(
-            self._model, reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[self._clock],
+            self._model, reward, args=config, train_dataset=next(iter(self._rows.values())), callbacks=[self._clock],
             processing_class=packaged_tokenizer(), optimizers=(self._optimizer, None), **more,
         )  # fmt: skip
 
@@ -254,43 +306,52 @@ class Bench:
         """The share of the floor's time that the host spent in the instruments."""
         return self._inside_s / self._measured_s if self._measured_s else None
 
-    def block(self, arm: str, latency: Sequence[float], steps: int) -> dict[str, list[float]]:
+    def block(self, arm: str, latency: Sequence[float], tokens: int, steps: int) -> dict[str, Any]:
         """Some steps of an arm: seconds and lengths of the counted ones, shares of reward time hidden, failures."""
-        ahead = LOOKAHEAD.get(arm, 0)
+        own = arm.removesuffix(OFF)
+        ahead = LOOKAHEAD.get(own, 0)
         before, steps, after = window(ahead, steps)
         counted = slice(before, before + steps)
-        trainer = self._trainers["stock" if arm == "stock" else "ours"]
-        set_medians(self._url, (0.0, 0.0) if arm == "floor" else latency)
+        trainer = self._trainers["ours" if own in LOOKAHEAD else arm]
+        set_medians(self._url, (0.0, 0.0) if own == "floor" else latency)
         self._batches.clear()
-        if arm != "stock":
+        if own in LOOKAHEAD:
             trainer.rooms.pipeline.set_lookahead(ahead)
+            trainer.rooms.passes = self._passes[arm != own]
         trainer.args.max_steps = before + steps + after
+        trainer.train_dataset = self._rows[tokens]
+        resident = allocated()
         inside, started = self._meter.seconds, time.perf_counter()
         trainer.train()
-        if arm == "floor":
+        if own == "floor":
             self._measured_s += time.perf_counter() - started
             self._inside_s += self._meter.seconds - inside
         seconds = [math.nan, *(end - start for start, end in itertools.pairwise(self._clock.ends))]
         rewards = [reward for batch in self._batches for reward in batch.rewards]
-        lengths = [entry.get("completions/mean_length") for entry in trainer.state.log_history]
+        history = trainer.state.log_history
+        lengths = [entry.get("completions/mean_length") for entry in history]
+        seconds_of = [[entry.get(time_of(phase)) or 0.0 for phase in Phase] for entry in history if "loss" in entry]
         return {
             "step_s": seconds[counted],
             "hidden": [hidden_share(batch) for batch in self._batches[counted]],
             "failures": [sum(reward is None or reward.value is None for reward in rewards)],
             "lengths": [length for length in lengths[counted] if length is not None],
+            "peak_gib": [(peak() - resident) / 2**30],
+            "phases": seconds_of[counted],
         }
 
 
 def measure(args: argparse.Namespace) -> None:
     """The figures of all arms, printed and written after each latency."""
-    arms = [arm for arm in ("stock", *LOOKAHEAD) if arm in args.arms]
+    arms = [arm for arm in ARMS if arm in args.arms]
     figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch, service() as url, contextlib.ExitStack() as servers:
         bench = Bench(args, url, Path(scratch), servers)
-        for arm in {"stock" if arm == "stock" else "exact" for arm in arms}:
-            bench.block(arm, (0.0, 0.0), 1)  # to warm up: kernels, pools, connections
-        for latency in args.latency:
-            figures.append(_measure_one(bench, arms, latency, args))
+        for tokens, latency in itertools.product(args.prompt_tokens, args.latency):
+            if latency is args.latency[0]:
+                for arm in dict.fromkeys(arm if arm in STOCK else f"exact{OFF * arm.endswith(OFF)}" for arm in arms):
+                    bench.block(arm, (0.0, 0.0), tokens, 1)  # to warm up: kernels, pools, connections
+            figures.append(_measure_one(bench, arms, latency, tokens, args))
             print(table(figures[-1]), flush=True)
             first, *others = figures
             write_json(args.json, {**first, "others": others} if others else first)
@@ -298,14 +359,14 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def _measure_one(
-    bench: Bench, arms: Sequence[str], latency: Sequence[float], args: argparse.Namespace
+    bench: Bench, arms: Sequence[str], latency: Sequence[float], tokens: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The figures of all arms with one latency."""
+    """The figures of all arms with one latency and one length of prompts."""
     blocks: dict[str, list[dict[str, list[float]]]] = {arm: [] for arm in arms}
-    twice = [arm for arm in arms if not LOOKAHEAD.get(arm)]
+    twice = [arm for arm in arms if not LOOKAHEAD.get(arm.removesuffix(OFF))]
     round_ = [*twice, *(arm for arm in arms if arm not in twice), *reversed(twice)]
     for arm in round_ * args.rounds:
-        blocks[arm].append(bench.block(arm, latency, args.steps))
+        blocks[arm].append(bench.block(arm, latency, tokens, args.steps))
         latest = blocks[arm][-1]
         print(f"{arm}: {', '.join(f'{each:.2f}' for each in latest['step_s'])} s", flush=True)
     found = {
@@ -321,16 +382,19 @@ def _measure_one(
             "hidden": statistics.mean(each["hidden"]),
             "reward_failures": sum(each["failures"]),
             "completion_tokens": statistics.mean(each["lengths"]),
+            "peak_gib": max(each["peak_gib"]),
+            "phases_s": dict(zip(Phase, map(statistics.mean, zip(*each["phases"], strict=True)), strict=True)),
             "step_s": each["step_s"],
         }
         for arm, each in found.items()
     }
-    floor = figures.pop("floor", None)
+    floor = figures.get("floor")
     return {
         "shape": args.shape,
         "vllm": "colocate" if args.server is None else "server",
         "device": device_name(torch.device(args.device)),
         "latency_s": list(latency),
+        "prompt_tokens": tokens,
         "arms": figures,
         "floor_s": None if floor is None else floor["step_s_mean"],
         "floor": floor,
@@ -342,17 +406,21 @@ def table(figures: dict[str, Any]) -> str:
     """The figures for people."""
     rag_s, judge_s = figures["latency_s"]
     lines = [
-        f"{figures['device']}, {figures['shape']}, rewards of {rag_s:g} s + {judge_s:g} s",
-        f"{'arm':14}{'step, s':>10}{'mean, s':>10}{'of stock':>10}{'hidden':>10}{'failures':>10}{'tokens':>8}",
+        f"{figures['device']}, {figures['shape']}, prompts of {figures['prompt_tokens']} tokens, "
+        f"rewards of {rag_s:g} s + {judge_s:g} s",
+        f"{'arm':16}{'step, s':>9}{'mean, s':>9}{'of stock':>9}{'hidden':>8}{'failures':>9}{'tokens':>7}{'peak':>7}",
     ]
     for arm, each in figures["arms"].items():
         lines.append(
-            f"{arm:14}{each['step_s_median']:10.2f}{each['step_s_mean']:10.2f}{each['ratio']:10.3f}"
-            f"{each['hidden']:10.0%}{each['reward_failures']:10d}{each['completion_tokens']:8.0f}"
+            f"{arm:16}{each['step_s_median']:9.2f}{each['step_s_mean']:9.2f}{each['ratio']:9.3f}"
+            f"{each['hidden']:8.0%}{each['reward_failures']:9d}{each['completion_tokens']:7.0f}{each['peak_gib']:7.1f}"
         )
+        if "floor" in arm:
+            spent = {phase: seconds for phase, seconds in each["phases_s"].items() if seconds >= 0.005}
+            lines.append("    " + ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in spent.items()))
     if figures["floor_s"] is not None:
         share = figures["instruments_share"]
-        lines.append(f"{'floor':14}{figures['floor_s']:10.2f}, of it in the instruments {share:.2%}")
+        lines.append(f"of the floor's {figures['floor_s']:.2f} s in the instruments: {share:.2%}")
     return "\n".join(lines)
 
 

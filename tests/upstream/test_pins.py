@@ -56,8 +56,8 @@ PINS = {
     (GRPOTrainer, "_compute_loss"): "6b861df63f5a",
     # SalesGRPOTrainer._get_per_token_logps_and_entropies: log-probs come first, and come from the one policy forward
     (GRPOTrainer, "_get_per_token_logps_and_entropies"): "31bbe58ca8ba",
-    # shared_prompts.passes: the head takes `shift_labels`, hands everything else on to the model, gives 0 where a label
-    # is -100, and calls mixtral's `load_balancing_loss_func` with the attention mask last
+    # shared_prompts.passes: the head takes `shift_labels`, hands everything else on to the model, gives 0 where a
+    # label is -100, and calls mixtral's `load_balancing_loss_func` with the attention mask last
     (trl_utils, "add_fused_lm_head"): "27301e73e4ac",
     # SalesGRPOTrainer._init_training_state: returns epochs and micro-steps of the epoch that were trained on
     # (the second: transformers before 5.17, which does not look whether the best checkpoint is still there)

@@ -18,6 +18,7 @@ from benchmarks import engine, functions, pipeline, service, start
 from benchmarks.lengths import completion_tokens, fix_lengths, fix_server_lengths
 from benchmarks.service import GENERATIONS
 from benchmarks.vllm_server import vllm_server
+from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.reward.functions import RewardFunction
 from salesrl_trl.reward.stage_times import TimeRange
@@ -145,14 +146,17 @@ def test_of_rewards_that_took_no_time_no_share_is_hidden():
 
 
 ARM = {"step_s_median": 6.0, "step_s_mean": 6.5, "ratio": 1.0, "hidden": 0.0, "reward_failures": 0,
-       "completion_tokens": 15.4, "step_s": [6.0, 6.0, 7.5]}  # fmt: skip
+       "completion_tokens": 15.4, "step_s": [6.0, 6.0, 7.5], "peak_gib": 2.5,
+       "phases_s": {"forward": 1.0, "backward": 2.25, "logging": 0.001}}  # fmt: skip
 FIGURES = {
     "shape": "tiny",
     "device": "cpu",
     "latency_s": [1.5, 0.8],
+    "prompt_tokens": 40,
     "arms": {
         "stock": ARM,
         "lookahead_2": {**ARM, "step_s_mean": 3.25, "ratio": 0.5, "hidden": 0.987, "reward_failures": 3},
+        "floor": {**ARM, "step_s_mean": 2.5},
     },
     "floor_s": 2.5,
     "instruments_share": 0.0012,
@@ -160,17 +164,18 @@ FIGURES = {
 
 
 def test_the_table_has_a_line_for_each_arm_and_one_for_the_floor():
-    title, head, stock, ahead, floor = pipeline.table(FIGURES).splitlines()
-    assert title == "cpu, tiny, rewards of 1.5 s + 0.8 s"
-    assert stock.split() == ["stock", "6.00", "6.50", "1.000", "0%", "0", "15"]
-    assert ahead.split() == ["lookahead_2", "6.00", "3.25", "0.500", "99%", "3", "15"]
-    assert len({len(line) for line in (head, stock, ahead)}) == 1
-    assert floor.split()[:2] == ["floor", "2.50,"]
-    assert floor.endswith("0.12%")
+    title, head, stock, ahead, floor, phases, share = pipeline.table(FIGURES).splitlines()
+    assert title == "cpu, tiny, prompts of 40 tokens, rewards of 1.5 s + 0.8 s"
+    assert stock.split() == ["stock", "6.00", "6.50", "1.000", "0%", "0", "15", "2.5"]
+    assert ahead.split() == ["lookahead_2", "6.00", "3.25", "0.500", "99%", "3", "15", "2.5"]
+    assert len({len(line) for line in (head, stock, ahead, floor)}) == 1
+    assert phases.strip() == "forward 1.00, backward 2.25"
+    assert share == "of the floor's 2.50 s in the instruments: 0.12%"
 
 
 def test_the_table_does_without_a_floor():
-    lines = pipeline.table({**FIGURES, "floor_s": None, "instruments_share": None}).splitlines()
+    arms = {arm: figures for arm, figures in FIGURES["arms"].items() if arm != "floor"}
+    lines = pipeline.table({**FIGURES, "arms": arms, "floor_s": None, "instruments_share": None}).splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["stock", "lookahead_2"]
 
 
@@ -182,10 +187,12 @@ class Made:
     def __init__(self, args, url, scratch, servers):
         Made.blocks = []
 
-    def block(self, arm, latency, steps):
+    def block(self, arm, latency, tokens, steps):
+        assert tokens == 40
         self.blocks.append((arm, *latency, steps))
         seconds = sum(latency) + len(self.blocks)
-        return {"step_s": [seconds, seconds + 1.0], "hidden": [0.25, 0.75], "failures": [1], "lengths": [10.0, 20.0]}
+        return {"step_s": [seconds, seconds + 1.0], "hidden": [0.25, 0.75], "failures": [1], "lengths": [10.0, 20.0],
+                "peak_gib": [1.5], "phases": [[0.0] * len(Phase)]}  # fmt: skip
 
     def instruments_share(self):
         return 0.001
@@ -213,15 +220,17 @@ def test_arms_take_turns_and_figures_are_of_all_their_blocks(monkeypatch, tmp_pa
         "hidden": 0.5,
         "reward_failures": 2,
         "completion_tokens": 15.0,
+        "peak_gib": 1.5,
+        "phases_s": dict.fromkeys(Phase, 0.0),
         "step_s": [6.0, 7.0, 12.0, 13.0],
     }
     assert figures["arms"]["lookahead_2"]["step_s"] == [9.0, 10.0]  # block 6
     assert figures["arms"]["lookahead_2"]["ratio"] == pytest.approx(9.5 / 9.5)
-    assert set(figures["arms"]) == {"stock", "exact", "lookahead_2"}
+    assert set(figures["arms"]) == {"stock", "exact", "lookahead_2", "floor"}
     assert figures["floor_s"] == 9.5  # blocks 5 and 7: 8, 9, 10, 11
     assert figures["latency_s"] == [2.0, 1.0]
     assert [other["latency_s"] for other in figures["others"]] == [[5.0, 3.0]]
-    assert capsys.readouterr().out.count("of it in the instruments 0.10%") == 2
+    assert capsys.readouterr().out.count("s in the instruments: 0.10%") == 2
 
 
 class Client:
