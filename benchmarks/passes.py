@@ -123,7 +123,7 @@ class Bench:
 
     def train(self, batches: Sequence[dict[str, torch.Tensor]], per_pass: int | None, *, trl: bool = False) -> None:
         """Forward and backward for all micro-batches."""
-        ahead = Ahead(self._prompts, per_pass or 1)
+        ahead = Ahead(self._prompts, per_pass or 1, 1)
         for place, batch in enumerate(batches):
             ahead.begin(batches[place:], len(batches), is_last=place + 1 == len(batches))
             given = {"compute_entropy": True, "compute_aux_loss": False}

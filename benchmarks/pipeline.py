@@ -80,7 +80,7 @@ from benchmarks.vllm_server import for_training, vllm_server
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.passes import passes_of
 from salesrl_trl.demo.policy import packaged_tokenizer
-from salesrl_trl.names import Phase, time_of
+from salesrl_trl.names import GPU_PEAK, Phase, time_of
 from salesrl_trl.replaced import replaced
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import BatchResult, RewardBatch
@@ -320,7 +320,7 @@ class Bench:
             trainer.rooms.passes = self._passes[arm != own]
         trainer.args.max_steps = before + steps + after
         trainer.train_dataset = self._rows[tokens]
-        resident = allocated()
+        resident = allocated() / 2**30
         inside, started = self._meter.seconds, time.perf_counter()
         trainer.train()
         if own == "floor":
@@ -336,7 +336,7 @@ class Bench:
             "hidden": [hidden_share(batch) for batch in self._batches[counted]],
             "failures": [sum(reward is None or reward.value is None for reward in rewards)],
             "lengths": [length for length in lengths[counted] if length is not None],
-            "peak_gib": [(peak() - resident) / 2**30],
+            "peak_gib": [max([peak() / 2**30, *(entry.get(GPU_PEAK) or 0.0 for entry in history)]) - resident],
             "phases": seconds_of[counted],
         }
 

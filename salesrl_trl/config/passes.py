@@ -48,6 +48,7 @@ def passes_of(
     return Passes(
         prompts,
         most_tokens=1 if args.is_sharded else args.shared_prompts_tokens,
+        weights=sum(each.numel() for each in model.parameters()),
         correction=correction_at_step(args),
         ledger=ledger,
         in_order=prompts.is_on and in_trls_order is None,

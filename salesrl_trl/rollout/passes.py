@@ -22,7 +22,7 @@ class Passes:
     Args:
         prompts (`SharedPrompts`):
             Makes them.
-        most_tokens (`int`, *optional*):
+        most_tokens (`int`, *optional*), weights (`int`):
             As in `Ahead`.
         correction (`CorrectionAtStep`, *optional*):
             The correction from the pass that trains. `None` where TRL's own pass for old log-probs is needed.
@@ -37,13 +37,14 @@ class Passes:
         prompts: SharedPrompts,
         *,
         most_tokens: int | None,
+        weights: int,
         correction: CorrectionAtStep | None,
         ledger: Ledger,
         in_order: bool,
     ) -> None:
         self.in_order = in_order
         self._prompts = prompts
-        self._ahead = Ahead(prompts, most_tokens)
+        self._ahead = Ahead(prompts, most_tokens, weights)
         self._correction = correction
         self._ledger = ledger
 
@@ -68,6 +69,11 @@ class Passes:
         if self._correction is not None:
             self._correction.apply(inputs, found[0])
         return found
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a batch has gone that way, and was compared with TRL's."""
+        return self._prompts.is_on and self._prompts.is_checked
 
     @property
     def has_prompt(self) -> list[bool] | None:

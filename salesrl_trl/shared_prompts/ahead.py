@@ -19,6 +19,9 @@ from salesrl_trl.shared_prompts.layout import Group
 from salesrl_trl.shared_prompts.passes import Columns, LogProbs, SharedPrompts
 
 MicroBatch = Mapping[str, Any]
+FILLING = 30_000_000_000_000
+"""Tokens times weights of a pass that fills a large GPU: 4,000 tokens with 7B, 60,000 with 0.5B. Larger ones were at
+most a tenth faster on an H200 (`benchmarks.passes`)."""
 
 
 class _Joined(torch.autograd.Function):
@@ -54,13 +57,16 @@ class Ahead:
         prompts (`SharedPrompts`):
             Makes the passes.
         most_tokens (`int`, *optional*):
-            Tokens of a pass for several micro-batches, at most. When not given: as many as TRL's own pass for one of
-            them has, with its padding.
+            Tokens of a pass for several micro-batches, at most. When not given: as many as fill a GPU, and never more
+            than TRL's own pass for one of them has, with its padding.
+        weights (`int`):
+            Weights of the model.
     """
 
-    def __init__(self, prompts: SharedPrompts, most_tokens: int | None) -> None:
+    def __init__(self, prompts: SharedPrompts, most_tokens: int | None, weights: int) -> None:
         self._prompts = prompts
         self._most = most_tokens
+        self._filling = FILLING // max(weights, 1)
         self.has_prompt: list[bool] | None = None
         """By completion of the latest micro-batch: False if its prompt went through the model with another one. `None`
         for TRL's way."""
@@ -141,7 +147,7 @@ class Ahead:
         """How many of the micro-batches fit into one pass."""
         count = len(self._batches)
         each = len(batch.ids) // count
-        most = each * batch.ids.size(1) if self._most is None else self._most
+        most = min(self._filling, each * batch.ids.size(1)) if self._most is None else self._most
         fitting = (
             number
             for number in range(count, 1, -1)

@@ -19,7 +19,7 @@ from salesrl_trl.replaced import replaced
 from salesrl_trl.shared_prompts.attention import LAYOUT, install, stand_in_mask
 from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.layout import Group, Layout, Row, groups_of, layout_of
-from salesrl_trl.shared_prompts.support import attention_of, why_not_shared, window_of
+from salesrl_trl.shared_prompts.support import attention_of, has_dropout, why_not_shared, window_of
 
 logger = get_logger(__name__)
 
@@ -63,7 +63,9 @@ class SharedPrompts:
     def __init__(self, model: nn.Module, settings: PassSettings) -> None:
         self._settings = settings
         self._window: int | None = None
-        self._is_checked = False
+        self._has_dropout = has_dropout(model)
+        self.is_checked = False
+        """Whether a batch was compared with TRL's way."""
         self._told: set[str] = set()
         reason = settings.hindrance or why_not_shared(model) if settings.is_on else None
         self.is_on = settings.is_on and reason is None
@@ -127,9 +129,9 @@ class SharedPrompts:
         if hindrance is not None or groups is None:
             self._tell(str(hindrance))
             return None
-        if not self._is_checked:
+        if not self.is_checked:
             self._compare(upstream, model, batch, groups)
-        return groups if self._is_checked and self.is_on else None
+        return groups if self.is_checked and self.is_on else None
 
     def _packs(self, groups: Sequence[Group]) -> list[list[Group]]:
         """The groups in passes of `MOST_TOKENS` at most. Where ranks make passes together, each makes as many."""
@@ -196,10 +198,12 @@ class SharedPrompts:
         finally:
             model.train(was_training)
         apart = _apart(ours, trl, counted)
-        self._is_checked = True
+        self.is_checked = True
         self.is_on = not self._settings.highest(not apart <= bound)
         if self.is_on:
-            logger.info(f"[Prompts] a group's prompt goes through the model once. {_COMPARED.format(apart)}")
+            dropout = "; dropout is drawn once for all of them" if self._has_dropout else ""
+            line = f"completions of a prompt go through the model with one copy of it{dropout}"
+            logger.info(f"[Prompts] {line}; {_COMPARED.format(apart)}")
         else:
             self._tell(f"{_COMPARED.format(apart)}, expected at most {bound:.2g}")
 

@@ -39,6 +39,12 @@ def window_of(model: nn.Module) -> int | None:
     return getattr(config, "sliding_window", None) if has_window else None
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Whether training draws dropout: in a layer, in an adapter or in attention."""
+    layers = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return layers or bool(getattr(_base(model).config, "attention_dropout", 0.0))
+
+
 def _base(model: nn.Module) -> PreTrainedModel:
     get = getattr(model, "get_base_model", None)
     base: PreTrainedModel = model if get is None else get()

@@ -1,6 +1,10 @@
 """Training with each prompt once through the model, and without a pass for old log-probs: stock TRL's figures."""
 
 import random
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,3 +154,17 @@ def test_off_is_trls_own_to_the_bit(policy, tmp_path):
     _, mine = train(ScriptedTrainer, policy, tmp_path / "ours", beta=0.0, shared_prompts="off")
     assert all(map(torch.equal, mine.found, theirs.found))
     assert mine.passes == theirs.passes
+
+
+def test_layers_that_fsdp_shards_give_the_same():
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        str(Path(__file__).with_name("sharded_passes.py")),
+    ]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    found = re.findall(r"apart (\S+) (\S+)", done.stdout)
+    assert len(found) == 2, done.stderr
+    assert max(float(each) for rank in found for each in rank) < TOLERANCE

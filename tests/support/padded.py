@@ -54,10 +54,12 @@ def apart(ours, theirs):
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-def gradient(model, logps, entropies, aux_loss=None):
-    """The gradient of a loss that weighs each token otherwise, flattened."""
-    model.zero_grad()
+def gradient(model, logps, entropies, aux_loss=None, zero=True):
+    """The gradient of a loss that weighs each token otherwise, flattened; added to what is there without `zero`."""
+    if zero:
+        model.zero_grad()
     weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
     loss = (logps * weights).sum() + 0.3 * (entropies * weights.flip(1)).sum()
     (loss if aux_loss is None else loss + 0.5 * aux_loss).backward()
-    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+    grads = [each.grad for each in model.parameters() if each.grad is not None]
+    return torch.cat([(each.full_tensor() if hasattr(each, "full_tensor") else each).flatten() for each in grads])

@@ -135,7 +135,7 @@ def test_micro_batches_that_share_a_pass_keep_their_losses_and_the_gradient_is_t
         grads = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
         return torch.stack(losses).detach(), grads
 
-    ahead, passes = Ahead(prompts, most_tokens), []
+    ahead, passes = Ahead(prompts, most_tokens, 1), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
 
     def ours(place, batch):
@@ -155,7 +155,7 @@ def test_a_micro_batch_out_of_turn_is_refused():
     split = {"prompt_ids": ids[:, :-WIDTH], "prompt_mask": mask[:, :-WIDTH], "completion_ids": ids[:, -WIDTH:],
              "completion_mask": mask[:, -WIDTH:]}  # fmt: skip
     first, second, other = ({name: each.clone() for name, each in split.items()} for _ in range(3))
-    ahead = Ahead(prompts, 1000)
+    ahead = Ahead(prompts, 1000, 1)
     ahead.begin([first, second], 2, is_last=False)
     ahead.log_probs(trls_own, model, *Columns.of([first]), compute_entropy=True, compute_aux_loss=False)
     with pytest.raises(RuntimeError, match="another micro-batch came"):
