@@ -6,8 +6,8 @@
 
 Each row is a few updates of two micro-batches through this package's trainer, without services, with prompts of one
 length and completions of full length. One completion is shorter, so that there is padding. A row without
-`checkpointing` has no gradient checkpointing. `reference` says whether there is a second model. The last row has vLLM
-in the process.
+`checkpointing` has no gradient checkpointing. Rows have `shared_prompts: off`, but for those that say so. `reference`
+says whether there is a second model. The last row has vLLM in the process.
 
 `--settings` takes other rows: the first one with each of attention, compiler, checkpointing and precision changed.
 
@@ -82,6 +82,7 @@ class Row:
     attention: str = "sdpa"
     compiled: bool = False
     bf16_passes: bool = True
+    shared: bool = False
     updates: int = 2
 
     @property
@@ -90,7 +91,7 @@ class Row:
         words += ["8-bit AdamW"] * self.rounds + ["no checkpointing"] * (not self.checkpointing)
         words += ["reference"] * (self.reference and not self.lora) + ["vLLM"] * self.vllm
         words += [self.attention] * (self.attention != "sdpa") + ["torch_compile"] * self.compiled
-        words += ["float32 passes"] * (not self.bf16_passes)
+        words += ["float32 passes"] * (not self.bf16_passes) + ["shared prompts"] * self.shared
         return ", ".join(words)
 
     @property
@@ -106,6 +107,7 @@ def rows_of(shapes: Sequence[str], with_vllm: bool) -> list[Row]:
         rows += [Row(shape, lora=True), Row(shape, lora=False, dtype="float32", reference=shape != "7b")]
         if shape == "0.5b":
             rows += [dataclasses.replace(row, checkpointing=False) for row in rows[-2:]]
+        rows += [dataclasses.replace(row, shared=True) for row in rows if row.shape == shape]
         if shape == "7b" and importlib.util.find_spec("torchao"):
             rows.append(Row(shape, lora=False))
     return rows + [Row(shapes[0], lora=True, vllm=True)] * with_vllm
@@ -164,6 +166,7 @@ def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOC
         max_completion_length=TOKENS[row.shape],
         gradient_checkpointing=row.checkpointing,
         torch_compile=row.compiled,
+        shared_prompts="auto" if row.shared else "off",
         max_steps=row.updates,
         beta=BETA if row.reference else 0.0,
         held_out_eval=False,
@@ -173,9 +176,9 @@ def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOC
     return args, ModelConfig(use_peft=row.lora, dtype=row.dtype, attn_implementation=row.attention)
 
 
-def prompt_of(row: Row) -> list[dict[str, str]]:
-    """The prompt of all completions of a row."""
-    return [{"role": "user", "content": SENTENCE * (1 if row.shape == "tiny" else 16)}]
+def prompt_of(row: Row, place: int = 0) -> list[dict[str, str]]:
+    """The prompt of a row's completions, another one at each place."""
+    return [{"role": "user", "content": f"{10 + place}. " + SENTENCE * (1 if row.shape == "tiny" else 16)}]
 
 
 @contextlib.contextmanager
@@ -193,7 +196,7 @@ def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPO
             policy,
             InstantReward(),
             args=args,
-            train_dataset=Dataset.from_list([{"prompt": prompt_of(row), "row": index} for index in range(64)]),
+            train_dataset=Dataset.from_list([{"prompt": prompt_of(row, index), "row": index} for index in range(64)]),
             processing_class=packaged_tokenizer(),
             peft_config=get_peft_config(model_settings),
             callbacks=[clock],

@@ -40,6 +40,7 @@ def passes_of(
         is_on=args.shared_prompts == "auto",
         hindrance=next((each for each, is_there in hindrances.items() if is_there), None),
         autocast=accelerator.autocast,
+        most_tokens=args.shared_prompts_tokens,
         highest=functools.partial(highest, device=accelerator.device) if args.is_sharded else int,
     )
     prompts = SharedPrompts(model, settings)

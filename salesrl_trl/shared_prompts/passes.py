@@ -46,6 +46,8 @@ class PassSettings:
     """Why the settings do not allow it."""
     autocast: Callable[[], AbstractContextManager[Any]]
     """The trainer's."""
+    most_tokens: int | None = None
+    """Tokens of a pass without gradients, at most. `MOST_TOKENS` when not given."""
     highest: Callable[[int], int]
     """The highest number of the ranks that make their passes together; a collective if there are several."""
 
@@ -134,8 +136,8 @@ class SharedPrompts:
         return groups if self.is_checked and self.is_on else None
 
     def _packs(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """The groups in passes of `MOST_TOKENS` at most. Where ranks make passes together, each makes as many."""
-        packs = packed(groups, MOST_TOKENS)
+        """The groups in as few passes as may be. Where ranks make passes together, each makes as many."""
+        packs = packed(groups, self._settings.most_tokens or MOST_TOKENS)
         for _ in range(self._settings.highest(len(packs)) - len(packs)):
             packs.append(_split_off(packs))
         return packs

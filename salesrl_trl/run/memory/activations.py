@@ -18,11 +18,11 @@ TILE_TOKENS, TILE_VOCABULARY = 4096, 32_768
 
 
 def layer_activations(shape: ModelShape, setup: Setup) -> float:
-    """What autograd keeps of one block's forward pass, for a micro-batch.
+    """What autograd keeps of one block's forward pass, for a pass with gradients.
 
     Bytes of a token, with c bytes in a product and r in the residual stream (the weights' format). Widths: h hidden,
     f of the MLP, q of the queries, S tokens of a row. Keys and values are repeated to q where a mask is given
-    (`sdpa_attention.py`), and padding always gives one.
+    (`sdpa_attention.py`), and padding always gives one. Shared prompts have none in 16 bits.
 
     - norms, two: 4h for the float32 input of the square. All weights in training: r h for the product with the norm's
       weight, and the inputs of the linear layers, c h once or, as autocast casts for each layer anew, 5 c h together.
@@ -44,6 +44,8 @@ def layer_activations(shape: ModelShape, setup: Setup) -> float:
     if not setup.lora:
         norms += 2 * stream * hidden + (2 if stream == computed else 5) * computed * hidden
     attention = 4 * computed * query + 4 * heads + computed * length
+    if setup.group is not None and computed == 2:
+        attention = 2 * computed * (query + shape.key_value) + 4 * heads
     if setup.eager_attention:
         attention += (4 + computed) * heads * length
     if shape.norms_heads:
@@ -86,19 +88,18 @@ def working_activations(shape: ModelShape, setup: Setup) -> float:
     return again + setup.tokens * (widths + 2 * setup.weight_bytes * shape.hidden) + number * shape.largest
 
 
-def evaluation_activations(shape: ModelShape, setup: Setup) -> float:
-    """One block's forward pass of a batch that is evaluated, where the MLP has three widths of f, and the last output.
+def activations_without_gradients(shape: ModelShape, setup: Setup, tokens: int) -> float:
+    """One block's forward pass over so many tokens, where the MLP has three widths of f, and the last output.
 
     Beside them: two of the residual stream, and the norm's output for the product.
     """
-    tokens = setup.evaluated * (setup.prompt_tokens + setup.completion_tokens)
     widths = 3 * setup.compute_bytes * shape.intermediate
     return tokens * (widths + (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden)
 
 
-def logits(setup: Setup, completions: int) -> float:
-    """One tile of logits: the log-probs and entropies of a batch's completion tokens (`ChunkedLogProbFunction`)."""
-    return min(completions * setup.completion_tokens, TILE_TOKENS) * TILE_VOCABULARY * float(setup.compute_bytes)
+def logits(setup: Setup, tokens: int) -> float:
+    """One tile of logits: the log-probs and entropies of so many completion tokens (`ChunkedLogProbFunction`)."""
+    return min(tokens, TILE_TOKENS) * TILE_VOCABULARY * float(setup.compute_bytes)
 
 
 def head_gradients(shape: ModelShape, setup: Setup) -> float:
@@ -107,5 +108,5 @@ def head_gradients(shape: ModelShape, setup: Setup) -> float:
     The hidden states' gradients in float32 and in their own format. If the head is trained, its whole gradient in
     float32, with a copy in its own format.
     """
-    inputs = setup.micro_batch * setup.completion_tokens * shape.hidden * (4 + setup.weight_bytes)
+    inputs = setup.predicted_tokens * shape.hidden * (4 + setup.weight_bytes)
     return inputs + (0.0 if setup.lora else shape.embedding * (4 + 2 * (setup.weight_bytes == 2)))

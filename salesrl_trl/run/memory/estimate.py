@@ -81,7 +81,8 @@ def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
     - `end of backward`: every gradient, and the embedding's twice;
     - `optimizer step`: every gradient and state;
     - `generation`: vLLM or the KV cache of transformers, beside weights and states;
-    - `evaluation`: a batch of evaluated completions without gradients, which may be larger than a micro-batch.
+    - `evaluation`: a batch of evaluated completions without gradients, which may be larger than a micro-batch;
+    - `log-probs of the reference`: whole generation batches with shared prompts.
     """
     kept = {
         "weights": states.weights(shape, setup),
@@ -95,7 +96,7 @@ def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
     copied = 2.0 * shape.linear * (setup.autocast and setup.weight_bytes == 4)
     at_once = copied * (not setup.sharding.splits_weights)
     all_copies, held_copies = at_once * (not setup.lora), at_once * (not setup.checkpointing)
-    tile = activations.logits(setup, setup.micro_batch)
+    tile = activations.logits(setup, setup.predicted_tokens)
     embedding = shape.embedding * setup.weight_bytes * (not setup.lora)
     training: dict[str, dict[str, float]] = {
         "forward": {
@@ -122,13 +123,19 @@ def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
     kept_in_training = {**kept, **buffers, **generation(shape, setup, card_gib, False)}
     moments = [_moment(name, {**kept_in_training, **parts}, setup) for name, parts in training.items()]
     moments.append(_moment("generation", {**kept, **generation(shape, setup, card_gib, True)}, setup))
-    if setup.evaluated:
+    evaluated = setup.evaluated * (setup.prompt_tokens + setup.completion_tokens)
+    passes = {
+        "evaluation": (evaluated, setup.evaluated * setup.completion_tokens),
+        "log-probs of the reference": (setup.scored_tokens, setup.scored_tokens),
+    }
+    for name, (tokens, predicted) in passes.items():
         without_gradients = {
-            "activations": activations.evaluation_activations(shape, setup),
+            "activations": activations.activations_without_gradients(shape, setup, tokens),
             "16-bit copies of weights": all_copies,
-            "log-probs of the loss": activations.logits(setup, setup.evaluated),
+            "log-probs of the loss": activations.logits(setup, predicted),
         }
-        moments.append(_moment("evaluation", {**kept_in_training, **without_gradients}, setup))
+        if tokens:
+            moments.append(_moment(name, {**kept_in_training, **without_gradients}, setup))
     return Estimate(card_gib=card_gib, moments=tuple(moments), sequences=sequences(shape, setup, card_gib))
 
 

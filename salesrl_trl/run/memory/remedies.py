@@ -85,6 +85,13 @@ def _smaller_evaluation(shape: ModelShape, setup: Setup, card_gib: float) -> _Ch
     return f"per_device_eval_batch_size: {smaller.evaluated}", "evaluations take more passes", smaller
 
 
+def _smaller_pass(shape: ModelShape, setup: Setup, card_gib: float) -> _Change:
+    if setup.group is None or setup.pass_tokens == 1:
+        return None
+    alone = replace(setup, pass_tokens=1)
+    return "shared_prompts_tokens: 1", "micro-batches go through the model one by one", alone
+
+
 def _checkpointing(shape: ModelShape, setup: Setup, card_gib: float) -> _Change:
     if setup.checkpointing:
         return None
@@ -156,5 +163,6 @@ def _zero(setup: Setup, sharding: Sharding) -> tuple[str, str, Setup]:
 
 
 _CHANGES: tuple[_Changes, ...] = (
-    _smaller_evaluation, _checkpointing, _smaller_batch, _smaller_share, _sleep, _rounding, _lora, _zero2, _zero3,
+    _smaller_evaluation, _smaller_pass, _checkpointing, _smaller_batch, _smaller_share, _sleep, _rounding, _lora,
+    _zero2, _zero3,
 )  # fmt: skip

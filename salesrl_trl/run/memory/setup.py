@@ -1,12 +1,16 @@
 """The settings of a run that decide the memory of a process. Owns the reading of them, and no formula."""
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from trl import ModelConfig
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.rollouts import why_in_trls_order
 from salesrl_trl.run.memory.shape import ModelShape
+from salesrl_trl.shared_prompts.ahead import FILLING
+from salesrl_trl.shared_prompts.passes import MOST_TOKENS
 
 
 class Sharding(StrEnum):
@@ -79,11 +83,43 @@ class Setup:
     engine: Engine | None = None
     generates: bool = False
     """Whether transformers generates in this process."""
+    group: int | None = None
+    """Completions of a prompt that goes through the model once; `None` for TRL's own passes."""
+    pass_tokens: int | None = None
+    """`shared_prompts_tokens`."""
+    filling: int = 0
+    """Tokens of a pass that fills a GPU."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch, padded."""
-        return self.micro_batch * (self.prompt_tokens + self.completion_tokens)
+        """Tokens of a pass with gradients, all completions of full length."""
+        padded = self.micro_batch * (self.prompt_tokens + self.completion_tokens)
+        if self.group is None:
+            return padded
+        if self.sharding is not Sharding.NONE:
+            return self.shared_tokens(self.micro_batch)
+        most = min(padded, self.filling) if self.pass_tokens is None else self.pass_tokens
+        whole = self.shared_tokens(self.micro_batch * self.micro_batches)
+        return max(self.shared_tokens(self.micro_batch), min(whole, most))
+
+    def shared_tokens(self, completions: int) -> int:
+        """Tokens of whole groups with so many completions in all, each prompt once."""
+        return math.ceil(completions / (self.group or 1)) * self.prompt_tokens + completions * self.completion_tokens
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Completion tokens of a pass with gradients."""
+        if self.group is None:
+            return self.micro_batch * self.completion_tokens
+        return min(self.tokens, self.micro_batch * self.micro_batches * self.completion_tokens)
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens of a pass for the reference's log-probs, where prompts are shared; 0 if there is none."""
+        if self.group is None or not self.has_reference:
+            return 0
+        most = MOST_TOKENS if self.pass_tokens is None else self.pass_tokens
+        return max(self.shared_tokens(self.group), min(most, self.shared_tokens(self.rollouts)))
 
     def sharded(self, sharding: Sharding, processes: int) -> "Setup":
         """The same with states that so many processes share. DeepSpeed has 16-bit weights, FSDP float32 ones."""
@@ -116,6 +152,15 @@ def setup_of(
     - `optim`: name of the optimizer in transformers; `None` for that of the settings.
     """
     autocast = training.bf16 or training.fp16
+    longest = prompt_tokens + (training.max_completion_length or 1)
+    is_shared = (
+        training.shared_prompts == "auto"
+        and shape.shares_prompts
+        and (shape.window is None or longest <= shape.window)
+        and model.attn_implementation != "eager"
+        and not training.torch_compile
+        and why_in_trls_order(training, False, False) is None
+    )
     alone = Setup(
         micro_batch=training.per_device_train_batch_size,
         micro_batches=training.gradient_accumulation_steps,
@@ -136,6 +181,9 @@ def setup_of(
         eager_attention=model.attn_implementation == "eager",
         engine=_engine(training, shape, prompt_tokens),
         generates=not training.use_vllm and training.sampler is None,
+        group=training.num_generations if is_shared else None,
+        pass_tokens=training.shared_prompts_tokens,
+        filling=FILLING // max(shape.parameters, 1),
     )
     return alone.sharded(_sharding(training), training.world_size)
 

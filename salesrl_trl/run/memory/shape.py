@@ -9,6 +9,7 @@ from trl import ModelConfig
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.run.checks.model import empty_model, positions_of, put_adapter
+from salesrl_trl.shared_prompts.support import why_not_shared, window_of
 
 
 class UnknownShape(ConfigError):
@@ -62,6 +63,10 @@ class ModelShape:
     number_bytes: int
     """Bytes of a number in the checkpoint, by its configuration."""
     adapters: Adapters | None = None
+    shares_prompts: bool = True
+    """Whether a group's prompt can go through it once."""
+    window: int | None = None
+    """Its sliding window in tokens, if it has one."""
 
 
 def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: bool) -> int:
@@ -116,6 +121,8 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         vocabulary=text.vocab_size,
         positions=positions_of(model.config),
         number_bytes=torch.empty((), dtype=dtype).element_size(),
+        shares_prompts=why_not_shared(model) is None,
+        window=window_of(model),
     )
 
 

@@ -19,14 +19,14 @@ from transformers import (
 )
 from trl import ModelConfig, get_peft_config
 
-from benchmarks.memory import Row, estimate_of, settings_of
+from benchmarks.memory import Row, estimate_of, figures_of, settings_of
 from salesrl_trl.run import software
 from salesrl_trl.run.memory import cards, states
 from salesrl_trl.run.memory.activations import layer_activations, saved_activations
 from salesrl_trl.run.memory.cards import named_card
 from salesrl_trl.run.memory.estimate import Estimate, Moment, estimate
 from salesrl_trl.run.memory.remedies import advice, remedies
-from salesrl_trl.run.memory.setup import Engine, Setup, Sharding
+from salesrl_trl.run.memory.setup import Engine, Setup, Sharding, setup_of
 from salesrl_trl.run.memory.shape import adapters_of, model_shape, parameter_count, shape_of
 from salesrl_trl.run.preflight import memory
 from salesrl_trl.run.preflight.plan import Plan
@@ -188,6 +188,47 @@ def test_where_nothing_is_enough_the_smallest_card_that_is_is_named(seven):
     )
     enough = advice(seven, FULL, named_card("141gb").gib)
     assert enough.startswith("Set `per_device_train_batch_size: 1, ") and "use_peft" not in enough
+
+
+SHARED = {"group": 8, "filling": 3000, "prompt_tokens": 1024, "completion_tokens": 256}
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens", "scored"),
+    [
+        ({"group": None}, 8 * 1280, 0),
+        ({}, 1024 + 8 * 256, 16_384),  # two of them are more than fill a GPU
+        ({"filling": 8000}, 8000, 16_384),
+        ({"filling": 10**6}, 8 * 1280, 16_384),  # never more than TRL's own
+        ({"pass_tokens": 1}, 1024 + 8 * 256, 1024 + 8 * 256),
+        ({"pass_tokens": 10**6}, 8 * (1024 + 8 * 256), 8 * (1024 + 8 * 256)),
+        ({"pass_tokens": 10**6, "sharding": Sharding.ZERO3}, 1024 + 8 * 256, 8 * (1024 + 8 * 256)),
+        ({"micro_batch": 2, "micro_batches": 32, "filling": 0}, 1024 + 2 * 256, 16_384),
+        ({"has_reference": False}, 1024 + 8 * 256, 0),
+    ],
+)
+def test_a_pass_has_as_many_tokens_as_its_settings_say(seven, given, tokens, scored):
+    run = setup(**{**SHARED, **given})
+    assert (run.tokens, run.scored_tokens) == (tokens, scored)
+    names = {moment.name for moment in estimate(seven, run, 80.0).moments}
+    assert ("log-probs of the reference" in names) is bool(scored)
+
+
+def test_a_pass_of_its_own_for_each_micro_batch_is_a_remedy(seven):
+    run = setup(**SHARED, checkpointing=False, pass_tokens=20_000)
+    [first, *_] = remedies(seven, run, 80.0)
+    assert first.setting == "shared_prompts_tokens: 1"
+    assert first.saved_gib > 50
+
+
+def test_the_settings_of_a_run_say_whether_prompts_are_shared(tmp_path):
+    def group(**given):
+        row = Row("tiny", lora=True, shared=True)
+        args, model = settings_of(dataclasses.replace(row, **given), torch.device("cpu"), tmp_path)
+        return setup_of(args, model, figures_of("tiny", model), 100, dtype="float32").group
+
+    assert group() == 8
+    assert [group(shared=False), group(attention="eager"), group(compiled=True)] == [None] * 3
 
 
 def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(seven):
