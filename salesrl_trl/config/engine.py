@@ -31,6 +31,8 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
         )
     caching = {name: getattr(args, f"vllm_{name}") for name in ("enable_prefix_caching", "enable_chunked_prefill")}
     start = engine_start(args)
+    if args.vllm_quantization is not None:
+        extra = {"quantization": args.vllm_quantization, **extra}
     if start is Start.GRAPHS:
         extra = {"compilation_config": GRAPHS_ALONE, **extra}
     process = args.process_index // args.vllm_tensor_parallel_size

@@ -3,10 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
-from salesrl_trl.config.checks import check, load_object
+from salesrl_trl.config.checks import check, check_choice, load_object
 
 if TYPE_CHECKING:
+    from salesrl_trl.config.training import SalesGRPOConfig
     from salesrl_trl.generation.sampler import Sampler, Upstream
+
+QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
+"""Formats that vLLM makes of 16-bit weights while it reads them."""
 
 RESHAPING: dict[str, tuple[object, ...]] = {
     "top_p": (None, 1),
@@ -43,3 +47,15 @@ def load_sampler(path: str) -> "Callable[[Upstream], Sampler]":
         "Expected a class with the methods of `salesrl_trl.generation.sampler.Sampler`.",
     )
     return cast("Callable[[Upstream], Sampler]", sampler)
+
+
+def check_quantization(args: "SalesGRPOConfig") -> None:
+    """Refuse a quantised engine without a GPU of this process, or without the correction for its distribution."""
+    if args.vllm_quantization is None:
+        return
+    check_choice(args, "vllm_quantization", QUANTIZATIONS)
+    check(
+        not args.use_cpu and args.vllm_mode == "colocate" and args.vllm_importance_sampling_correction,
+        f"`vllm_quantization` is {args.vllm_quantization!r}. Expected none, or a GPU with `vllm_mode: colocate` and "
+        "`vllm_importance_sampling_correction: true`, because its completions are those of a slightly other policy.",
+    )

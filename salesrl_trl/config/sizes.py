@@ -4,11 +4,17 @@ Owns these checks. TRL makes some of them too, but later, and without advice.
 """
 
 import os
+from typing import TYPE_CHECKING
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import check
+from salesrl_trl.config.checks import check, check_choice
 from salesrl_trl.config.ranges import EVERY, TRAINING, check_ranges
+
+if TYPE_CHECKING:
+    from salesrl_trl.config.training import SalesGRPOConfig
+
+RUN_MODES = ("train", "rollouts", "rewards")
 
 _EVERY = ("logging", "save", "eval")
 """What happens every so many steps, if its strategy is `steps`."""
@@ -78,3 +84,16 @@ def check_evaluation(args: GRPOConfig, processes: int) -> None:
         f"{processes} processes), which `num_generations_eval` {group} does not divide. Expected whole groups. "
         "Change `per_device_eval_batch_size` or `num_generations_eval`.",
     )
+
+
+def check_mode(args: "SalesGRPOConfig") -> None:
+    """Refuse an unknown `mode`, and several processes for rewards. Without training, nothing is evaluated or saved."""
+    check_choice(args, "mode", RUN_MODES)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    check(
+        args.mode != "rewards" or processes == 1,
+        f"`mode: rewards` was launched with {processes} processes, and needs no GPU. Expected one: launch with "
+        "`python recipes/RECIPE.py --mode rewards`.",
+    )
+    if args.mode != "train":
+        args.held_out_eval, args.save_strategy = False, "no"

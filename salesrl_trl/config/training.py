@@ -1,6 +1,5 @@
 """Settings of training: branches, their KL, rollouts, vLLM. Owns the additions to TRL's `GRPOConfig`."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -12,9 +11,9 @@ from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.kl import law_of, targets_of
 from salesrl_trl.config.loader import settle_loader
 from salesrl_trl.config.machine import has_fsdp, settle
-from salesrl_trl.config.sampling import RESHAPING, load_sampler, reshaping
+from salesrl_trl.config.sampling import RESHAPING, check_quantization, load_sampler, reshaping
 from salesrl_trl.config.schedule import settle_schedule
-from salesrl_trl.config.sizes import check_numbers, check_sizes
+from salesrl_trl.config.sizes import check_mode, check_numbers, check_sizes
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
@@ -23,8 +22,6 @@ from salesrl_trl.kl.penalty import PenaltySettings
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
-
-RUN_MODES = ("train", "rollouts", "rewards")
 
 
 @dataclass
@@ -84,6 +81,11 @@ class SalesGRPOConfig(GRPOConfig):
             (`SALESRL_CACHE_DIR`). Each library uses its own place when not given, or empty.
         vllm_dtype (`str`, *optional*, defaults to `"auto"`):
             vLLM's number format. `auto` is the format that training computes in.
+        vllm_quantization (`str`, *optional*):
+            Number format in which a colocated engine keeps weights and multiplies: `fp8_per_channel`, `fp8_per_tensor`
+            or `fp8_per_block`, on a GPU that has it. Each push quantises them anew. The policy's log-probs then differ
+            more from vLLM's, which the importance ratio corrects (`sampling/sampling_logp_difference/mean`). None by
+            default.
         vllm_enable_prefix_caching (`bool`, *optional*):
             Whether vLLM keeps the keys and values of prompts that begin alike, such as the completions of a group.
             Dropped at each weight push. Defaults to vLLM's own choice.
@@ -175,6 +177,9 @@ class SalesGRPOConfig(GRPOConfig):
         default=None, metadata=about("Folder of compiled code, or `auto`; empty: each library's own place.")
     )
     vllm_dtype: str = field(default="auto", metadata=about("vLLM's number format."))
+    vllm_quantization: str | None = field(
+        default=None, metadata=about("Format of vLLM's weights, e.g. fp8_per_channel.")
+    )
     vllm_enable_prefix_caching: bool | None = field(default=None, metadata=about("Keep what prompts have in common."))
     vllm_enable_chunked_prefill: bool | None = field(default=None, metadata=about("Read long prompts in pieces."))
     vllm_engine_kwargs: str = field(default="{}", metadata=about("Further vllm.LLM arguments, as a JSON object."))
@@ -218,7 +223,8 @@ class SalesGRPOConfig(GRPOConfig):
         )
         check_numbers(self)
         check_sizes(self)
-        self._check_mode()
+        check_mode(self)
+        check_choice(self, "shared_prompts", ("auto", "off"))
         self.compiled = compiled.folder_of(self.compile_cache_dir)
         if self.compiled is not None:
             compiled.use(self.compiled)  # before the device is asked for: CUDA's driver reads its variable then
@@ -255,18 +261,6 @@ class SalesGRPOConfig(GRPOConfig):
         """The settings as loggers show them: without keys."""
         return cast(dict[str, object], without_keys(super().to_dict()))
 
-    def _check_mode(self) -> None:
-        check_choice(self, "mode", RUN_MODES)
-        check_choice(self, "shared_prompts", ("auto", "off"))
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        check(
-            self.mode != "rewards" or processes == 1,
-            f"`mode: rewards` was launched with {processes} processes, and needs no GPU. Expected one: launch with "
-            "`python recipes/RECIPE.py --mode rewards`.",
-        )
-        if self.mode != "train":
-            self.held_out_eval, self.save_strategy = False, "no"
-
     def _check_lookahead(self) -> None:
         ahead = self.rollout_lookahead
         check(ahead >= 0, f"`rollout_lookahead` is {ahead}. Expected a number of optimizer steps, 0 or more.")
@@ -277,6 +271,7 @@ class SalesGRPOConfig(GRPOConfig):
         )
 
     def _check_sampling(self) -> None:
+        check_quantization(self)
         temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)
         check(
             temperature == self.temperature,

@@ -82,9 +82,9 @@ class SalesVLLMGeneration(VLLMGeneration):
       the server, with as many connections as it has requests in flight.
     - While `streamed`, `begun` or `answered` is active, `generate` asks a server for completions one by one, from
       every process.
-    - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU
-      it reloads all weights through the worker: vLLM's CPU backend repacks parameters after loading, so that TRL's
-      push of single parameters fails.
+    - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,
+      and for an engine that quantises, it reloads all weights through the worker: parameters are repacked or
+      quantised after loading, so that TRL's push of single ones fails.
 
     Args:
         engine_options (`Mapping[str, object]`):
@@ -135,10 +135,13 @@ class SalesVLLMGeneration(VLLMGeneration):
                 self.vllm_client.session.post(f"{self.vllm_client.base_url}/reset_encoder_cache").raise_for_status()
             self.accelerator.wait_for_everyone()  # no process asks before the weights are there
             return
-        if self.accelerator.device.type != "cpu":
+        if self.accelerator.device.type != "cpu" and "quantization" not in self.engine_options:
             super().sync_weights()
             self._forget_pictures()
             return
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
         worker = self.llm.llm_engine.model_executor.driver_worker
         worker = getattr(worker, "worker", worker)
         worker.reload_weights(weights_iterator=self._iter_named_params())

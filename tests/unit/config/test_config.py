@@ -146,6 +146,18 @@ def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(giv
     training(**given, rollout_lookahead=1)  # without vLLM both sides are of the whole vocabulary
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"vllm_quantization": "int3"}, "Expected one of"),
+        ({"vllm_quantization": "fp8_per_channel"}, "Expected none, or a GPU"),  # this is a CPU
+    ],
+)
+def test_a_quantised_engine_is_refused_where_nothing_could_correct_for_it(given, expected):
+    with pytest.raises(ConfigError, match=expected):
+        training(use_vllm=True, **given)
+
+
 def test_a_temperature_alone_reshapes_nothing():
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "generation_kwargs": {"top_k": -1, "seed": 7, "stop": ["x"]}}
     config = training(use_vllm=True, rollout_lookahead=2, temperature=0.6, **neutral)

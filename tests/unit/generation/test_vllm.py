@@ -420,9 +420,26 @@ def test_with_new_weights_vllm_forgets_what_the_vision_tower_made_of_pictures(mo
     dropped = []
     for processor in (Seeing(), object()):
         generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
-        generation.mode, generation.processing_class = "colocate", processor
+        generation.mode, generation.processing_class, generation.engine_options = "colocate", processor, {}
         generation.accelerator = SimpleNamespace(device=torch.device("cuda"))
         engine = SimpleNamespace(reset_encoder_cache=lambda processor=processor: dropped.append(processor))
         generation.llm = SimpleNamespace(llm_engine=engine)
         generation.sync_weights()
     assert [type(each) for each in dropped] == [Seeing]
+
+
+def test_an_engine_that_quantises_is_woken_and_reads_all_weights_anew():
+    done = []
+    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
+    generation.mode, generation.engine_options = "colocate", {"quantization": "fp8_per_channel"}
+    generation.accelerator, generation.enable_sleep_mode = SimpleNamespace(device=torch.device("cuda")), True
+    generation._iter_named_params = lambda: iter([("a", 1), ("b", 2)])
+    worker = SimpleNamespace(reload_weights=lambda weights_iterator: done.append(list(weights_iterator)))
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+    generation.llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(model_executor=executor), wake_up=lambda tags: done.append(tags),
+        reset_prefix_cache=lambda: done.append("cache"),
+    )  # fmt: skip
+    generation.sync_weights()
+    assert done == [["weights"], [("a", 1), ("b", 2)], "cache"]
+    assert not generation._llm_weights_sleeping
