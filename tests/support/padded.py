@@ -58,7 +58,7 @@ def gradient(model, logps, entropies, aux_loss=None, zero=True):
     """The gradient of a loss that weighs each token otherwise, flattened; added to what is there without `zero`."""
     if zero:
         model.zero_grad()
-    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1)).to(logps.device)
     loss = (logps * weights).sum() + 0.3 * (entropies * weights.flip(1)).sum()
     (loss if aux_loss is None else loss + 0.5 * aux_loss).backward()
     grads = [each.grad for each in model.parameters() if each.grad is not None]
