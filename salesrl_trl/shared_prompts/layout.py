@@ -61,7 +61,7 @@ def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int)
     Returns:
         `list[Group]`, *optional*: `None` for a batch that is padded in another way, or has an empty prompt.
     """
-    ids, mask = (each.cpu().numpy() for each in (input_ids, attention_mask))
+    ids, mask = torch.stack((input_ids, attention_mask.to(input_ids))).cpu().numpy()
     first = ids.shape[1] - width
     prompts, completions = mask[:, :first].sum(axis=1), mask[:, first:].sum(axis=1)
     columns = np.arange(ids.shape[1])

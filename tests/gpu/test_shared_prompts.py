@@ -1,4 +1,4 @@
-"""A group's prompt once through the model on a GPU, in 16 bits, by flash attention: no farther from float32 than TRL."""
+"""A group's prompt once through the model on a GPU in 16 bits, by flash attention: as close to float32 as TRL's way."""
 
 import pytest
 import torch
