@@ -126,22 +126,16 @@ class Ahead:
         self.has_prompt = has_prompt[:size]
         if count == 1:
             return self._prompts.of(model, own, groups, **wanted)
+        batch = Columns(batch.ids[: count * size], batch.mask[: count * size], batch.width)
         ends_update = count == self._left + 1
-        ids, mask, width = batch
         with _syncing(model) if ends_update else contextlib.nullcontext():
-            logps, entropies, _ = self._prompts.of(
-                model, Columns(ids[: count * size], mask[: count * size], width), groups, compute_entropy=True
-            )
+            logps, entropies, _ = self._prompts.of(model, batch, groups, compute_entropy=True)
         assert entropies is not None
-        *firsts, last = zip(torch.split(logps, size), torch.split(entropies, size), strict=True)
-        waiting = [tensor.detach().requires_grad_() for pair in firsts for tensor in pair]
-        joined = _Joined.apply(*last, waiting, *(tensor for pair in firsts for tensor in pair))  # type: ignore[no-untyped-call]
-        found = [*zip(waiting[::2], waiting[1::2], strict=True), joined]
-        for place, (one, (own_logps, own_entropies)) in enumerate(zip(self._batches, found, strict=False)):
+        (first_logps, first_entropies), *others_found = _divided(logps, entropies, size)
+        for place, (own_logps, own_entropies) in enumerate(others_found, start=1):
             own_prompts = has_prompt[place * size : (place + 1) * size]
-            self._held.append(_Held(one, own_logps, own_entropies, own_prompts))
-        first = self._held.popleft()
-        return first.logps, first.entropies, None
+            self._held.append(_Held(self._batches[place], own_logps, own_entropies, own_prompts))
+        return first_logps, first_entropies, None
 
     def _together(self, groups: Sequence[Group], batch: Columns) -> int:
         """How many of the micro-batches fit into one pass."""
@@ -154,6 +148,14 @@ class Ahead:
             if sum(group.below(number * each).tokens for group in groups) <= most
         )
         return next(fitting, 1)
+
+
+def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Log-probs and entropies of each micro-batch of `size` completions. The last one's gradient takes all along."""
+    *firsts, last = zip(torch.split(logps, size), torch.split(entropies, size), strict=True)
+    waiting = [tensor.detach().requires_grad_() for pair in firsts for tensor in pair]
+    joined = _Joined.apply(*last, waiting, *(tensor for pair in firsts for tensor in pair))  # type: ignore[no-untyped-call]
+    return [*zip(waiting[::2], waiting[1::2], strict=True), joined]
 
 
 def _first_of(groups: Sequence[Group], size: int) -> list[bool]:

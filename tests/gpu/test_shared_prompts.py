@@ -1,4 +1,4 @@
-"""A group's prompt once through the model on a GPU in 16 bits, by flash attention: as close to float32 as TRL's way."""
+"""A group's prompt once through the model on a GPU, in 16 bits: by flash attention, and as close to float32 as TRL."""
 
 import pytest
 import torch
