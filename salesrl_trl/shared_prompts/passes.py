@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from salesrl_trl.replaced import replaced
@@ -65,6 +66,7 @@ class SharedPrompts:
         self._settings = settings
         self._window: int | None = None
         self._rope_limit: int | None = None
+        self._attention = ""
         self._has_dropout = has_dropout(model)
         self.is_checked = False
         """Whether a batch was compared with TRL's way."""
@@ -76,7 +78,8 @@ class SharedPrompts:
             self._tell(reason)
         if self.is_on:
             self._window, self._rope_limit = window_of(model), rope_limit_of(model)
-            install(attention_of(model))
+            self._attention = attention_of(model)
+            install(self._attention)
 
     def log_probs(
         self,
@@ -126,6 +129,8 @@ class SharedPrompts:
             hindrance = "a batch is padded in another way than TRL's"
         elif self._window is not None and longest(groups) > self._window:
             hindrance = f"a sequence is longer than the model's sliding window of {self._window} tokens"
+        elif (name := attention_of(extract_model_from_parallel(model))) != self._attention:
+            hindrance = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
         elif self._rope_limit is not None and batch.ids.size(1) >= self._rope_limit:
             hindrance = (
                 f"from {self._rope_limit} tokens on, the model's rotary embedding follows a batch's longest row"

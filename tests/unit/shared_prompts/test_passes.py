@@ -128,6 +128,18 @@ def test_an_adapter_that_follows_a_whole_sequence_goes_trls_way(adapter, caplog)
     assert "follows the tokens of a whole sequence" in caplog.text
 
 
+def test_a_reference_with_another_attention_goes_trls_way(caplog):
+    """`model_init_kwargs` may give it one. Nothing would tell that attention what a token sees."""
+    policy, reference = small("qwen2", **SMALL), small("qwen2", **SMALL, attn_implementation="eager")
+    prompts, batch = shared(policy), padded_batch()
+    shared(reference)  # TRL's head
+    with torch.no_grad(), caplog.at_level(logging.INFO):
+        prompts.log_probs(trls_own, policy, *batch, WIDTH)
+        ours, theirs = prompts.log_probs(trls_own, reference, *batch, WIDTH), trls_own(reference, *batch, WIDTH)
+    assert torch.equal(ours[0], theirs[0])
+    assert "the reference's attention is `eager`" in caplog.text
+
+
 def test_completions_without_a_token_are_not_compared():
     model = small("qwen2", **SMALL).eval()
     prompts = shared(model)
