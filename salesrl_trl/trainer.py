@@ -252,7 +252,7 @@ class SalesGRPOTrainer(BoundTrainer):
             passes, masks = self.rooms.passes, (inputs["prompt_mask"], inputs["completion_mask"])
             self.rooms.instruments.record_batch(*masks, passes.has_prompt)
             if (self._step + 1) % self.args.steps_per_generation == 0:
-                for name, value in passes.drain_correction().items():
+                for name, value in passes.drain_correction(self.rooms.run_control.is_skipping).items():
                     self._metrics["train"][name][-1] = value
         return loss
 

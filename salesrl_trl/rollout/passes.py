@@ -4,6 +4,7 @@ Owns the choice between one pass for a micro-batch and one for several, and whet
 old log-probs. `shared_prompts` makes the passes, `correction` computes what follows from the old log-probs.
 """
 
+import math
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -96,10 +97,11 @@ class Passes:
         rollout.is_corrected_at_step = rollout.is_trained_on and are_weights_checked
         return rollout.is_corrected_at_step
 
-    def drain_correction(self) -> dict[str, float]:
-        """TRL's figures of the correction of a batch whose micro-batches are done, by name; a collective."""
+    def drain_correction(self, is_skipped: bool) -> dict[str, float]:
+        """TRL's figures of the correction of a batch whose micro-batches are done, by name; a collective. NaN for a
+        skipped batch: none of its tokens went through the model."""
         if self._correction is None or not self._correction.is_due:
             return {}
         figures, effect = self._correction.drain()
         self._ledger.record_correction("train", *effect)
-        return figures
+        return dict.fromkeys(figures, math.nan) if is_skipped else figures

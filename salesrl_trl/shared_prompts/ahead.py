@@ -112,7 +112,8 @@ class Ahead:
             self.has_prompt = held.has_prompt
             return held.logps, held.entropies, None
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        alone = compute_aux_loss or len(self._batches) < 2  # the router's loss is one of a micro-batch
+        # The router's loss is one of a micro-batch. With sharded weights every rank makes one pass for each.
+        alone = compute_aux_loss or len(self._batches) < 2 or self._most == 1
         own = Columns(input_ids, attention_mask, logits_to_keep)
         batch = own if alone else Columns.of(self._batches)
         groups = self._prompts.groups(upstream, model, batch, others)

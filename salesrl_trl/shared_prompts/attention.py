@@ -22,6 +22,10 @@ OWN_TERMS = ("softcap", "s_aux", "position_bias")
 """Arguments for terms of the attention that the kernels here do not have."""
 
 
+class LayoutLostError(RuntimeError):
+    """The model does not hand its keyword arguments on to its attention, so that no layout gets there."""
+
+
 def stand_in_mask(device: torch.device) -> torch.Tensor:
     """A mask for a model that gets a layout. With four dimensions models hand it on as it is, and make none."""
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
@@ -47,7 +51,7 @@ def install(name: str) -> None:
         if layout is not None:
             return shared_attention(with_mask, module, query, key, value, layout, **kwargs), None
         if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:
-            raise RuntimeError("the model does not hand its keyword arguments on to its attention")
+            raise LayoutLostError("the model does not hand its keyword arguments on to its attention")
         return inner(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
     setattr(attention, LAYOUT, inner)

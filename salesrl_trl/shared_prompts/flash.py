@@ -22,13 +22,21 @@ from salesrl_trl.shared_prompts.layout import Layout
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 """Channels of a head that the kernels take."""
+AMPERE = (8, 0)
+"""Compute capability of the oldest GPUs that they run on."""
 
 
 def can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the kernels take these: 16 bits, on a GPU, heads of one width."""
+    """Whether the kernels take these: 16 bits, on an Ampere GPU or a newer one, heads of one width that is a multiple
+    of 8."""
     width = query.size(-1)
     return (
-        query.is_cuda and query.dtype in HALVES and width == key.size(-1) == value.size(-1) and width <= LARGEST_HEAD
+        query.is_cuda
+        and query.dtype in HALVES
+        and width == key.size(-1) == value.size(-1)
+        and width <= LARGEST_HEAD
+        and width % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= AMPERE
     )
 
 

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from salesrl_trl.replaced import replaced
-from salesrl_trl.shared_prompts.attention import LAYOUT, install, stand_in_mask
+from salesrl_trl.shared_prompts.attention import LAYOUT, LayoutLostError, install, stand_in_mask
 from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.layout import Group, Layout, Row, groups_of, layout_of
-from salesrl_trl.shared_prompts.support import attention_of, has_dropout, why_not_shared, window_of
+from salesrl_trl.shared_prompts.support import attention_of, has_dropout, rope_limit_of, why_not_shared, window_of
 
 logger = get_logger(__name__)
 
@@ -30,7 +31,8 @@ MOST_TOKENS = 16_384
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Mean difference from TRL's log-probs that rounding explains in any model, in nats, by number format."""
 MORE_PADDING = 8
-"""Columns by which TRL's own batch is padded further. In 16 bits its log-probs then show how much rounding matters."""
+"""Tokens of a prompt that become padding in the comparison: not every first batch has some, and a model may count its
+positions without it. In 16 bits TRL's own log-probs without these columns show how much rounding matters."""
 TIMES_THE_ROUNDING = 4.0
 """How much farther than that from TRL's log-probs the row's may be."""
 _COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
@@ -65,6 +67,8 @@ class SharedPrompts:
     def __init__(self, model: nn.Module, settings: PassSettings) -> None:
         self._settings = settings
         self._window: int | None = None
+        self._rope_limit: int | None = None
+        self._attention = ""
         self._has_dropout = has_dropout(model)
         self.is_checked = False
         """Whether a batch was compared with TRL's way."""
@@ -75,8 +79,9 @@ class SharedPrompts:
         if reason is not None:
             self._tell(reason)
         if self.is_on:
-            self._window = window_of(model)
-            install(attention_of(model))
+            self._window, self._rope_limit = window_of(model), rope_limit_of(model)
+            self._attention = attention_of(model)
+            install(self._attention)
 
     def log_probs(
         self,
@@ -126,6 +131,12 @@ class SharedPrompts:
             hindrance = "a batch is padded in another way than TRL's"
         elif self._window is not None and longest(groups) > self._window:
             hindrance = f"a sequence is longer than the model's sliding window of {self._window} tokens"
+        elif (name := attention_of(extract_model_from_parallel(model))) != self._attention:
+            hindrance = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
+        elif self._rope_limit is not None and batch.ids.size(1) >= self._rope_limit:
+            hindrance = (
+                f"from {self._rope_limit} tokens on, the model's rotary embedding follows a batch's longest row"
+            )
         if self._settings.highest(hindrance is not None) and hindrance is None:
             hindrance = "another rank has a batch that can't"
         if hindrance is not None or groups is None:
@@ -179,11 +190,15 @@ class SharedPrompts:
         """Compare two completions of a prompt with TRL's way, at the first batch that has some. As many passes on
         each rank."""
         ids, mask, width = batch
-        shared = next((group.rows for group in groups if len(group.rows) > 1), None)
+        written = (group.only([i for i, tokens in enumerate(group.completions) if tokens]) for group in groups)
+        shared = next((group.rows for group in written if len(group.rows) > 1 and group.prompt > 1), None)
         if not self._settings.highest(shared is not None) or len(ids) < 2:
             return
         pair = torch.tensor((shared or range(2))[:2], device=ids.device)
         ids, mask = ids[pair], mask[pair]
+        begins = mask.argmax(dim=1, keepdim=True)  # (2, 1)
+        hidden = min(MORE_PADDING, ids.size(1) - width - int(begins.max()) - 1)
+        mask = mask * (torch.arange(ids.size(1), device=ids.device) >= begins + hidden)
         counted = mask[:, -width:].bool()
         with self._settings.autocast():
             kind = _format(model)
@@ -193,10 +208,13 @@ class SharedPrompts:
         try:
             trl = upstream(model, ids, mask, width)[0]
             ours = self.of(model, Columns(ids, mask, width), groups_of(ids, mask, width) or ())[0]
-            if kind in HALVES:  # positions further right: other roundings of rotary embeddings
-                more = mask.new_zeros(2, MORE_PADDING)
-                again = upstream(model, *(torch.cat((more, each), dim=1) for each in (ids, mask)), width)[0]
+            if kind in HALVES:  # positions further left: other roundings of rotary embeddings
+                again = upstream(model, ids[:, hidden:], mask[:, hidden:], width)[0]
                 bound = max(bound, TIMES_THE_ROUNDING * _apart(again, trl, counted))
+        except LayoutLostError as error:
+            self.is_checked, self.is_on = True, False
+            self._tell(str(error))
+            return
         finally:
             model.train(was_training)
         apart = _apart(ours, trl, counted)
@@ -254,8 +272,9 @@ def packed(groups: Sequence[Group], most: int) -> list[list[Group]]:
 
 
 def _apart(ours: torch.Tensor, theirs: torch.Tensor, counted: torch.Tensor) -> float:
-    """Mean difference of log-probs, in nats."""
-    return (ours.float() - theirs.float()).abs()[counted].mean().item()
+    """Mean difference of log-probs, in nats. 0 where none counts: a rank may have nothing to compare."""
+    differences = (ours.float() - theirs.float()).abs()[counted]
+    return differences.mean().item() if len(differences) else 0.0
 
 
 def _split_off(packs: list[list[Group]]) -> list[Group]:

@@ -12,6 +12,8 @@ from salesrl_trl.shared_prompts.attention import SDPA
 
 FLASH = "flash"
 """Part of the names of attentions that compute as `flash` does."""
+CHANGING_ROPE = ("dynamic", "longrope")
+"""Parts of the names of rotary embeddings whose frequencies follow the longest sequence of a batch."""
 KINDS = {"full_attention", "sliding_attention"}
 """Kinds of layers that may be there. Sliding ones as long as no sequence is longer than their window."""
 
@@ -39,6 +41,17 @@ def window_of(model: nn.Module) -> int | None:
     return getattr(config, "sliding_window", None) if has_window else None
 
 
+def rope_limit_of(model: nn.Module) -> int | None:
+    """The columns from which the model's rotary embedding depends on the longest sequence of a batch, if it ever
+    does."""
+    config = _base(model).config
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_layers = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
+    changing = [each for each in of_layers if any(kind in each.get("rope_type", "") for kind in CHANGING_ROPE)]
+    limits = [each.get("original_max_position_embeddings") or config.max_position_embeddings for each in changing]
+    return min(limits, default=None)
+
+
 def has_dropout(model: nn.Module) -> bool:
     """Whether training draws dropout: in a layer, in an adapter or in attention."""
     layers = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
@@ -55,6 +68,8 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     adapter = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         yield "the model's adapter adds tokens to the prompt"
+    if getattr(adapter, "alora_invocation_tokens", None) or getattr(adapter, "peft_type", None) == "LILY":
+        yield "the model's adapter follows the tokens of a whole sequence"
     if hasattr(model, "_orig_mod"):
         yield "the model is compiled"
     base = _base(model)

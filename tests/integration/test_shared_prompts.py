@@ -1,5 +1,6 @@
 """Training with each prompt once through the model, and without a pass for old log-probs: stock TRL's figures."""
 
+import itertools
 import random
 import re
 import subprocess
@@ -19,6 +20,8 @@ from salesrl_trl.config.passes import correction_at_step
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.names import BOUNDED, LEFT_OUT
 from salesrl_trl.replaced import replaced
+from salesrl_trl.reward.functions import per_completion
+from salesrl_trl.rollout.correction import FIGURES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,7 +53,8 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, *_, **__):
         weights = self.trainer.model.parameters()
-        self.found.append(torch.cat([each.grad.flatten() for each in weights if each.grad is not None]))
+        grads = [each.grad.flatten() for each in weights if each.grad is not None]
+        self.found.append(torch.cat(grads) if grads else None)  # none in a skipped update
         self.passes.append(self._passes)
         self._passes = 0
 
@@ -67,7 +71,7 @@ def with_log_probs(kind):
     return Sampling
 
 
-def train(kind, policy, folder, *, lora=False, in_order=True, **given):
+def train(kind, policy, folder, *, reward=length, lora=False, in_order=True, **given):
     """The trainer after its run, and its gradients."""
     draw = random.Random(0)
     is_ours = kind is ScriptedTrainer
@@ -79,7 +83,7 @@ def train(kind, policy, folder, *, lora=False, in_order=True, **given):
     torch.manual_seed(0)
     trainer = with_log_probs(kind)(
         AutoModelForCausalLM.from_pretrained(policy),
-        length,
+        reward,
         config(**settings(folder, **{"beta": 0.1, **SIZES, **given})),
         train_dataset=build_dataset(default_rows(), "compact"),
         processing_class=AutoTokenizer.from_pretrained(policy),
@@ -147,6 +151,20 @@ def test_whole_groups_in_any_micro_batch_have_trls_gradient(policy, tmp_path, lo
     _, theirs = train(ScriptedUpstream, policy, tmp_path / "stock", **given)
     _, mine = train(ScriptedTrainer, policy, tmp_path / "ours", **given)
     assert_same_gradients(mine, theirs)
+
+
+def test_a_skipped_batch_has_no_figures_of_the_correction(policy, tmp_path):
+    asked = itertools.count()
+
+    @per_completion
+    def late(completion):
+        return None if next(asked) < 16 else len(completion[0]["content"]) % 13 / 13
+
+    ours, _ = train(ScriptedTrainer, policy, tmp_path, reward=late)
+    figures = [[line[name] for name in FIGURES] for line in steps_of(ours)]
+    assert figures[0] == [None] * len(FIGURES)
+    assert figures[1][0] > 0.01
+    assert ours.rooms.passes.shares_prompts
 
 
 def test_off_is_trls_own_to_the_bit(policy, tmp_path):

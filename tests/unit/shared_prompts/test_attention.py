@@ -77,6 +77,23 @@ def test_both_parts_joined_are_one_attention_forward_and_backward(monkeypatch, g
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "width", "capability", "takes"),
+    [
+        (torch.bfloat16, 128, (9, 0), True),
+        (torch.float16, 256, (8, 0), True),
+        (torch.float32, 128, (9, 0), False),
+        (torch.bfloat16, 264, (9, 0), False),
+        (torch.bfloat16, 100, (9, 0), False),  # PyTorch's attention pads it, its kernel refuses it
+        (torch.float16, 128, (7, 5), False),
+    ],
+)
+def test_what_the_kernels_refuse_is_not_given_to_them(monkeypatch, kind, width, capability, takes):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    tensor = types.SimpleNamespace(is_cuda=True, dtype=kind, device=None, size=lambda _: width)
+    assert flash.can_flash(tensor, tensor, tensor) == takes
+
+
 def test_without_a_layout_an_attention_is_what_it_was():
     attention.install("sdpa")
     draw = torch.Generator().manual_seed(0)

@@ -1,10 +1,11 @@
 """Log-probs, entropies and gradients of real architectures, built small, against TRL's own passes."""
 
+import functools
 import logging
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LilyConfig, LoraConfig, get_peft_model
 from support.padded import VOCABULARY, WIDTH, apart, gradient, padded_batch, shared, trls_own
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -51,6 +52,15 @@ REFUSES = {
          "word_embed_proj_dim": 32, "dropout": 0.0}, "at first use log-probs differ"
     ),
     "mistral": ({**SMALL, "sliding_window": 16}, "sliding window of 16 tokens"),
+    "nemotron": (SMALL, "does not hand its keyword arguments on"),
+    "llama": (
+        {**SMALL, "max_position_embeddings": 20, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0,
+         "rope_theta": 1e4}}, "from 20 tokens on, the model's rotary embedding"
+    ),
+    "phi3": (
+        {**SMALL, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+         "long_factor": [4.0] * 4}, "original_max_position_embeddings": 21}, "from 21 tokens on"
+    ),
 }  # fmt: skip
 
 
@@ -91,13 +101,52 @@ def test_an_architecture_that_cant_is_told_and_goes_trls_way(kind, caplog):
     fields, reason = REFUSES[kind]
     model = small(kind, **fields).eval()
     with caplog.at_level(logging.INFO):
-        prompts, batch = shared(model), padded_batch()
+        prompts = shared(model)
         with torch.no_grad():
-            ours = [prompts.log_probs(trls_own, model, *batch, WIDTH)[0] for _ in range(2)]
-            theirs = trls_own(model, *batch, WIDTH)[0]
-    assert all(torch.equal(each, theirs) for each in ours)
+            for batch in (padded_batch((12, 12), (10, 3)), padded_batch()):  # the first without padding
+                ours, theirs = (
+                    each(model, *batch, WIDTH)[0]
+                    for each in (functools.partial(prompts.log_probs, trls_own), trls_own)
+                )
+                assert torch.equal(ours, theirs)
     assert caplog.text.count("off: one pass for a group's prompt") == 1
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM"),
+        LilyConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    ],
+    ids=["alora", "lily"],
+)
+def test_an_adapter_that_follows_a_whole_sequence_goes_trls_way(adapter, caplog):
+    """It begins as if it were not there, so that a comparison would not see it."""
+    with caplog.at_level(logging.INFO):
+        assert not shared(get_peft_model(small("qwen2", **SMALL), adapter)).is_on
+    assert "follows the tokens of a whole sequence" in caplog.text
+
+
+def test_a_reference_with_another_attention_goes_trls_way(caplog):
+    """`model_init_kwargs` may give it one. Nothing would tell that attention what a token sees."""
+    policy, reference = small("qwen2", **SMALL), small("qwen2", **SMALL, attn_implementation="eager")
+    prompts, batch = shared(policy), padded_batch()
+    shared(reference)  # TRL's head
+    with torch.no_grad(), caplog.at_level(logging.INFO):
+        prompts.log_probs(trls_own, policy, *batch, WIDTH)
+        ours, theirs = prompts.log_probs(trls_own, reference, *batch, WIDTH), trls_own(reference, *batch, WIDTH)
+    assert torch.equal(ours[0], theirs[0])
+    assert "the reference's attention is `eager`" in caplog.text
+
+
+def test_completions_without_a_token_are_not_compared():
+    model = small("qwen2", **SMALL).eval()
+    prompts = shared(model)
+    for completions, is_checked in (((0, 0, 6, 1, 0, 4), False), ((0, 10, 6, 1, 0, 4), True)):
+        prompts.log_probs(trls_own, model, *padded_batch(completions=completions), WIDTH)
+        assert prompts.is_on
+        assert prompts.is_checked == is_checked
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -147,6 +196,21 @@ def test_micro_batches_that_share_a_pass_keep_their_losses_and_the_gradient_is_t
     wanted, wanted_grads = accumulated(lambda _, batch: trls_own(model, *batch, **given))
     assert apart(losses, wanted) < TOLERANCE
     assert apart(grads, wanted_grads) < TOLERANCE
+
+
+def test_one_token_is_one_micro_batch_a_pass_even_where_nothing_is_there_to_predict():
+    """Ranks that share their weights make as many passes: one of them may have an empty prompt, and all masked."""
+    model = small("qwen2", **SMALL)
+    prompts, (ids, mask) = shared(model), padded_batch((1, 1), (0, 0))
+    prompts.log_probs(trls_own, model, *padded_batch(), WIDTH)  # the comparison
+    split = {"prompt_ids": ids[:, :-WIDTH], "prompt_mask": mask[:, :-WIDTH], "completion_ids": ids[:, -WIDTH:],
+             "completion_mask": mask[:, -WIDTH:]}  # fmt: skip
+    batches, ahead, passes = [split, {**split}], Ahead(prompts, 1, 1), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    for place, batch in enumerate(batches):
+        ahead.begin(batches[place:], 2, is_last=place == 1)
+        ahead.log_probs(trls_own, model, *Columns.of([batch]), compute_entropy=True)
+        assert len(passes) == place + 1
 
 
 def test_a_micro_batch_out_of_turn_is_refused():
