@@ -20,12 +20,12 @@ from transformers import TrainerCallback
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.order import why_in_trls_order
 from salesrl_trl.config.passes import passes_of
 from salesrl_trl.config.rollouts import (
     check_rewards,
     sampling_warnings,
     scoring_settings,
-    why_in_trls_order,
     why_not_divisible,
 )
 from salesrl_trl.data.branches import Branches

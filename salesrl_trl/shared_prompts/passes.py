@@ -128,7 +128,7 @@ class SharedPrompts:
         groups = groups_of(*batch)
         hindrance = None
         if groups is None:
-            hindrance = "a batch is padded in another way than TRL's"
+            hindrance = "a batch has an empty prompt, or is padded in another way than TRL's"
         elif self._window is not None and longest(groups) > self._window:
             hindrance = f"a sequence is longer than the model's sliding window of {self._window} tokens"
         elif (name := attention_of(extract_model_from_parallel(model))) != self._attention:
@@ -230,7 +230,8 @@ class SharedPrompts:
     def _tell(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
-            logger.info(f"off: one pass for a group's prompt, because {reason}. TRL's own passes are made")
+            what = "for such a batch" if self.is_on else "from here on"
+            logger.info(f"off: one pass for a group's prompt, because {reason}. TRL's own passes are made {what}")
 
 
 class Columns(NamedTuple):

@@ -57,12 +57,11 @@ def check_run(output_dir, steps, lookahead=0):
     for name in (*perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE):
         assert f"train/{name}" in logged or (not torch.cuda.is_available() and ("mfu" in name or "gpu" in name))
     phases = check_times(output_dir, steps)
-    for phase in (Phase.DATA_LOADING, Phase.GENERATION, Phase.OLD_LOGPROBS, Phase.REFERENCE_LOGPROBS,
+    for phase in (Phase.DATA_LOADING, Phase.GENERATION, Phase.REFERENCE_LOGPROBS,
                   Phase.REWARD_WAIT, Phase.ADVANTAGES, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):  # fmt: skip
-        last = (
-            steps - lookahead if phase == Phase.GENERATION else steps
-        )  # what the last steps train on is there by then
+        last = steps - lookahead if phase == Phase.GENERATION else steps  # the last steps' completions are there
         assert all(step[phase] > 0 for step in phases[:last]), phase
+    assert not any(step[Phase.OLD_LOGPROBS] for step in phases[1:])  # the pass that trains gives them
     assert yaml.safe_load((output_dir / SETTINGS_FILE).read_text())["max_steps"] == steps
     assert json.loads((output_dir / RUN_FILE).read_text())["command"][0].startswith("recipes/")
     assert (output_dir / "model.safetensors").is_file() or (output_dir / "pytorch_model.bin").is_file()

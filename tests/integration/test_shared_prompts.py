@@ -1,6 +1,7 @@
 """Training with each prompt once through the model, and without a pass for old log-probs: stock TRL's figures."""
 
 import itertools
+import os
 import random
 import re
 import subprocess
@@ -25,6 +26,7 @@ from salesrl_trl.rollout.correction import FIGURES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+ROOT = Path(__file__).parents[2]
 TOLERANCE = 2e-6
 """Relative, in float32: sums of eight micro-batches, in another order."""
 OTHERS = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "kl")
@@ -175,14 +177,11 @@ def test_off_is_trls_own_to_the_bit(policy, tmp_path):
 
 
 def test_layers_that_fsdp_shards_give_the_same():
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        str(Path(__file__).with_name("sharded_passes.py")),
-    ]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    program = str(Path(__file__).with_name("sharded_passes.py"))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", program]
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
     found = re.findall(r"apart (\S+) (\S+)", done.stdout)
     assert len(found) == 2, done.stderr
     assert max(float(each) for rank in found for each in rank) < TOLERANCE

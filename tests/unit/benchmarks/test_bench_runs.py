@@ -193,8 +193,9 @@ def test_a_policy_is_as_good_as_itself(tiny, capsys, one_thread):
 def test_the_bench_of_memory_estimates_what_it_trains(tmp_path, capsys, one_thread):
     out = tmp_path / "figures.json"
     importlib.import_module("benchmarks.memory").main(["--shapes", "tiny", "--json", str(out)])
-    lora, full = json.loads(out.read_text())["rows"]
+    lora, full, *shared = json.loads(out.read_text())["rows"]
     assert full["parts_gib"]["gradients"] > lora["parts_gib"]["gradients"] > 0
+    assert [row["row"] for row in shared] == [f"{row['row']}, shared prompts" for row in (lora, full)]
     if not torch.cuda.is_available():
         assert "measures nothing" in capsys.readouterr().err
 

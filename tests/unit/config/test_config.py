@@ -6,7 +6,8 @@ import pytest
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.machine import Settled
-from salesrl_trl.config.rollouts import why_in_trls_order, why_not_divisible
+from salesrl_trl.config.order import why_in_trls_order
+from salesrl_trl.config.rollouts import why_not_divisible
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw
