@@ -62,5 +62,4 @@ def correction_at_step(args: SalesGRPOConfig) -> CorrectionAtStep | None:
     corrects = args.use_vllm and args.vllm_importance_sampling_correction
     if args.shared_prompts == "off" or not corrects or args.gradient_accumulation_steps % args.window:
         return None
-    clips = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
-    return CorrectionAtStep(args.vllm_importance_sampling_mode, *clips)
+    return CorrectionAtStep(*args.sampler_correction)

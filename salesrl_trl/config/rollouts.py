@@ -37,7 +37,6 @@ def scoring_settings(
         weights (`Sequence[float]`), answered (`Sequence[bool]`):
             As in `ScoringSettings`.
     """
-    clips = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
     return ScoringSettings(
         branches=branches,
         stages=stages,
@@ -48,7 +47,7 @@ def scoring_settings(
         answered=answered,
         scale_rewards=args.scale_rewards,
         examples=args.held_out_examples,
-        correction=(args.vllm_importance_sampling_mode, *clips),
+        correction=args.sampler_correction,
     )
 
 

@@ -21,7 +21,7 @@ from salesrl_trl.shared_prompts.passes import Columns, LogProbs, SharedPrompts
 MicroBatch = Mapping[str, Any]
 FILLING = 30_000_000_000_000
 """Tokens times weights of a pass that fills a large GPU: 4,000 tokens with 7B, 60,000 with 0.5B. Larger ones were at
-most a tenth faster on an H200 (`benchmarks.passes`)."""
+most an eighth faster on an H200 (`benchmarks.passes`)."""
 
 
 class _Joined(torch.autograd.Function):
@@ -99,14 +99,13 @@ class Ahead:
         self,
         upstream: Callable[..., LogProbs],
         model: nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
+        *columns: Any,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **others: Any,
     ) -> LogProbs:
-        """As TRL's method, which is `upstream`, for the micro-batch that was begun."""
+        """As TRL's method, which is `upstream`, for the micro-batch that was begun. `columns`: those of `Columns`, as
+        TRL's loss gives them."""
         if self._held:
             held = self._held.popleft()
             self.has_prompt = held.has_prompt
@@ -114,7 +113,7 @@ class Ahead:
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         # The router's loss is one of a micro-batch. With sharded weights every rank makes one pass for each.
         alone = compute_aux_loss or len(self._batches) < 2 or self._most == 1
-        own = Columns(input_ids, attention_mask, logits_to_keep)
+        own = Columns(*columns)
         batch = own if alone else Columns.of(self._batches)
         groups = self._prompts.groups(upstream, model, batch, others)
         self.has_prompt = None

@@ -42,7 +42,9 @@ def main():
     ours = passed(lambda *args, **given: prompts.log_probs(trls_own, *args, **given))
     assert prompts.is_on
     assert prompts.is_checked
-    print("apart", *(apart(one, other) for one, other in zip(ours, theirs, strict=True)), flush=True)
+    figures = " ".join(str(apart(one, other)) for one, other in zip(ours, theirs, strict=True))
+    print(f"apart {figures}\n", end="", flush=True)  # one write: two processes share the stream
+    distributed.barrier()  # the first to end may take the other with it
     distributed.destroy_process_group()
 
 
