@@ -145,7 +145,8 @@ class Bench:
             self._prompts.log_probs(self._trl, self._model, ids, mask, width, batch_size=GROUP)
 
     def timed(self, work: Callable[[], None], rounds: int) -> dict[str, float] | None:
-        """Seconds, and the peak in GiB above what was there before; `None` if the memory is too small."""
+        """Seconds, and the peak in GiB above what was there before; `None` if the memory is too small. The first time
+        does not count."""
         try:
             work()
             seconds = []
@@ -155,7 +156,7 @@ class Bench:
                 started = now()
                 work()
                 seconds.append(now() - started)
-            return {"seconds": statistics.median(seconds), "peak_gib": (peak() - before) / 2**30}
+            return {"seconds": statistics.median(seconds or [math.nan]), "peak_gib": (peak() - before) / 2**30}
         except torch.OutOfMemoryError:
             self._model.zero_grad(set_to_none=False)
             gc.collect()
@@ -190,21 +191,20 @@ class Bench:
 
     def longest(self) -> Iterator[dict[str, Any]]:
         """The longest prompt of a micro-batch of 8 beside gradients, AdamW's two moments and a reference, all in the
-        weights' format: by doubling, then by bisection to 5 %."""
+        weights' format: by bisection of the logarithm to 6 %, up to 2**17 tokens."""
         resident = [torch.empty_like(each) for each in self._model.parameters() for _ in range(3)]
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for name in ("trl", "shared"):
-            fits, fails = 0, 0
-            tokens = 1024
-            while not fails or fails > fits * 1.05:
+            self.train(self.batches(64, groups=1), None, trl=name == "trl")  # compares both ways at first use
+            fits, fails, tokens = 64, 2**17 + 1, 2**17
+            while fails > fits * 1.06 and tokens > fits:
                 batches = self.batches(tokens, groups=1)
-                work = lambda b=batches: self.train(b, None, trl=name == "trl")  # type: ignore[misc]  # noqa: B023,E731
-                if self.timed(work, 1) is not None and tokens < 2**17:
+                if self.timed(lambda b=batches: self.train(b, None, trl=name == "trl"), 0):  # type: ignore[misc]  # noqa: B023
                     fits = tokens
                 else:
                     fails = tokens
-                tokens = (fits + fails) // 2 if fails else 2 * tokens
+                tokens = round(math.sqrt(fits * fails))
             print(f"{self._shape}, checkpointing {self._checkpointing}, {name}: a prompt of {fits} tokens", flush=True)
             yield {"shape": self._shape, "checkpointing": self._checkpointing, "way": name, "longest": fits}
         del resident
