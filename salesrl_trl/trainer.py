@@ -268,7 +268,7 @@ class SalesGRPOTrainer(BoundTrainer):
         is_reference, rollout = rooms.reference.is_active(model), rooms.scoring.rollout
         if rollout is not None and is_reference in rollout.logps:
             return rollout.logps[is_reference], None, None
-        if rooms.passes.leaves_out_old(rollout, is_reference, rooms.policy.weight_check.is_done):
+        if rooms.passes.leave_out_old(rollout, is_reference, rooms.policy.weight_check.is_done):
             return unknown_logps(*args), None, None
         with self._timeline.phase(Phase.REFERENCE_LOGPROBS if is_reference else Phase.OLD_LOGPROBS):
             output = passes()

@@ -12,6 +12,7 @@ from torch import nn
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.rollout.correction import CorrectionAtStep
 from salesrl_trl.rollout.passes import Passes
+from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.passes import PassSettings, SharedPrompts
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import highest
@@ -50,10 +51,16 @@ def passes_of(
         prompts,
         most_tokens=1 if args.is_sharded else args.shared_prompts_tokens,
         weights=sum(each.numel() for each in model.parameters()),
+        is_light=args.gradient_checkpointing and accelerator.device.type == "cuda" and _is_half(accelerator, model),
         correction=correction_at_step(args),
         ledger=ledger,
         in_order=prompts.is_on and in_trls_order is None,
     )
+
+
+def _is_half(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Whether a pass computes in 16 bits."""
+    return accelerator.mixed_precision in ("bf16", "fp16") or next(model.parameters()).dtype in HALVES
 
 
 def correction_at_step(args: SalesGRPOConfig) -> CorrectionAtStep | None:

@@ -127,8 +127,9 @@ class SalesGRPOConfig(GRPOConfig):
         shared_prompts_tokens (`int`, *optional*):
             Micro-batches of an update go through the model together, up to this many tokens. Each keeps its own loss.
             1 for one micro-batch a pass, and one group a pass without gradients, which takes the least memory. When
-            not given: as many as fill a large GPU (4,000 with 7B, 60,000 with 0.5B), and never more than TRL's own
-            micro-batch has with its padding; 16,384 without gradients.
+            not given: as many as fill a large GPU (4,000 with 7B, 60,000 with 0.5B), and no more than TRL's own
+            micro-batch has with its padding. 16,384 may be more than that where a token takes little memory: on a GPU,
+            in 16 bits, with gradient checkpointing, or without gradients.
         references_ahead (`bool`, *optional*, defaults to `True`):
             Whether to ask the 32B endpoint for a step's reference answers one step before its completions exist.
         save_rollouts (`bool`, *optional*, defaults to `False`):

@@ -23,7 +23,7 @@ class Passes:
     Args:
         prompts (`SharedPrompts`):
             Makes them.
-        most_tokens (`int`, *optional*), weights (`int`):
+        most_tokens (`int`, *optional*), weights (`int`), is_light (`bool`):
             As in `Ahead`.
         correction (`CorrectionAtStep`, *optional*):
             The correction from the pass that trains. `None` where TRL's own pass for old log-probs is needed.
@@ -39,13 +39,14 @@ class Passes:
         *,
         most_tokens: int | None,
         weights: int,
+        is_light: bool,
         correction: CorrectionAtStep | None,
         ledger: Ledger,
         in_order: bool,
     ) -> None:
         self.in_order = in_order
         self._prompts = prompts
-        self._ahead = Ahead(prompts, most_tokens, weights)
+        self._ahead = Ahead(prompts, most_tokens, weights, is_light=is_light)
         self._correction = correction
         self._ledger = ledger
 
@@ -81,8 +82,8 @@ class Passes:
         """As in `Ahead`."""
         return self._ahead.has_prompt
 
-    def leaves_out_old(self, rollout: Rollout | None, is_reference: bool, are_weights_checked: bool) -> bool:
-        """Whether the old log-probs of a rollout come from the pass that trains.
+    def leave_out_old(self, rollout: Rollout | None, is_reference: bool, are_weights_checked: bool) -> bool:
+        """Leave the old log-probs of a rollout to the pass that trains, if it can give them. Returns whether it can.
 
         Args:
             rollout (`Rollout`, *optional*):

@@ -6,6 +6,7 @@ weights do not move inside an update, so the gradient is the sum that TRL accumu
 """
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,27 @@ from torch import nn
 
 from salesrl_trl.replaced import replaced
 from salesrl_trl.shared_prompts.layout import Group
-from salesrl_trl.shared_prompts.passes import Columns, LogProbs, SharedPrompts
+from salesrl_trl.shared_prompts.passes import MOST_TOKENS, Columns, LogProbs, SharedPrompts
 
 MicroBatch = Mapping[str, Any]
 FILLING = 30_000_000_000_000
 """Tokens times weights of a pass that fills a large GPU: 4,000 tokens with 7B, 60,000 with 0.5B. Larger ones were at
 most an eighth faster on an H200 (`benchmarks.passes`)."""
+
+
+def unasked_tokens(weights: int, padded: int, *, is_light: bool) -> int:
+    """Tokens of a pass where the settings name none: as many as fill a GPU, and no more than TRL's own pass has.
+
+    Args:
+        weights (`int`):
+            Weights of the model.
+        padded (`int`):
+            Tokens of TRL's pass for one micro-batch, with its padding.
+        is_light (`bool`):
+            Whether a token of a pass takes little memory: 16 bits on a GPU, with gradient checkpointing. Then a pass
+            may have `MOST_TOKENS` even where TRL's has fewer; with 0.5B that is about a GiB.
+    """
+    return min(FILLING // max(weights, 1), max(padded, MOST_TOKENS if is_light else 0))
 
 
 class _Joined(torch.autograd.Function):
@@ -57,16 +73,17 @@ class Ahead:
         prompts (`SharedPrompts`):
             Makes the passes.
         most_tokens (`int`, *optional*):
-            Tokens of a pass for several micro-batches, at most. When not given: as many as fill a GPU, and never more
-            than TRL's own pass for one of them has, with its padding.
-        weights (`int`):
-            Weights of the model.
+            Tokens of a pass for several micro-batches, at most. When not given: `unasked_tokens`.
+        weights (`int`), is_light (`bool`):
+            As in `unasked_tokens`.
     """
 
-    def __init__(self, prompts: SharedPrompts, most_tokens: int | None, weights: int) -> None:
+    def __init__(
+        self, prompts: SharedPrompts, most_tokens: int | None, weights: int, *, is_light: bool = False
+    ) -> None:
         self._prompts = prompts
         self._most = most_tokens
-        self._filling = FILLING // max(weights, 1)
+        self._unasked = functools.partial(unasked_tokens, weights, is_light=is_light)
         self.has_prompt: list[bool] | None = None
         """By completion of the latest micro-batch: False if its prompt went through the model with another one. `None`
         for TRL's way."""
@@ -141,7 +158,7 @@ class Ahead:
         """How many of the micro-batches fit into one pass."""
         count = len(self._batches)
         each = len(batch.ids) // count
-        most = min(self._filling, each * batch.ids.size(1)) if self._most is None else self._most
+        most = self._unasked(each * batch.ids.size(1)) if self._most is None else self._most
         fitting = (
             number
             for number in range(count, 1, -1)

@@ -9,7 +9,7 @@ from trl import ModelConfig
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.order import why_in_trls_order
 from salesrl_trl.run.memory.shape import ModelShape
-from salesrl_trl.shared_prompts.ahead import FILLING
+from salesrl_trl.shared_prompts.ahead import unasked_tokens
 from salesrl_trl.shared_prompts.passes import MOST_TOKENS
 
 
@@ -87,8 +87,8 @@ class Setup:
     """Completions of a prompt that goes through the model once; `None` for TRL's own passes."""
     pass_tokens: int | None = None
     """`shared_prompts_tokens`."""
-    filling: int = 0
-    """Tokens of a pass that fills a GPU."""
+    parameters: int = 0
+    """Weights of the model."""
 
     @property
     def tokens(self) -> int:
@@ -98,7 +98,9 @@ class Setup:
             return padded
         if self.sharding is not Sharding.NONE:
             return self.shared_tokens(self.micro_batch)
-        most = min(padded, self.filling) if self.pass_tokens is None else self.pass_tokens
+        is_light = self.checkpointing and self.compute_bytes == 2
+        unasked = unasked_tokens(self.parameters, padded, is_light=is_light)
+        most = unasked if self.pass_tokens is None else self.pass_tokens
         whole = self.shared_tokens(self.micro_batch * self.micro_batches)
         return max(self.shared_tokens(self.micro_batch), min(whole, most))
 
@@ -183,7 +185,7 @@ def setup_of(
         generates=not training.use_vllm and training.sampler is None,
         group=training.num_generations if is_shared else None,
         pass_tokens=training.shared_prompts_tokens,
-        filling=FILLING // max(shape.parameters, 1),
+        parameters=shape.parameters,
     )
     return alone.sharded(_sharding(training), training.world_size)
 

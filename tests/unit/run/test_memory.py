@@ -190,7 +190,7 @@ def test_where_nothing_is_enough_the_smallest_card_that_is_is_named(seven):
     assert enough.startswith("Set `per_device_train_batch_size: 1, ") and "use_peft" not in enough
 
 
-SHARED = {"group": 8, "filling": 3000, "prompt_tokens": 1024, "completion_tokens": 256}
+SHARED = {"group": 8, "parameters": 10**10, "prompt_tokens": 1024, "completion_tokens": 256}
 
 
 @pytest.mark.parametrize(
@@ -198,12 +198,14 @@ SHARED = {"group": 8, "filling": 3000, "prompt_tokens": 1024, "completion_tokens
     [
         ({"group": None}, 8 * 1280, 0),
         ({}, 1024 + 8 * 256, 16_384),  # two of them are more than fill a GPU
-        ({"filling": 8000}, 8000, 16_384),
-        ({"filling": 10**6}, 8 * 1280, 16_384),  # never more than TRL's own
+        ({"parameters": 375 * 10**7}, 8000, 16_384),
+        ({"parameters": 10**8, "checkpointing": False}, 8 * 1280, 16_384),  # no more than TRL's own
+        ({"parameters": 10**8}, 16_384, 16_384),  # where a token takes little memory
+        ({"parameters": 10**8, "weight_bytes": 4, "autocast": False}, 8 * 1280, 16_384),
         ({"pass_tokens": 1}, 1024 + 8 * 256, 1024 + 8 * 256),
         ({"pass_tokens": 10**6}, 8 * (1024 + 8 * 256), 8 * (1024 + 8 * 256)),
         ({"pass_tokens": 10**6, "sharding": Sharding.ZERO3}, 1024 + 8 * 256, 8 * (1024 + 8 * 256)),
-        ({"micro_batch": 2, "micro_batches": 32, "filling": 0}, 1024 + 2 * 256, 16_384),
+        ({"micro_batch": 2, "micro_batches": 32, "parameters": 10**15}, 1024 + 2 * 256, 16_384),
         ({"has_reference": False}, 1024 + 8 * 256, 0),
     ],
 )
