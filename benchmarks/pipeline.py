@@ -46,7 +46,6 @@ import itertools
 import math
 import random
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -74,6 +73,7 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.lengths import fix_lengths, fix_server_lengths
+from benchmarks.pipeline_figures import figures_of, table
 from benchmarks.service import GENERATIONS, SlowReward, service, set_medians
 from benchmarks.timing import Meter
 from benchmarks.vllm_server import for_training, vllm_server
@@ -297,11 +297,9 @@ class Bench:
     def close(self) -> None:
         """Close connections and instruments."""
         self._instruments.close()
-        for name, trainer in self._trainers.items():
-            if isinstance(trainer, SalesGRPOTrainer):
-                trainer.finish()
-            else:
-                asyncio.run_coroutine_threadsafe(self._rewards[name].aclose(), trainer.async_loop).result()  # type: ignore[attr-defined]
+        self._trainers["ours"].finish()
+        stock = self._trainers["stock"].async_loop  # all of stock's arms share the reward
+        asyncio.run_coroutine_threadsafe(self._rewards["stock"].aclose(), stock).result()  # type: ignore[attr-defined]
 
     def instruments_share(self) -> float | None:
         """The share of the floor's time that the host spent in the instruments."""
@@ -351,7 +349,7 @@ def measure(args: argparse.Namespace) -> None:
         for tokens, latency in itertools.product(args.prompt_tokens, args.latency):
             if latency is args.latency[0]:
                 for arm in dict.fromkeys(arm if arm in STOCK else f"exact{OFF * arm.endswith(OFF)}" for arm in arms):
-                    bench.block(arm, (0.0, 0.0), tokens, 1)  # to warm up: kernels, pools, connections
+                    bench.block(arm, (0.0, 0.0), tokens, 0)  # to warm up: kernels, pools, connections
             figures.append(_measure_one(bench, arms, latency, tokens, args))
             print(table(figures[-1]), flush=True)
             first, *others = figures
@@ -370,25 +368,7 @@ def _measure_one(
         blocks[arm].append(bench.block(arm, latency, tokens, args.steps))
         latest = blocks[arm][-1]
         print(f"{arm}: {', '.join(f'{each:.2f}' for each in latest['step_s'])} s", flush=True)
-    found = {
-        arm: {name: [value for block in of_arm for value in block[name]] for name in of_arm[0]}
-        for arm, of_arm in blocks.items()
-    }
-    stock = statistics.mean(found["stock"]["step_s"]) if "stock" in found else math.nan
-    figures = {
-        arm: {
-            "step_s_median": statistics.median(each["step_s"]),
-            "step_s_mean": statistics.mean(each["step_s"]),
-            "ratio": statistics.mean(each["step_s"]) / stock,
-            "hidden": statistics.mean(each["hidden"]),
-            "reward_failures": sum(each["failures"]),
-            "completion_tokens": statistics.mean(each["lengths"]),
-            "peak_gib": max(each["peak_gib"]),
-            "phases_s": dict(zip(Phase, map(statistics.mean, zip(*each["phases"], strict=True)), strict=True)),
-            "step_s": each["step_s"],
-        }
-        for arm, each in found.items()
-    }
+    figures = figures_of(blocks)
     floor = figures.get("floor")
     return {
         "shape": args.shape,
@@ -401,28 +381,6 @@ def _measure_one(
         "floor": floor,
         "instruments_share": bench.instruments_share(),
     }
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The figures for people."""
-    rag_s, judge_s = figures["latency_s"]
-    lines = [
-        f"{figures['device']}, {figures['shape']}, prompts of {figures['prompt_tokens']} tokens, "
-        f"rewards of {rag_s:g} s + {judge_s:g} s",
-        f"{'arm':16}{'step, s':>9}{'mean, s':>9}{'of stock':>9}{'hidden':>8}{'failures':>9}{'tokens':>7}{'peak':>7}",
-    ]
-    for arm, each in figures["arms"].items():
-        lines.append(
-            f"{arm:16}{each['step_s_median']:9.2f}{each['step_s_mean']:9.2f}{each['ratio']:9.3f}"
-            f"{each['hidden']:8.0%}{each['reward_failures']:9d}{each['completion_tokens']:7.0f}{each['peak_gib']:7.1f}"
-        )
-        if "floor" in arm:
-            spent = {phase: seconds for phase, seconds in each["phases_s"].items() if seconds >= 0.005}
-            lines.append("    " + ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in spent.items()))
-    if figures["floor_s"] is not None:
-        share = figures["instruments_share"]
-        lines.append(f"of the floor's {figures['floor_s']:.2f} s in the instruments: {share:.2%}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":
