@@ -51,16 +51,17 @@ def passes_of(
         prompts,
         most_tokens=1 if args.is_sharded else args.shared_prompts_tokens,
         weights=sum(each.numel() for each in model.parameters()),
-        is_light=args.gradient_checkpointing and accelerator.device.type == "cuda" and _is_half(accelerator, model),
+        is_light=args.gradient_checkpointing and _is_half_on_gpu(args, model),
         correction=correction_at_step(args),
         ledger=ledger,
         in_order=prompts.is_on and in_trls_order is None,
     )
 
 
-def _is_half(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Whether a pass computes in 16 bits."""
-    return accelerator.mixed_precision in ("bf16", "fp16") or next(model.parameters()).dtype in HALVES
+def _is_half_on_gpu(args: SalesGRPOConfig, model: nn.Module) -> bool:
+    """Whether a pass computes in 16 bits, and on a GPU."""
+    weight = next(model.parameters())
+    return weight.is_cuda and (args.bf16 or args.fp16 or weight.dtype in HALVES)
 
 
 def correction_at_step(args: SalesGRPOConfig) -> CorrectionAtStep | None:
