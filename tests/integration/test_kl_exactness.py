@@ -41,7 +41,7 @@ SAMPLES, PROMPT, COMPLETION = 4, 3, 8
 """Of a micro-batch: completions, and tokens of their prompts and of themselves."""
 VOCAB_SIZE = 256
 """Of the matrix, in which no text is written or read."""
-STEPS_PER_GENERATION = {1: 2, 2: 2}
+STEPS_PER_GENERATION = {1: 2, 4: 4}
 """By accumulation. With 1, TRL's `num_items_in_batch` spans two optimizer steps, and has to be scaled to one."""
 
 
@@ -157,7 +157,7 @@ class Pair:
                 weight += 0.1 * torch.randn(weight.shape, generator=generator)
         self.ours.model.load_state_dict(self.stock.model.state_dict())
         self._prompts = None
-        self.batches = [self._micro_batch(generator, lora) for _ in range(2)]
+        self.batches = [self._micro_batch(generator, lora) for _ in range(4)]
 
     def _micro_batch(self, generator, lora):
         def tokens(length):
@@ -187,7 +187,7 @@ class Pair:
         return batch
 
     def _shared(self, prompts):
-        """All are shared by both micro-batches, and one inside of each."""
+        """All are shared by the micro-batches, and one inside of each."""
         if self._prompts is None:
             prompts[3] = prompts[0]
             self._prompts = prompts
@@ -364,7 +364,7 @@ by_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
 by_level = pytest.mark.parametrize("level", ["token", "sequence"])
 by_correction = pytest.mark.parametrize("correction", [True, False], ids=["corrected", "plain"])
 by_old = pytest.mark.parametrize("old", [True, False], ids=["off-policy", "on-policy"])
-by_accumulation = pytest.mark.parametrize("accumulation", [1, 2], ids=["one micro-batch", "two micro-batches"])
+by_accumulation = pytest.mark.parametrize("accumulation", [1, 4], ids=["one micro-batch", "four micro-batches"])
 
 
 def test_every_loss_type_of_trl_is_in_the_matrix():
@@ -381,7 +381,7 @@ def test_the_settings_of_the_matrix_reach_trls_loss(pair):
 
     named = {
         **{loss_type: gradient(Case(loss_type=loss_type)) for loss_type in LOSS_TYPES},
-        "two micro-batches": gradient(Case(accumulation=2)),
+        "four micro-batches": gradient(Case(accumulation=4)),
         "plain": gradient(Case(correction=False)),
         "sequence": gradient(Case(level="sequence")),
         "on-policy": gradient(Case(), old=False),
@@ -424,7 +424,7 @@ def test_equal_coefficients_are_trls_beta(pairs, loss_type, weights, accumulatio
 
 @by_loss_type
 def test_the_comparison_sees_a_coefficient_that_is_a_thousandth_off(pair, loss_type):
-    case = Case(loss_type=loss_type, accumulation=2)
+    case = Case(loss_type=loss_type, accumulation=4)
     pair.set_up(case)
     coefficients(pair.ours, (BETA, BETA * 1.001))
     batches = pair.inputs(case)
@@ -462,7 +462,7 @@ def test_equal_coefficients_are_trls_beta_beside_trls_other_terms(pair, loss_typ
 @by_level
 @by_loss_type
 def test_equal_coefficients_are_trls_beta_in_an_evaluation(pair, loss_type, level, correction):
-    case = Case(loss_type=loss_type, accumulation=2, level=level, correction=correction)
+    case = Case(loss_type=loss_type, accumulation=4, level=level, correction=correction)
     pair.set_up(case)
     batch = pair.inputs(case)[0]
     losses = []
@@ -530,7 +530,7 @@ def test_the_other_estimators_are_a_loops(pair, loss_type, estimator, clamp, cor
 @by_level
 @by_loss_type
 def test_different_coefficients_are_a_loops_beside_tokens_of_tools(pair, loss_type, level):
-    case = Case(loss_type=loss_type, accumulation=2, level=level)
+    case = Case(loss_type=loss_type, accumulation=4, level=level)
     pair.set_up(case)
     coefficients(pair.ours, BETAS)
     batches = pair.inputs(case, tool_mask=some_tokens_of_tools)
@@ -541,7 +541,7 @@ def test_different_coefficients_are_a_loops_beside_tokens_of_tools(pair, loss_ty
 @pytest.mark.parametrize("branch", [0, 1], ids=BRANCHES)
 @by_loss_type
 def test_micro_batches_of_one_branch_are_trls_with_that_branchs_beta(pair, loss_type, branch, correction):
-    case = Case(loss_type=loss_type, accumulation=2, correction=correction)
+    case = Case(loss_type=loss_type, accumulation=4, correction=correction)
     pair.set_up(case)
     coefficients(pair.ours, BETAS)
     pair.stock.beta = BETAS[branch]
@@ -571,7 +571,7 @@ def test_whatever_stands_in_the_padding_changes_nothing(pair, loss_type, level):
 @by_correction
 @by_loss_type
 def test_a_step_in_which_no_token_counts_has_no_loss_and_no_gradient(pair, loss_type, correction, level):
-    case = Case(loss_type=loss_type, accumulation=2, correction=correction, level=level)
+    case = Case(loss_type=loss_type, accumulation=4, correction=correction, level=level)
     pair.set_up(case)
     nothing = torch.zeros(SAMPLES, COMPLETION, dtype=torch.long)
     loss, gradient = step(pair.ours, pair.inputs(case, completion_mask=nothing))
