@@ -1,0 +1,90 @@
+"""The tables of a record: one SQLite file for each rank, in the folder `record` of a run.
+
+Owns names and columns. Others may read them: `PRAGMA user_version` is `VERSION`, and a column keeps its meaning within
+a version.
+
+- `completions`: a row for each completion, in the order in which batches were trained on or evaluated.
+- `verdicts`: what judges said of it, one row for each rubric.
+- `calls`: the requests that were sent on its way, hedges and retries too. A request for a reference that was asked for
+  ahead of its completions has no completion.
+- `texts`: what is long or repeats: prompts, answers, the content of calls. Each once, as zlib-compressed UTF-8.
+- `meta`: facts of the run.
+"""
+
+from pathlib import Path
+
+VERSION = 1
+FOLDER = "record"
+"""In the output folder of a run."""
+SUFFIX = ".sqlite"
+
+TABLES = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE texts (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, body BLOB NOT NULL);
+CREATE TABLE completions (
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,       -- optimizer step that trained on it first; of an evaluation: steps done
+    mode TEXT NOT NULL,          -- 'train' or 'eval'
+    batch INTEGER NOT NULL,      -- generation batch of this rank
+    place INTEGER NOT NULL,      -- in the batch
+    prompt_group INTEGER NOT NULL, -- completions of one prompt have the same, within step, mode and batch
+    row TEXT NOT NULL,           -- id of the dataset's row, or a hash of the prompt
+    branch TEXT NOT NULL,
+    prompt INTEGER NOT NULL REFERENCES texts, -- JSON: a text, or messages {role, content}
+    text TEXT NOT NULL,          -- what the policy wrote
+    tokens INTEGER,              -- its tokens
+    digest BLOB NOT NULL,        -- of prompt and text: `reader.digest_of`
+    action TEXT,                 -- JSON object of the fields; NULL without a valid action
+    answer INTEGER REFERENCES texts,    -- 8B endpoint: JSON {text, passages: [{id, text, score}], took_ms}
+    reference INTEGER REFERENCES texts, -- 32B endpoint: the same
+    provider TEXT,               -- of the first verdict
+    judge_s REAL,                -- seconds for all verdicts
+    outcome TEXT NOT NULL,       -- ok, invalid_action, judge_invalid, infra
+    reason TEXT NOT NULL,        -- short code, '' where there is nothing to say
+    reward REAL,                 -- NULL where a service or the judge failed
+    reference_reward REAL,       -- of the reference, by the same law
+    advantage REAL,              -- against its group; NULL in an evaluation
+    parts TEXT NOT NULL,         -- JSON object: components of the reward
+    functions TEXT NOT NULL,     -- JSON object: numbers of several reward functions
+    seconds TEXT NOT NULL,       -- JSON object: seconds of each stage
+    staleness INTEGER NOT NULL,  -- optimizer steps between the weights that sampled it and the step
+    time REAL NOT NULL           -- Unix time
+);
+CREATE INDEX completions_by_step ON completions (step);
+CREATE INDEX completions_by_digest ON completions (digest);
+CREATE INDEX completions_by_row ON completions (row, step);
+CREATE TABLE verdicts (
+    completion INTEGER NOT NULL REFERENCES completions,
+    rubric TEXT NOT NULL,
+    candidate REAL,              -- score in [0, 1] of the 8B answer; NULL if there was no verdict
+    reference REAL,              -- score in [0, 1] of the reference; NULL without one
+    reason TEXT NOT NULL,        -- the judge's words, or the code of its failure
+    provider TEXT NOT NULL,
+    PRIMARY KEY (completion, rubric)
+) WITHOUT ROWID;
+CREATE TABLE calls (
+    id INTEGER PRIMARY KEY,
+    completion INTEGER REFERENCES completions,
+    service TEXT NOT NULL,
+    path TEXT NOT NULL,
+    time REAL NOT NULL,          -- Unix time at which it was sent
+    seconds REAL NOT NULL,
+    failure TEXT NOT NULL,       -- code, '' for an answer
+    request INTEGER REFERENCES texts,
+    answer INTEGER REFERENCES texts
+);
+CREATE INDEX calls_by_completion ON calls (completion);
+"""
+
+
+def record_files(run: Path) -> list[Path]:
+    """The files of a run's record, by rank. `run`: its output folder, the folder of the record, or one file."""
+    if run.is_file():
+        return [run]
+    folder = run / FOLDER if (run / FOLDER).is_dir() else run
+    return sorted(folder.glob(f"rank-*{SUFFIX}"), key=lambda path: int(path.stem.removeprefix("rank-")))
+
+
+def record_file(run: Path, rank: int) -> Path:
+    """The file of one rank."""
+    return run / FOLDER / f"rank-{rank}{SUFFIX}"
