@@ -154,11 +154,15 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
     if config.training.device.type == "cpu":
         keep_freed_memory()
     with contextlib.ExitStack() as stack:
-        instruments = stack.enter_context(contextlib.closing(build_instruments(config)))
+        instruments = stack.enter_context(
+            contextlib.closing(build_instruments(config, records=config.telemetry.record))
+        )
         instruments.start(PartialState().is_main_process)
         take_policy(plan, instruments)
         with instruments.timeline.phase(StartUp.SERVICES):
-            opened = open_reward(config.reward, config.training, plan.rows, plan.reward, services)
+            opened = open_reward(
+                config.reward, config.training, plan.rows, plan.reward, services, records=config.telemetry.record
+            )
             desk = RewardDesk(stack.enter_context(opened))
         if asks_first:
             desk.begin_warm_up(TimingContext(StartUp.WARM_UP, instruments.timeline))

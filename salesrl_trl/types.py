@@ -203,6 +203,8 @@ class Verdict:
     """Score of the frozen 32B endpoint's answer, in [0, 1]; `None` without such an answer."""
     reason: str
     """The judge's words. Free text that may quote the customer: not for logs."""
+    provider: str = ""
+    """Who said it, where there are several."""
 
     def __post_init__(self) -> None:
         scores = (self.candidate,) if self.reference is None else (self.candidate, self.reference)

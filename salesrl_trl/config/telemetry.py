@@ -1,7 +1,9 @@
 """Settings of measurements and evaluations: timings, trace, heartbeat, quick evaluations."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from salesrl_trl.config.checks import about, check, check_positive, load_object
 from salesrl_trl.evaluation.figures import WORST_BRANCH, checked_figures
@@ -31,6 +33,17 @@ class TelemetryConfig:
             Largest size of the trace in MB. Further spans are left out.
         heartbeat_s (`float`, *optional*, defaults to `10.0`):
             Print a heartbeat when a phase lasts longer than this, in seconds, then at each doubling; 0 for never.
+        record (`bool`, *optional*, defaults to `False`):
+            Whether to keep what became of every completion in `OUTPUT_DIR/record`: conversation, text, answers,
+            verdicts, calls, reward. It holds customers' texts.
+        keep_samples (`int`, *optional*):
+            Completions of a generation batch that each process keeps: whole groups, other ones at each step. All when
+            not given.
+        record_gib (`float`, *optional*, defaults to `4.0`):
+            Largest size of each process's file, in GiB. Beyond it the oldest steps go.
+        record_filter (`str`, *optional*):
+            Dotted path of a function from text to text, such as `"my_package.privacy.mask"`. Every text goes
+            through it before it is written.
         quick_eval_steps (`int`, *optional*, defaults to `0`):
             Optimizer steps between two quick evaluations, which decode greedily; 0 for none.
         quick_eval_rows (`int`, *optional*, defaults to `16`):
@@ -50,6 +63,10 @@ class TelemetryConfig:
     trace_steps: str = field(default="1:50", metadata=about("Steps in trace.json, FIRST:LAST; empty for none."))
     trace_max_mb: float = field(default=64.0, metadata=about("Largest trace.json, in MB."))
     heartbeat_s: float = field(default=10.0, metadata=about("Seconds of a phase before a heartbeat; 0 for never."))
+    record: bool = field(default=False, metadata=about("Keep every completion with its answers and verdicts."))
+    keep_samples: int | None = field(default=None, metadata=about("Completions of a batch to keep; default: all."))
+    record_gib: float = field(default=4.0, metadata=about("Largest record of a process, in GiB."))
+    record_filter: str | None = field(default=None, metadata=about("Dotted path of a filter for recorded texts."))
     quick_eval_steps: int = field(default=0, metadata=about("Steps between two quick evaluations; 0 for none."))
     quick_eval_rows: int = field(default=16, metadata=about("Held-out rows of a quick evaluation."))
     quick_eval_best: str | None = field(
@@ -61,7 +78,10 @@ class TelemetryConfig:
     )
 
     def __post_init__(self) -> None:
-        check_positive(self, "perf_logging_steps", "trace_max_mb", "quick_eval_rows")
+        check_positive(self, "perf_logging_steps", "trace_max_mb", "quick_eval_rows", "record_gib")
+        if self.keep_samples is not None:
+            check_positive(self, "keep_samples")
+        self.record_clean()
         for name in ("heartbeat_s", "quick_eval_steps"):
             value = getattr(self, name)
             check(value >= 0, f"`{name}` is {value}. Expected 0 for never, or more.")
@@ -82,6 +102,15 @@ class TelemetryConfig:
             "on, or nothing for no trace; in YAML between quotes, or 1:50 is read as 110.",
         )
         return steps
+
+    def record_clean(self) -> Callable[[str], str] | None:
+        """The filter of recorded texts."""
+        clean = None if self.record_filter is None else load_object(self.record_filter, "record_filter")
+        check(
+            clean is None or (callable(clean) and isinstance(clean(""), str)),
+            f"`record_filter` is {self.record_filter!r}. Expected a function that takes a text and returns one.",
+        )
+        return cast("Callable[[str], str] | None", clean)
 
     def quick_eval(self) -> QuickEvalSettings:
         """The steps and the figures of quick evaluations."""

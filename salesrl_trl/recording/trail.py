@@ -4,8 +4,10 @@ Owns the notes alone. A reward that is recorded begins a trail where it begins t
 behalf finds it by the context, so calls need no further argument.
 """
 
+import contextlib
 import contextvars
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -49,18 +51,23 @@ class Trail:
     """By rubric."""
     calls: list[Call] = field(default_factory=list)
 
+    def drain_calls(self) -> list[Call]:
+        """The calls since the last time."""
+        calls, self.calls = self.calls, []
+        return calls
+
 
 _CURRENT: contextvars.ContextVar[Trail | None] = contextvars.ContextVar("trail", default=None)
 
 
-def follow(trail: Trail) -> None:
-    """From now on, calls of the running task and of tasks that it starts are noted here."""
-    _CURRENT.set(trail)
-
-
-def current_trail() -> Trail | None:
-    """The trail on whose behalf the running task works."""
-    return _CURRENT.get()
+@contextlib.contextmanager
+def followed(trail: Trail | None) -> Iterator[None]:
+    """Inside the block, calls of the running task and of tasks that it starts are noted here; with `None` nowhere."""
+    token = _CURRENT.set(trail)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 class CallNote:

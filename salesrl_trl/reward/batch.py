@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from salesrl_trl.names import Stage
+from salesrl_trl.recording.trail import Call
 from salesrl_trl.reward.judge.base import JudgeRecord, ProviderUsage
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.deadline import deadline
@@ -53,6 +54,8 @@ class BatchReport:
     """Every stage of every completion, on a track of its place in the batch; references on one beside it."""
     waits: Sequence[tuple[float, float]] = ()
     """When the trainer waited for this batch, on the same scale."""
+    calls: Sequence[Call] = ()
+    """Where calls are recorded: those that no completion waited for, such as references ahead."""
 
 
 NOTHING_SCORED = BatchReport(seconds=0.0, judge_seconds=0.0)
@@ -183,7 +186,7 @@ class RewardBatch:
     ) -> None:
         self.lane = lane
         self.rows = tuple(rows)
-        self._number = number
+        self.number = number
         self._group = group
         self._unit = unit
         self.rewards: list[Reward | None] = [None] * len(self.rows)
@@ -221,7 +224,7 @@ class RewardBatch:
             row=self.rows[place],
             completion=completion,
             token_ids=token_ids,
-            batch=self._number,
+            batch=self.number,
             place=place,
             size=len(self),
             group=self._group,

@@ -17,6 +17,7 @@ from typing import TypeAlias, TypeVar
 
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
+from salesrl_trl.recording.trail import Judged, Trail, followed
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.base import BatchedReward, RewardNames
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
@@ -27,7 +28,7 @@ from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.reward.rag.answers import RagAnswers
 from salesrl_trl.reward.rag.checks import check_verdict
-from salesrl_trl.reward.rag.client import RagBackend
+from salesrl_trl.reward.rag.client import RagBackend, answer_to_json
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.service.deadline import deadline, remaining_s
@@ -85,6 +86,8 @@ class SalesReward(BatchedReward):
             Whether this is the process that logs what became of kept references.
         lines (`SampleLines`, *optional*):
             Logs what happens to single completions. Failures alone, at the level DEBUG, when not given.
+        records (`bool`, *optional*, defaults to `False`):
+            Whether answers, verdicts and calls are kept for the record of the run. They hold customers' texts.
 
     Raises:
         `ConfigError`: the judge is no `Judge`, a stage is no `RewardStage`, two stages have one name, or no stage adds
@@ -109,8 +112,11 @@ class SalesReward(BatchedReward):
         action_format: ActionFormat = DEFAULT_FORMAT,
         announces: bool = True,
         lines: SampleLines | None = None,
+        records: bool = False,
     ) -> None:
         super().__init__(deadline_s)
+        self._ahead_trail = Trail() if records else None
+        """Calls that no completion waits for."""
         self.lines = lines or self.lines
         if not isinstance(judge, Judge):
             raise ConfigError(f"the judge of the reward is a {type(judge).__name__}. Expected a `Judge`.")
@@ -149,7 +155,7 @@ class SalesReward(BatchedReward):
         for index in dict.fromkeys(rows):
             row = self._rows[index]
             if self._scoring.rubrics(row.branch):
-                with deadline(self.deadline_s):
+                with deadline(self.deadline_s), followed(self._ahead_trail):
                     task = asyncio.ensure_future(self._fetch_reference(row))
                 self._ahead.add(task)
                 task.add_done_callback(self._ahead.discard)
@@ -182,6 +188,7 @@ class SalesReward(BatchedReward):
             },
             records=self._judge.drain_records(),
             cache_hits={"answers": answers.hits + self._verdicts.hits, "references": references.hits},
+            calls=() if self._ahead_trail is None else self._ahead_trail.drain_calls(),
         )
         answers.hits = self._verdicts.hits = references.hits = 0
         return drained
@@ -232,16 +239,25 @@ class SalesReward(BatchedReward):
         return {**self._rag.transports, **self._judge.transports}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        stages.trail = None if self._ahead_trail is None else Trail()
+        with followed(stages.trail):
+            return await self._scored(sample, stages)
+
+    async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         began = time.perf_counter()
         action = parse_action(sample.text, self._format)
         stages.record(Stage.PARSE, began)
         if isinstance(action, InvalidAction):
             return self._scoring.score_invalid(action, stages.seconds)
         row = self._rows[sample.row]
+        if stages.trail is not None:
+            stages.trail.action = action.as_dict()
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
         try:
             answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
             self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
+            if stages.trail is not None:
+                stages.trail.answer = answer_to_json(answer)
             if not answer.passages and not await self._answers.index_has_some(row):
                 return missing(Outcome.INFRA, "no_passages", stages.seconds)
             if is_hollow(answer.text):
@@ -279,6 +295,8 @@ class SalesReward(BatchedReward):
                 self.lines.no_answer(row.row_id, Stage.RAG_32B, reason)
                 return None
         self.lines.answer(row.row_id, Stage.RAG_32B, stages.seconds[Stage.RAG_32B], answer)
+        if stages.trail is not None:
+            stages.trail.reference = answer_to_json(answer)
         return answer
 
     async def _judged(self, case: Case, stages: StageTimes) -> Case:
@@ -286,6 +304,8 @@ class SalesReward(BatchedReward):
         wanted = self._scoring.rubrics(case.row.branch)
         asked = (_or_error(functools.partial(self._verdict, rubric, case)) for rubric in wanted.values())
         results = await stages.timed(asyncio.gather(*asked), Stage.JUDGE)
+        if stages.trail is not None:
+            stages.trail.verdicts |= {name: _judged(each) for name, each in zip(wanted, results, strict=True)}
         verdicts = {
             name: None if isinstance(result, ServiceError) else result
             for name, result in zip(wanted, results, strict=True)
@@ -309,6 +329,12 @@ class SalesReward(BatchedReward):
 
 async def _run(stage: RewardStage, case: Case, stages: StageTimes) -> Case | InvalidAction | Missing:
     return stage.of(case, await stages.timed(stage.run(case), stage.name))
+
+
+def _judged(result: Verdict | ServiceError) -> Judged:
+    if isinstance(result, ServiceError):
+        return Judged(candidate=None, reference=None, reason=result.code, provider="")
+    return Judged(**verdict_to_json(result))
 
 
 async def _or_error(call: Callable[[], Awaitable[T]]) -> T | ServiceError:

@@ -144,6 +144,7 @@ class MixedReward(BatchedReward):
             usage=usage,
             traffic=traffic,
             records=[record for one in every for record in one.records],
+            calls=[call for one in every for call in one.calls],
             cache_hits={name: sum(one.cache_hits[name] for one in every) for name in NOTHING_SCORED.cache_hits},
         )
 

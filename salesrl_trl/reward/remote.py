@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, cast
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.process import child_environment
+from salesrl_trl.recording.trail import Trail
 from salesrl_trl.reward.base import TRAINER_STATE, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, RewardBatch, Sample
 from salesrl_trl.reward.scoring import missing
@@ -52,7 +53,7 @@ _PING = -1  # number of a question without a waiter
 
 InHand: TypeAlias = tuple[int, list[str], list[Span]]
 """A completion that the child scores: its number, its stages under way, its spans so far."""
-Scored: TypeAlias = tuple[Reward, list[Span]]
+Scored: TypeAlias = tuple[Reward, list[Span], Trail | None]
 """The child's answer for a completion."""
 
 
@@ -310,6 +311,7 @@ class RemoteReward(BatchedReward):
             traffic=drained.traffic,
             records=drained.records,
             cache_hits=drained.cache_hits,
+            calls=drained.calls,
         )
 
     async def aclose(self) -> None:
@@ -331,13 +333,14 @@ class RemoteReward(BatchedReward):
             return missing(Outcome.INFRA, error.code, stages.seconds)
         self._asked[number] = stages
         try:
-            reward, spans = cast(Scored, await asyncio.shield(answer))
+            reward, spans, stages.trail = cast(Scored, await asyncio.shield(answer))
         except ServiceError as error:  # the child is gone
             return missing(Outcome.INFRA, error.code, stages.seconds)
         except asyncio.CancelledError:
             await child.send("cancel", number)
             with contextlib.suppress(TimeoutError, ServiceError):
-                _, spans = cast(Scored, await asyncio.wait_for(asyncio.shield(answer), LAST_WORD_S))
+                last = cast(Scored, await asyncio.wait_for(asyncio.shield(answer), LAST_WORD_S))
+                _, spans, stages.trail = last
                 stages.adopt(spans)
             raise
         finally:

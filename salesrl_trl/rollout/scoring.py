@@ -25,6 +25,7 @@ from salesrl_trl.reward.figures import encode, encode_report
 from salesrl_trl.rollout.correction import OLD, RATIO
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
+from salesrl_trl.rollout.record import batch_of
 from salesrl_trl.rollout.staleness import correction_sums
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.types import Example, Outcome, Reward
@@ -119,6 +120,8 @@ class Scoring:
         self.rollout: Rollout | None = None
         """The rollout that TRL is at work on; `None` in between."""
         self._waiting: Rollout | None = None
+        self._completions: Sequence[Completion] = ()
+        """Of the batch that was recorded last, on this rank."""
 
     @property
     def current(self) -> Rollout:
@@ -210,6 +213,12 @@ class Scoring:
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
         self._timeline.end(Phase.ADVANTAGES)
+        recorder = self._instruments.recorder
+        if recorder is not None and rollout.is_complete:
+            advantages = output["advantages"] if rollout.is_trained_on else None
+            recorder.record(
+                batch_of(rollout, self._completions, advantages, update, self._desk.reward, self._settings.branches)
+            )
         return output
 
     def rewards_so_far(self, rollout: Rollout) -> torch.Tensor | None:
@@ -247,6 +256,7 @@ class Scoring:
             `torch.Tensor`: the table, with NaN in the whole row of a completion that counts for nothing.
         """
         assert rollout.result is not None
+        self._completions = completions
         rewards = self._compared(rollout, rewards)
         if rollout.mode == "eval" and self._settings.examples:
             prompts = [example.get("prompt") for example in rollout.inputs]

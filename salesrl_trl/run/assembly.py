@@ -62,6 +62,8 @@ def open_reward(
     rows: Sequence[SalesRow],
     parts: RewardParts | None = None,
     services: EmbeddedServices | None = None,
+    *,
+    records: bool = False,
 ) -> Iterator[BatchedReward]:
     """Check the settings, start the embedded services where no address is configured, and build the reward chain.
 
@@ -81,6 +83,8 @@ def open_reward(
             From `prepare_reward`, which is called without them.
         services (`EmbeddedServices`, *optional*):
             From `launched_services`, which is called without them.
+        records (`bool`, *optional*, defaults to `False`):
+            As in `SalesReward`.
 
     Raises:
         `SalesRLError`: a setting or a service is not as expected.
@@ -100,6 +104,7 @@ def open_reward(
                 output_dir=Path(training.output_dir),
                 processes=training.world_size,
                 process_index=training.process_index,
+                records=records,
             )
             return placed(chain, training.reward_process, training.device.type == "cpu")
 
@@ -188,6 +193,7 @@ def build_reward(
     output_dir: Path,
     processes: int = 1,
     process_index: int = 0,
+    records: bool = False,
 ) -> SalesReward:
     """Build the reward chain.
 
@@ -198,6 +204,8 @@ def build_reward(
             Folder of the run's own cache of answers.
         process_index (`int`, *optional*):
             Index of this process.
+        records (`bool`, *optional*):
+            As in `SalesReward`.
 
     The other arguments are those of `build_services`.
     """
@@ -218,6 +226,7 @@ def build_reward(
         action_format=config.action_format(),
         announces=process_index == 0,
         lines=SampleLines(config.verbose),
+        records=records,
         answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
         references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
     )

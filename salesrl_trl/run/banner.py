@@ -6,12 +6,13 @@ and no weights.
 
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 
 from transformers import AutoTokenizer
 from trl import ModelConfig
 
 from salesrl_trl import __version__
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.data.formats import ROWS
@@ -19,6 +20,7 @@ from salesrl_trl.generation import compiled
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
 from salesrl_trl.process import installed
+from salesrl_trl.recording.schema import record_file
 from salesrl_trl.run.checks.addresses import MEANINGLESS
 from salesrl_trl.run.checks.model import generation_config_of
 from salesrl_trl.run.memory.shape import parameter_count
@@ -29,6 +31,7 @@ _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 def banner(
     data: DataConfig,
     reward: RewardConfig,
+    telemetry: TelemetryConfig,
     training: SalesGRPOConfig,
     model: ModelConfig,
     *,
@@ -39,7 +42,8 @@ def banner(
     """The lines of the banner.
 
     Args:
-        data (`DataConfig`), reward (`RewardConfig`), training (`SalesGRPOConfig`), model (`ModelConfig`):
+        data (`DataConfig`), reward (`RewardConfig`), telemetry (`TelemetryConfig`), training (`SalesGRPOConfig`),
+        model (`ModelConfig`):
             Settings.
         policy_path (`str`):
             Folder or hub name of the policy and its tokenizer.
@@ -62,6 +66,7 @@ def banner(
         ("devices", device_line(training.device, training.world_size)),
         *([("compiled", _compiled(training, policy_path))] if training.compiled else []),
         ("versions", _versions(training.use_vllm)),
+        ("record", _record(telemetry, training.output_dir)),
         ("output", f"{training.output_dir} ({LOG_FILE} keeps what is shown here)"),
         *(("note", note) for note in notes),
     ]
@@ -190,6 +195,14 @@ def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
         is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
         told += ", from this folder" if is_kept else ": it compiles this engine now, once"
     return told
+
+
+def _record(telemetry: TelemetryConfig, output_dir: str) -> str:
+    if not telemetry.record:
+        return "off: no completion is kept (record: true keeps them, with customers' texts)"
+    kept = "every completion" if telemetry.keep_samples is None else f"{telemetry.keep_samples} completions a batch"
+    filtered = f", filtered by {telemetry.record_filter}" if telemetry.record_filter else ", with customers' texts"
+    return f"{record_file(Path(output_dir), 0).parent}: {kept}{filtered}, up to {telemetry.record_gib:g} GiB a process"
 
 
 def _versions(use_vllm: bool) -> str:

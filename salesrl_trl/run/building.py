@@ -11,9 +11,12 @@ from accelerate import PartialState
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import get_peft_config, get_quantization_config
 
+from salesrl_trl import __version__
 from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.names import StartUp
+from salesrl_trl.recording.schema import record_file
+from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.banner import banner
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_instruments(config: RunConfig) -> Instruments:
-    """The instruments that the settings ask for."""
+def build_instruments(config: RunConfig, *, records: bool = False) -> Instruments:
+    """The instruments that the settings ask for. `records`: whether they keep what became of every completion."""
     telemetry = config.telemetry
     settings = InstrumentSettings(
         enabled=telemetry.timing,
@@ -39,7 +42,21 @@ def build_instruments(config: RunConfig) -> Instruments:
         heartbeat_s=telemetry.heartbeat_s,
         peak_flops=None if telemetry.peak_tflops is None else telemetry.peak_tflops * 1e12,
     )
-    return Instruments(settings, config.training.device, Path(config.training.output_dir))
+    return Instruments(
+        settings, config.training.device, Path(config.training.output_dir), _recorder(config) if records else None
+    )
+
+
+def _recorder(config: RunConfig) -> Recorder:
+    telemetry, training = config.telemetry, config.training
+    return Recorder(
+        record_file(Path(training.output_dir), training.process_index),
+        keep=telemetry.keep_samples,
+        most_bytes=int(telemetry.record_gib * 2**30),
+        clean=telemetry.record_clean(),
+        meta={"salesrl_trl": __version__, "process": str(training.process_index), "output_dir": training.output_dir},
+        goes_on=training.resume_from_checkpoint is not None,
+    )
 
 
 def take_policy(plan: Plan, instruments: Instruments) -> None:
@@ -116,6 +133,7 @@ def _banner(plan: Plan) -> list[str]:
     return banner(
         config.data,
         config.reward,
+        config.telemetry,
         config.training,
         config.model,
         policy_path=config.policy_path,

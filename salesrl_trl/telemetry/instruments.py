@@ -18,6 +18,7 @@ from accelerate.utils import gather
 from torch import nn
 
 from salesrl_trl.names import MFU_MODEL, TRACE_FILE, Phase, StartUp, perf_of
+from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import clock_of, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops
@@ -75,9 +76,18 @@ class Instruments:
             The device of this rank.
         output_dir (`Path`):
             Folder of the trace.
+        recorder (`Recorder`, *optional*):
+            Keeps what became of every completion.
     """
 
-    def __init__(self, settings: InstrumentSettings, device: torch.device, output_dir: Path) -> None:
+    def __init__(
+        self,
+        settings: InstrumentSettings,
+        device: torch.device,
+        output_dir: Path,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.recorder = recorder
         self.timeline = Timeline(clock_of(device), perf.OPAQUE_PHASES)
         self.timeline.enabled = settings.enabled
         self.step = 0
@@ -227,6 +237,8 @@ class Instruments:
             self._heartbeat = None
         steps, cut_off = self.timeline.drain_steps(), self.timeline.close()
         self._trace.close(self.step, steps, cut_off, self.timeline.drain_spans())
+        if self.recorder is not None:
+            self.recorder.close()
 
     def _count_lengths(self) -> None:
         """Add the lengths to the sums. Called seldom, because it takes a dozen small kernels. Waits for no device."""

@@ -30,6 +30,7 @@ ORDER = (
     "generation",
     "shared_prompts",
     "demo",
+    "recording",
     "telemetry",
     "kl",
     "reward",

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -190,6 +191,7 @@ class JudgeClient(Judge):
                 failure = failure if isinstance(failure, JudgeInvalid) else error
                 continue
             first = None if material.reference is None else candidate_first
+            verdict = replace(verdict, provider=provider.settings.name)
             self._records.append(
                 JudgeRecord(score=verdict.candidate, chars=len(material.candidate.text), candidate_first=first)
             )
@@ -221,4 +223,5 @@ class JudgeClient(Judge):
             candidate=merge([verdict.candidate for verdict in verdicts]),
             reference=merge(references) if references else None,
             reason=verdicts[0].reason,
+            provider=verdicts[0].provider,
         )

@@ -9,9 +9,10 @@ Owns:
 Pure: no network.
 """
 
+import dataclasses
 import functools
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -136,9 +137,9 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict
     )
 
 
-def verdict_to_json(verdict: Verdict) -> object:
+def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
     """The verdict as a JSON value, for the cache."""
-    return {"candidate": verdict.candidate, "reference": verdict.reference, "reason": verdict.reason}
+    return dataclasses.asdict(verdict)
 
 
 def verdict_from_json(value: object) -> Verdict:

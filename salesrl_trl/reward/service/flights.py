@@ -5,6 +5,7 @@ how many slots there are.
 """
 
 import asyncio
+import contextvars
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -152,6 +153,7 @@ class _Flight(Generic[T]):
         self.landed: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._attempt = attempt
         self._failed_beside = failed_beside
+        self._context = contextvars.copy_context()  # hedges are sent by another call's task
         self._tasks: list[asyncio.Task[T]] = []
         self._out = 0  # requests that have not ended
         self.send(number)
@@ -164,7 +166,7 @@ class _Flight(Generic[T]):
     def send(self, number: int) -> None:
         """Send the request, or send it once more, under this number."""
         self.last_sent = now()
-        task = asyncio.ensure_future(_awaited(self._attempt))
+        task = asyncio.get_running_loop().create_task(_awaited(self._attempt), context=self._context.copy())
         self._tasks.append(task)
         self._out += 1
         task.add_done_callback(partial(self._land, number))

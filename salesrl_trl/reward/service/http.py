@@ -30,6 +30,7 @@ from salesrl_trl.errors import (
     ServiceRejected,
     ServiceUnavailable,
 )
+from salesrl_trl.recording.trail import CallNote
 from salesrl_trl.reward.service.per_event_loop import PerLoop
 from salesrl_trl.reward.service.wire import WiredResponse, open_session
 
@@ -124,12 +125,14 @@ class HttpClient:
             quotes the service.
         """
         content = json.dumps(body, ensure_ascii=False).encode()
-        answer, response = await self._send("POST", path, content, request_id or make_request_id())
-        try:
-            return read(answer)
-        except ForeignReply:
-            response.hang_up()
-            raise
+        with CallNote(self.service, path, content) as note:
+            note.answer, response = await self._send("POST", path, content, request_id or make_request_id())
+            try:
+                return read(note.answer)
+            except ForeignReply:
+                note.answer = None  # another request's
+                response.hang_up()
+                raise
 
     async def get(self, path: str) -> bytes:
         """Send a GET request. Returns the body's bytes, and raises as `post`."""

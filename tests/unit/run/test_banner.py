@@ -76,7 +76,7 @@ def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp
     config = parse([*arguments, "--use_cpu", "--output_dir", str(tmp_path)], ROOT / f"recipes/{recipe}.yaml")
     notes = [*config.notes, *config.training.machine_notes]
     lines = banner(
-        config.data, config.reward, config.training, config.model,
+        config.data, config.reward, config.telemetry, config.training, config.model,
         policy_path=str(tiny), rows=(320, 12), notes=notes,
     )  # fmt: skip
     text = "\n".join(lines)

@@ -1,0 +1,131 @@
+"""The way back from a record: what a completion was given, and what it earned.
+
+Owns the reading of single completions for those who use a record again. Pages that show one ask the tables themselves.
+"""
+
+import hashlib
+import json
+import sqlite3
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.recording.schema import VERSION, record_file, record_files
+from salesrl_trl.recording.trail import Judged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """A recorded completion."""
+
+    id: int
+    step: int
+    mode: str
+    batch: int
+    prompt_group: int
+    row: str
+    branch: str
+    text: str
+    digest: bytes
+    action: Mapping[str, str] | None
+    answer: Any
+    reference: Any
+    """JSON values of both endpoints' answers."""
+    outcome: str
+    reason: str
+    reward: float | None
+    reference_reward: float | None
+    advantage: float | None
+    parts: Mapping[str, float | None]
+    functions: Mapping[str, float | None]
+    seconds: Mapping[str, float]
+    verdicts: Mapping[str, Judged]
+
+
+def digest_of(prompt: object, text: str) -> bytes:
+    """The key of a completion: 16 bytes from its prompt, a JSON value, and its text."""
+    return _digest([prompt, text])
+
+
+def row_of(prompt: object) -> str:
+    """The name of a row without an id: the same for the same prompt."""
+    return _digest(prompt).hex()[:12]
+
+
+def _digest(value: object) -> bytes:
+    content = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()
+
+
+def open_record(path: Path) -> sqlite3.Connection:
+    """One file for reading.
+
+    Raises:
+        `ConfigError`: it is no record, or one of another version.
+    """
+    try:
+        file = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+        version = file.execute("PRAGMA user_version").fetchone()[0]
+    except sqlite3.Error as error:
+        raise ConfigError(f"{path} can't be read as a record ({error}).") from None
+    if version != VERSION:
+        file.close()
+        raise ConfigError(f"{path} is a record of version {version}. Use the release that wrote it.")
+    return file
+
+
+def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
+    """All completions of a run, rank by rank, in their order.
+
+    Args:
+        run (`Path`):
+            Output folder of the run.
+        mode (`str`, *optional*):
+            `"train"` or `"eval"`; both when not given.
+
+    Raises:
+        `ConfigError`: the run has no record.
+    """
+    files = record_files(run)
+    if not files:
+        raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
+    for path in files:
+        with closing(open_record(path)) as file:
+            file.row_factory = sqlite3.Row
+            where, given = ("WHERE mode = ?", (mode,)) if mode else ("", ())
+            for row in file.execute(f"SELECT * FROM completions {where} ORDER BY id", given):
+                yield _recorded(file, row)
+
+
+def _recorded(file: sqlite3.Connection, row: sqlite3.Row) -> Recorded:
+    verdicts = file.execute(
+        "SELECT rubric, candidate, reference, reason, provider FROM verdicts WHERE completion = ?", (row["id"],)
+    )
+    given = {name: json.loads(row[name]) for name in ("parts", "functions", "seconds")}
+    plain = ("id", "step", "mode", "batch", "prompt_group", "row", "branch", "text", "digest", "outcome", "reason")
+    numbers = ("reward", "reference_reward", "advantage")
+    return Recorded(
+        **{name: row[name] for name in (*plain, *numbers)},
+        **given,
+        action=None if row["action"] is None else json.loads(row["action"]),
+        answer=_value(file, row["answer"]),
+        reference=_value(file, row["reference"]),
+        verdicts={
+            rubric: Judged(candidate=candidate, reference=reference, reason=reason, provider=provider)
+            for rubric, candidate, reference, reason, provider in verdicts
+        },
+    )
+
+
+def text_of(file: sqlite3.Connection, number: int) -> str:
+    """A text by its number."""
+    [body] = file.execute("SELECT body FROM texts WHERE id = ?", (number,)).fetchone()
+    return zlib.decompress(body).decode()
+
+
+def _value(file: sqlite3.Connection, number: int | None) -> Any:
+    return None if number is None else json.loads(text_of(file, number))

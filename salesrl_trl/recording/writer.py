@@ -1,0 +1,324 @@
+"""The file that grows beside training.
+
+Owns the thread that writes, what is kept of a step, the size of the file, and the filter of texts. A batch is handed
+over as plain values and costs its caller a moment. What the disk does not take in time is left out and counted, never
+waited for.
+"""
+
+import hashlib
+import json
+import logging
+import queue
+import sqlite3
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from salesrl_trl.recording.reader import digest_of, row_of
+from salesrl_trl.recording.schema import TABLES, VERSION
+from salesrl_trl.recording.trail import Call, Trail
+
+logger = logging.getLogger(__name__)
+
+WAITING_BATCHES = 16
+"""Batches that wait for the disk, at most."""
+PART_TO_KEEP = 0.9
+"""Of a full file: the oldest steps go until this share of the limit is used."""
+CLOSE_TIMEOUT_S = 30.0
+"""Longest wait, at the end, for what is still to be written."""
+Filter = Callable[[str], str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A completion that was scored."""
+
+    row: str
+    """Id of the dataset's row; empty where it has none."""
+    branch: str
+    prompt: object
+    """A JSON value: a text, or messages."""
+    text: str
+    tokens: int | None
+    place: int
+    prompt_group: int
+    outcome: str
+    reason: str
+    reward: float | None
+    reference_reward: float | None
+    parts: Mapping[str, float | None]
+    functions: Mapping[str, float | None]
+    seconds: Mapping[str, float]
+    trail: Trail | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The completions of a generation batch, or of a part of an evaluation."""
+
+    step: int
+    mode: str
+    """`"train"` or `"eval"`."""
+    number: int
+    staleness: int
+    entries: Sequence[Entry]
+    advantages: Callable[[], Sequence[float | None]]
+    """By place. Called on the writer's thread: it may wait for a GPU."""
+    calls: Sequence[Call] = ()
+    """Calls that belong to no completion."""
+    time: float = field(default_factory=time.time)
+
+
+class Recorder:
+    """Writes a record. One for each rank.
+
+    Args:
+        path (`Path`):
+            The file, from `schema.record_file`.
+        keep (`int`, *optional*):
+            Completions of a batch that are kept: whole groups, other ones at each step. All when not given.
+        most_bytes (`int`, *optional*):
+            Size of the file. Beyond it the oldest steps go, and a line says so once.
+        clean (`Callable[[str], str]`, *optional*):
+            Applied to every text before it is written.
+        meta (`Mapping[str, str]`, *optional*):
+            Facts of the run. No secrets.
+        goes_on (`bool`, *optional*, defaults to `False`):
+            Whether the run goes on from a checkpoint. Then a file that is there is gone on with, from the first step
+            that is taken again. Else it is replaced.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep: int | None = None,
+        most_bytes: int | None = None,
+        clean: Filter | None = None,
+        meta: Mapping[str, str] | None = None,
+        goes_on: bool = False,
+    ) -> None:
+        self._path = path
+        self._goes_on = goes_on
+        self._is_first = True
+        self._has_dropped = False
+        self._keep = keep
+        self._most_bytes = most_bytes
+        self._clean = clean
+        self._meta = dict(meta or {})
+        self._queue: queue.Queue[Batch | None] = queue.Queue(WAITING_BATCHES)
+        self._left_out = 0
+        self._is_broken = False
+        self._thread: threading.Thread | None = None
+
+    def record(self, batch: Batch) -> None:
+        """Hand over a batch. Does not wait."""
+        if self._is_broken:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="record", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(batch)
+        except queue.Full:
+            self._left_out += 1
+            if self._left_out == 1:
+                logger.warning(f"[Record] {self._path} takes too long to write: step {batch.step} is left out of it")
+
+    def close(self) -> None:
+        """Write what is still there."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+            thread.join(CLOSE_TIMEOUT_S)
+        except queue.Full:
+            pass
+        if thread.is_alive():
+            logger.warning(f"[Record] {self._path} is not written to its end: the disk does not answer")
+        if self._left_out:
+            logger.warning(f"[Record] {self._left_out} batches are not in {self._path}")
+
+    # On the writer's thread
+
+    def _work(self) -> None:
+        try:
+            with closing(opened(self._path, self._meta, goes_on=self._goes_on)) as file:
+                self._goes_on = True
+                while (batch := self._queue.get()) is not None:
+                    self._write(file, batch)
+        except (sqlite3.Error, OSError) as error:
+            self._is_broken = True
+            logger.warning(
+                f"[Record] {self._path} can't be written ({type(error).__name__}: {error}). Training goes on without "
+                "a record."
+            )
+            while self._queue.get() is not None:  # `close` waits for room
+                pass
+
+    def _write(self, file: sqlite3.Connection, batch: Batch) -> None:
+        advantages = batch.advantages()
+        with file:  # one transaction: after a kill a batch is there or it is not
+            if self._is_first and batch.mode == "train":  # of a run that goes on: steps that are taken again
+                self._is_first = False
+                drop(file, "step >= ?", batch.step)
+            for entry in self._kept(batch):
+                self._add(file, batch, entry, advantages[entry.place])
+            self._add_calls(file, None, batch.calls)
+        if self._most_bytes is not None:
+            self._make_room(file, self._most_bytes)
+
+    def _kept(self, batch: Batch) -> Sequence[Entry]:
+        if self._keep is None or len(batch.entries) <= self._keep:
+            return batch.entries
+        groups = sorted({entry.prompt_group for entry in batch.entries})
+        size = -(-len(batch.entries) // len(groups))
+        count = max(self._keep // size, 1)
+        first = batch.step * count % len(groups)
+        chosen = {(groups * 2)[first + place] for place in range(min(count, len(groups)))}
+        return [entry for entry in batch.entries if entry.prompt_group in chosen][: self._keep]
+
+    def _add(self, file: sqlite3.Connection, batch: Batch, entry: Entry, advantage: float | None) -> None:
+        trail = entry.trail or Trail()
+        judged = list(trail.verdicts.values())
+        prompt = self._cleaned(entry.prompt)
+        text = self._clean(entry.text) if self._clean else entry.text
+        digest = digest_of(entry.prompt, entry.text)
+        cursor = file.execute(
+            f"INSERT INTO completions ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})",
+            (
+                batch.step, batch.mode, batch.number, entry.place, entry.prompt_group,
+                entry.row or row_of(entry.prompt), entry.branch, self._text(file, _json(prompt)), text, entry.tokens,
+                digest,
+                None if trail.action is None else _json(self._cleaned(trail.action)),
+                self._value(file, trail.answer), self._value(file, trail.reference),
+                judged[0].provider if judged else None, entry.seconds.get("judge"),
+                entry.outcome, entry.reason, entry.reward, entry.reference_reward, advantage,
+                _json(entry.parts), _json(entry.functions), _json(entry.seconds), batch.staleness, batch.time,
+            ),
+        )  # fmt: skip
+        completion = cursor.lastrowid
+        file.executemany(
+            "INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?)",
+            [
+                (completion, rubric, each.candidate, each.reference, self._cleaned(each.reason), each.provider)
+                for rubric, each in trail.verdicts.items()
+            ],
+        )
+        self._add_calls(file, completion, trail.calls)
+
+    def _add_calls(self, file: sqlite3.Connection, completion: int | None, calls: Sequence[Call]) -> None:
+        file.executemany(
+            "INSERT INTO calls (completion, service, path, time, seconds, failure, request, answer) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            [self._call(file, completion, each) for each in calls],
+        )
+
+    def _call(self, file: sqlite3.Connection, completion: int | None, call: Call) -> tuple[object, ...]:
+        request, answer = (each and self._text(file, self._body(each)) for each in (call.request, call.answer))
+        return (completion, call.service, call.path, call.time, call.seconds, call.failure, request, answer)
+
+    def _body(self, content: bytes) -> str:
+        text = content.decode(errors="replace")
+        return self._clean(text) if self._clean else text
+
+    def _value(self, file: sqlite3.Connection, value: object) -> int | None:
+        return None if value is None else self._text(file, _json(self._cleaned(value)))
+
+    def _cleaned(self, value: object) -> object:
+        """A JSON value whose texts went through the filter."""
+        if self._clean is None:
+            return value
+        if isinstance(value, str):
+            return self._clean(value)
+        if isinstance(value, Mapping):
+            return {name: self._cleaned(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._cleaned(each) for each in value]
+        return value
+
+    def _text(self, file: sqlite3.Connection, text: str) -> int:
+        content = text.encode()
+        digest = hashlib.blake2b(content, digest_size=16).digest()
+        found = file.execute("SELECT id FROM texts WHERE digest = ?", (digest,)).fetchone()
+        if found is not None:
+            return int(found[0])
+        cursor = file.execute("INSERT INTO texts (digest, body) VALUES (?, ?)", (digest, zlib.compress(content, 1)))
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def _make_room(self, file: sqlite3.Connection, most_bytes: int) -> None:
+        """Drop the oldest steps of a file that is too large. Their pages are used again."""
+        if _used_bytes(file) <= most_bytes:
+            return
+        dropped = None
+        while _used_bytes(file) > PART_TO_KEEP * most_bytes:
+            [oldest, newest] = file.execute("SELECT min(step), max(step) FROM completions").fetchone()
+            if oldest == newest:
+                break
+            with file:
+                drop(file, "step <= ?", oldest)
+                file.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_up_to_step', ?)", (str(oldest),))
+            dropped = oldest
+        if dropped is not None and not self._has_dropped:
+            self._has_dropped = True
+            logger.warning(
+                f"[Record] {self._path} has reached {most_bytes / 2**30:g} GiB (`record_gib`): it has no steps up to "
+                f"{dropped} any more, and drops the oldest from here on"
+            )
+
+
+COLUMNS = (
+    "step", "mode", "batch", "place", "prompt_group", "row", "branch", "prompt", "text", "tokens", "digest", "action",
+    "answer", "reference", "provider", "judge_s", "outcome", "reason", "reward", "reference_reward", "advantage",
+    "parts", "functions", "seconds", "staleness", "time",
+)  # fmt: skip
+"""Of the table `completions`, in the order of `_add`."""
+UNUSED_TEXTS = """
+DELETE FROM texts WHERE id NOT IN (
+    SELECT prompt FROM completions UNION SELECT answer FROM completions WHERE answer IS NOT NULL
+    UNION SELECT reference FROM completions WHERE reference IS NOT NULL
+    UNION SELECT request FROM calls WHERE request IS NOT NULL
+    UNION SELECT answer FROM calls WHERE answer IS NOT NULL)
+"""
+
+
+def drop(file: sqlite3.Connection, steps: str, step: int) -> None:
+    """Delete the completions of some steps, with all that nobody else has."""
+    of_steps = f"completion IN (SELECT id FROM completions WHERE {steps})"
+    for table in ("verdicts", "calls"):
+        file.execute(f"DELETE FROM {table} WHERE {of_steps}", (step,))
+    if file.execute(f"DELETE FROM completions WHERE {steps}", (step,)).rowcount:
+        file.execute(UNUSED_TEXTS)
+
+
+def opened(path: Path, meta: Mapping[str, str], *, goes_on: bool = True) -> sqlite3.Connection:
+    """The file for writing, made where it is missing. `goes_on`: whether what is there stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not goes_on:
+        for each in path.parent.glob(f"{path.name}*"):  # the journals too
+            each.unlink()
+    file = sqlite3.connect(path, isolation_level="DEFERRED", check_same_thread=False)
+    file.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
+    file.execute("PRAGMA synchronous = NORMAL")  # whole after a kill; after a power cut the last steps may lack
+    if file.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+        file.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+    with file:
+        file.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
+    return file
+
+
+def _used_bytes(file: sqlite3.Connection) -> int:
+    [pages], [free], [size] = (
+        file.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
+    )
+    return int((pages - free) * size)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

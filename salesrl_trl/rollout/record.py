@@ -1,0 +1,83 @@
+"""A scored rollout as plain values, for the record of a run.
+
+Owns which values these are. The recorder writes them beside training.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from salesrl_trl.data.branches import Branches
+from salesrl_trl.recording.writer import Batch, Entry
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.batch import Completion, completion_text
+from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.types import Reward
+
+
+def batch_of(
+    rollout: Rollout,
+    completions: Sequence[Completion],
+    advantages: torch.Tensor | None,
+    update: int,
+    reward: BatchedReward,
+    branches: Branches,
+) -> Batch:
+    """The values of this rank's completions.
+
+    Args:
+        rollout (`Rollout`):
+            With its `result`.
+        completions (`Sequence[Completion]`):
+            B of them, as TRL has them.
+        advantages (`torch.Tensor`, *optional*):
+            Shape (B,), for a batch that is trained on. Read later, on another thread.
+        update (`int`):
+            Optimizer steps done.
+        reward (`BatchedReward`):
+            Names the rows.
+        branches (`Branches`):
+            The branch of a row.
+    """
+    assert rollout.result is not None
+    rewards = rollout.result.rewards
+    ids = None if rollout.sampled is None else rollout.sampled.completion_ids
+    entries = [
+        Entry(
+            row=reward.row_id(row) if isinstance(example.get("row"), int) else "",
+            branch=branches.of(example),
+            prompt=example["prompt"],
+            text=completion_text(completion),
+            tokens=None if ids is None else len(ids[place]),
+            place=place,
+            prompt_group=place // rollout.group,
+            outcome=scored.outcome.value,
+            reason=scored.reason,
+            reward=scored.value,
+            reference_reward=scored.reference_value,
+            parts=dict(scored.components),
+            functions=dict(scored.by_function),
+            seconds=dict(scored.seconds),
+            trail=stages.trail,
+        )
+        for place, (example, row, completion, scored, stages) in enumerate(
+            zip(rollout.inputs, rollout.rewards.rows, completions, rewards, rollout.rewards.stages, strict=True)
+        )
+    ]
+    return Batch(
+        step=update + rollout.is_trained_on,
+        mode=rollout.mode,
+        number=rollout.rewards.number,
+        staleness=update - rollout.step,
+        entries=entries,
+        advantages=lambda: _numbers(advantages, rewards),
+        calls=rollout.result.report.calls,
+    )
+
+
+def _numbers(advantages: torch.Tensor | None, rewards: Sequence[Reward]) -> list[float | None]:
+    if advantages is None:
+        return [None] * len(rewards)
+    return [
+        None if reward.value is None else number for number, reward in zip(advantages.tolist(), rewards, strict=True)
+    ]
