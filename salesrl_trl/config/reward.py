@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from salesrl_trl.config.checks import about, check, check_choice, check_finite, check_positive, check_url, structure
 from salesrl_trl.config.judge import JudgeProviderConfig
+from salesrl_trl.config.replay import ReplayConfig
 from salesrl_trl.reward.judge.client import AGGREGATIONS
 from salesrl_trl.reward.judge.noise import MIN_CALLS
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
@@ -23,7 +24,7 @@ SALES = "sales"
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(ReplayConfig):
     """The services that score, the limits of calls to them, and the formula of the reward.
 
     Args:
@@ -256,7 +257,7 @@ class RewardConfig:
     @property
     def uses_services(self) -> bool:
         """Whether the packaged chain scores, with its RAG service and its judge."""
-        return not self.reward_funcs or SALES in self.reward_funcs
+        return not self.asks_nobody and (not self.reward_funcs or SALES in self.reward_funcs)
 
     @property
     def embeds_rag(self) -> bool:
@@ -272,8 +273,9 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         check_finite(self)
+        self.check_replay()
         check(
-            self.knowledge_file is None or self.embeds_rag,
+            self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
             "`knowledge_file` is given beside `rag_base_url` or `vector_store_path`: only the embedded RAG service "
             "reads it. Expected one of them.",
         )

@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from salesrl_trl.recording.reader import digest_of, row_of
+from salesrl_trl.recording.reader import digest_of
 from salesrl_trl.recording.schema import TABLES, VERSION
 from salesrl_trl.recording.trail import Call, Trail
 
@@ -38,7 +38,7 @@ class Entry:
     """A completion that was scored."""
 
     row: str
-    """Id of the dataset's row; empty where it has none."""
+    """Id of the dataset's row, or `reader.row_of` its prompt."""
     branch: str
     prompt: object
     """A JSON value: a text, or messages."""
@@ -193,7 +193,7 @@ class Recorder:
             f"INSERT INTO completions ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})",
             (
                 batch.step, batch.mode, batch.number, entry.place, entry.prompt_group,
-                entry.row or row_of(entry.prompt), entry.branch, self._text(file, _json(prompt)), text, entry.tokens,
+                entry.row, entry.branch, self._text(file, _json(prompt)), text, entry.tokens,
                 digest,
                 None if trail.action is None else _json(self._cleaned(trail.action)),
                 self._value(file, trail.answer), self._value(file, trail.reference),

@@ -11,6 +11,7 @@ from salesrl_trl.data.branches import Branches
 from salesrl_trl.recording.writer import Batch, Entry
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import Completion, completion_text
+from salesrl_trl.reward.replay import recorded_name
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.types import Reward
 
@@ -44,7 +45,7 @@ def batch_of(
     ids = None if rollout.sampled is None else rollout.sampled.completion_ids
     entries = [
         Entry(
-            row=reward.row_id(row) if isinstance(example.get("row"), int) else "",
+            row=recorded_name(reward, row, example),
             branch=branches.of(example),
             prompt=example["prompt"],
             text=completion_text(completion),

@@ -26,6 +26,7 @@ from salesrl_trl.reward.rag.client import RagBackend, RagClient
 from salesrl_trl.reward.rag.embedding import SERVICE as EMBEDDING
 from salesrl_trl.reward.rag.vector_store import VectorStoreRag
 from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.run.checks.reward import JUDGE, RewardParts, prepare_reward
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig
 
 logger = logging.getLogger(__name__)
+
+NOWHERE = "http://nobody.invalid/v1"
+"""Stands for the address of a service that is not asked."""
 
 
 @contextlib.contextmanager
@@ -106,11 +110,18 @@ def open_reward(
                 process_index=training.process_index,
                 records=records,
             )
-            return placed(chain, training.reward_process, training.device.type == "cpu")
+            stays = config.asks_nobody or training.device.type == "cpu"
+            return placed(chain, None if config.asks_nobody else training.reward_process, stays)
 
         rewards = [chain() if path == SALES else parts.functions[path] for path in config.reward_funcs or [SALES]]
         weights = training.reward_weights or [1.0] * len(rewards)
-        yield combined(rewards, weights, training.reward_process)
+        if config.replay is None:
+            yield combined(rewards, weights, training.reward_process)
+            return
+        reward = combined(rewards, weights, training.reward_process and not config.asks_nobody)
+        yield ReplayReward(
+            reward, Path(config.replay).expanduser(), config.replay_on_miss, delays=config.replay_delays
+        )
 
 
 @contextlib.contextmanager
@@ -126,7 +137,7 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
             From `launched_services`, which is called without them.
     """
     if not (config.embeds_rag or config.embeds_judge):
-        yield config.rag_base_url or "", config.judge_base_url or ""
+        yield config.rag_base_url or NOWHERE, config.judge_base_url or NOWHERE
         return
     from accelerate import PartialState  # brings torch, which configured services do not need
     from accelerate.utils import gather_object

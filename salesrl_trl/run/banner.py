@@ -61,6 +61,7 @@ def banner(
         ("rollouts", _rollouts(training)),
         *(("branch", _branch(name, training.kl_targets().get(name), training)) for name in training.branches),
         *(("reward", path) for path in reward.reward_funcs),
+        *([("replay", _replay(reward))] if reward.replay else []),
         *([("RAG service", _rag(reward)), ("judge", _judge(reward))] if reward.uses_services else []),
         *(("stage", stage) for stage in reward.reward_stages),
         ("devices", device_line(training.device, training.world_size)),
@@ -195,6 +196,17 @@ def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
         is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
         told += ", from this folder" if is_kept else ": it compiles this engine now, once"
     return told
+
+
+def _replay(reward: RewardConfig) -> str:
+    misses = {
+        "fail": "have no reward",
+        "nearest": "get that of the most similar text for the same row",
+        "live": "are scored by the services",
+    }
+    return (
+        f"rewards from the record of {reward.replay}; completions that are not there {misses[reward.replay_on_miss]}"
+    )
 
 
 def _record(telemetry: TelemetryConfig, output_dir: str) -> str:

@@ -67,8 +67,9 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
         `ConfigError`, `ServiceError`: a setting or a service is not as expected.
     """
     parts = read_reward(config, branches, hybrid_baseline)
-    check_retrieval(config, parts)
-    check_judges(config, parts)
+    if not config.asks_nobody:
+        check_retrieval(config, parts)
+        check_judges(config, parts)
     return parts
 
 
@@ -91,8 +92,10 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
     return RewardParts(
         scoring=scoring,
         rubrics=load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir) if needs_rubrics else {},
-        rag_key=read_key(config.rag_api_key_env, "rag_api_key_env"),
-        embedding_key=read_key(config.embedding_api_key_env, "embedding_api_key_env"),
+        rag_key=None if config.asks_nobody else read_key(config.rag_api_key_env, "rag_api_key_env"),
+        embedding_key=(
+            None if config.asks_nobody else read_key(config.embedding_api_key_env, "embedding_api_key_env")
+        ),
         judge_keys=_judge_keys(config),
         judge=judge,
         stages=stages,
@@ -261,6 +264,8 @@ def _own_rubrics(config: RewardConfig, branches: Sequence[str]) -> str:
 
 def _judge_keys(config: RewardConfig) -> dict[str, str | None]:
     providers = config.parsed_judge_providers()
+    if config.asks_nobody:
+        return dict.fromkeys([each.name for each in providers] or [JUDGE])
     if not providers:
         return {JUDGE: read_key(config.judge_api_key_env, "judge_api_key_env")}
     return {each.name: read_key(each.api_key_env, f"judge_providers[{each.name}].api_key_env") for each in providers}
