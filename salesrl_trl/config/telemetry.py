@@ -105,12 +105,19 @@ class TelemetryConfig:
 
     def record_clean(self) -> Callable[[str], str] | None:
         """The filter of recorded texts."""
-        clean = None if self.record_filter is None else load_object(self.record_filter, "record_filter")
+        if self.record_filter is None:
+            return None
+        clean = cast("Callable[[str], str]", load_object(self.record_filter, "record_filter"))
+        try:
+            found = type(clean("a text")).__name__
+        except Exception as error:  # whatever a function of a user's own raises
+            found = type(error).__name__
         check(
-            clean is None or (callable(clean) and isinstance(clean(""), str)),
-            f"`record_filter` is {self.record_filter!r}. Expected a function that takes a text and returns one.",
+            found == "str",
+            f"`record_filter` is {self.record_filter!r}, which made a {found} of a text. Expected a function that "
+            "returns a text.",
         )
-        return cast("Callable[[str], str] | None", clean)
+        return clean
 
     def quick_eval(self) -> QuickEvalSettings:
         """The steps and the figures of quick evaluations."""

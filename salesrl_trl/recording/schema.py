@@ -55,7 +55,7 @@ CREATE INDEX completions_by_digest ON completions (digest);
 CREATE INDEX completions_by_row ON completions (row, step);
 CREATE TABLE verdicts (
     completion INTEGER NOT NULL REFERENCES completions,
-    rubric TEXT NOT NULL,
+    rubric TEXT NOT NULL,        -- 'judge' for that of the branch, else 'judge_' and its name
     candidate REAL,              -- score in [0, 1] of the 8B answer; NULL if there was no verdict
     reference REAL,              -- score in [0, 1] of the reference; NULL without one
     reason TEXT NOT NULL,        -- the judge's words, or the code of its failure

@@ -1,0 +1,219 @@
+"""A run's record as the reward of another run, and what a reward notes for the record."""
+
+import asyncio
+import json
+import sqlite3
+import time
+from contextlib import closing
+
+import pytest
+from support.loopback import ACTION, BAD, Services, action, build_reward, chat_completion, row
+
+from salesrl_trl.recording.schema import record_file
+from salesrl_trl.recording.writer import Batch, Entry, Recorder
+from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.replay import NOT_RECORDED, ReplayReward
+from salesrl_trl.types import Outcome
+
+PROMPTS = {0: "first", 1: "second"}
+EXAMPLES = [{"row": number, "prompt": prompt} for number, prompt in PROMPTS.items()]
+
+
+@pytest.fixture
+def rows():
+    return [row("r1"), row("r2", "hallucination")]
+
+
+def record(folder, scored, **given):
+    """A record in which (row, text) earned these rewards, in this order."""
+    entries = [
+        Entry(
+            row=f"r{number + 1}", branch="fairness", prompt=PROMPTS[number], text=text, tokens=None, place=place,
+            prompt_group=place, outcome=reward.outcome.value, reason=reward.reason, reward=reward.value,
+            reference_reward=reward.reference_value, parts=dict(reward.components), functions={},
+            seconds=dict(reward.seconds), trail=trail,
+        )
+        for place, (number, text, reward, trail) in enumerate(scored)
+    ]  # fmt: skip
+    recorder = Recorder(record_file(folder, 0), **given)
+    nothing = [None] * len(entries)
+    recorder.record(Batch(step=1, mode="train", number=0, staleness=0, entries=entries, advantages=lambda: nothing))
+    recorder.close()
+    return folder
+
+
+def score(reward, texts):
+    """Rewards and trails of (row, text), and the batch's report."""
+
+    async def once():
+        try:
+            batch = reward.batches.begin([reward.row_of(EXAMPLES[number]) for number, _ in texts], 1)
+            completions = [text for _, text in texts]
+            batch.start_all(completions)
+            result = await reward.result(batch, completions)
+            return list(result.rewards), [stages.trail for stages in batch.stages], result.report
+        finally:
+            await reward.aclose()
+
+    return asyncio.run(once())
+
+
+def recorded_run(services, rows, folder, texts, **given):
+    rewards, trails, _ = score(build_reward(services.url, rows, records=True, **given), texts)
+    entries = [(*text, reward, trail) for text, reward, trail in zip(texts, rewards, trails, strict=True)]
+    return record(folder, entries), rewards
+
+
+def replayed(run, rows, texts, on_miss="fail", url="http://nobody.invalid", **given):
+    return score(ReplayReward(build_reward(url, rows), run, on_miss, **given), texts)[0]
+
+
+def plain(reward):
+    return reward.outcome, reward.value, reward.reason, dict(reward.components), reward.reference_value
+
+
+def test_a_replay_earns_the_same_without_a_service_failures_too(services, rows, tmp_path):
+    texts = [(0, ACTION), (0, BAD), (0, action("refund")), (1, ACTION), (1, action("late"))]
+
+    def answer(request):
+        return (503, "busy") if request.json["rewritten_query"] == "refund" else services.answers["8b"][0]
+
+    services.functions["8b"] = answer
+    run, rewards = recorded_run(services, rows, tmp_path, texts)
+    assert {each.outcome for each in rewards} == {Outcome.OK, Outcome.INVALID_ACTION, Outcome.INFRA}
+    services.functions.clear()
+    asked = services.calls
+    assert [*map(plain, replayed(run, rows, texts))] == [*map(plain, rewards)]
+    assert services.calls == asked
+
+
+def test_the_same_text_again_earns_what_it_earned_then(services, rows, tmp_path):
+    first, second = (build_reward(services.url, rows)._scoring.score_invalid(reason) for reason in map(Invalid, "ab"))
+    run = record(tmp_path, [(0, "same", first, None), (0, "same", second, None)])
+    found = replayed(run, rows, [(0, "same")] * 3)
+    assert [each.reason for each in found] == ["a", "b", "b"]
+
+
+class Invalid:
+    def __init__(self, reason):
+        self.reason = reason
+
+
+def test_what_is_not_recorded_fails_or_is_the_nearest_or_is_asked_for(services, rows, tmp_path):
+    known, close, strange = action("Python price"), action("Python prices"), action("refund of a voucher")
+    services.verdict(json.dumps({"candidate": 0.25, "reference": 0.5, "reason": "so so"}))
+    run, rewards = recorded_run(services, rows, tmp_path, [(0, known), (0, strange)])
+    asked = services.calls
+    [failed] = replayed(run, rows, [(0, close)])
+    assert (failed.value, failed.reason) == (None, NOT_RECORDED)
+    [nearest, other_row] = replayed(run, rows, [(0, close), (1, close)], "nearest")
+    assert plain(nearest) == plain(rewards[0])
+    assert (other_row.value, other_row.reason) == (None, NOT_RECORDED)
+    assert services.calls == asked
+    services.verdict(json.dumps({"candidate": 0.75, "reference": 0.5, "reason": "fine"}))
+    [live, kept] = replayed(run, rows, [(0, close), (0, known)], "live", services.url)
+    assert (live.value, kept.value) == (0.75, 0.25)
+
+
+def test_delays_are_those_of_the_run(services, rows, tmp_path):
+    services.set("8b", services.answers["8b"][0][1], delay_s=0.3)
+    run, _ = recorded_run(services, rows, tmp_path, [(0, ACTION)])
+    seconds = []
+    for delays in (False, True):
+        began = time.perf_counter()
+        replayed(run, rows, [(0, ACTION)], delays=delays)
+        seconds.append(time.perf_counter() - began)
+    assert seconds[1] >= 0.3 > seconds[0]
+
+
+def test_a_function_of_a_users_own_is_replayed_too(tmp_path):
+    asked = []
+
+    def length(completions, **_):
+        asked.extend(completions)
+        return [float(len(text)) for text in completions]
+
+    rewards, _, _ = score(reward_of(length), [(0, "four"), (1, "seven77")])
+    run = record(tmp_path, [(n, t, r, None) for (n, t), r in zip([(0, "four"), (1, "seven77")], rewards, strict=True)])
+    asked.clear()
+    found, _, _ = score(ReplayReward(reward_of(length), run, "fail"), [(1, "seven77"), (0, "four")])
+    assert [each.value for each in found] == [7.0, 4.0]
+    assert not asked
+
+
+@pytest.mark.parametrize("place", ["here", "in a process"])
+def test_a_trail_has_every_answer_verdict_and_call_and_no_key(httpserver, rows, tmp_path, place):
+    services = Services(httpserver)
+    services.answers["8b"].insert(0, (503, "busy", {}, 0))
+    own = build_reward(services.url, rows, records=True, attempts=2)
+    rewards, [trail, other], _ = score(own if place == "here" else RemoteReward(own), [(0, ACTION), (1, BAD)])
+    assert trail.action == json.loads(ACTION)
+    assert trail.answer["text"] == trail.reference["text"] == "It costs 5980 yuan."
+    judged = trail.verdicts["judge"]
+    assert (judged.candidate, judged.reference, judged.reason, judged.provider) == (0.75, 0.5, "fine", "judge")
+    assert sorted((each.service, each.failure) for each in trail.calls) == [
+        ("judge", ""), ("rag_32b", ""), ("rag_8b", ""), ("rag_8b", "rag_8b_http_503"),
+    ]  # fmt: skip
+    [first] = [each for each in trail.calls if each.failure]
+    assert json.loads(first.request)["rewritten_query"] == "Python price"
+    assert not other.calls
+    record(tmp_path, [(0, ACTION, rewards[0], trail)])
+    content = b"".join(path.read_bytes() for path in (tmp_path / "record").iterdir())
+    assert b"secret" not in content
+    with closing(sqlite3.connect(record_file(tmp_path, 0))) as file:
+        assert "secret" not in "\n".join(file.iterdump())
+
+
+def test_a_hedge_belongs_to_the_completion_it_was_sent_for(services, rows):
+    """Hedges are sent by one look-out for all calls."""
+    slow = action("slow")
+
+    def answer(request):
+        late = request.json["rewritten_query"] == "slow" and len(services.asked["8b"]) <= 41
+        return (*services.answers["8b"][0][:3], 1.0 if late else 0.0)
+
+    services.functions["8b"] = answer
+    limits = {"max_concurrency": 64, "hedge_fraction": 1.0, "initial_concurrency": 64}
+    texts = [(0, action(f"q{number}")) for number in range(40)] + [(0, slow)]
+    _, trails, report = score(build_reward(services.url, rows, records=True, limits=limits), texts)
+    assert report.traffic["rag_8b"]["hedges"] > 0
+    for (_, text), trail in zip(texts, trails, strict=True):
+        asked = [json.loads(each.request) for each in trail.calls if each.service == "rag_8b"]
+        assert {each["rewritten_query"] for each in asked} == {json.loads(text)["rewritten_query"]}
+    assert len([each for each in trails[-1].calls if each.service == "rag_8b"]) > 1
+
+
+def test_without_a_record_nothing_is_noted(services, rows):
+    _, trails, report = score(build_reward(services.url, rows), [(0, ACTION)])
+    assert trails == [None]
+    assert report.calls == ()
+
+
+def test_calls_for_references_ahead_belong_to_no_completion(services, rows):
+    reward = build_reward(services.url, rows, records=True)
+
+    async def scene():
+        reward.fetch_references([0])
+        await asyncio.gather(*reward._ahead)
+        return await reward.score_all([0], [ACTION])
+
+    async def whole():
+        try:
+            return await scene()
+        finally:
+            await reward.aclose()
+
+    result = asyncio.run(whole())
+    assert [each.service for each in result.report.calls] == ["rag_32b"]
+
+
+def test_a_verdict_of_another_nonce_is_no_answer_of_this_call(services, rows):
+    """It may hold another customer's text."""
+    services.signs = False
+    foreign = json.dumps({"nonce": "0" * 16, "candidate": 1.0, "reference": 0.5, "reason": "of another"})
+    services.set("judge", chat_completion(foreign))
+    _, [trail], _ = score(build_reward(services.url, rows, records=True), [(0, ACTION)])
+    [judge] = [each for each in trail.calls if each.service == "judge"]
+    assert judge.failure
+    assert judge.answer is None or b"of another" in judge.answer
