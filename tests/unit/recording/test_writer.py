@@ -143,17 +143,18 @@ def test_a_run_that_goes_on_replaces_the_steps_that_it_takes_again(tmp_path):
 
 def test_after_a_kill_each_batch_is_there_or_not(tmp_path):
     program = (
-        "import sys, itertools, pathlib; sys.path[:0] = sys.argv[2:]\n"
+        "import sys, itertools, pathlib, time; sys.path[:0] = sys.argv[2:]\n"
         "from test_writer import batch, entry, Recorder, record_file\n"
         "recorder = Recorder(record_file(pathlib.Path(sys.argv[1]), 0))\n"
         "for step in itertools.count(1):\n"
         "    recorder.record(batch(step, [entry(n) for n in range(16)]))\n"
         "    print(step, flush=True)\n"
+        "    time.sleep(0.003)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path), __file__.rpartition("/")[0], *sys.path]
-    for _ in range(3):
+    for lines in (60, 71, 83):
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            for _, line in zip(range(40), child.stdout, strict=False):
+            for _, line in zip(range(lines), child.stdout, strict=False):
                 assert line
             child.send_signal(signal.SIGKILL)
         with closing(sqlite3.connect(record_file(tmp_path, 0))) as file:
