@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("salesrl_trl.train", "train; without a recipe with the packaged one, as it stands"),
     "preflight": ("salesrl_trl.preflight", "say in seconds what of a run will not work"),
     "evaluate": ("salesrl_trl.evaluate", "score a policy on held-out rows"),
+    "rejudge": ("salesrl_trl.rejudge", "judge a recorded run again, and compare"),
     "report": ("salesrl_trl.report", "write a page about a run"),
     "services": ("salesrl_trl.demo.services", "start the demo's RAG service and judge"),
     "env": ("salesrl_trl.env", "show code, versions and settings, or what two runs differ in"),

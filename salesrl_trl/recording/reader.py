@@ -22,6 +22,8 @@ from salesrl_trl.recording.trail import Judged
 class Recorded:
     """A recorded completion."""
 
+    file: int
+    """Place of its file among those of the run."""
     id: int
     step: int
     mode: str
@@ -93,15 +95,15 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
     files = record_files(run)
     if not files:
         raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
-    for path in files:
+    for number, path in enumerate(files):
         with closing(open_record(path)) as file:
             file.row_factory = sqlite3.Row
             where, given = ("WHERE mode = ?", (mode,)) if mode else ("", ())
             for row in file.execute(f"SELECT * FROM completions {where} ORDER BY id", given):
-                yield _recorded(file, row)
+                yield _recorded(file, number, row)
 
 
-def _recorded(file: sqlite3.Connection, row: sqlite3.Row) -> Recorded:
+def _recorded(file: sqlite3.Connection, number: int, row: sqlite3.Row) -> Recorded:
     verdicts = file.execute(
         "SELECT rubric, candidate, reference, reason, provider FROM verdicts WHERE completion = ?", (row["id"],)
     )
@@ -111,6 +113,7 @@ def _recorded(file: sqlite3.Connection, row: sqlite3.Row) -> Recorded:
     return Recorded(
         **{name: row[name] for name in (*plain, *numbers)},
         **given,
+        file=number,
         action=None if row["action"] is None else json.loads(row["action"]),
         answer=_value(file, row["answer"]),
         reference=_value(file, row["reference"]),

@@ -50,6 +50,7 @@ ORDER = (
     "env",
     "preflight",
     "evaluate",
+    "rejudge",
     "command",
 )
 

@@ -1,0 +1,210 @@
+"""The order of a rejudging: settings, the record, verdicts, comparison, the new record."""
+
+import dataclasses
+import json
+import shutil
+import sqlite3
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import stamina
+
+from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.data.sources import check_rows
+from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.recording.reader import Recorded, recorded
+from salesrl_trl.recording.schema import FOLDER, record_files
+from salesrl_trl.recording.trail import Trail
+from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.run.assembly import addresses, build_services
+from salesrl_trl.run.checks.reward import check_judges, read_reward
+from salesrl_trl.run.checks.rows import own_records, training_records
+from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
+from salesrl_trl.run.rejudging.answers import RecordedRag
+from salesrl_trl.run.rejudging.comparison import Change, Pair, advantages, changes
+from salesrl_trl.run.settings import parse_part
+from salesrl_trl.run.tools import strict_json, tell_failure
+from salesrl_trl.tidy_end import EXIT_INTERRUPTED
+from salesrl_trl.types import Reward, SalesRow
+
+AT_ONCE = 256
+"""Completions that are begun together. The judge's own limits hold beside it."""
+DESCRIPTION = (
+    "Judge a recorded run again, by other settings than its own: another judge, rubrics or weights. Says how much "
+    "rewards and advantages would have changed. Answers come from the record. Takes every setting of a recipe; those "
+    "that are not given are the run's own."
+)
+
+
+@dataclass
+class RejudgeConfig:
+    """The settings that a rejudging adds to those of a run."""
+
+    output: str | None = field(
+        default=None, metadata={"help": "folder for a record with the new verdicts and rewards, for `--replay`"}
+    )
+    json: bool = field(default=False, metadata={"help": "one JSON object on stdout"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rejudge and print. Returns the exit code."""
+    stamina.instrumentation.set_on_retry_hooks([])
+    argv, failing_as = sys.argv[1:] if argv is None else argv, EXIT_BAD_INPUT
+    try:
+        run, settings = _run_of(argv)
+        own, data, reward, others = parse_part(
+            settings,
+            (RejudgeConfig, DataConfig, RewardConfig),
+            usage="%(prog)s RUN [--output FOLDER] [--json] [--SETTING VALUE ...]",
+            description=DESCRIPTION,
+        )
+        reward = dataclasses.replace(reward, replay=None, reference_cache="")
+        scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
+        completions = [*recorded(run, "train")]
+        branches = sorted({each.branch for each in completions})
+        rows = check_rows(training_records(data, own_records(data)), branches, data.max_train_rows)
+        _check(own, run, completions, rows)
+        failing_as = EXIT_STOPPED
+        found = rejudged(reward, completions, rows, branches)
+        pairs = [_pair(each, new) for each, (new, _) in zip(completions, found, strict=True)]
+        compared = changes(pairs, scale)
+        if own.output is not None:
+            new = advantages(pairs, [each.after for each in pairs], scale)
+            write(run, Path(own.output).expanduser(), completions, found, new)
+        print(strict_json([dataclasses.asdict(each) for each in compared]) if own.json else text_of(compared))
+    except SalesRLError as error:
+        tell_failure(error, as_json="--json" in argv)
+        return failing_as
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
+    """The run, and the settings: those of its recipe first."""
+    given = [*argv]
+    if given[:1] in (["-h"], ["--help"]):
+        return Path(), given
+    if not given or given[0].startswith("-"):
+        raise ConfigError("no run is named. Expected its output folder first: RUN [--SETTING VALUE ...].")
+    run = Path(given.pop(0)).expanduser()
+    recipe = run / "config.yaml"
+    own = ["--config", str(recipe)] if recipe.is_file() and "--config" not in given else []
+    return run, [*own, *given]
+
+
+def _check(own: RejudgeConfig, run: Path, completions: Sequence[Recorded], rows: Sequence[SalesRow]) -> None:
+    unknown = sorted({each.row for each in completions} - {row.row_id for row in rows})
+    if not completions:
+        raise ConfigError(f"the record of {run} has no completion of training. Expected some.")
+    if unknown:
+        raise ConfigError(
+            f"{len(unknown)} rows of the record are not in the dataset, such as {unknown[0]!r}. Expected the dataset "
+            "of the run: give its `--dataset`."
+        )
+    if own.output is not None and record_files(Path(own.output).expanduser()):
+        raise ConfigError(f"`--output` is {own.output!r}, which has a record already. Expected another folder.")
+
+
+def rejudged(
+    config: RewardConfig, completions: Sequence[Recorded], rows: Sequence[SalesRow], branches: Sequence[str]
+) -> list[tuple[Reward, Trail]]:
+    """The rewards of these completions by these settings, with what the judge said."""
+    parts = read_reward(config, branches)
+    check_judges(config, parts)
+    places = {row.row_id: place for place, row in enumerate(rows)}
+    with addresses(config) as urls:
+        _, judge = build_services(config, parts, *urls)
+        rag = RecordedRag(completions, {row.row_id: row for row in rows})
+        chain = SalesReward(
+            rows, rag, judge, parts.scoring, stages=parts.stages, score_threshold=config.rag_score_threshold,
+            top_k=config.rag_top_k, deadline_s=config.reward_deadline_s, action_format=config.action_format(),
+            references=AnswerStore(), records=True,
+        )  # fmt: skip
+        desk = RewardDesk(chain)
+        found: list[tuple[Reward, Trail]] = []
+        try:
+            for first in range(0, len(completions), AT_ONCE):
+                part = completions[first : first + AT_ONCE]
+                batch = desk.begin([places[each.row] for each in part])
+                result = desk.result(batch, [each.text for each in part])
+                trails = [stages.trail or Trail() for stages in batch.stages]
+                found += zip(result.rewards, trails, strict=True)
+        finally:
+            desk.close()
+    return found
+
+
+def _pair(completion: Recorded, new: Reward) -> Pair:
+    batch = (completion.file, completion.step, completion.batch)
+    return Pair(
+        branch=completion.branch, batch=batch, group=completion.prompt_group, before=completion.reward, after=new.value
+    )
+
+
+def write(
+    run: Path,
+    output: Path,
+    completions: Sequence[Recorded],
+    found: Sequence[tuple[Reward, Trail]],
+    new: Sequence[float | None],
+) -> None:
+    """A copy of the record, with these rewards, verdicts and advantages in place of the recorded ones."""
+    (output / FOLDER).mkdir(parents=True, exist_ok=True)
+    for number, path in enumerate(record_files(run)):
+        copy = output / FOLDER / path.name
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as old, closing(sqlite3.connect(copy)) as file:
+            old.backup(file)
+            with file:
+                for each, (reward, trail), advantage in zip(completions, found, new, strict=True):
+                    if each.file == number:
+                        _replace(file, each.id, reward, trail, advantage)
+    for name in ("config.yaml", "run.json"):
+        if (run / name).is_file():
+            shutil.copy(run / name, output / name)
+
+
+def _replace(file: sqlite3.Connection, completion: int, reward: Reward, trail: Trail, advantage: float | None) -> None:
+    judged = [*trail.verdicts.values()]
+    file.execute(
+        "UPDATE completions SET outcome = ?, reason = ?, reward = ?, reference_reward = ?, parts = ?, advantage = ?, "
+        "provider = ?, judge_s = ? WHERE id = ?",
+        (
+            reward.outcome.value, reward.reason, reward.value, reward.reference_value,
+            json.dumps(dict(reward.components)), advantage, judged[0].provider if judged else None,
+            reward.seconds.get("judge"), completion,
+        ),
+    )  # fmt: skip
+    file.execute("DELETE FROM verdicts WHERE completion = ?", (completion,))
+    file.executemany(
+        "INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?)",
+        [
+            (completion, name, each.candidate, each.reference, each.reason, each.provider)
+            for name, each in trail.verdicts.items()
+        ],
+    )
+
+
+def text_of(compared: Sequence[Change]) -> str:
+    """The comparison for people."""
+    head = (
+        f"{'branch':16}{'completions':>12}{'scored':>14}{'mean reward':>17}{'ranks':>8}{'advantages':>12}"
+        f"{'moved by':>10}{'sign flips':>12}"
+    )
+    lines = [
+        f"{each.branch:16}{each.completions:12d}{each.scored_before:7d}{each.scored_after:7d}"
+        f"{each.mean_before:9.3f}{each.mean_after:8.3f}{each.rank_correlation:8.3f}{each.advantage_correlation:12.3f}"
+        f"{each.mean_shift:10.3f}{each.sign_flips:12.1%}"
+        for each in compared
+    ]
+    notes = (
+        "scored, mean reward: before and after. ranks, advantages: Spearman's correlation of before and after.\n"
+        "moved by: mean distance of advantages."
+    )
+    return "\n".join([head, *lines, notes])
