@@ -53,13 +53,18 @@ def digest_of(prompt: object, text: str) -> bytes:
     return _digest([prompt, text])
 
 
+def named(value: object) -> str:
+    """What stands for a value that JSON does not know, such as a picture."""
+    return f"<{type(value).__name__}>"
+
+
 def row_of(prompt: object) -> str:
     """The name of a row without an id: the same for the same prompt."""
     return _digest(prompt).hex()[:12]
 
 
 def _digest(value: object) -> bytes:
-    content = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    content = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True, default=named)
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 

@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from salesrl_trl.recording.reader import digest_of
+from salesrl_trl.recording.reader import digest_of, named
 from salesrl_trl.recording.schema import TABLES, VERSION
 from salesrl_trl.recording.trail import Call, Trail
 
@@ -152,11 +152,13 @@ class Recorder:
                 self._goes_on = True
                 while (batch := self._queue.get()) is not None:
                     self._write(file, batch)
-        except (sqlite3.Error, OSError) as error:
+        except Exception as error:  # whatever it is, training goes on
             self._is_broken = True
+            # Other errors, such as those of a filter, may quote a customer.
+            told = f": {error}" if isinstance(error, sqlite3.Error | OSError) else ""
             logger.warning(
-                f"[Record] {self._path} can't be written ({type(error).__name__}: {error}). Training goes on without "
-                "a record."
+                f"[Record] {self._path} can't be written ({type(error).__name__}{told}). Training goes on without a "
+                "record."
             )
             while self._queue.get() is not None:  # `close` waits for room
                 pass
@@ -321,4 +323,4 @@ def _used_bytes(file: sqlite3.Connection) -> int:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=named)

@@ -176,6 +176,21 @@ def test_a_disk_that_does_not_take_it_ends_the_record_and_not_the_run(tmp_path, 
     assert "Training goes on without" in line
 
 
+def test_a_filter_that_fails_ends_the_record_without_a_word_of_the_text(tmp_path, caplog):
+    def clean(text):
+        raise ValueError(text)
+
+    assert write(tmp_path, [batch()], clean=clean) == []
+    assert "ValueError" in caplog.text
+    assert "action" not in caplog.text
+
+
+def test_a_prompt_may_hold_a_picture(tmp_path):
+    picture = {"role": "user", "content": [{"type": "image", "image": object()}]}
+    [found] = write(tmp_path, [batch(entries=[entry(prompt=[picture])])])
+    assert found.digest == digest_of([picture], found.text)
+
+
 def test_a_slow_disk_is_not_waited_for(tmp_path, caplog, monkeypatch):
     freed = threading.Event()
     opened = writer.opened
