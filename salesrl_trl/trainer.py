@@ -233,6 +233,8 @@ class SalesGRPOTrainer(BoundTrainer):
         self._timeline.begin(Phase.ADVANTAGES)
         rewards = self.rooms.scoring.record(rollout, rewards, completions)
         components = self.rooms.reward.names.components if self.args.log_completions else None
+        if components is not None:
+            self._log_completion_extra("branch", [self.rooms.branches.of(each) for each in inputs])
         rollout.result.log(self._log_completion_extra, self._log_metric, components)
         return rewards
 
@@ -309,6 +311,9 @@ class SalesGRPOTrainer(BoundTrainer):
             if is_measured:
                 self._metrics[mode] |= {name: [value] for name, value in self.rooms.figures(mode).items()}
             super().log(logs, start_time)
+            if is_measured and self.log_completions and self.accelerator.is_main_process:
+                out, unique = Path(self.args.output_dir), self.log_unique_prompts
+                self.rooms.trackers.log_table(out, mode, self.state.global_step, unique_prompts=unique)
             failures = self.rooms.ledger.drain_failures(mode)
             if mode == "train" and is_measured and failures:
                 # A separate entry: a step's entry has the same keys at every step, but new reasons may come.

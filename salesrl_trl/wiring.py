@@ -52,6 +52,7 @@ from salesrl_trl.telemetry.layout import ScalarLayout
 from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
 from salesrl_trl.telemetry.step_lines import StepLine
 from salesrl_trl.telemetry.steps import StepMarks
+from salesrl_trl.telemetry.trackers import Trackers
 from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
@@ -209,6 +210,7 @@ class Wiring:
         self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
         self._wrap_phases(trl)
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
+        self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
         return self._callbacks(trl)
 
     @property
@@ -397,3 +399,4 @@ class Wiring:
         self.pipeline.forget()
         self.desk.close()
         self.instruments.close()
+        self.trackers.close()

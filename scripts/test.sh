@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All that a change must pass, here and in CI: install, lint, format, types, tests with the locked versions, some of
-# them with the lowest versions that setup.cfg allows. Stops at the first failure.
+# them with the lowest versions that setup.cfg allows, and one file with trackers. Stops at the first failure.
 #
 #   scripts/test.sh
 #   scripts/test.sh --durations                      # and the seconds of each step and of each file of tests
@@ -12,7 +12,7 @@ root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd -- "$root"
 venv="${VENV:-$root/.venv}"
 bin="$venv/bin"
-lowest="$venv/lowest"
+lowest="$venv/lowest" trackers="$venv/trackers"
 # shellcheck source=scripts/packages.sh
 . scripts/packages.sh
 
@@ -35,13 +35,13 @@ run() {
   steps+=("$(printf '%5d s  %s' "$((SECONDS - start))" "$name")")
 }
 
-# The lowest versions, in a folder that lies before the locked ones on the path. Made again when the list changes. It
+# Packages of a list, in a folder that lies before the locked ones on the path. Made again when the list changes. It
 # is made beside the tests: most of it is waiting for a disk.
-make_lowest() {
-  local stamp="$lowest/.made-of" list="requirements/lowest.txt" arguments
+make_folder() {
+  local folder="$1" list="$2" stamp="$1/.made-of" arguments
   if cmp -s "$list" "$stamp"; then return; fi
-  rm -rf -- "$lowest"
-  arguments=(--no-deps --only-binary :all: --target "$lowest" -r "$list")
+  rm -rf -- "$folder"
+  arguments=(--no-deps --only-binary :all: --target "$folder" -r "$list")
   { find_uv && "${uv[@]}" "${arguments[@]}"; } || "${pip[@]}" --no-compile "${arguments[@]}" || return
   cp -- "$list" "$stamp"
 }
@@ -67,6 +67,13 @@ test_lowest() {
   return "$status"
 }
 
+# A run that reports to every tracker.
+test_trackers() {
+  wait "$trackers_made" || return
+  PYTHONPATH="$trackers${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 \
+    "$bin/python" -m pytest -q "${durations[@]}" tests/integration/test_trackers.py
+}
+
 # A fresh environment is not compiled. It is to be compiled once, not by each of a hundred processes.
 unset PYTHONDONTWRITEBYTECODE
 # No test needs the hub. One GiB of KV cache is plenty for the tiny models of tests.
@@ -86,9 +93,11 @@ else
   # Beside the tests, which often wait: it prints a finding at once, and the script stops after the tests.
   "$bin/mypy" &
   types=$!
-  make_lowest &
+  make_folder "$lowest" requirements/lowest.txt &
   lowest_made=$!
-  trap 'kill "$types" "$lowest_made" 2>/dev/null || true' EXIT
+  make_folder "$trackers" requirements/trackers.txt &
+  trackers_made=$!
+  trap 'kill "$types" "$lowest_made" "$trackers_made" 2>/dev/null || true' EXIT
   # One process more than cores, to four, each with a thread: tests wait now and then, and each process holds torch.
   # A file is one worker's; tests/conftest.py begins with the long ones.
   cores="$(env -u OMP_NUM_THREADS nproc)" # which else says what that variable holds
@@ -96,6 +105,7 @@ else
     -n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
   run "mypy, beside the tests" wait "$types"
   run "tests with the lowest versions" test_lowest
+  run "tests with trackers" test_trackers
   trap - EXIT
   # Only the files that name these marks: collecting all tests takes longer than these tests.
   mapfile -t marked < <(grep -rlE 'mark\.(alone|gpu)\b' --include='test_*.py' tests)

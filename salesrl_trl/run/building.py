@@ -23,6 +23,7 @@ from salesrl_trl.run.banner import banner
 from salesrl_trl.run.checks.model import model_class
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.settings import RunConfig
+from salesrl_trl.run.trackers import RunSettings, settings_beside_the_trainers
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def build_trainer(plan: Plan, reward: BatchedReward | RewardDesk, instruments: I
             if held_out.prompts
             else None,
             processing_class=_processing_class(plan),
+            callbacks=[RunSettings(settings_beside_the_trainers(config))],
             peft_config=get_peft_config(config.model),
         )
 

@@ -109,11 +109,12 @@ def test_the_locks_hold_every_direct_dependency_once_and_within_its_range(
     direct: Ranges, extras: dict[str, Ranges], scripted: Pins
 ) -> None:
     cpu, gpu = pins(requirement_lines("cpu.txt")), pins(requirement_lines("gpu.txt"))
+    trackers = pins(requirement_lines("trackers.txt"))
     assert NOT_LOCKED.isdisjoint(cpu)
     installed = direct | {name: allowed for extra in extras.values() for name, allowed in extra.items()}
     for name, allowed in installed.items():
         if name not in NOT_INSTALLED:
-            assert (cpu | scripted)[name] in allowed, name
+            assert (trackers if name in extras["trackers"] else cpu | scripted)[name] in allowed, name
     # The short list for GPUs is the same without the vector store. setuptools is no dependency of ours: it builds
     # DeepSpeed and this package, and vLLM limits it.
     wanted = direct | extras["gpu"] | extras["plots"] | extras["test"]
@@ -126,7 +127,12 @@ def test_a_lower_bound_is_a_version_that_tests_run_with(
 ) -> None:
     lowest, locked = pins(requirement_lines("lowest.txt")), pins(requirement_lines("cpu.txt")) | scripted
     allowed = direct | {name: each for extra in extras.values() for name, each in extra.items()}
-    run_with = locked | lowest | SEEN_ON_GPUS
+    trackers = {
+        name: version
+        for name, version in pins(requirement_lines("trackers.txt")).items()
+        if name in extras["trackers"]
+    }
+    run_with = locked | lowest | trackers | SEEN_ON_GPUS
     assert {name: lower_bound(each) for name, each in allowed.items() if name not in NOT_INSTALLED} == {
         name: run_with[name] for name in allowed if name not in NOT_INSTALLED
     }
@@ -145,8 +151,12 @@ def test_what_the_package_imports_is_a_direct_dependency(direct: Ranges, extras:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 imported.add(node.module.split(".")[0])
     not_foreign = sys.stdlib_module_names | {"salesrl_trl", "_typeshed"}  # type checkers bring _typeshed
-    foreign = {{"yaml": "pyyaml", "PIL": "pillow"}.get(name, name) for name in imported - not_foreign}
-    optional = {name for extra in ("gpu", "plots", "vector-store", "stochastic-rounding") for name in extras[extra]}
+    foreign = {
+        {"yaml": "pyyaml", "PIL": "pillow", "mlflow": "mlflow-skinny"}.get(name, name)
+        for name in imported - not_foreign
+    }
+    extra = ("gpu", "plots", "vector-store", "stochastic-rounding", "trackers")
+    optional = {name for each in extra for name in extras[each]}
     optional |= {"pyarrow", "starlette"}  # come with lancedb and fastapi
     assert foreign - optional <= set(direct)
 
