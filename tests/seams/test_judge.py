@@ -6,7 +6,7 @@ from support.loopback import ACTION, ANSWER, action, build_reward, row
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.run.assembly import addresses
+from salesrl_trl.run.assembly import NOWHERE, addresses
 from salesrl_trl.run.assembly import build_reward as build_from_settings
 from salesrl_trl.run.checks.reward import check_stand_ins, prepare_reward
 from salesrl_trl.types import Outcome
@@ -43,7 +43,7 @@ def test_settings_name_it_by_its_dotted_path_and_need_no_address_no_key_and_no_r
     with addresses(config) as (rag_base_url, judge_base_url):
         reward = build_from_settings(config, parts, [row()], rag_base_url, judge_base_url, output_dir=tmp_path)
         assert result_of(reward, [ACTION, action("b")]).values == [pytest.approx(SCORE)] * 2
-    assert judge_base_url == ""
+    assert judge_base_url == NOWHERE
     assert services.calls["judge"] == 0
 
 
