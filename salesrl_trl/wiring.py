@@ -109,13 +109,9 @@ class Wiring:
         self.policy = Policy(args, self.kl is not None, gets_adapter)
         self._banded = [branch for branch, target in targets.items() if target.has_band]
         self.ledger = Ledger(
-            args.branches,
-            reward.names.providers,
-            reward.names.services,
-            reward.names.stages,
-            with_kl=bool(targets),
-            with_baseline=bool(args.hybrid_reference_weight),
-        )
+            args.branches, reward.names.providers, reward.names.services, reward.names.stages,
+            with_kl=bool(targets), with_baseline=bool(args.hybrid_reference_weight),
+        )  # fmt: skip
         self.run_control = RunControl(
             args.min_valid_reward_fraction,
             args.max_skipped_generations,
