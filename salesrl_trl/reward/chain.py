@@ -184,6 +184,8 @@ class SalesReward(BatchedReward):
             cache_hits={"answers": answers.hits + self._verdicts.hits, "references": references.hits},
         )
         answers.hits = self._verdicts.hits = references.hits = 0
+        if self.budget is not None:
+            await self.budget.settle()
         return drained
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
@@ -227,6 +229,8 @@ class SalesReward(BatchedReward):
             await stage.aclose()
         for store in self._stores:
             await asyncio.to_thread(store.close)
+        if self.budget is not None:
+            await self.budget.aclose()
 
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **self._judge.transports}
