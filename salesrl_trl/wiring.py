@@ -56,6 +56,7 @@ from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.spending import ForecastLine, Spending
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
 
@@ -115,6 +116,7 @@ class Wiring:
             with_kl=bool(targets),
             with_baseline=bool(args.hybrid_reference_weight),
         )
+        self.spending = Spending(reward.budget)
         self.run_control = RunControl(
             args.min_valid_reward_fraction,
             args.max_skipped_generations,
@@ -122,6 +124,7 @@ class Wiring:
             args.max_kl,
             Path(args.output_dir),
             args.max_outage_s,
+            self.spending.told,
         )
         self.keeper = Keeper(
             args,
@@ -251,6 +254,7 @@ class Wiring:
             SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(args.branches, names.providers if names.has_actions else None, failures),
+            ForecastLine(self.spending),
             EpochLine(args.branches, failures),
             HeldOut(
                 args.branches,
@@ -317,7 +321,8 @@ class Wiring:
     def figures(self, mode: str) -> dict[str, float]:
         """The figures of a log line. Starts over."""
         figures = self.ledger.flush(mode)
-        return figures | self.instruments.figures(self._trl.accelerator) if mode == "train" else figures
+        more = self.spending.figures() | self.instruments.figures(self._trl.accelerator) if mode == "train" else {}
+        return figures | more
 
     @contextlib.contextmanager
     def running(self, save: Callable[[], None]) -> Iterator[None]:
