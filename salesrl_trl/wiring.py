@@ -118,14 +118,9 @@ class Wiring:
         )
         self.spending = Spending(reward.budget)
         self.run_control = RunControl(
-            args.min_valid_reward_fraction,
-            args.max_skipped_generations,
-            reward.names.places,
-            args.max_kl,
-            Path(args.output_dir),
-            args.max_outage_s,
-            self.spending.told,
-        )
+            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl,
+            Path(args.output_dir), args.max_outage_s, self.spending.told,
+        )  # fmt: skip
         self.keeper = Keeper(
             args,
             self.kl,
