@@ -100,8 +100,9 @@ class SpentFile:
             file = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             try:
                 file.execute("PRAGMA journal_mode = TRUNCATE")
-                for statement in _SCHEMA:
-                    file.execute(statement)
+                with _transaction(file):  # of several processes that begin at once, one makes the tables
+                    for statement in _SCHEMA:
+                        file.execute(statement)
             except sqlite3.Error:
                 file.close()
                 raise
