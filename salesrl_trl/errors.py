@@ -11,6 +11,7 @@
     │   │   └── DeadlineExceeded       the deadline of the reward came first
     │   ├── ServiceRejected        4xx that a retry does not repair
     │   │   └── AccessDenied           key refused or quota used up; a single one is retried
+    │   ├── BudgetSpent            not sent: a limit of the run's spending is reached
     │   ├── FunctionError          a reward function raised, or returned what is no reward
     │   └── BadServiceResponse     an answer that breaks its contract
     │       ├── ForeignReply           not, or not only, the reply to this request
@@ -114,6 +115,13 @@ class AccessDenied(ServiceRejected):
 
     default_code = "access_denied"
     worth_retrying = True
+
+
+class BudgetSpent(ServiceError):
+    """The request was not sent, because a limit of the run's spending is reached. This says nothing about a
+    service."""
+
+    default_code = "budget_spent"
 
 
 class FunctionError(ServiceError):

@@ -132,6 +132,11 @@ POSITION_GAP = "judge/position_gap"
 USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")
 """Figures of each judge provider, per generation batch."""
 CACHES = ("answers", "references")
+BUDGET_CALLS = "budget/calls"
+"""Requests to the reward's services so far, of all ranks and of the runs before. Only where something is limited or
+has a price, as the next."""
+BUDGET_USD = "budget/usd"
+"""US dollars for judges so far, by their prices."""
 
 
 def usage_of(provider: str, kind: str) -> str:
@@ -251,6 +256,8 @@ SETTINGS_FILE = "config.yaml"
 """Every setting of the run, as a recipe."""
 RUN_FILE = "run.json"
 """The command, the package's code and the versions of the others."""
+SPENT_FILE = "budget.sqlite"
+"""What the run and its resumes have spent. All ranks write there."""
 REPORT_PAGE_FILE = "report.html"
 REPORT_TEXT_FILE = "report.txt"
 CHECKPOINT_FOLDERS = "checkpoint-"

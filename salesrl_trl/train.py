@@ -37,6 +37,7 @@ from salesrl_trl.run import signals
 from salesrl_trl.run.assembly import launched_services, open_reward
 from salesrl_trl.run.banner import closing_lines
 from salesrl_trl.run.building import build_instruments, build_trainer, take_policy
+from salesrl_trl.run.checks.budget import check_budget_left
 from salesrl_trl.run.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.run.console import (
     EXIT_BAD_INPUT,
@@ -100,6 +101,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                 if resumes and _has_finished(config.training):
                     logger.info("this run has finished. A larger `max_steps` or `num_train_epochs` goes on with it.")
                     return
+                check_budget_left(config.reward, Path(config.training.output_dir))
                 if config.training.process_index == 0:
                     command, processes = [sys.argv[0], *argv], config.training.world_size
                     write_record(Path(config.training.output_dir), config.recipe, command, processes)

@@ -57,6 +57,7 @@ from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.spending import ForecastLine, Spending
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
 
@@ -112,14 +113,11 @@ class Wiring:
             args.branches, reward.names.providers, reward.names.services, reward.names.stages,
             with_kl=bool(targets), with_baseline=bool(args.hybrid_reference_weight),
         )  # fmt: skip
+        self.spending = Spending(reward.budget)
         self.run_control = RunControl(
-            args.min_valid_reward_fraction,
-            args.max_skipped_generations,
-            reward.names.places,
-            args.max_kl,
-            Path(args.output_dir),
-            args.max_outage_s,
-        )
+            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl,
+            Path(args.output_dir), args.max_outage_s, self.spending.told,
+        )  # fmt: skip
         self.keeper = Keeper(
             args,
             self.kl,
@@ -249,6 +247,7 @@ class Wiring:
             SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(args.branches, names.providers if names.has_actions else None, failures),
+            ForecastLine(self.spending),
             EpochLine(args.branches, failures),
             HeldOut(
                 args.branches,
@@ -315,7 +314,8 @@ class Wiring:
     def figures(self, mode: str) -> dict[str, float]:
         """The figures of a log line. Starts over."""
         figures = self.ledger.flush(mode)
-        return figures | self.instruments.figures(self._trl.accelerator) if mode == "train" else figures
+        more = self.spending.figures() | self.instruments.figures(self._trl.accelerator) if mode == "train" else {}
+        return figures | more
 
     @contextlib.contextmanager
     def running(self, save: Callable[[], None]) -> Iterator[None]:

@@ -1,9 +1,10 @@
 """Settings of one judge among several."""
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 
-from salesrl_trl.config.checks import check, check_finite, check_url
+from salesrl_trl.config.checks import check, check_finite, check_url, structure
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
 
 
@@ -39,6 +40,12 @@ class JudgeProviderConfig:
             Price in US dollars, for the cost metrics.
         usd_per_million_completion_tokens (`float`, *optional*, defaults to `0.0`):
             Price in US dollars, for the cost metrics.
+        max_calls (`int`, *optional*):
+            Most requests of the run and its resumes. The other providers are asked then.
+        max_usd (`float`, *optional*):
+            Most US dollars of the run and its resumes, by the prices above.
+        tokens_per_minute (`int`, *optional*):
+            Most tokens of any minute, of prompts and answers, of all processes together. Requests wait for them.
     """
 
     name: str
@@ -54,6 +61,14 @@ class JudgeProviderConfig:
     extra_body: dict[str, object] = field(default_factory=dict)
     usd_per_million_prompt_tokens: float = 0.0
     usd_per_million_completion_tokens: float = 0.0
+    max_calls: int | None = None
+    max_usd: float | None = None
+    tokens_per_minute: int | None = None
+
+    @property
+    def has_price(self) -> bool:
+        """Whether its tokens cost something."""
+        return self.usd_per_million_prompt_tokens > 0 or self.usd_per_million_completion_tokens > 0
 
     def __post_init__(self) -> None:
         where = f"judge_providers[{self.name}]"
@@ -69,6 +84,41 @@ class JudgeProviderConfig:
             f"`{where}.response_format` is {self.response_format!r}. Expected one of: {', '.join(RESPONSE_FORMATS)}.",
         )
         check(isinstance(self.extra_body, dict), f"`{where}.extra_body` is no mapping. Expected fields of a request.")
-        for name in ("max_concurrency", "timeout_s", "max_completion_tokens"):
+        for name in ("usd_per_million_prompt_tokens", "usd_per_million_completion_tokens"):
+            check(getattr(self, name) >= 0, f"`{where}.{name}` is {getattr(self, name)}. Expected 0 or more.")
+        for name in ("max_concurrency", "timeout_s", "max_completion_tokens", "max_calls", "max_usd",
+                     "tokens_per_minute"):  # fmt: skip
             value = getattr(self, name)
             check(value is None or value > 0, f"`{where}.{name}` is {value}. Expected more than 0.")
+        check(
+            self.max_usd is None or self.has_price,
+            f"`{where}.max_usd` is given, and the provider has no price. Expected `usd_per_million_prompt_tokens` or "
+            "`usd_per_million_completion_tokens`: without one nothing is ever spent.",
+        )
+
+
+def judge_providers_of(setting: object) -> list[JudgeProviderConfig]:
+    """The entries of `judge_providers`, checked; empty without any.
+
+    Raises:
+        `ConfigError`: an entry lacks a field, has an unknown one, or does not fit the others.
+    """
+    if setting is None:
+        return []
+    known = {each.name for each in dataclasses.fields(JudgeProviderConfig)}
+    providers = []
+    for entry in structure("judge_providers", setting, list):
+        check(isinstance(entry, dict), f"`judge_providers` holds a {type(entry).__name__}. Expected mappings.")
+        lacking, unknown = {"name", "base_url", "model"} - entry.keys(), entry.keys() - known
+        check(
+            not lacking and not unknown,
+            f"a provider of `judge_providers` lacks {sorted(lacking)} and has unknown {sorted(unknown)}. Expected "
+            f"name, base_url and model, and perhaps {', '.join(sorted(known - {'name', 'base_url', 'model'}))}.",
+        )
+        providers.append(JudgeProviderConfig(**entry))
+    names = [provider.name for provider in providers]
+    check(
+        bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
+        f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
+    )
+    return providers

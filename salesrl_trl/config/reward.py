@@ -4,12 +4,12 @@ Keys are named by their environment variable, and never held. `run.checks.reward
 branches.
 """
 
-import dataclasses
 import re
 from dataclasses import dataclass, field
 
+from salesrl_trl.config.budget import check_budget
 from salesrl_trl.config.checks import about, check, check_choice, check_finite, check_positive, check_url, structure
-from salesrl_trl.config.judge import JudgeProviderConfig
+from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
 from salesrl_trl.config.replay import ReplayConfig
 from salesrl_trl.reward.judge.client import AGGREGATIONS
 from salesrl_trl.reward.judge.noise import MIN_CALLS
@@ -56,6 +56,8 @@ class RewardConfig(ReplayConfig):
             `response_format` of the one judge, as in `JudgeProviderConfig`.
         judge_max_completion_tokens (`int`, *optional*, defaults to `512`):
             Most tokens of a verdict of the one judge. A model that thinks needs more.
+        judge_tokens_per_minute (`int`, *optional*):
+            `tokens_per_minute` of the one judge, as in `JudgeProviderConfig`.
         judge_api_key_env (`str`, *optional*):
             Name of the environment variable that holds the judge's key.
         judge_providers (`list`, *optional*):
@@ -118,6 +120,11 @@ class RewardConfig(ReplayConfig):
         denied_cooldown_s (`float`, *optional*, defaults to `60.0`):
             Longest pause in seconds between two probes of a service that refuses the key, or whose quota is used up.
             The first pause is a second, and each one is twice as long as the last.
+        max_calls (`int`, *optional*):
+            Most requests to all services of the reward together, of the run and its resumes: every one that leaves
+            counts. At the limit the run saves and ends.
+        max_usd (`float`, *optional*):
+            Most US dollars for judges, of the run and its resumes, by the prices in `judge_providers`.
         warm_up_services (`bool`, *optional*, defaults to `True`):
             Whether to ask both RAG endpoints and every judge once before the first step. The run stops if a necessary
             one can't answer.
@@ -170,6 +177,9 @@ class RewardConfig(ReplayConfig):
     judge_max_completion_tokens: int = field(
         default=512, metadata=about("Most tokens of a verdict, the judge's thoughts included.")
     )
+    judge_tokens_per_minute: int | None = field(
+        default=None, metadata=about("Most tokens of any minute of the one judge.")
+    )
     judge_api_key_env: str | None = field(default=None, metadata=about("Environment variable with the judge's key."))
     judge_providers: list[object] | str | None = field(
         default=None, metadata=about("Several judges, in fallback order.")
@@ -219,6 +229,8 @@ class RewardConfig(ReplayConfig):
     denied_cooldown_s: float = field(
         default=60.0, metadata=about("Longest pause between probes after a refused key, in seconds.")
     )
+    max_calls: int | None = field(default=None, metadata=about("Most requests to all services of the reward."))
+    max_usd: float | None = field(default=None, metadata=about("Most US dollars for judges, by their prices."))
     warm_up_services: bool = field(default=True, metadata=about("Ask every service once before the first step."))
     preflight_calls: int | None = field(
         default=None, metadata=about("Calls of a preflight to each service; default: those of a step.")
@@ -333,7 +345,7 @@ class RewardConfig(ReplayConfig):
             "`judge` is given beside `judge_base_url`, `judge_providers` or `judge_api_key_env`. Expected one kind of "
             "judge: a class of your own needs no address and no key.",
         )
-        self.parsed_judge_providers()
+        check_budget(self, self.parsed_judge_providers())
         self.parsed_branch_weights()
 
     def _check_vector_store(self) -> None:
@@ -357,25 +369,7 @@ class RewardConfig(ReplayConfig):
 
     def parsed_judge_providers(self) -> list[JudgeProviderConfig]:
         """`judge_providers`, checked; empty without any."""
-        if self.judge_providers is None:
-            return []
-        known = {each.name for each in dataclasses.fields(JudgeProviderConfig)}
-        providers = []
-        for entry in structure("judge_providers", self.judge_providers, list):
-            check(isinstance(entry, dict), f"`judge_providers` holds a {type(entry).__name__}. Expected mappings.")
-            lacking, unknown = {"name", "base_url", "model"} - entry.keys(), entry.keys() - known
-            check(
-                not lacking and not unknown,
-                f"a provider of `judge_providers` lacks {sorted(lacking)} and has unknown {sorted(unknown)}. Expected "
-                f"name, base_url and model, and perhaps {', '.join(sorted(known - {'name', 'base_url', 'model'}))}.",
-            )
-            providers.append(JudgeProviderConfig(**entry))
-        names = [provider.name for provider in providers]
-        check(
-            bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
-            f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
-        )
-        return providers
+        return judge_providers_of(self.judge_providers)
 
     def parsed_branch_weights(self) -> dict[str, dict[str, float]]:
         """`branch_reward_weights`, checked without the branches; empty without any."""

@@ -16,6 +16,7 @@ from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, Rewar
 from salesrl_trl.reward.open_batches import OpenBatches
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scoring import FORMAT, missing
+from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example, Outcome, Reward
@@ -69,6 +70,8 @@ class BatchedReward(ABC):
         """Batches without a result."""
         self.lines = SampleLines()
         """Logs what happens to single completions."""
+        self.budget: Budget | None = None
+        """Limits what its services may be asked. It belongs to the reward's event loop, but for its `terms`."""
         self._logged_faults: set[str] = set()
 
     @abstractmethod

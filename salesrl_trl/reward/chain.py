@@ -191,6 +191,8 @@ class SalesReward(BatchedReward):
             calls=() if self._ahead_trail is None else self._ahead_trail.drain_calls(),
         )
         answers.hits = self._verdicts.hits = references.hits = 0
+        if self.budget is not None:
+            await self.budget.settle()
         return drained
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
@@ -234,6 +236,8 @@ class SalesReward(BatchedReward):
             await stage.aclose()
         for store in self._stores:
             await asyncio.to_thread(store.close)
+        if self.budget is not None:
+            await self.budget.aclose()
 
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **self._judge.transports}

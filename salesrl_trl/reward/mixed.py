@@ -43,6 +43,7 @@ class MixedReward(BatchedReward):
     def __init__(self, rewards: Sequence[BatchedReward], weights: Sequence[float], are_all: bool = True) -> None:
         super().__init__(max((reward.deadline_s for reward in rewards), default=DEADLINE_S))
         self._rewards = tuple(rewards)
+        self.budget = next((reward.budget for reward in rewards if reward.budget is not None), None)
         self._are_all = are_all
         self._names: dict[str, str] = {}
         for reward in rewards:

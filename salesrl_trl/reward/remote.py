@@ -243,7 +243,7 @@ class RemoteReward(BatchedReward):
 
     def __init__(self, chain: BatchedReward) -> None:
         super().__init__(chain.deadline_s)
-        self.lines = chain.lines
+        self.lines, self.budget = chain.lines, chain.budget
         self.__name__ = getattr(chain, "__name__", type(chain).__name__)  # TRL names metrics after it
         self._local = chain
         try:

@@ -265,6 +265,7 @@ class Scoring:
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         failed = gather_object([(reward.reason, reward.value is None) for reward in faulty])
+        self._run_control.record_reasons(reason for reason, is_missing in failed if is_missing)
         self._ledger.record_rewards(mode, rollout.scored, (reason for reason, _ in failed))
         self._ledger.record_report(mode, gather(encode_report(result.report).to(self._device)).cpu())
         if rollout.is_trained_on:

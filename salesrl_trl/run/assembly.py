@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
+from salesrl_trl.config.budget import limits_of
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.process import cache_dir
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.base import BatchedReward
@@ -28,6 +30,8 @@ from salesrl_trl.reward.rag.vector_store import VectorStoreRag
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.service.budget import Price, Terms
+from salesrl_trl.reward.service.meter import FREE, Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.run.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.types import SalesRow
@@ -220,10 +224,11 @@ def build_reward(
 
     The other arguments are those of `build_services`.
     """
-    rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes)
+    budget = budget_of(config, output_dir, processes)
+    rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget)
     # the embedded service has a new address in every run, so its answers are not kept
     lasting = config.rag_base_url is not None or config.vector_store_path is not None
-    return SalesReward(
+    chain = SalesReward(
         [
             replace(row, images=(), columns={}) for row in rows
         ],  # services and judge see text; a child process gets a copy
@@ -241,10 +246,27 @@ def build_reward(
         answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
         references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
     )
+    chain.budget = budget
+    return chain
+
+
+def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Budget | None:
+    """The budget of a run in this folder. `None` where nothing is limited and nothing has a price."""
+    providers = config.parsed_judge_providers()
+    limits = limits_of(config, JUDGE)
+    rates = [config.judge_tokens_per_minute, *(each.tokens_per_minute for each in providers)]
+    if not limits and not any(rates) and not any(each.has_price for each in providers):
+        return None
+    return Budget(Terms(path=output_dir / SPENT_FILE, limits=limits, processes=processes))
 
 
 def build_services(
-    config: RewardConfig, parts: RewardParts, rag_base_url: str, judge_base_url: str, processes: int = 1
+    config: RewardConfig,
+    parts: RewardParts,
+    rag_base_url: str,
+    judge_base_url: str,
+    processes: int = 1,
+    budget: Budget | None = None,
 ) -> Services:
     """Build the clients of the services, without a connection.
 
@@ -259,10 +281,18 @@ def build_services(
             Address of the configured judge, or of the embedded one. Not used with `judge_providers`.
         processes (`int`, *optional*, defaults to `1`):
             Number of processes that share the limits.
+        budget (`Budget`, *optional*):
+            From `budget_of`. Nothing is limited or counted without it.
     """
 
     def transport(
-        service: str, max_concurrency: int, timeout_s: float, max_attempts: int, patience_s: float | None = None
+        service: str,
+        max_concurrency: int,
+        timeout_s: float,
+        max_attempts: int,
+        patience_s: float | None = None,
+        price: Price = FREE,
+        tokens_per_minute: float | None = None,
     ) -> Transport:
         return Transport(
             service,
@@ -273,6 +303,7 @@ def build_services(
             outage_patience_s=config.outage_patience_s if patience_s is None else patience_s,
             denied_cooldown_s=config.denied_cooldown_s,
             hedge_fraction=config.hedge_fraction,
+            meter=None if budget is None else budget.meter(service, price, tokens_per_minute),
         )
 
     def retrieval(service: str, patience_s: float | None = None) -> Transport:
@@ -290,7 +321,7 @@ def build_services(
 
 
 def _judge(
-    config: RewardConfig, parts: RewardParts, transport: Callable[[str, int, float, int], Transport], base_url: str
+    config: RewardConfig, parts: RewardParts, transport: Callable[..., Transport], base_url: str
 ) -> JudgeClient:
     configured = config.parsed_judge_providers()
     providers = [
@@ -302,6 +333,8 @@ def _judge(
                 each.max_concurrency or config.judge_max_concurrency,
                 each.timeout_s or config.judge_timeout_s,
                 config.judge_max_attempts or config.max_attempts,
+                price=_price(each),
+                tokens_per_minute=each.tokens_per_minute,
             ),
         )
         for each in configured or [_only_provider(config, base_url)]
@@ -335,6 +368,15 @@ def _only_provider(config: RewardConfig, base_url: str) -> JudgeProviderConfig:
         model=config.judge_model,
         response_format=config.judge_response_format,
         max_completion_tokens=config.judge_max_completion_tokens,
+        tokens_per_minute=config.judge_tokens_per_minute,
+    )
+
+
+def _price(config: JudgeProviderConfig) -> Price:
+    return Price(
+        prompt_token=config.usd_per_million_prompt_tokens / 1e6,
+        completion_token=config.usd_per_million_completion_tokens / 1e6,
+        max_completion_tokens=config.max_completion_tokens,
     )
 
 

@@ -21,6 +21,8 @@ from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
 from salesrl_trl.process import installed
 from salesrl_trl.recording.schema import record_file
+from salesrl_trl.reward.service.spent_file import read_account
+from salesrl_trl.run.assembly import budget_of
 from salesrl_trl.run.checks.addresses import MEANINGLESS
 from salesrl_trl.run.checks.model import generation_config_of
 from salesrl_trl.run.memory.shape import parameter_count
@@ -63,6 +65,7 @@ def banner(
         *(("reward", path) for path in reward.reward_funcs),
         *([("replay", _replay(reward))] if reward.replay else []),
         *([("RAG service", _rag(reward)), ("judge", _judge(reward))] if reward.uses_services else []),
+        *(("budget", line) for line in _budget(reward, training)),
         *(("stage", stage) for stage in reward.reward_stages),
         ("devices", device_line(training.device, training.world_size)),
         *([("compiled", _compiled(training, policy_path))] if training.compiled else []),
@@ -182,6 +185,17 @@ def _judge(reward: RewardConfig) -> str:
     if reward.judge_base_url is not None:
         return f"{reward.judge_model} at {reward.judge_base_url}"
     return "embedded, made for the demo (your own: --judge_base_url http://HOST:PORT/v1 --judge_model NAME)"
+
+
+def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
+    """Limits of the spending, and what was spent in this folder."""
+    budget = budget_of(reward, Path(training.output_dir))
+    if budget is None:
+        return []
+    limits = ", ".join(f"{each.name} {each.most:,g}" for each in budget.terms.limits) or "no limit"
+    before = read_account(budget.terms.path).total()
+    so_far = f"; spent in this folder so far: {before.calls:,.0f} calls, {before.usd:.2f} USD" if before.calls else ""
+    return [f"{limits}{so_far}; a forecast follows after the first steps"]
 
 
 def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:

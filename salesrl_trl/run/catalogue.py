@@ -46,12 +46,7 @@ FAULTS: tuple[Fault, ...] = (
             Sign(r"Free memory on device .* is less than desired GPU memory utilization"),
             Sign(kind=_OUT_OF_MEMORY, where=r"^vllm\."),
         ),
-        (
-            _WHO,
-            _LESS_FOR_VLLM,
-            "Train less: `--use_peft true --lora_r 16`.",
-            _SERVER,
-        ),
+        (_WHO, _LESS_FOR_VLLM, "Train less: `--use_peft true --lora_r 16`.", _SERVER),
     ),
     Fault(
         "vLLM's longest sequence is longer than the model's",
@@ -262,6 +257,12 @@ FAULTS: tuple[Fault, ...] = (
             'Try the key alone: `curl -H "Authorization: Bearer $JUDGE_API_KEY" ADDRESS/models`.',
             "For a quota: raise it, or add to `--judge_providers`; then `--resume_from_checkpoint auto`.",
         ),
+    ),
+    Fault(
+        "The budget is spent",
+        "A limit is reached: `max_calls`, `max_usd`, or those of all providers in `judge_providers`.",
+        (Sign(r"the budget is spent"),),
+        ("Raise the limit that the message names, and go on: `--resume_from_checkpoint auto`.",),
     ),
     Fault(
         "A service limits calls",

@@ -19,6 +19,8 @@ from transformers import (
 )
 
 from salesrl_trl.names import (
+    BUDGET_CALLS,
+    BUDGET_USD,
     JUDGE_SECONDS,
     REWARD_SECONDS,
     STEP_SECONDS,
@@ -101,7 +103,7 @@ class StepLine(TrainerCallback):
         are_actions = self._providers is not None
         line = step_line(step, state.max_steps, logs, self._branches, self._failures(), seconds, are_actions)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
-        logger.info(" | ".join(part for part in (line, progress, shares(logs)) if part))
+        logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
         if self._providers is not None:
             logger.info(judge_line(step, logs, self._providers))
         self._last, self._last_step = now, step
@@ -150,6 +152,12 @@ def shares(logs: Logs) -> str:
         return ""
     parts = sorted(((logs.get(time_of(phase)) or 0.0) / wall, phase) for phase in Phase)
     return ", ".join(f"{phase} {share:.0%}" for share, phase in reversed(parts) if share >= SHOWN_SHARE)
+
+
+def spent(logs: Logs) -> str:
+    """`spent 1,234 calls, 0.42 USD`. Empty where nothing is limited and nothing has a price."""
+    calls = logs.get(BUDGET_CALLS)
+    return "" if calls is None else f"spent {calls:,.0f} calls, {logs.get(BUDGET_USD) or 0:.2f} USD"
 
 
 def clock(seconds: float) -> str:

@@ -7,11 +7,11 @@ The trainer gathers from other ranks.
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from salesrl_trl.errors import DivergedError, RunStopped, SalesRLError, TooFewRewardsError
+from salesrl_trl.errors import BudgetSpent, DivergedError, RunStopped, SalesRLError, TooFewRewardsError
 from salesrl_trl.names import ALL_KL, CHECKPOINT_FOLDERS
 
 GRADIENT_NORM = "grad_norm"
@@ -45,6 +45,8 @@ class RunControl:
             KL to the reference in nats per token above which a run is broken.
         output_dir (`Path`, *optional*):
             Folder of the checkpoints.
+        spent (`Callable[[], str]`, *optional*):
+            Says what was spent, and which limits of the budget are reached.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class RunControl:
         max_kl: float = math.inf,
         output_dir: Path = Path(),
         max_outage_s: float = math.inf,
+        spent: Callable[[], str] = str,
     ) -> None:
+        self._spent = spent
         self.wanted_fraction = min_valid_reward_fraction
         """Share of completions below which a batch is skipped."""
         self._most = max_skipped_generations
@@ -73,6 +77,8 @@ class RunControl:
         """The error that ends the run after the step under way."""
         self.is_skipping = False
         """Whether the generation batch in training is left out of the loss."""
+        self.is_spent = False
+        """Whether a completion is without a reward because a limit of the budget is reached."""
         self._moves = False
         self._skipped_in_a_row = 0
         self._skips_since = 0.0
@@ -105,6 +111,10 @@ class RunControl:
             f"skipping an update: {scored_fraction:.0%} of the completions could be scored, wanted {wanted:.0%} "
             f"({_counted(missing)})"
         )
+
+    def record_reasons(self, reasons: Iterable[str]) -> None:
+        """Record why completions have no reward, of training or of an evaluation: reason codes of all ranks."""
+        self.is_spent = self.is_spent or BudgetSpent.default_code in reasons
 
     def urgency(self) -> int:
         """This rank's reason to end the run, for the highest of all ranks: 2 if it was asked to stop, 1 if batches are
@@ -178,6 +188,12 @@ class RunControl:
     def stop(self, step: int, *, is_new: bool) -> None:
         """End the run after `step` optimizer steps, because a rank was asked to stop. `is_new`: it has done some."""
         self.error = RunStopped(self.stopped_by(self.requested, step, is_new=is_new))
+
+    def stop_spending(self, step: int, *, is_new: bool) -> None:
+        """End the run after `step` optimizer steps, because its budget is spent. `is_new`: it has done some."""
+        kept = "The state was saved; go" if is_new else "No other step was done, and nothing is lost. Go"
+        again = self._resume(step) if step else "the same command"
+        self.error = RunStopped(f"the budget is spent: {self._spent()}. {kept} on with a larger limit and {again}.")
 
     def stopped_by(self, reason: str | None, step: int, *, is_new: bool) -> str:
         """The message of a run that was stopped."""

@@ -126,15 +126,18 @@ class Stopping:
         self._moves = True
 
     def end_step(self) -> None:
-        """An optimizer step has ended. Stop if any rank was asked to, and undo the step if the stop cut it off; a
-        collective."""
+        """An optimizer step has ended. Stop if any rank was asked to, or if the budget is spent, and undo the step if
+        that cut it off; a collective."""
         self._agree()
         is_asked = self._run_control.requested is not None
-        if is_asked and not self._moves and self._boundary is not None:
+        ends = is_asked or self._run_control.is_spent  # the same on all ranks: they have gathered the reasons
+        if ends and not self._moves and self._boundary is not None:
             self._restore(self._boundary)
         step = self.settle()
         if is_asked:
             self._run_control.stop(step, is_new=step > self._first)
+        elif ends:
+            self._run_control.stop_spending(step, is_new=step > self._first)
 
     def settle(self) -> int:
         """What follows an optimizer step is done. Random draws belong to the next step from now on.
@@ -150,14 +153,18 @@ class Stopping:
         self._run_control.record_urgency(highest(self._run_control.urgency(), self._device))
 
     def raise_if_asked(self) -> None:
-        """Raise `StopRequested` on all ranks if any rank was asked to stop; a collective."""
+        """Raise `StopRequested` on all ranks if any rank was asked to stop, or if an evaluation lacks answers because
+        the budget is spent; a collective."""
         self._agree()
         if self._run_control.requested is not None:
             raise StopRequested(self._run_control.requested)
+        if self._run_control.is_spent:
+            raise StopRequested("a limit of its budget, of which a larger one is needed,")
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """While active, training is over, and a request ends the run as it ends training. Raises `RunStopped` then."""
+        self._run_control.is_spent = False  # of the last step's quick evaluation, which nothing follows
         try:
             yield
         except StopRequested as request:

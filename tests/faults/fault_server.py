@@ -167,6 +167,21 @@ class Scenarios:
         else:
             self.ok(path, transport, body)
 
+    async def chaos(self, path, transport, body):
+        """Errors, broken connections, refusals, stragglers, and answers that no client can read."""
+        kind = self.random.random()
+        await asyncio.sleep(0.3 if kind > 0.96 else self.random.uniform(0.001, 0.01))
+        if kind < 0.1:
+            self.refuse(transport, 500)
+        elif kind < 0.15:
+            self.refuse(transport, 429, Retry_After="0.05")
+        elif kind < 0.2:
+            await self.hang_up(path, transport, body)
+        elif kind < 0.25:
+            transport.write(response(200, b"{"))
+        else:
+            self.ok(path, transport, body)
+
     async def comes_back_shedding(self, path, transport, body):
         """The service is down, then overloaded once, then well."""
         if self.stats["requests"] <= self.settings["failures"]:

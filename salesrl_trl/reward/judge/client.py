@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from salesrl_trl.data.text import read_small, unreadable
-from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
+from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.clocked import seconds_or_error
 from salesrl_trl.reward.judge.base import Judge, JudgeRecord, ProviderUsage
@@ -187,8 +187,9 @@ class JudgeClient(Judge):
             try:
                 verdict = await provider.ask(material, candidate_first=candidate_first, patient=provider is order[-1])
             except ServiceError as error:
-                # An invalid verdict says more than a provider that was down.
-                failure = failure if isinstance(failure, JudgeInvalid) else error
+                # An invalid verdict says more than a provider that was down. One that was not asked says nothing.
+                is_less = isinstance(failure, JudgeInvalid) or isinstance(error, BudgetSpent)
+                failure = failure if failure is not None and is_less else error
                 continue
             first = None if material.reference is None else candidate_first
             verdict = replace(verdict, provider=provider.settings.name)
@@ -201,7 +202,8 @@ class JudgeClient(Judge):
 
     def _order(self, lot: float) -> list[ProviderClient]:
         """The provider that the lot in [0, 1) falls to, then the others as they are listed."""
-        providers = list(self.providers.values())
+        every = list(self.providers.values())
+        providers = [each for each in every if not each.settings.transport.is_spent] or every
         place = lot * sum(each.settings.weight for each in providers)
         for index, each in enumerate(providers):
             place -= each.settings.weight

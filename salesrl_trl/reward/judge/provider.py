@@ -26,6 +26,7 @@ from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.judge.base import ProviderUsage
 from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, response_format, signed_rubric
 from salesrl_trl.reward.service.http import HttpClient, refuse_stated_error
+from salesrl_trl.reward.service.meter import Bill
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
@@ -160,6 +161,7 @@ class ProviderClient:
                     if not self._may_not_take_formats(error):
                         raise
                 unheld = True
+                await self.settings.transport.admit()
             try:
                 verdict = await self._one_way(material, candidate_first, by_text=True)
             except ServiceError:
@@ -201,13 +203,14 @@ class ProviderClient:
             except ForeignVerdict:  # another request counts its tokens
                 raise
             except ServiceError:
-                self._count_tokens(usage)
+                self._count_tokens(usage, bill)
                 raise
-            self._count_tokens(usage)
+            self._count_tokens(usage, bill)
             self._usage.verdicts += 1
             return verdict
 
-        return await self.http.post("/chat/completions", body, read)
+        with self.settings.transport.bill() as bill:
+            return await self.http.post("/chat/completions", body, read)
 
     def _body(self, system: str, message: str, held_to: "ResponseFormatJSONSchema | None") -> dict[str, object]:
         body: dict[str, object] = {
@@ -234,11 +237,13 @@ class ProviderClient:
         refuse_stated_error(service, value)
         return value
 
-    def _count_tokens(self, stated: object) -> None:
+    def _count_tokens(self, stated: object, bill: Bill) -> None:
         try:
             usage = _Usage.model_validate(stated)
         except ValidationError:
             return
+        if usage.prompt_tokens or usage.completion_tokens:
+            bill.count(usage.prompt_tokens, usage.completion_tokens)
         self._usage.prompt_tokens += usage.prompt_tokens
         self._usage.completion_tokens += usage.completion_tokens
         self._usage.usd += (

@@ -19,6 +19,7 @@ from salesrl_trl.reward.service.breaker import Breaker
 from salesrl_trl.reward.service.deadline import now
 from salesrl_trl.reward.service.hedging import HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
+from salesrl_trl.reward.service.meter import Meter
 
 T = TypeVar("T")
 
@@ -42,9 +43,19 @@ class Flights:
         traffic (`Counter[str]`):
             Counted here: `sent` hedges, `hedges`, `hedges_won`; and `overloads`, `timeouts` and `failures` of requests
             beside which another one for the same call goes on.
+        meter (`Meter`, *optional*):
+            Counts hedges. There is none that would have to wait for the budget.
     """
 
-    def __init__(self, limit: AdaptiveLimit, hedging: HedgePolicy, breaker: Breaker, traffic: Counter[str]) -> None:
+    def __init__(
+        self,
+        limit: AdaptiveLimit,
+        hedging: HedgePolicy,
+        breaker: Breaker,
+        traffic: Counter[str],
+        meter: Meter | None = None,
+    ) -> None:
+        self._meter = meter
         self._limit = limit
         self._hedging = hedging
         self._breaker = breaker
@@ -126,6 +137,8 @@ class Flights:
                 continue
             if self._slots.borrowed_tokens + self._hedges >= self._limit.slots:
                 return self._limit.slots > 1
+            if self._meter is not None and not self._meter.admits_now():
+                return False
             flight.send(self._limit.record_sent())
             self._hedges += 1
             self._hedging.record_hedge()

@@ -20,6 +20,7 @@ import stamina
 
 from salesrl_trl.errors import (
     AccessDenied,
+    BudgetSpent,
     DeadlineExceeded,
     ServiceError,
     ServiceOverloaded,
@@ -31,6 +32,7 @@ from salesrl_trl.reward.service.deadline import deadline, now, remaining_s
 from salesrl_trl.reward.service.flights import Flights
 from salesrl_trl.reward.service.hedging import HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
+from salesrl_trl.reward.service.meter import Bill, Meter
 from salesrl_trl.reward.service.per_event_loop import PerLoop
 
 T = TypeVar("T")
@@ -75,6 +77,8 @@ class Transport:
             Longest pause between two probes of a service that refuses the key or whose quota is used up.
         hedge_fraction (`float`, *optional*, defaults to `0.05`):
             Most extra requests for late calls, as a share of all; 0 for none.
+        meter (`Meter`, *optional*):
+            Holds every request against the run's budget. None when not given.
     """
 
     def __init__(
@@ -88,8 +92,10 @@ class Transport:
         outage_patience_s: float = 0.0,
         denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S,
         hedge_fraction: float = 0.05,
+        meter: Meter | None = None,
     ) -> None:
         self.service = service
+        self._meter = meter
         self._attempt_timeout_s = attempt_timeout_s
         self._max_attempts = max_attempts
         self._outage_patience_s = outage_patience_s
@@ -98,7 +104,7 @@ class Transport:
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
         self._flights: PerLoop[Flights] = PerLoop(
-            partial(Flights, self._limit, self._hedging, self._breaker, self._traffic)
+            partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, meter)
         )
         self._changes: PerLoop[_Changes] = PerLoop(_Changes)
 
@@ -125,11 +131,14 @@ class Transport:
                 and ends when it is turned away.
 
         Raises:
+            `BudgetSpent`: a limit of the run's budget is reached.
             `ServiceError`: the last attempt's error. Its `code` starts with the service's name.
         """
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
         self._refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
+        if self._meter is not None:
+            self._meter.refuse_if_spent()
         with deadline(remaining_s() if patient else remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
@@ -137,6 +146,28 @@ class Transport:
                     return await self._with_retries(attempt, patient, patience_s)
             except TimeoutError:
                 raise self._deadline_exceeded() from None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the budget lets no request pass any more."""
+        return self._meter is not None and self._meter.is_spent
+
+    async def admit(self) -> None:
+        """Wait until the budget lets one more request pass. For a second request within one attempt.
+
+        Raises:
+            `BudgetSpent`: a limit of the budget is reached.
+            `DeadlineExceeded`: the deadline came first.
+        """
+        if self._meter is not None:
+            try:
+                await self._meter.admit()
+            except TimeoutError:
+                raise self._deadline_exceeded() from None
+
+    def bill(self) -> Bill:
+        """The bill of one request, while it is under way."""
+        return Bill(self._meter)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patient: bool, patience_s: float) -> T:
         try:
@@ -158,7 +189,7 @@ class Transport:
         raise AssertionError("stamina ends by returning or raising")
 
     async def _once(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
-        probe = await self._permitted(patience_s)
+        probe = await self._admitted(patience_s)
         number = self._limit.record_sent()
         with self._observed(number, probe):
             left_s = remaining_s()
@@ -200,7 +231,7 @@ class Transport:
             self._breaker.record_failure(now(), probe=probe, denial=error.code)
             self._wake()
             raise
-        except DeadlineExceeded:
+        except (DeadlineExceeded, BudgetSpent):
             self._abandon(probe)
             raise
         except (ServiceUnavailable, ServiceTimeout) as error:
@@ -235,6 +266,17 @@ class Transport:
     def _held_back(self, code: str) -> "_HeldBack":
         self._traffic["held_back"] += 1
         return _HeldBack(f"{self.service} was not asked, because its latest calls failed", code)
+
+    async def _admitted(self, patience_s: float) -> int:
+        """As `_permitted`, for a request that the budget lets pass."""
+        if self._meter is None:
+            return await self._permitted(patience_s)
+        await self.admit()
+        try:
+            return await self._permitted(patience_s)
+        except BaseException:
+            self._meter.give_back()
+            raise
 
     async def _permitted(self, patience_s: float) -> int:
         """Wait until a request may be sent. Returns the number of the probe if the request is one, else 0."""

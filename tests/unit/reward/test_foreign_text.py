@@ -23,6 +23,7 @@ from salesrl_trl.reward.parsing import MAX_COMPLETION_CHARS, parse_action
 from salesrl_trl.reward.rag.client import MAX_ANSWER_CHARS, _read_answer
 from salesrl_trl.reward.rag.embedding import Embedder
 from salesrl_trl.reward.service.http import retry_after_s
+from salesrl_trl.reward.service.meter import Bill
 from salesrl_trl.types import InvalidAction
 
 NONCE = "0123456789abcdef"
@@ -139,6 +140,6 @@ def test_a_usage_that_can_not_be_loses_no_verdict(count):
     usage = f'{{"prompt_tokens": {count}, "completion_tokens": 7}}'
     content = f'{{"choices": [{{"message": {{"content": "hi"}}, "finish_reason": "stop"}}], "usage": {usage}}}'
     completion = PROVIDER._completion(content.encode())
-    PROVIDER._count_tokens(completion["usage"])
+    PROVIDER._count_tokens(completion["usage"], Bill(None))
     assert _text_of(completion) == "hi"
     assert PROVIDER.drain_usage().completion_tokens == 0

@@ -719,7 +719,7 @@ def test_what_is_sent_keeps_its_parts_together(services):
     """A transport and its flights share one counter, also in the child."""
     chain = pickle.loads(pickle.dumps(build_reward(services.url, [row()])))
     for transport in chain._transports().values():
-        limit, *_, traffic = transport._flights._make.args
+        limit, *_, traffic, _ = transport._flights._make.args
         assert limit is transport._limit
         assert traffic is transport._traffic
 

@@ -1,0 +1,145 @@
+"""What a run has spent, for its figures and messages, and what it will spend.
+
+Owns the forecast and the wording. Reads the account that the rewards' processes write.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import BUDGET_CALLS, BUDGET_USD, REWARD
+from salesrl_trl.reward.service.budget import NOTHING_SPENT, Account, Limit
+from salesrl_trl.reward.service.meter import Budget
+from salesrl_trl.reward.service.spent_file import read_account
+from salesrl_trl.telemetry.step_lines import Logs, clock
+
+logger = logging.getLogger(__name__)
+
+FORECAST_STEPS = 3
+"""Steps after that of the first line from which the forecast is made. The first one also starts everything up."""
+
+
+class Spending:
+    """The account of a run. A run without a budget has no figures.
+
+    Args:
+        budget (`Budget`, *optional*):
+            Of the run.
+    """
+
+    def __init__(self, budget: Budget | None) -> None:
+        self.terms = None if budget is None else budget.terms
+        self._account = NOTHING_SPENT
+
+    def account(self) -> Account:
+        """What has been spent so far, by the file; as it was at the last look if the file can't be read."""
+        try:
+            if self.terms is not None:
+                self._account = read_account(self.terms.path)
+        except ConfigError as error:
+            logger.warning(str(error))
+        return self._account
+
+    def figures(self) -> dict[str, float]:
+        """The figures of a log line."""
+        if self.terms is None:
+            return {}
+        total = self.account().total()
+        return {BUDGET_CALLS: total.calls, BUDGET_USD: total.usd}
+
+    def told(self) -> str:
+        """What was spent, and which limits are reached."""
+        account = self.account()
+        return told(account, account.reached(self.limits))
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The limits of the run."""
+        return () if self.terms is None else self.terms.limits
+
+
+def told(account: Account, reached: Sequence[Limit]) -> str:
+    """`1,000 calls were made, for 0.42 USD; reached: max_calls 1,000`."""
+    total = account.total()
+    names = ", ".join(f"`{each.name}` {each.most:,g}" for each in reached)
+    return f"{total.calls:,.0f} calls were made, for {total.usd:.2f} USD; reached: {names}"
+
+
+def forecast(
+    limits: Sequence[Limit], first: Account, now: Account, steps: tuple[int, int, int], seconds: tuple[float, float]
+) -> str:
+    """What the whole run will take, by its steps between two lines.
+
+    Args:
+        limits (`Sequence[Limit]`):
+            The limits of the budget.
+        first (`Account`), now (`Account`):
+            The account at the two lines.
+        steps (`tuple[int, int, int]`):
+            Steps done at the two lines, and those of the whole run.
+        seconds (`tuple[float, float]`):
+            Seconds between the two lines, and those of the run until now.
+    """
+    began, done, all_steps = steps
+    share = (all_steps - done) / (done - began)  # the rest, by what has been measured
+    before, total = first.total(), now.total()
+    calls, usd = (there + (there - then) * share for then, there in
+                  ((before.calls, total.calls), (before.usd, total.usd)))  # fmt: skip
+    lasts = clock(seconds[1] + seconds[0] * share)
+    text = f"by the first {done} steps, about {calls:,.0f} calls, {usd:.2f} USD and {lasts} in all"
+    ends = {}
+    for limit in limits:
+        a_step = (now.used(limit) - first.used(limit)) / (done - began)
+        left = limit.most - now.used(limit)
+        step = done + left / a_step if a_step > 0 else math.inf
+        if step < all_steps:
+            ends[limit.name] = max(int(step), done)
+    reached = ", ".join(f"{name} is reached after step {step} of {all_steps}" for name, step in ends.items())
+    return f"{text}; {reached or 'no limit is reached'}" if limits else text
+
+
+class ForecastLine(TrainerCallback):
+    """Logs once what the whole run will take.
+
+    Args:
+        spending (`Spending`):
+            The account.
+    """
+
+    def __init__(self, spending: Spending) -> None:
+        self._spending = spending
+        self._started = 0.0
+        self._first: tuple[int, float, Account] | None = None
+        self._is_done = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._started, self._first, self._is_done = time.perf_counter(), None, False
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Logs | None = None,
+        **_: object,
+    ) -> None:
+        is_wanted = state.is_world_process_zero and self._spending.terms is not None and not self._is_done
+        if not is_wanted or logs is None or REWARD not in logs:
+            return
+        step, now = state.global_step, time.perf_counter()
+        if self._first is None:
+            self._first = (step, now, self._spending.account())
+            return
+        began, at, account = self._first
+        if step - began < FORECAST_STEPS:
+            return
+        self._is_done = True
+        steps, seconds = (began, step, state.max_steps), (now - at, now - self._started)
+        told = forecast(self._spending.limits, account, self._spending.account(), steps, seconds)
+        logger.info(f"[Run] {'forecast':<12} {told}")
