@@ -49,7 +49,7 @@ class ReplayReward(BatchedReward):
     def __init__(self, reward: BatchedReward, run: Path, on_miss: str, *, delays: bool = False) -> None:
         super().__init__(reward.deadline_s)
         self.__name__ = getattr(reward, "__name__", type(reward).__name__)
-        self.lines = reward.lines
+        self.lines, self.budget = reward.lines, reward.budget
         self._reward = reward
         self._on_miss = on_miss
         self._delays = delays
