@@ -17,6 +17,7 @@ COMMANDS = {
     "preflight": ("salesrl_trl.preflight", "say in seconds what of a run will not work"),
     "evaluate": ("salesrl_trl.evaluate", "score a policy on held-out rows"),
     "report": ("salesrl_trl.report", "write a page about a run"),
+    "view": ("salesrl_trl.view", "show a run's completions in a browser, as they come"),
     "services": ("salesrl_trl.demo.services", "start the demo's RAG service and judge"),
     "env": ("salesrl_trl.env", "show code, versions and settings, or what two runs differ in"),
 }

@@ -26,6 +26,7 @@ ORDER = (
     "tidy_end",
     "timing",
     "names",
+    "recording",
     "data",
     "generation",
     "shared_prompts",
@@ -35,6 +36,7 @@ ORDER = (
     "reward",
     "evaluation",
     "report",
+    "view",
     "update",
     "rollout",
     "config",
@@ -92,6 +94,7 @@ def test_a_module_imports_only_from_above_itself(path):
         ("salesrl_trl.run.preflight.alone", "torch"),
         # benchmarks/policies.py has both this and vLLM on a GPU, which JAX, if bm25s brings it, takes for itself
         ("salesrl_trl.demo.services.judge", "bm25s"),
+        ("salesrl_trl.view.__main__", "torch"),
         ("salesrl_trl.env", "torch"),
         ("salesrl_trl.preflight", "torch"),
         ("salesrl_trl.evaluate", "torch"),
