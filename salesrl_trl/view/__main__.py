@@ -8,6 +8,7 @@ import argparse
 import sqlite3
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
@@ -33,15 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        index = Index(args.runs)
-        if args.html:
-            return _write(index, args.html, args.most)
-        viewer = Viewer(index, args.port)
+        with closing(Index(args.runs)) as index:
+            return _write(index, args.html, args.most) if args.html else _serve(index, args.port)
     except (ConfigError, OSError, sqlite3.Error) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return BAD_INPUT
-    print(f"{viewer.url}\nThis address is for you alone: the page shows what customers said. Ctrl-C ends.", flush=True)
+
+
+def _serve(index: Index, port: int) -> int:
+    viewer = Viewer(index, port)
     try:
+        print(
+            f"{viewer.url}\nThis address is for you alone: the page shows what customers said. Ctrl-C ends.",
+            flush=True,
+        )
         viewer.serve_forever()
     except KeyboardInterrupt:  # how it is meant to end
         print()
@@ -55,7 +61,6 @@ def _write(index: Index, path: Path, most: int) -> int:
     found = data(index, most)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(found).html, encoding="utf-8", errors="replace")
-    index.close()
     print(f"Page: {path}\n{found['state']['sample']:,} of {found['state']['total']:,} completions are in it.")
     return 0
 

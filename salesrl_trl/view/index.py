@@ -26,9 +26,11 @@ CACHE_KIB = 65_536
 _COPIED = ("step", "mode", "batch", "place", "prompt_group", "row", "branch", "outcome", "reason", "provider",
            "reward", "reference_reward", "advantage", "judge_s", "tokens", "staleness", "time")  # fmt: skip
 _TABLES = f"""
-CREATE TABLE completions (n INTEGER PRIMARY KEY AUTOINCREMENT, run, rank, id, {", ".join(_COPIED)}, disagreement REAL, prompt);
+CREATE TABLE completions (
+    n INTEGER PRIMARY KEY AUTOINCREMENT, run, rank, id, {", ".join(_COPIED)}, disagreement REAL, prompt
+);
 CREATE INDEX by_row ON completions (row, step);
-CREATE TABLE prompts (run, rank, id, n, PRIMARY KEY (run, rank, id)) WITHOUT ROWID;
+CREATE TABLE prompts (run INTEGER, rank INTEGER, id INTEGER, n INTEGER, PRIMARY KEY (run, rank, id)) WITHOUT ROWID;
 """
 # A number is never given twice: the n-th completion has the text n - 1 of the haystack.
 _COPY = f"""
@@ -115,22 +117,24 @@ class Index:
                     "record/rank-0.sqlite."
                 )
         self.runs = runs
+        self._sources: dict[Path, Source] = {}
+        for source in self._found():
+            _check(source.path)
         self.lock = threading.RLock()
         self.texts, self.prompts = Haystack(), Haystack()
         self.version = 0
         """Rises with everything that is read."""
         self.reading = True
         """Whether there was more to read when it was last looked."""
+        self.facets: tuple[int, dict[str, dict[str, int]]] = (-1, {})
+        """What there is to choose from, and the version that it was counted at."""
         self.trouble = ""
         """Why the last look at the files failed."""
-        self._sources: dict[Path, Source] = {}
         self.db = sqlite3.connect("", uri=True, check_same_thread=False, isolation_level=None)
         self.db.row_factory = sqlite3.Row
         self.db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         self.db.execute("PRAGMA journal_mode=OFF")
         self.db.executescript(_TABLES)
-        for source in self._found():
-            _check(source.path)
 
     def close(self) -> None:
         """Give the temporary files back."""

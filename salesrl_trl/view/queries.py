@@ -83,9 +83,9 @@ class Where:
                     terms.append(f"{name} {sign} ?")
                     self.values.append(value)
         if word := params.get("text", "").strip():
-            said, asked = index.texts.find(word), index.prompts.find(word)
-            index.db.create_function("has_word", 2, lambda n, prompt: said[n - 1] or asked[prompt])
-            terms.append("has_word(n, prompt)")
+            # By number, from 1: a function of Python's would take longer than all else.
+            terms.append("(substr(?, n, 1) = x'01' OR substr(?, prompt + 1, 1) = x'01')")
+            self.values += [bytes(index.texts.find(word)), bytes(index.prompts.find(word))]
         self.sql = " AND ".join(terms)
 
 
@@ -99,18 +99,19 @@ def state(index: Index) -> Answer:
                 "WHERE run = ?", (at,)
             ).fetchone()  # fmt: skip
             runs.append({"name": path.resolve().name, "path": str(path), **dict(row)})
-        facets = {
-            name: {row[0]: row[1] for row in index.db.execute(
-                f"SELECT {name}, count(*) FROM completions WHERE {name} != '' GROUP BY 1 ORDER BY 2 DESC"
-            )} for name in ("branch", "outcome", "reason", "provider", "mode")
-        }  # fmt: skip
-        return {
-            "version": index.version,
-            "reading": index.reading,
-            "trouble": index.trouble,
-            "runs": runs,
-            "facets": facets,
-        }
+        if index.facets[0] != index.version:
+            index.facets = (index.version, _facets(index))
+        told = {"version": index.version, "reading": index.reading, "trouble": index.trouble}
+        return {**told, "runs": runs, "facets": index.facets[1]}
+
+
+def _facets(index: Index) -> dict[str, dict[str, int]]:
+    """The codes of each column, and how many completions have them."""
+    return {
+        name: dict(index.db.execute(
+            f"SELECT {name}, count(*) FROM completions WHERE {name} != '' GROUP BY 1 ORDER BY 2 DESC"
+        ).fetchall()) for name in ("branch", "outcome", "reason", "provider", "mode")
+    }  # fmt: skip
 
 
 def listing(index: Index, params: Params) -> Answer:
@@ -140,7 +141,10 @@ def listing(index: Index, params: Params) -> Answer:
             sql = f"{sql} AND ({key}, n) {'<' if direction == 'DESC' else '>'} (?, ?)"
             values = [*values, number(after, "at"), whole(after, "n")]
         rows = index.db.execute(
-            f"SELECT {key} AS key, * FROM completions WHERE {sql} ORDER BY key {direction}, n {direction} LIMIT ?",
+            # Only what orders them goes through the sorting: a fifth of the time of whole rows.
+            f"SELECT * FROM (SELECT n, {key} AS key FROM completions WHERE {sql} "
+            f"ORDER BY key {direction}, n {direction} LIMIT ?) JOIN completions USING (n) "
+            f"ORDER BY key {direction}, n {direction}",
             [*values, PAGE + 1],
         ).fetchall()
     shown = rows[:PAGE]

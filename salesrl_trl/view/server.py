@@ -80,11 +80,10 @@ class Viewer(ThreadingHTTPServer):
                 return
 
     def server_close(self) -> None:
-        """Stop following, and give the index's files back."""
+        """Stop following. The index stays open: it is not the server's."""
         self._ended.set()
         self._follower.join()
         super().server_close()
-        self.index.close()
 
 
 class _Handler(BaseHTTPRequestHandler):

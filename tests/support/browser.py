@@ -86,7 +86,7 @@ class Tab:
     def wait(self, script, why=""):
         """Wait until an expression is true, and give its value."""
         end = time.monotonic() + WAIT_S
-        while not (value := self.value(script)):
+        while (value := self.value(script)) in (None, False, "", 0):  # an element is {}
             assert time.monotonic() < end, (why or script, self.problems, self.value("document.body.innerText")[:2000])
             time.sleep(0.02)
         return value

@@ -100,7 +100,7 @@ export function Items({ items, current, runs }) {
     ["outcome", ""],
     ["reward", "n"],
     ["reference_reward", "n extra"],
-    ["advantage", "n"],
+    ["advantage", "n thin"],
     ["disagreement", "n extra"],
     ["judge_s", "n extra"],
   ];
