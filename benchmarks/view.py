@@ -78,7 +78,7 @@ class Server:
         """As Ctrl-C does."""
         self._connection.close()
         self.process.send_signal(2)
-        self.process.wait(30)
+        self.process.communicate(timeout=30)
 
 
 def taken_ms(work: Callable[[], object]) -> float:

@@ -90,6 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Viewer
     protocol_version = "HTTP/1.1"
     timeout = IDLE_S
+    disable_nagle_algorithm = True  # with it, a body waits 40 ms until its head is acknowledged
 
     def do_GET(self) -> None:
         if not _is_loopback(self.headers.get_all("Host") or []):
