@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": ("salesrl_trl.evaluate", "score a policy on held-out rows"),
     "rejudge": ("salesrl_trl.rejudge", "judge a recorded run again, and compare"),
     "report": ("salesrl_trl.report", "write a page about a run"),
+    "view": ("salesrl_trl.view", "show a run's completions in a browser, as they come"),
     "services": ("salesrl_trl.demo.services", "start the demo's RAG service and judge"),
     "env": ("salesrl_trl.env", "show code, versions and settings, or what two runs differ in"),
 }

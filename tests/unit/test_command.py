@@ -41,6 +41,7 @@ def salesrl(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
     [
         (["report", "nowhere"], 2),
         (["report", "--help"], 0),
+        (["view", "nowhere"], 2),
         (["env", "--diff", "one", "other"], 2),
         (["services", "--no-such-thing"], 2),
         (["preflight", "--stage"], 2),
@@ -97,9 +98,9 @@ def test_help_lists_the_words_whose_modules_are_there() -> None:
 
 
 def test_a_word_without_its_module_is_not_offered() -> None:
-    code = f"import salesrl_trl.command as it; it.COMMANDS['view'] = ('salesrl_trl.view', ''); {SCRIPT}"
-    assert "view" not in ended("-c", code, "--help")[1]
-    assert ended("-c", code, "view")[0] == 2
+    code = f"import salesrl_trl.command as it; it.COMMANDS['absent'] = ('salesrl_trl.absent', ''); {SCRIPT}"
+    assert "absent" not in ended("-c", code, "--help")[1]
+    assert ended("-c", code, "absent")[0] == 2
 
 
 def test_an_unknown_word_is_refused_with_the_nearest_one() -> None:

@@ -1,0 +1,141 @@
+// The page around the views: its head, its keys, and how it follows a run.
+import { h, Fragment } from "./vendor/preact.mjs";
+import { spoken, t, whole } from "./words.js";
+import { ask, choose, DATA, draw, load, page, readAddress, start, views } from "./core.js";
+
+const FOLLOW_MS = 2000;
+const total = () => (page.state?.runs ?? []).reduce((sum, run) => sum + run.many, 0);
+
+function App() {
+  const view = views[page.shown?.route] ?? views.overview;
+  const tab = (route) =>
+    h("li", null, h("a", { href: `#${route}`, "aria-current": page.route === route ? "page" : undefined }, t(route)));
+  const other = spoken() === "zh" ? "en" : "zh";
+  return h(
+    Fragment,
+    null,
+    h("a", { class: "skip", href: "#main", onClick: skip }, t("skip")),
+    h(
+      "header",
+      null,
+      h(
+        "nav",
+        { "aria-label": "salesrl" },
+        h("ul", null, tab("overview"), tab("list"), (page.state?.runs.length ?? 0) > 1 && tab("compare")),
+      ),
+      h(
+        "p",
+        { class: "runs muted" },
+        (page.state?.runs ?? []).map((run) => run.name).join(" · "),
+        " · ",
+        whole(total()),
+        " ",
+        t("completions"),
+      ),
+      !DATA &&
+        h(
+          "label",
+          { class: "follow" },
+          h("input", {
+            type: "checkbox",
+            checked: page.follow,
+            onChange: (event) => {
+              page.follow = event.target.checked;
+            },
+          }),
+          t("follow"),
+        ),
+      h(
+        "button",
+        { type: "button", lang: other === "zh" ? "zh-CN" : "en", onClick: () => choose(other) },
+        t("language"),
+      ),
+    ),
+    h("p", { class: "unseen", role: "status", "aria-live": "polite" }, page.said),
+    h(
+      "main",
+      { id: "main", "aria-busy": page.busy ? "true" : "false" },
+      DATA &&
+        page.state &&
+        h("p", { class: "notice" }, t("sample", whole(page.state.sample), whole(page.state.total))),
+      page.state?.reading && h("p", { class: "notice" }, t("reading", whole(total()))),
+      page.state?.trouble && h("p", { class: "notice bad" }, t("trouble", page.state.trouble)),
+      page.error
+        ? h(
+            Fragment,
+            null,
+            h("h1", { tabIndex: -1 }, t("title")),
+            h("p", { class: "bad", role: "alert" }, page.error.endsWith("not_there") ? t("not_there") : page.error),
+            h("p", null, h("a", { href: page.list.hash }, t("back"))),
+          )
+        : page.shown
+          ? view.View(page.shown.data, page.shown.params)
+          : h("p", null, t("loading")),
+    ),
+  );
+}
+
+function skip(event) {
+  event.preventDefault();
+  document.querySelector("main h1")?.focus();
+}
+
+// What a key does depends on the view; in a field every key is the field's.
+function pressed(event) {
+  if (event.ctrlKey || event.altKey || event.metaKey) return;
+  const typing = event.target.closest?.("input, select, textarea");
+  if (event.key === "Escape") {
+    if (typing) typing.blur();
+    else if (page.route === "completion" || page.route === "row") location.hash = page.list.hash;
+    return;
+  }
+  if (typing) return;
+  const way = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1 }[event.key];
+  if (event.key === "/" && page.route === "list") {
+    event.preventDefault();
+    document.querySelector("input[name=text]")?.focus();
+  } else if (way && page.route === "list") {
+    const links = [...document.querySelectorAll(".items a.open")],
+      at = links.indexOf(document.activeElement);
+    const next = links[at < 0 ? 0 : Math.min(Math.max(at + way, 0), links.length - 1)];
+    if (next) {
+      event.preventDefault();
+      next.focus();
+    }
+  } else if (page.route === "completion" && (event.key === "j" || event.key === "k")) {
+    const next = page.list.ids[page.list.ids.indexOf(page.params.id) + way];
+    if (next && page.list.ids.includes(page.params.id)) location.hash = `#completion?id=${next}`;
+  }
+}
+
+// Ask now and then whether there is more, and show it. A list that was read on by hand stays as it is.
+async function follow() {
+  const before = page.state?.version;
+  try {
+    page.state = await ask("state");
+  } catch (error) {
+    page.state = { ...page.state, trouble: error.message };
+  }
+  const route = page.shown?.route;
+  const still = route === "completion" || (route === "list" && page.shown.data.items.length > 50);
+  if (page.follow && page.state.version !== before && !still) await load({ quiet: true });
+  else draw();
+}
+
+async function begin() {
+  readAddress();
+  start(App);
+  page.state = await ask("state");
+  await load();
+  addEventListener("hashchange", () => load({ arrive: true }));
+  addEventListener("keydown", pressed);
+  addEventListener("resize", draw);
+  if (DATA) return;
+  const again = async () => {
+    if (!document.hidden) await follow();
+    setTimeout(again, page.state.reading ? FOLLOW_MS / 4 : FOLLOW_MS);
+  };
+  setTimeout(again, FOLLOW_MS / 4);
+}
+
+begin();

@@ -1,0 +1,105 @@
+// What the page shows now: its address, its answers, and how it comes to others.
+import { h, render } from "./vendor/preact.mjs";
+import { speak, t } from "./words.js";
+import { localAnswer } from "./local.js";
+
+const given = document.getElementById("data").textContent;
+export const DATA = given ? JSON.parse(given) : null;
+
+export const page = {
+  route: "overview",
+  params: {}, // of the address
+  state: null, // runs, and what there is to choose from
+  shown: null, // { route, params, data } of the last answer
+  error: "",
+  busy: false,
+  said: "",
+  follow: true,
+  list: { hash: "#list", ids: [], at: null }, // the list that one comes from
+};
+
+export async function ask(question, params = {}) {
+  if (DATA) return localAnswer(DATA, question, params);
+  const kept = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const answer = await fetch(`api/${question}?${new URLSearchParams(kept)}`);
+  const content = await answer.json();
+  if (!answer.ok) throw new Error(content.error);
+  return content;
+}
+
+export function address(route, params = {}) {
+  const kept = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const query = new URLSearchParams(kept).toString();
+  return `#${route}${query ? `?${query}` : ""}`;
+}
+
+export function readAddress() {
+  const [route, query] = location.hash.slice(1).split(/\?(.*)/s);
+  page.route = route || "overview";
+  page.params = Object.fromEntries(new URLSearchParams(query || ""));
+  speak(page.params.lang ?? stored());
+}
+
+// The language that was chosen last. A page from a file may keep nothing: then it is the browser's.
+function stored() {
+  try {
+    return localStorage.getItem("salesrl.lang");
+  } catch {
+    return null;
+  }
+}
+export function choose(lang) {
+  try {
+    localStorage.setItem("salesrl.lang", lang);
+  } catch {
+    // it holds until the page is left
+  }
+  speak(lang);
+  draw();
+}
+
+// Another address of the same view. It takes the place of the last one: Back leaves the view.
+export function change(params) {
+  const kept = { ...page.params, ...params };
+  delete kept.after;
+  history.replaceState(null, "", address(page.route, kept));
+  return load();
+}
+
+export const views = {}; // by route: { ask(params), View(data, params), title(data, params), focus }
+let asked = 0;
+
+// Ask what the address says, and draw the answer. An answer that another question overtook is dropped.
+export async function load({ arrive = false, quiet = false } = {}) {
+  const mine = ++asked;
+  readAddress();
+  const view = views[page.route] ?? views.overview;
+  if (!quiet) {
+    page.busy = true;
+    draw();
+  }
+  try {
+    const data = await view.ask(page.params);
+    if (mine !== asked) return;
+    page.shown = { route: page.route, params: page.params, data };
+    page.error = "";
+    if (!quiet) page.said = view.told?.(data, page.params) ?? view.title(data, page.params);
+  } catch (error) {
+    if (mine !== asked) return;
+    page.error = page.said = t("failed", error.message);
+    page.shown = null;
+  }
+  page.busy = false;
+  draw();
+  if (arrive) (view.focus?.() || document.querySelector("main h1"))?.focus();
+  document.title = `${page.shown ? view.title(page.shown.data, page.params) : t("title")} · salesrl`;
+}
+
+let root = null;
+export function start(App) {
+  root = App;
+  draw();
+}
+export function draw() {
+  if (root) render(h(root), document.getElementById("app"));
+}

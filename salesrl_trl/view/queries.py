@@ -1,0 +1,251 @@
+"""Answers to the page's questions about many completions.
+
+Owns filters, orders and pages of lists, the figures by step and branch, the way of a row, and the comparison of two
+runs. Values of a question only ever stand in parameters of SQL.
+"""
+
+import math
+import sqlite3
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from salesrl_trl.view.detail import excerpts, prompt_of
+from salesrl_trl.view.index import Index
+
+Params = Mapping[str, str]
+Answer = dict[str, Any]
+"""JSON."""
+
+PAGE = 50
+MOST_OF_A_ROW = 800
+EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
+BETWEEN = ("reward", "advantage", "step")
+SHOWN = ("step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward", "advantage",
+         "judge_s", "disagreement")  # fmt: skip
+_LOW, _HIGH = "-1e308", "1e308"
+ORDERS = {
+    "newest": ("step", "DESC"),
+    "oldest": ("step", "ASC"),
+    "reward_high": (f"ifnull(reward, {_LOW})", "DESC"),
+    "reward_low": (f"ifnull(reward, {_HIGH})", "ASC"),
+    "disagreement": (f"ifnull(disagreement, {_LOW})", "DESC"),
+    "advantage": (f"ifnull(abs(advantage), {_LOW})", "DESC"),
+    "slowest": (f"ifnull(judge_s, {_LOW})", "DESC"),
+}
+"""Key and direction. What has no such number comes last."""
+
+
+class BadQuestionError(ValueError):
+    """A question that the page does not ask."""
+
+
+def number(params: Params, name: str) -> float | None:
+    """A finite number of a question. `None` where none is given."""
+    text = params.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadQuestionError(f"{name} is no number")
+    return value
+
+
+def whole(params: Params, name: str, default: int = 0) -> int:
+    """A whole number of a question."""
+    value = number(params, name)
+    return default if value is None else int(value)
+
+
+def name_of(row: sqlite3.Row) -> str:
+    """A completion's id on the page: run, rank and id in the file."""
+    return f"{row['run']}-{row['rank']}-{row['id']}"
+
+
+class Where:
+    """The condition of a filter, and its values."""
+
+    def __init__(self, index: Index, params: Params) -> None:
+        terms, self.values = ["1"], list[Any]()
+        if params.get("run"):
+            terms.append("run = ?")
+            self.values.append(whole(params, "run"))
+        for name in EQUAL:
+            if params.get(name):
+                terms.append(f"{name} = ?")
+                self.values.append(params[name])
+        for name in BETWEEN:
+            for end, sign in (("min", ">="), ("max", "<=")):
+                if (value := number(params, f"{name}_{end}")) is not None:
+                    terms.append(f"{name} {sign} ?")
+                    self.values.append(value)
+        if word := params.get("text", "").strip():
+            # By number, from 1: a function of Python's would take longer than all else.
+            terms.append("(substr(?, n, 1) = x'01' OR substr(?, prompt + 1, 1) = x'01')")
+            self.values += [bytes(index.texts.find(word)), bytes(index.prompts.find(word))]
+        self.sql = " AND ".join(terms)
+
+
+def state(index: Index) -> Answer:
+    """Runs, and what there is to choose from."""
+    with index.lock:
+        runs = []
+        for at, path in enumerate(index.runs):
+            row = index.db.execute(
+                "SELECT count(*) AS many, min(step) AS first, max(step) AS last, max(time) AS time FROM completions "
+                "WHERE run = ?", (at,)
+            ).fetchone()  # fmt: skip
+            runs.append({"name": path.resolve().name, "path": str(path), **dict(row)})
+        if index.facets[0] != index.version:
+            index.facets = (index.version, _facets(index))
+        told = {"version": index.version, "reading": index.reading, "trouble": index.trouble}
+        return {**told, "runs": runs, "facets": index.facets[1]}
+
+
+def _facets(index: Index) -> dict[str, dict[str, int]]:
+    """The codes of each column, and how many completions have them."""
+    return {
+        name: dict(index.db.execute(
+            f"SELECT {name}, count(*) FROM completions WHERE {name} != '' GROUP BY 1 ORDER BY 2 DESC"
+        ).fetchall()) for name in ("branch", "outcome", "reason", "provider", "mode")
+    }  # fmt: skip
+
+
+def listing(index: Index, params: Params) -> Answer:
+    """A page of the list.
+
+    Args:
+        index (`Index`):
+            The runs.
+        params (`Params`):
+            `run`, the names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, `order` of `ORDERS`,
+            and `after`, the `next` of the page before.
+
+    Returns:
+        `Answer`: `total`, `items`, and `next`, which is `None` on the last page.
+    """
+    order = params.get("order") or "newest"
+    if order not in ORDERS:
+        raise BadQuestionError(f"there is no order {order!r}")
+    key, direction = ORDERS[order]
+    with index.lock:
+        where = Where(index, params)
+        total = index.db.execute(f"SELECT count(*) FROM completions WHERE {where.sql}", where.values).fetchone()[0]
+        sql, values = where.sql, where.values
+        if params.get("after"):
+            at, _, n = params["after"].partition("~")
+            after = {"at": at, "n": n}
+            sql = f"{sql} AND ({key}, n) {'<' if direction == 'DESC' else '>'} (?, ?)"
+            values = [*values, number(after, "at"), whole(after, "n")]
+        rows = index.db.execute(
+            # Only what orders them goes through the sorting: a fifth of the time of whole rows.
+            f"SELECT * FROM (SELECT n, {key} AS key FROM completions WHERE {sql} "
+            f"ORDER BY key {direction}, n {direction} LIMIT ?) JOIN completions USING (n) "
+            f"ORDER BY key {direction}, n {direction}",
+            [*values, PAGE + 1],
+        ).fetchall()
+    shown = rows[:PAGE]
+    last = f"{shown[-1]['key']!r}~{shown[-1]['n']}" if len(rows) > PAGE else None
+    return {"total": total, "items": items(index, shown), "next": last}
+
+
+def items(index: Index, rows: list[sqlite3.Row]) -> list[Answer]:
+    """Completions as lists show them, with the beginning of their texts."""
+    texts = excerpts(index, [(row["run"], row["rank"], row["id"]) for row in rows])
+    return [
+        {"id": name_of(row), "run": row["run"], **{name: row[name] for name in SHOWN},
+         "text": texts[row["run"], row["rank"], row["id"]]} for row in rows
+    ]  # fmt: skip
+
+
+def overview(index: Index, params: Params) -> Answer:
+    """Figures of every step and branch of one run: completions, those with a reward, mean rewards, outcomes."""
+    with index.lock:
+        rows = index.db.execute(
+            "SELECT step, branch, outcome, count(*) AS many, count(reward) AS scored, total(reward) AS reward, "
+            "count(reference_reward) AS referred, total(reference_reward) AS reference FROM completions "
+            "WHERE run = ? AND mode = ? GROUP BY step, branch, outcome ORDER BY step, branch",
+            (whole(params, "run"), params.get("mode") or "train"),
+        ).fetchall()
+    groups: dict[tuple[int, str], list[sqlite3.Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["step"], row["branch"]].append(row)
+    return {"steps": [_figures(step, branch, found) for (step, branch), found in groups.items()]}
+
+
+def _figures(step: int, branch: str, rows: list[sqlite3.Row]) -> Answer:
+    scored, referred = sum(row["scored"] for row in rows), sum(row["referred"] for row in rows)
+    return {
+        "step": step,
+        "branch": branch,
+        "many": sum(row["many"] for row in rows),
+        "scored": scored,
+        "reward": sum(row["reward"] for row in rows) / scored if scored else None,
+        "reference": sum(row["reference"] for row in rows) / referred if referred else None,
+        "outcomes": {row["outcome"]: row["many"] for row in rows},
+    }
+
+
+def row_over_time(index: Index, params: Params) -> Answer:
+    """All completions of one row of the dataset, in all runs, by step. Of very many, the latest."""
+    with index.lock:
+        given = (params.get("row", ""),)
+        total = index.db.execute("SELECT count(*) FROM completions WHERE row = ?", given).fetchone()[0]
+        rows = index.db.execute(
+            "SELECT * FROM (SELECT * FROM completions WHERE row = ? ORDER BY step DESC, n DESC LIMIT ?) "
+            "ORDER BY run, step, mode, n",
+            (*given, MOST_OF_A_ROW),
+        ).fetchall()
+    asked = prompt_of(index, rows[-1]) if rows else []
+    return {"row": given[0], "total": total, "items": items(index, rows), "messages": asked}
+
+
+_COMPARED = """
+WITH last AS (
+    SELECT run, row, max(step) AS step FROM completions
+    WHERE mode = :mode AND run IN (:one, :other) AND reward IS NOT NULL GROUP BY run, row
+), mean AS (
+    SELECT c.run, c.row, c.branch, c.step, avg(c.reward) AS reward, count(*) AS many
+    FROM completions c JOIN last USING (run, row, step) WHERE c.mode = :mode AND c.reward IS NOT NULL GROUP BY 1, 2
+), both AS (
+    SELECT a.row, a.branch, a.step AS one_step, a.reward AS one, b.step AS other_step, b.reward AS other,
+        b.reward - a.reward AS change
+    FROM mean a JOIN mean b USING (row) WHERE a.run = :one AND b.run = :other
+)
+"""
+CHANGES = {"largest": "abs(change) DESC", "worse": "change ASC", "better": "change DESC"}
+
+
+def comparison(index: Index, params: Params) -> Answer:
+    """Rows that two runs share: the mean reward of each where it was last trained on, or evaluated.
+
+    Args:
+        index (`Index`):
+            The runs.
+        params (`Params`):
+            `one` and `other`, numbers of runs; `mode`; `order` of `CHANGES`; `offset`.
+
+    Returns:
+        `Answer`: `total` rows in both, their mean `change`, how many got `better` and `worse`, `rows`, and `next`, an
+        offset or `None`.
+    """
+    order = params.get("order") or "largest"
+    if order not in CHANGES:
+        raise BadQuestionError(f"there is no order {order!r}")
+    offset = max(whole(params, "offset"), 0)
+    runs = {"one": whole(params, "one"), "other": whole(params, "other", 1), "mode": params.get("mode") or "train"}
+    with index.lock:
+        index.db.execute("DROP TABLE IF EXISTS compared")
+        index.db.execute(f"CREATE TEMP TABLE compared AS {_COMPARED} SELECT * FROM both", runs)
+        told = index.db.execute(
+            "SELECT count(*) AS total, avg(change) AS change, total(change > 0) AS better, total(change < 0) AS worse "
+            "FROM compared"
+        ).fetchone()
+        rows = index.db.execute(
+            f"SELECT * FROM compared ORDER BY {CHANGES[order]}, row LIMIT ? OFFSET ?", (PAGE + 1, offset)
+        ).fetchall()
+    more = len(rows) > PAGE
+    return {**dict(told), "rows": [dict(row) for row in rows[:PAGE]], "next": offset + PAGE if more else None}

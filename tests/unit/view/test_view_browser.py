@@ -1,0 +1,270 @@
+"""The page in a real browser: opened, filtered, clicked, by the keyboard and as a screen reader gets it.
+
+Skipped where there is no Chromium (`apt install chromium`).
+"""
+
+import json
+
+import pytest
+from support.browser import browser, program
+from support.synthetic_record import GROUP, HOSTILE, Maker, Rank
+from support.viewing import served
+
+from salesrl_trl.view import __main__ as command
+from salesrl_trl.view import queries
+
+pytestmark = pytest.mark.skipif(program() is None, reason="needs Chromium")
+SETTLED = "document.querySelector('main h1') && document.querySelector('main').getAttribute('aria-busy') === 'false'"
+FIRST = "document.querySelector('.items a.open')"
+USED = ("button", "link", "combobox", "searchbox", "spinbutton", "checkbox", "textbox", "table", "navigation")
+FOCUSED = "document.activeElement"
+
+
+@pytest.fixture(scope="module")
+def tab():
+    with browser() as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def viewer(two_runs):
+    with served(*two_runs) as viewer:
+        yield viewer
+
+
+@pytest.fixture
+def opened(tab, viewer):
+    """The page on an address, in a window of a usual size. At the end, nothing was refused and nothing went wrong."""
+
+    def go(address="", lang="en"):
+        tab.size(1200, 900)
+        tab.open("about:blank")
+        tab.open(f"{viewer.url}{address}{'&' if '?' in address else '?' if address else '#overview?'}lang={lang}")
+        tab.wait(f"{SETTLED} && !document.querySelector('.notice')")
+        return tab
+
+    tab.problems.clear()
+    yield go
+    assert tab.problems == []
+
+
+def count(tab):
+    """Of the list."""
+    return int(tab.text(".count strong").split()[0].replace(",", ""))
+
+
+def test_it_opens_on_steps_by_branch_and_a_step_leads_to_its_completions(opened, viewer):
+    tab = opened()
+    step = queries.overview(viewer.index, {})["steps"][-1]
+    shown = tab.text("tbody tr").split("\t")
+    assert shown[:3] == [str(step["step"]), step["branch"], f"{step['reward']:.3f}"]
+    assert len(tab.value("[...document.querySelectorAll('figure path.line')].map(e => e.getAttribute('d'))")) > 4
+    tab.click("tbody th a")
+    tab.wait("location.hash.startsWith('#list')")
+    tab.wait(f"{SETTLED} && document.querySelector('.count')")
+    assert count(tab) == step["many"]
+
+
+def test_filters_by_hand_change_the_list_and_the_address(opened, viewer):
+    tab = opened("#list")
+    assert count(tab) == 2 * 1664
+    tab.choose("select[name=outcome]", "invalid_action")
+    tab.choose("select[name=branch]", "fairness")
+    tab.click("input[name=text]")
+    tab.type("价格")
+    wanted = {"outcome": "invalid_action", "branch": "fairness", "text": "价格"}
+    total = queries.listing(viewer.index, wanted)["total"]
+    tab.wait(
+        f"location.hash.includes('text=') && document.querySelector('.count strong').innerText.startsWith('{total} ')"
+    )
+    assert 0 < total < 200
+    assert "branch=fairness" in tab.value("location.hash")
+    # The address alone gives the same list again.
+    address = tab.value("location.hash")
+    again = opened(address)
+    assert count(again) == total
+    assert again.value("document.querySelector('input[name=text]').value") == "价格"
+    again.click(".filters a.button")
+    again.wait("location.hash === '#list'")
+
+
+def test_a_shortcut_shows_what_judge_and_reference_disagree_on_most(opened, viewer):
+    tab = opened("#list?run=0")
+    tab.click(".leading li:nth-child(2) a")
+    tab.wait("location.hash.includes('order=disagreement')")
+    first = queries.listing(viewer.index, {"order": "disagreement", "run": "0"})["items"][0]
+    tab.wait(f"{FIRST}.dataset.id === '{first['id']}'")
+
+
+def test_a_click_opens_the_whole_way_of_a_completion(opened, viewer):
+    tab = opened("#list?outcome=ok&run=1&mode=train")
+    item = queries.listing(viewer.index, {"outcome": "ok", "run": "1", "mode": "train"})["items"][0]
+    tab.click(".items a.open")
+    tab.wait(f"{SETTLED} && location.hash.startsWith('#completion')")
+    tab.wait("document.querySelector('.messages')")
+    shown = tab.text()
+    for words in ("Conversation", "From the action (8B)", "Reference (32B)", "Verdicts", "Its group", "Calls"):
+        assert words in shown
+    assert f"{item['reward']:.3f}" in shown
+    assert tab.value("document.querySelectorAll('tr[aria-current=true]').length") == 1
+    assert tab.value("document.querySelectorAll('tr[aria-current=true]')[0].parentElement.rows.length") == GROUP
+    tab.click(".calls summary")
+    tab.wait("document.querySelector('.calls details[open] pre').innerText.includes('query')")
+
+
+def test_what_a_completion_holds_is_shown_and_never_run(opened):
+    tab = opened("#list?run=0&text=onerror")
+    assert count(tab) > 50
+    tab.click(".items a.open")
+    tab.wait("document.querySelector('pre.text')")
+    assert json.dumps(HOSTILE)[1:-1] in tab.text("pre.text")
+    assert HOSTILE in tab.value("[...document.querySelectorAll('td')].map(e => e.innerText).join('\\n')")
+    assert tab.value("document.querySelectorAll('main img, main script').length") == 0
+    assert tab.value("document.title") != "owned"
+
+
+def test_the_keyboard_alone_goes_through_the_list_and_back(opened):
+    tab = opened("#list?run=0")
+    ids = tab.value("[...document.querySelectorAll('.items a.open')].map(e => e.dataset.id)")
+    tab.press("j")
+    tab.press("ArrowDown")
+    tab.press("j")
+    tab.press("k")
+    assert tab.value(f"{FOCUSED}.dataset.id") == ids[1]
+    tab.press("Enter")
+    tab.wait(f"document.title.includes('{ids[1]}')")
+    assert tab.value(f"{FOCUSED}.tagName") == "H1"  # where a reader begins
+    tab.press("j")
+    tab.wait(f"document.title.includes('{ids[2]}')")
+    tab.press("Escape")
+    tab.wait("location.hash.startsWith('#list')")
+    tab.wait(f"{FOCUSED}.dataset.id === '{ids[2]}'", "the focus comes back to where it was")
+    tab.press("/")
+    assert tab.value(f"{FOCUSED}.name") == "text"
+    tab.type("j")  # in a field a key is a letter
+    assert tab.value(f"{FOCUSED}.value") == "j"
+    tab.press("Escape")
+    assert tab.value(f"{FOCUSED}.tagName") == "BODY"
+    tab.wait("location.hash.includes('text=j')")
+
+
+def test_a_screen_reader_gets_names_for_all_there_is_to_use(opened):
+    tab = opened("#list")
+    told = tab.accessible()
+    used = [(role, name) for role, name, _ in told if role in USED]
+    assert [role for role, name in used if not name] == []
+    assert {"Branch", "Outcome", "Reason", "Judge", "Mode", "Order"} <= {n for r, n in used if r == "combobox"}
+    assert ("searchbox", "Text") in used
+    assert ("heading", "Completions", False) in told
+    assert ("search", "Filters", False) in told
+    assert sum(role == "row" for role, _, _ in told) == 51  # 50 and the head
+    # What changed is told, where it is asked for again.
+    tab.choose("select[name=outcome]", "infra")
+    tab.wait("document.querySelector('[aria-live=polite]').innerText.match(/^\\d+ completions$/)")
+    assert tab.value("document.documentElement.lang") == "en"
+    tab.open("about:blank")
+    tab = opened()
+    pictures = [name for role, name, _ in tab.accessible() if role in ("image", "img")]
+    assert any(name.startswith("Mean reward by step: fairness from 0.") for name in pictures)
+
+
+def test_the_page_speaks_chinese(opened, tab):
+    opened("#list", lang="zh")
+    assert "条生成结果" in tab.text(".count")
+    assert tab.value("document.documentElement.lang") == "zh-CN"
+    for address in ("", "#completion?id=0-0-1", "#row?row=train-0001", "#compare"):
+        opened(address, lang="zh")
+        assert any("\u4e00" <= char <= "\u9fff" for char in tab.text("h1"))
+    tab.click("header button")
+    tab.wait("document.querySelector('h1').innerText === 'Two runs side by side'")
+
+
+def test_both_languages_have_the_same_words(tab, viewer):
+    from salesrl_trl.view.page import ASSETS
+
+    source = (ASSETS / "words.js").read_text("utf-8").partition("const WORDS")[0]
+    tab.open("about:blank")
+    same = "JSON.stringify(Object.keys(EN)) === JSON.stringify(Object.keys(ZH)) && Object.keys(EN).length > 90"
+    assert tab.value(f"(() => {{ {source} return {same}; }})()")
+    marks = (
+        "Object.keys(EN).filter(k => String(EN[k].match(/{\\d}/g)?.sort()) !== String(ZH[k].match(/{\\d}/g)?.sort()))"
+    )
+    assert tab.value(f"(() => {{ {source} return {marks}; }})()") == []
+
+
+def test_a_row_over_time_and_two_runs_side_by_side(opened, viewer):
+    tab = opened("#compare")
+    told = queries.comparison(viewer.index, {"one": "0", "other": "1"})
+    assert f"{told['total']} rows in both" in tab.text()
+    assert "+0.0" in tab.text("tbody")  # the second run was made better by 0.1
+    tab.click("section:last-of-type tbody th a")
+    tab.wait("location.hash.startsWith('#row')")
+    tab.wait("document.querySelectorAll('.sides > section').length === 2")
+    assert told["rows"][0]["row"] in tab.text("h1")
+    tab.click(".sides a.open")
+    tab.wait("location.hash.startsWith('#completion')")
+
+
+@pytest.mark.parametrize("address", ["", "#list", "#completion?id=0-0-1", "#row?row=train-0001", "#compare"])
+def test_a_window_of_320_pixels_needs_no_sideways_scrolling(opened, tab, address):
+    """That is one of 1,280 at 400 %."""
+    opened(address)
+    tab.size(320, 640)
+    tab.wait("innerWidth === 320")
+    assert tab.value("document.documentElement.scrollWidth") <= 320
+
+
+def test_more_of_a_list_comes_on_demand_with_the_focus_on_it(opened, viewer):
+    tab = opened("#list?order=oldest")
+    first = queries.listing(viewer.index, {"order": "oldest"})
+    wanted = queries.listing(viewer.index, {"order": "oldest", "after": first["next"]})["items"][0]["id"]
+    tab.click("main > p button")
+    tab.wait("document.querySelectorAll('.items tbody tr').length === 100")
+    tab.wait(f"{FOCUSED}.dataset.id === '{wanted}'")
+
+
+def test_a_run_that_goes_on_is_followed(tab, tmp_path):
+    rank = Rank(tmp_path, 0)
+    rank.add(text="first")
+    with served(tmp_path) as viewer:
+        tab.open(f"{viewer.url}#list?lang=en")
+        tab.wait(f"{FIRST}?.innerText === 'first'")
+        rank.add(text="second", step=2)
+        tab.wait(f"{FIRST}.innerText === 'second'")
+        tab.click(".follow input")
+        rank.add(text="third", step=3)
+        tab.wait("document.querySelector('.runs').innerText.includes('3 completions')")
+        assert tab.value(f"{FIRST}.innerText") == "second"
+    rank.file.close()
+
+
+def test_a_page_alone_filters_opens_and_compares_without_a_server(tab, tmp_path):
+    for name in ("one", "other"):
+        maker = Maker(tmp_path / name, seed=len(name), hostile=True)
+        maker.step(1)
+        maker.close()
+    file = tmp_path / "page.html"
+    assert (
+        command.main([*(str(tmp_path / name) for name in ("one", "other")), "--html", str(file), "--most", "90"]) == 0
+    )
+    tab.problems.clear()
+    tab.size(1200, 900)
+    tab.open("about:blank")
+    tab.open(f"{file.as_uri()}#list?lang=en")
+    tab.wait(SETTLED)
+    assert "of 256 completions are in it" in tab.text(".notice")
+    before = count(tab)
+    assert 60 < before <= 90
+    tab.choose("select[name=outcome]", "ok")
+    tab.wait(f"!document.querySelector('.count').innerText.startsWith('{before} ')")
+    assert 0 < count(tab) < before
+    tab.click(".items a.open")
+    tab.wait("document.querySelector('pre.text')")
+    assert "Its group" in tab.text()
+    tab.open(f"{file.as_uri()}#compare?lang=en")
+    tab.wait("document.querySelector('main h1').innerText === 'Two runs side by side'")
+    assert "rows in both" in tab.text()
+    tab.open(f"{file.as_uri()}#completion?lang=en&id=0-9-9")
+    tab.wait("document.querySelector('[role=alert]')")
+    assert "holds a sample" in tab.text("[role=alert]")
+    assert tab.problems == []

@@ -1,0 +1,286 @@
+"""Lists, figures and comparisons, against a count over the record itself."""
+
+import json
+import sqlite3
+from contextlib import closing
+
+import pytest
+from support.synthetic_record import Maker, Rank
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.recording.schema import record_file, record_files
+from salesrl_trl.view import queries
+from salesrl_trl.view.alone import data
+from salesrl_trl.view.detail import completion
+from salesrl_trl.view.haystack import Haystack
+from salesrl_trl.view.index import Index
+
+
+def rows(*runs):
+    """All completions as the files have them."""
+    found = []
+    for number, run in enumerate(runs):
+        for path in record_files(run):
+            with closing(sqlite3.connect(path)) as file:
+                file.row_factory = sqlite3.Row
+                rank = int(path.stem[-1])
+                prompts = "(SELECT body FROM texts WHERE id = prompt) AS body"
+                asked = file.execute(f"SELECT *, {prompts} FROM completions")
+                found += [{**dict(row), "run": number, "name": f"{number}-{rank}-{row['id']}"} for row in asked]
+    return found
+
+
+def every(index, **params):
+    """All pages of a list."""
+    found, after = [], ""
+    while after is not None:
+        answer = queries.listing(index, {**params, "after": after})
+        found += answer["items"]
+        after = answer["next"]
+    assert len(found) == answer["total"]
+    return found
+
+
+@pytest.fixture
+def small(tmp_path):
+    """An index of a run with one rank, which a test writes to."""
+    rank = Rank(tmp_path / "run", 0)
+    index = Index([tmp_path / "run"])
+    yield index, rank
+    index.close()
+    rank.file.close()
+
+
+@pytest.mark.parametrize(
+    ("params", "fits"),
+    [
+        ({}, lambda row: True),
+        ({"run": "1", "branch": "fairness"}, lambda row: row["run"] == 1 and row["branch"] == "fairness"),
+        ({"outcome": "infra", "reason": "rag_8b_timeout"}, lambda row: row["reason"] == "rag_8b_timeout"),
+        ({"provider": "judge-b", "mode": "eval"}, lambda row: (row["provider"], row["mode"]) == ("judge-b", "eval")),
+        ({"reward_min": "0.2", "reward_max": "0.4"}, lambda row: 0.2 <= (row["reward"] or -1) <= 0.4),
+        ({"advantage_max": "-2"}, lambda row: (row["advantage"] or 0) <= -2),
+        ({"step_min": "3", "step_max": "3"}, lambda row: row["step"] == 3),
+        ({"row": "train-0003"}, lambda row: row["row"] == "train-0003"),
+        ({"text": "HISTORY_SUMMARY"}, lambda row: "history_summary" in row["text"]),
+        ({"text": "no such words"}, lambda row: False),
+    ],
+    ids=str,
+)
+def test_a_filter_finds_what_a_count_over_the_files_finds(both, two_runs, params, fits):
+    wanted = {row["name"] for row in rows(*two_runs) if fits(row)}
+    assert {item["id"] for item in every(both, **params)} == wanted
+    assert (len(wanted) > 0) == (params != {"text": "no such words"})
+
+
+@pytest.mark.parametrize("order", queries.ORDERS)
+def test_pages_have_each_completion_once_in_order(both, order):
+    found = every(both, order=order, run="0")
+    assert len({item["id"] for item in found}) == len(found) == 1664  # 12 steps and an evaluation of 128
+    low = float("-inf")
+    keys = {
+        "newest": lambda item: -item["step"],
+        "oldest": lambda item: item["step"],
+        "reward_high": lambda item: -(low if item["reward"] is None else item["reward"]),
+        "reward_low": lambda item: -low if item["reward"] is None else item["reward"],
+        "disagreement": lambda item: -(low if item["disagreement"] is None else item["disagreement"]),
+        "advantage": lambda item: -(low if item["advantage"] is None else abs(item["advantage"])),
+        "slowest": lambda item: -(low if item["judge_s"] is None else item["judge_s"]),
+    }
+    values = [keys[order](item) for item in found]
+    assert values == sorted(values)
+
+
+def test_a_word_is_found_in_the_prompt_the_text_and_what_the_judge_said(small):
+    index, rank = small
+    asked = rank.text(json.dumps([{"role": "customer", "content": "想学<吉他>"}], ensure_ascii=False))
+    rank.add(prompt=asked, text="one")
+    rank.add(text="Two, WITH Guitar")
+    rank.add(text="three", verdicts=[("fairness", 0.5, 0.5, "说到了吉他。", "judge")])
+    rank.add(text="four", row="吉他")  # the row's id is no text
+    index.refresh()
+    assert sorted(item["text"] for item in every(index, text="吉他")) == ["one", "three"]
+    assert [item["text"] for item in every(index, text=" guitar ")] == ["Two, WITH Guitar"]
+    assert [item["text"] for item in every(index, text="<吉")] == ["one"]
+
+
+def test_a_text_in_parts_or_without_messages_is_searched_too(small):
+    index, rank = small
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "the left one"}]}]
+    rank.add(prompt=rank.text(json.dumps(parts)), text="a")
+    rank.add(prompt=rank.text(json.dumps("plain words")), text="b")
+    index.refresh()
+    assert [item["text"] for item in every(index, text="left")] == ["a"]
+    assert [item["text"] for item in every(index, text="plain")] == ["b"]
+    assert completion(index, "0-0-1")["messages"] == [{"role": "user", "content": "[image]\nthe left one"}]
+
+
+def test_a_search_finds_texts_that_came_after_it():
+    texts = Haystack()
+    texts.add(["Alpha", "beta alpha alpha", ""])
+    assert list(texts.find("ALPHA")) == [1, 1, 0]
+    texts.add(["gamma", "ALPHA"])
+    assert list(texts.find("alpha")) == [1, 1, 0, 0, 1]
+    assert list(texts.find("alphabeta")) == [0, 0, 0, 0, 0]  # not across two texts
+    texts.close()
+
+
+def test_disagreement_is_the_largest_of_the_verdicts_or_of_the_rewards(small):
+    index, rank = small
+    rank.add(verdicts=[("a", 0.9, 0.8, "", "judge"), ("b", 0.1, 0.7, "", "judge")], reward=0.5, reference_reward=0.5)
+    rank.add(reward=0.25, reference_reward=0.5)
+    rank.add(verdicts=[("a", None, None, "invalid_verdict", "judge")])
+    index.refresh()
+    found = [item["disagreement"] for item in every(index, order="disagreement")]
+    assert found == [pytest.approx(0.6), 0.25, None]
+
+
+def test_the_figures_of_a_step_are_those_of_its_completions(small):
+    index, rank = small
+    rank.add(reward=0.5, reference_reward=0.75)
+    rank.add(reward=0.0, outcome="invalid_action", reason="not_json")
+    rank.add(outcome="infra", reason="rag_8b_timeout")
+    rank.add(branch="hallucination", outcome="infra")
+    rank.add(mode="eval", reward=1.0)
+    index.refresh()
+    told = queries.overview(index, {"run": "0"})["steps"]
+    assert told == [
+        # A failed call is no number: the mean is over two of three.
+        {"step": 1, "branch": "fairness", "many": 3, "scored": 2, "reward": 0.25, "reference": 0.75,
+         "outcomes": {"infra": 1, "invalid_action": 1, "ok": 1}},
+        {"step": 1, "branch": "hallucination", "many": 1, "scored": 0, "reward": None, "reference": None,
+         "outcomes": {"infra": 1}},
+    ]  # fmt: skip
+
+
+def test_a_run_that_goes_on_is_followed_and_one_written_anew_is_read_again(small):
+    index, rank = small
+    assert index.refresh() == 0
+    rank.add(text="first", time=1.0)
+    assert index.refresh() == 1
+    before = index.version
+    assert (index.refresh(), index.version) == (0, before)
+    rank.add(text="second", time=2.0)
+    index.refresh()
+    assert [item["text"] for item in every(index, order="oldest")] == ["first", "second"]
+    rank.file.execute("DELETE FROM completions")  # a run went back, and goes on in another way
+    rank.add(text="third", time=3.0)
+    rank.add(text="fourth", time=4.0)
+    rank.add(text="fifth", time=5.0)
+    index.refresh()
+    assert [item["text"] for item in every(index, order="oldest")] == ["third", "fourth", "fifth"]
+    assert [item["text"] for item in every(index, text="fourth")] == ["fourth"]
+
+
+def test_a_rank_that_comes_later_is_found(tmp_path):
+    first = Rank(tmp_path, 0)
+    first.add()
+    index = Index([tmp_path])
+    assert index.refresh() == 1
+    second = Rank(tmp_path, 1)
+    second.add()
+    assert index.refresh() == 1
+    assert {item["id"] for item in every(index)} == {"0-0-1", "0-1-1"}
+    index.close()
+    first.file.close()
+    second.file.close()
+
+
+def test_one_completion_has_its_whole_way(both, two_runs):
+    failed = next(item for item in every(both, outcome="infra", run="0"))
+    found = completion(both, failed["id"])
+    assert [call["failure"] for call in found["calls"]] == [failed["reason"]] * 2
+    assert (found["answer"], found["verdicts"], found["reward"]) == (None, [], None)
+
+    good = next(item for item in every(both, outcome="ok", run="0", mode="train"))
+    found = completion(both, good["id"])
+    assert found["action"] == json.loads(found["text"])
+    assert len(found["answer"]["passages"]) == len(found["reference"]["passages"]) == 3
+    assert [each["candidate"] for each in found["verdicts"]] == [found["reward"]]
+    assert [call["service"] for call in found["calls"]] == ["rag", "judge"]
+    # The group: eight completions of one prompt, of the same step, and it is one of them.
+    assert len(found["group"]) == 8
+    assert found["id"] in {each["id"] for each in found["group"]}
+    rewards = [each["reward"] for each in found["group"] if each["reward"] is not None]
+    assert (found["advantage"] > 0) == (found["reward"] > sum(rewards) / len(rewards))
+
+
+def test_a_row_over_time_has_all_steps_of_both_runs(small, both):
+    index, rank = small
+    for step in (3, 1, 2):
+        rank.add(row="r", step=step, text=f"at {step}")
+    rank.add(row="another")
+    index.refresh()
+    assert [item["text"] for item in queries.row_over_time(index, {"row": "r"})["items"]] == ["at 1", "at 2", "at 3"]
+    assert {item["run"] for item in queries.row_over_time(both, {"row": "train-0001"})["items"]} == {0, 1}
+    assert queries.row_over_time(index, {"row": "none"}) == {"row": "none", "total": 0, "items": [], "messages": []}
+
+
+def test_two_runs_are_compared_where_each_row_was_last_seen(tmp_path):
+    one, other = Rank(tmp_path / "one", 0), Rank(tmp_path / "other", 0)
+    one.add(row="r", step=1, reward=0.9)  # not the last
+    one.add(row="r", step=2, reward=0.2)
+    one.add(row="r", step=2, reward=0.4)
+    one.add(row="r", step=2, outcome="infra")  # not a number
+    other.add(row="r", step=5, reward=0.8)
+    one.add(row="same", reward=0.5)
+    other.add(row="same", reward=0.5)
+    one.add(row="alone", reward=0.5)
+    index = Index([tmp_path / "one", tmp_path / "other"])
+    index.refresh()
+    told = queries.comparison(index, {"one": "0", "other": "1"})
+    assert [(row["row"], row["one_step"], row["other_step"]) for row in told["rows"]] == [("r", 2, 5), ("same", 1, 1)]
+    assert told["rows"][0]["change"] == pytest.approx(0.5)  # 0.8 - (0.2 + 0.4) / 2
+    assert (told["total"], told["better"], told["worse"]) == (2, 1, 0)
+    index.close()
+    one.file.close()
+    other.file.close()
+
+
+def test_reading_leaves_the_record_as_it_is(tmp_path):
+    maker = Maker(tmp_path / "run")
+    maker.step(1)
+    maker.close()
+    path = record_file(tmp_path / "run", 0)
+    before = path.read_bytes()
+    index = Index([tmp_path / "run"])
+    index.refresh()
+    completion(index, "0-0-1")
+    index.close()
+    assert path.read_bytes() == before
+
+
+def test_a_folder_without_a_record_or_with_one_of_another_version_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="holds no record"):
+        Index([tmp_path])
+    rank = Rank(tmp_path, 0)
+    rank.file.execute("PRAGMA user_version=99")
+    rank.file.close()
+    with pytest.raises(ConfigError, match="version 99"):
+        Index([tmp_path])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"order": "id; DROP"}, {"reward_min": "x"}, {"reward_max": "nan"}, {"run": "x"}, {"after": "a~b"}],
+    ids=str,
+)
+def test_a_question_that_makes_no_sense_is_refused(both, params):
+    with pytest.raises(queries.BadQuestionError):
+        queries.listing(both, params)
+
+
+def test_a_value_of_a_filter_is_never_sql(both):
+    assert queries.listing(both, {"branch": "x' OR '1'='1"})["total"] == 0
+    assert queries.listing(both, {"text": "%"})["total"] == 0  # no wildcard either
+
+
+def test_the_data_of_a_page_alone_keeps_to_its_number_and_leads_with_the_three_lists(both):
+    found = data(both, most=60)
+    ids = {item["id"] for item in found["items"]}
+    assert 50 <= len(ids) <= 60
+    assert found["state"]["sample"] == len(ids)
+    assert found["state"]["total"] == 2 * 1664
+    assert set(found["completions"]) == ids
+    for order in ("disagreement", "advantage", "slowest"):
+        assert {item["id"] for item in queries.listing(both, {"order": order})["items"][:10]} <= ids

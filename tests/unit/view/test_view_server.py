@@ -1,0 +1,126 @@
+"""The viewer's server refuses what is not its own page on this machine, and its page is one file."""
+
+import hashlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from support.synthetic_record import HOSTILE, Rank
+from support.viewing import asked, served
+
+from salesrl_trl.view import __main__ as command
+from salesrl_trl.view.page import ASSETS, PREACT, page
+
+RELEASED = "bdcbd9abdf2c77c5c45326eab42191e949222d479d0d5f69467387a77040cb55"
+
+
+@pytest.fixture(scope="module")
+def viewer(two_runs):
+    with served(*two_runs) as viewer:
+        yield viewer
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:80", "[::1]:1234", "LOCALHOST"])
+def test_a_loopback_host_is_answered(viewer, host):
+    assert asked(viewer, "api/state", host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "0.0.0.0", "[bad"]
+)
+def test_another_host_is_refused(viewer, host):
+    """A page from elsewhere can have its own name lead to this machine. The browser then sends that name."""
+    for path in ("", "api/state", "api/list"):
+        status, _, body = asked(viewer, path, host=host)
+        assert (status, "error" in body) == (403, True)
+
+
+def test_without_the_key_nothing_is_told(viewer):
+    class Other:
+        server_port, key = viewer.server_port, "A" * len(viewer.key)
+
+    assert asked(Other, "api/state")[0] == asked(Other, "")[0] == 404
+    assert len(viewer.key) >= 16
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_can_be_written(viewer, method):
+    assert asked(viewer, "api/state", method=method)[0] == 501
+
+
+def test_questions_without_an_answer_have_a_status_and_a_message(viewer):
+    assert asked(viewer, "api/completion", id="0-0-99999")[0] == 404
+    assert asked(viewer, "api/completion", id="../../etc")[0] == 404
+    assert asked(viewer, "api/completion", id="7-0-1")[0] == 404
+    assert asked(viewer, "api/nothing")[0] == asked(viewer, "nothing")[0] == 404
+    status, _, body = asked(viewer, "api/list", reward_min="much")
+    assert (status, body["error"]) == (400, "reward_min is no number")
+
+
+def test_the_page_may_run_its_own_script_and_ask_its_own_server_alone(viewer):
+    _, headers, html = asked(viewer, "")
+    policy = headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; frame-ancestors 'none'; script-src 'sha256-")
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Cache-Control"] == "no-store"
+    # One script that runs and one style, both inside; no address but the empty picture of the tab.
+    assert len(re.findall(r"<script>", html)) == len(re.findall(r"<style>", html)) == 1
+    assert re.findall(r'(?:src|href)="([^"]*)"', html.partition("<script>")[0]) == ["data:,"]
+    assert len(html) < 120_000
+
+
+def test_the_vendored_library_is_the_released_file():
+    content = (ASSETS / PREACT).read_bytes()
+    assert hashlib.sha256(content).hexdigest() == RELEASED
+    assert "MIT" in (ASSETS / "vendor/preact.LICENSE").read_text("utf-8")
+
+
+def test_texts_of_a_page_alone_can_not_end_its_data():
+    html = page({"text": f"</script>{HOSTILE}"}).html
+    assert HOSTILE not in html
+    assert "\\u003cscript>document.title" in html
+    assert "connect-src 'none'" in html
+
+
+def test_a_running_server_tells_of_what_was_written_meanwhile(tmp_path):
+    rank = Rank(tmp_path, 0)
+    rank.add(text="first")
+    with served(tmp_path) as viewer:
+        wait_for(lambda: asked(viewer, "api/list")[2]["total"] == 1)
+        rank.add(text="second", step=2)
+        wait_for(lambda: asked(viewer, "api/list")[2]["total"] == 2)
+        assert asked(viewer, "api/list")[2]["items"][0]["text"] == "second"
+    rank.file.close()
+
+
+def wait_for(holds):
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_command_writes_a_page_alone_and_says_what_was_left_out(two_runs, tmp_path, capsys):
+    assert command.main([str(two_runs[0]), "--html", str(tmp_path / "deep/page.html"), "--most", "30"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"(2\d|30) of 1,664 completions are in it", told)
+    assert "<!DOCTYPE html>" in (tmp_path / "deep/page.html").read_text("utf-8")
+
+
+def test_the_command_refuses_a_folder_without_a_record(tmp_path, capsys):
+    assert command.main([str(tmp_path)]) == 2
+    assert "holds no record of completions" in capsys.readouterr().err
+
+
+def test_the_command_serves_until_ctrl_c(two_runs):
+    line = [sys.executable, "-m", "salesrl_trl.view", str(two_runs[0])]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        address = process.stdout.readline()
+        process.send_signal(2)
+        _, errors = process.communicate(timeout=30)
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{16}/\n", address)
+    assert (process.returncode, errors) == (0, "")
