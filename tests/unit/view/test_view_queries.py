@@ -36,6 +36,7 @@ def every(index, **params):
     while after is not None:
         answer = queries.listing(index, {**params, "after": after})
         found += answer["items"]
+        assert len(found) <= answer["total"]
         after = answer["next"]
     assert len(found) == answer["total"]
     return found
