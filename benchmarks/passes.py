@@ -38,6 +38,7 @@ GROUP, GROUPS, MOST = 8, 8, 256
 PER_PASS = (None, 4096, 8192, 16384)
 """Tokens of a pass; `None` for one micro-batch."""
 LOSS_WEIGHT = 0.1
+WAYS = ("trl", "shared")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--groups", type=int, default=GROUPS, help="prompts of an update, 8 completions each")
     made.add_argument("--most", type=int, default=MOST if on_gpu else 16, help="longest completion")
     made.add_argument("--longest", action="store_true", help="only the longest prompt that fits")
+    made.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="with --longest")
     made.add_argument("--exact", action="store_true", help="also compare bfloat16 with float32")
     args = made.parse_args(argv)
     PartialState()  # of the loggers
@@ -58,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for shape in args.shapes:
         for checkpointing in args.checkpointing:
             bench = Bench(shape, args.most, checkpointing=checkpointing == "on")
-            figures += bench.longest() if args.longest else bench.measure(args.prompt_tokens, args.groups, args.rounds)
+            if args.longest:
+                figures += bench.longest(args.ways)
+            else:
+                figures += bench.measure(args.prompt_tokens, args.groups, args.rounds)
             if args.exact and not args.longest and checkpointing == "on":
                 figures += [bench.exact(tokens) for tokens in args.prompt_tokens]
             del bench
@@ -189,13 +194,13 @@ class Bench:
                 "shape": self._shape, "prompt_tokens": tokens, "checkpointing": self._checkpointing, "arms": found,
             }  # fmt: skip
 
-    def longest(self) -> Iterator[dict[str, Any]]:
+    def longest(self, ways: Sequence[str] = WAYS) -> Iterator[dict[str, Any]]:
         """The longest prompt of a micro-batch of 8 beside gradients, AdamW's two moments and a reference, all in the
         weights' format: by bisection of the logarithm to 6 %, up to 2**17 tokens."""
         resident = [torch.empty_like(each) for each in self._model.parameters() for _ in range(3)]
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        for name in ("trl", "shared"):
+        for name in ways:
             self.train(self.batches(64, groups=1), None, trl=name == "trl")  # compares both ways at first use
             fits, fails, tokens = 64, 2**17 + 1, 2**17
             while fails > fits * 1.06 and tokens > fits:

@@ -12,7 +12,8 @@ The arms:
 - `lookahead_N` is the same with `rollout_lookahead: N`;
 - `floor` is `exact` with a service that answers at once: the time that is left when nobody waits for a reward;
 - `stock_16`, `stock_32` and `stock_64` are stock with larger micro-batches, which take more memory;
-- an arm with `_off` behind its name has `shared_prompts: off`.
+- an arm with `_off` behind its name has `shared_prompts: off`;
+- `floor_recorded` is `floor` with `record: true`.
 
 The same for every arm:
 
@@ -73,7 +74,7 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.lengths import fix_lengths, fix_server_lengths
-from benchmarks.pipeline_figures import figures_of, table
+from benchmarks.pipeline_figures import figures_of, hidden_share, table
 from benchmarks.service import GENERATIONS, SlowReward, service, set_medians
 from benchmarks.timing import Meter
 from benchmarks.vllm_server import for_training, vllm_server
@@ -81,12 +82,13 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.passes import passes_of
 from salesrl_trl.demo.policy import packaged_tokenizer
 from salesrl_trl.names import GPU_PEAK, Phase, time_of
+from salesrl_trl.recording.schema import record_file
+from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.replaced import replaced
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import BatchResult, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
-from salesrl_trl.timing import overlap
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 TOKENS = {"0.5b": 256, "7b": 256, "tiny": 24}
@@ -103,7 +105,13 @@ LOOKAHEAD = {"exact": 0, "lookahead_1": 1, "lookahead_2": 2, "lookahead_4": 4, "
 STOCK = {"stock": None, "stock_16": 16, "stock_32": 32, "stock_64": 64}
 """Completions of a micro-batch, where it is another."""
 OFF = "_off"
-ARMS = (*STOCK, *LOOKAHEAD, *(f"{arm}{OFF}" for arm in LOOKAHEAD))
+RECORDED = "_recorded"
+ARMS = (*STOCK, *LOOKAHEAD, *(f"{arm}{OFF}" for arm in LOOKAHEAD), f"floor{RECORDED}")
+
+
+def plain(arm: str) -> str:
+    """An arm's name without what is behind it."""
+    return arm.removesuffix(OFF).removesuffix(RECORDED)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -147,14 +155,6 @@ def window(ahead: int, steps: int) -> tuple[int, int, int]:
     return ahead + 1, round_ * math.ceil(2 * (ahead + 1) / round_), ahead
 
 
-def hidden_share(batch: RewardBatch) -> float:
-    """The share of a batch's time, from its first call to its last answer, in which the trainer did not wait."""
-    if batch.times.first is None or not batch.times.seconds:
-        return math.nan
-    made = (batch.times.first, batch.times.last)
-    return 1.0 - sum(overlap(made, wait) for wait in batch.waits) / batch.times.seconds
-
-
 class Clock(TrainerCallback):
     """The end of each step."""
 
@@ -191,8 +191,12 @@ class Bench:
         on_cpu, most = args.device == "cpu", TOKENS[args.shape]
         self._rewards: dict[str, BatchedReward] = {
             "stock": self._noting(SlowReward(url)),
-            "ours": self._noting(SlowReward(url) if on_cpu else RemoteReward(SlowReward(url))),
+            **{
+                name: self._noting(reward if on_cpu else RemoteReward(reward))
+                for name, reward in {"ours": SlowReward(url), "recorded": SlowReward(url, records=True)}.items()
+            },
         }
+        self._recorder = Recorder(record_file(scratch / "out", 0))
         self._clock = Clock()
         set_seed(0)
         folder = save_model(args.shape, scratch / "model", self._device)
@@ -297,6 +301,10 @@ class Bench:
     def close(self) -> None:
         """Close connections and instruments."""
         self._instruments.close()
+        self._recorder.close()
+        desk = self._trainers["ours"].rooms.desk
+        desk._run(self._rewards["recorded"].aclose)
+        desk.reward = self._rewards["ours"]
         self._trainers["ours"].finish()
         stock = self._trainers["stock"].async_loop  # all of stock's arms share the reward
         asyncio.run_coroutine_threadsafe(self._rewards["stock"].aclose(), stock).result()  # type: ignore[attr-defined]
@@ -307,7 +315,7 @@ class Bench:
 
     def block(self, arm: str, latency: Sequence[float], tokens: int, steps: int) -> dict[str, Any]:
         """Some steps of an arm: seconds and lengths of the counted ones, shares of reward time hidden, failures."""
-        own = arm.removesuffix(OFF)
+        own = plain(arm)
         ahead = LOOKAHEAD.get(own, 0)
         before, steps, after = window(ahead, steps)
         counted = slice(before, before + steps)
@@ -316,13 +324,16 @@ class Bench:
         self._batches.clear()
         if own in LOOKAHEAD:
             trainer.rooms.pipeline.set_lookahead(ahead)
-            trainer.rooms.passes = self._passes[arm != own]
+            trainer.rooms.passes = self._passes[arm.endswith(OFF)]
+            is_recorded = arm.endswith(RECORDED)
+            trainer.rooms.desk.reward = self._rewards["recorded" if is_recorded else "ours"]
+            self._instruments.recorder = self._recorder if is_recorded else None
         trainer.args.max_steps = before + steps + after
         trainer.train_dataset = self._rows[tokens]
         resident = allocated() / 2**30
         inside, started = self._meter.seconds, time.perf_counter()
         trainer.train()
-        if own == "floor":
+        if arm == "floor":
             self._measured_s += time.perf_counter() - started
             self._inside_s += self._meter.seconds - inside
         seconds = [math.nan, *(end - start for start, end in itertools.pairwise(self._clock.ends))]
@@ -362,7 +373,7 @@ def _measure_one(
 ) -> dict[str, Any]:
     """The figures of all arms with one latency and one length of prompts."""
     blocks: dict[str, list[dict[str, list[float]]]] = {arm: [] for arm in arms}
-    twice = [arm for arm in arms if not LOOKAHEAD.get(arm.removesuffix(OFF))]
+    twice = [arm for arm in arms if not LOOKAHEAD.get(plain(arm))]
     round_ = [*twice, *(arm for arm in arms if arm not in twice), *reversed(twice)]
     for arm in round_ * args.rounds:
         blocks[arm].append(bench.block(arm, latency, tokens, args.steps))

@@ -6,6 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from salesrl_trl.names import Phase
+from salesrl_trl.reward.batch import RewardBatch
+from salesrl_trl.timing import overlap
+
+
+def hidden_share(batch: RewardBatch) -> float:
+    """The share of a batch's time, from its first call to its last answer, in which the trainer did not wait."""
+    if batch.times.first is None or not batch.times.seconds:
+        return math.nan
+    made = (batch.times.first, batch.times.last)
+    return 1.0 - sum(overlap(made, wait) for wait in batch.waits) / batch.times.seconds
 
 
 def figures_of(blocks: Mapping[str, Sequence[Mapping[str, Sequence[Any]]]]) -> dict[str, dict[str, Any]]:

@@ -23,6 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from salesrl_trl.fencing import read_nonce
+from salesrl_trl.recording.trail import Trail, followed
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.service.http import HttpClient
@@ -150,17 +151,23 @@ class InstantReward(BatchedReward):
 
 
 class SlowReward(InstantReward):
-    """Two calls one after the other, for each completion."""
+    """Two calls one after the other, for each completion. `records`: it notes them for the record of a run."""
 
     __name__ = "slow"
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, records: bool = False) -> None:
         super().__init__()
+        self._records = records
         limits = {"max_concurrency": 1024, "initial_concurrency": 1024, "attempt_timeout_s": 60.0}
         self._transports = {name: Transport(name, max_attempts=2, hedge_fraction=0.0, **limits) for name in CALLS}
         self._clients = {name: HttpClient(name, url) for name in CALLS}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        stages.trail = Trail() if self._records else None
+        with followed(stages.trail):
+            return await self._scored(sample, stages)
+
+    async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         body = {"row": sample.row, "text": sample.text}
         found = await stages.timed(self._ask("rag", body), "rag_8b")
         body |= {"sample": found["sample"], "answer": found["text"]}

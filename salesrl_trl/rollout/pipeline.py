@@ -17,7 +17,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.base import TRAINER_STATE
-from salesrl_trl.reward.batch import BatchResult, RewardBatch
+from salesrl_trl.reward.batch import BatchResult, Completion, RewardBatch
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.rollout.examples import keys_of, prompts_of
 from salesrl_trl.rollout.groups import ScoredGroups
@@ -54,6 +54,8 @@ class Rollout:
     """Set while the batch is trained on part by part."""
     result: BatchResult | None = None
     """All rewards, once they are in."""
+    completions: Sequence[Completion] = ()
+    """The completions as TRL has them, B of them, once it has asked for their rewards."""
     scored: torch.Tensor | None = None
     """Table of `encode` with the rewards of all ranks so far: shape (world size x B, columns), on the CPU."""
     group: int = 1

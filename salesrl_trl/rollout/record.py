@@ -10,7 +10,7 @@ import torch
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.recording.writer import Batch, Entry
 from salesrl_trl.reward.base import BatchedReward
-from salesrl_trl.reward.batch import Completion, completion_text
+from salesrl_trl.reward.batch import completion_text
 from salesrl_trl.reward.replay import recorded_name
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.types import Reward
@@ -18,7 +18,6 @@ from salesrl_trl.types import Reward
 
 def batch_of(
     rollout: Rollout,
-    completions: Sequence[Completion],
     advantages: torch.Tensor | None,
     update: int,
     reward: BatchedReward,
@@ -28,9 +27,7 @@ def batch_of(
 
     Args:
         rollout (`Rollout`):
-            With its `result`.
-        completions (`Sequence[Completion]`):
-            B of them, as TRL has them.
+            With its `result` and its `completions`.
         advantages (`torch.Tensor`, *optional*):
             Shape (B,), for a batch that is trained on. Read later, on another thread.
         update (`int`):
@@ -41,7 +38,7 @@ def batch_of(
             The branch of a row.
     """
     assert rollout.result is not None
-    rewards = rollout.result.rewards
+    rewards, scores = rollout.result.rewards, rollout.rewards
     ids = None if rollout.sampled is None else rollout.sampled.completion_ids
     entries = [
         Entry(
@@ -62,13 +59,13 @@ def batch_of(
             trail=stages.trail,
         )
         for place, (example, row, completion, scored, stages) in enumerate(
-            zip(rollout.inputs, rollout.rewards.rows, completions, rewards, rollout.rewards.stages, strict=True)
+            zip(rollout.inputs, scores.rows, rollout.completions, rewards, scores.stages, strict=True)
         )
     ]
     return Batch(
         step=update + rollout.is_trained_on,
         mode=rollout.mode,
-        number=rollout.rewards.number,
+        number=scores.number,
         staleness=update - rollout.step,
         entries=entries,
         advantages=lambda: _numbers(advantages, rewards),

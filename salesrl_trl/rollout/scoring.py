@@ -120,8 +120,6 @@ class Scoring:
         self.rollout: Rollout | None = None
         """The rollout that TRL is at work on; `None` in between."""
         self._waiting: Rollout | None = None
-        self._completions: Sequence[Completion] = ()
-        """Of the batch that was recorded last, on this rank."""
 
     @property
     def current(self) -> Rollout:
@@ -216,9 +214,7 @@ class Scoring:
         recorder = self._instruments.recorder
         if recorder is not None and rollout.is_complete:
             advantages = output["advantages"] if rollout.is_trained_on else None
-            recorder.record(
-                batch_of(rollout, self._completions, advantages, update, self._desk.reward, self._settings.branches)
-            )
+            recorder.record(batch_of(rollout, advantages, update, self._desk.reward, self._settings.branches))
         return output
 
     def rewards_so_far(self, rollout: Rollout) -> torch.Tensor | None:
@@ -256,7 +252,7 @@ class Scoring:
             `torch.Tensor`: the table, with NaN in the whole row of a completion that counts for nothing.
         """
         assert rollout.result is not None
-        self._completions = completions
+        rollout.completions = completions
         rewards = self._compared(rollout, rewards)
         if rollout.mode == "eval" and self._settings.examples:
             prompts = [example.get("prompt") for example in rollout.inputs]

@@ -7,11 +7,13 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
 from salesrl_trl.run.preflight.stage import finding_of
+from salesrl_trl.tidy_end import EXIT_INTERRUPTED
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -19,6 +21,31 @@ class ToolParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the arguments do not work: {message}. Correct them; `--help` lists all.")
+
+
+def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) -> int:
+    """Run a command, and print its failure.
+
+    Args:
+        argv (`Sequence[str]`):
+            Its arguments. With `--json` a failure is JSON.
+        prepare (`Callable[[], Callable[[], int]]`):
+            Checks what was given, and returns what is to be done, which returns an exit code.
+
+    Returns:
+        `int`: that exit code; `EXIT_BAD_INPUT` where `prepare` failed, `EXIT_STOPPED` for a failure behind it.
+    """
+    failing_as = EXIT_BAD_INPUT
+    try:
+        work = prepare()
+        failing_as = EXIT_STOPPED
+        return work()
+    except SalesRLError as error:
+        tell_failure(error, as_json="--json" in argv)
+        return failing_as
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def tell_failure(error: Exception, as_json: bool) -> None:

@@ -5,7 +5,7 @@ import json
 import shutil
 import sqlite3
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import stamina
 
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.sources import check_rows
-from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import Recorded, recorded
 from salesrl_trl.recording.schema import FOLDER, record_files
 from salesrl_trl.recording.trail import Trail
@@ -24,12 +24,10 @@ from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.assembly import addresses, build_services
 from salesrl_trl.run.checks.reward import check_judges, read_reward
 from salesrl_trl.run.checks.rows import own_records, training_records
-from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
 from salesrl_trl.run.rejudging.answers import RecordedRag
-from salesrl_trl.run.rejudging.comparison import Change, Pair, advantages, changes
+from salesrl_trl.run.rejudging.comparison import Baseline, Change, Judgement, Pair, advantages, changes
 from salesrl_trl.run.settings import parse_part
-from salesrl_trl.run.tools import strict_json, tell_failure
-from salesrl_trl.tidy_end import EXIT_INTERRUPTED
+from salesrl_trl.run.tools import exit_code_of, strict_json
 from salesrl_trl.types import Reward, SalesRow
 
 AT_ONCE = 256
@@ -54,36 +52,37 @@ class RejudgeConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Rejudge and print. Returns the exit code."""
     stamina.instrumentation.set_on_retry_hooks([])
-    argv, failing_as = sys.argv[1:] if argv is None else argv, EXIT_BAD_INPUT
-    try:
-        run, settings = _run_of(argv)
-        own, data, reward, others = parse_part(
-            settings,
-            (RejudgeConfig, DataConfig, RewardConfig),
-            usage="%(prog)s RUN [--output FOLDER] [--json] [--SETTING VALUE ...]",
-            description=DESCRIPTION,
-        )
-        reward = dataclasses.replace(reward, replay=None, reference_cache="")
-        scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
-        completions = [*recorded(run, "train")]
-        branches = sorted({each.branch for each in completions})
-        rows = check_rows(training_records(data, own_records(data)), branches, data.max_train_rows)
-        _check(own, run, completions, rows)
-        failing_as = EXIT_STOPPED
+    given = sys.argv[1:] if argv is None else argv
+    return exit_code_of(given, lambda: _prepared(given))
+
+
+def _prepared(argv: Sequence[str]) -> Callable[[], int]:
+    run, settings = _run_of(argv)
+    own, data, reward, others = parse_part(
+        settings,
+        (RejudgeConfig, DataConfig, RewardConfig),
+        usage="%(prog)s RUN [--output FOLDER] [--json] [--SETTING VALUE ...]",
+        description=DESCRIPTION,
+    )
+    reward = dataclasses.replace(reward, replay=None, reference_cache="")
+    scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
+    baseline = Baseline(scale, others.hybrid_reference_weight)
+    completions = [*recorded(run, "train")]
+    branches = sorted({each.branch for each in completions})
+    rows = check_rows(training_records(data, own_records(data)), branches, data.max_train_rows)
+    _check(own, run, completions, rows)
+
+    def work() -> int:
         found = rejudged(reward, completions, rows, branches)
         pairs = [_pair(each, new) for each, (new, _) in zip(completions, found, strict=True)]
-        compared = changes(pairs, scale)
+        compared = changes(pairs, baseline)
         if own.output is not None:
-            new = advantages(pairs, [each.after for each in pairs], scale)
+            new = advantages(pairs, [each.after for each in pairs], baseline)
             write(run, Path(own.output).expanduser(), completions, found, new)
         print(strict_json([dataclasses.asdict(each) for each in compared]) if own.json else text_of(compared))
-    except SalesRLError as error:
-        tell_failure(error, as_json="--json" in argv)
-        return failing_as
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+        return 0
+
+    return work
 
 
 def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
@@ -142,9 +141,12 @@ def rejudged(
 
 
 def _pair(completion: Recorded, new: Reward) -> Pair:
-    batch = (completion.file, completion.step, completion.batch)
     return Pair(
-        branch=completion.branch, batch=batch, group=completion.prompt_group, before=completion.reward, after=new.value
+        branch=completion.branch,
+        batch=(completion.step, completion.batch),  # of all ranks
+        group=(completion.file, completion.prompt_group),
+        before=Judgement(completion.reward, completion.reference_reward),
+        after=Judgement(new.value, new.reference_value),
     )
 
 

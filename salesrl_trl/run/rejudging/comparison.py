@@ -9,8 +9,27 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-EPSILON = 1e-4
-"""Added to the spread, as in TRL."""
+import torch
+
+from salesrl_trl.update.advantages import hybrid_advantages
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Rewards of one completion; `None` where there is none."""
+
+    reward: float | None
+    reference: float | None = None
+    """Of its row's reference answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What an advantage is measured against."""
+
+    scale_rewards: str
+    """As in TRL: `group`, `batch` or `none`."""
+    hybrid_reference_weight: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,9 +40,8 @@ class Pair:
     batch: Hashable
     group: Hashable
     """Of its batch."""
-    before: float | None
-    after: float | None
-    """Rewards; `None` where there is none."""
+    before: Judgement
+    after: Judgement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,35 +65,44 @@ class Change:
     """Share of them that changed sign: what was encouraged would have been discouraged, or the reverse."""
 
 
-def advantages(pairs: Sequence[Pair], rewards: Sequence[float | None], scale: str) -> list[float | None]:
-    """GRPO's advantages of these rewards: (reward - mean of its group) / (spread + 1e-4).
+def advantages(pairs: Sequence[Pair], judged: Sequence[Judgement], baseline: Baseline) -> list[float | None]:
+    """The advantages that training would give, as `hybrid_advantages`; `None` where there is no reward.
 
     Args:
         pairs (`Sequence[Pair]`):
-            The completions. Those of a batch are neighbours, and so are those of a group.
-        rewards (`Sequence[float | None]`):
+            The completions.
+        judged (`Sequence[Judgement]`):
             Their rewards.
-        scale (`str`):
-            TRL's `scale_rewards`: whose standard deviation is the spread, `group` or `batch`. `none`: no division.
+        baseline (`Baseline`):
+            The settings of the run.
     """
-    found: list[float | None] = []
-    numbered = [*zip(pairs, rewards, strict=True)]
-    for _, batch in groupby(numbered, key=lambda each: each[0].batch):
-        of_batch = [*batch]
-        whole = _spread([reward for _, reward in of_batch])
-        for _, group in groupby(of_batch, key=lambda each: each[0].group):
-            own = [reward for _, reward in group]
-            known = [reward for reward in own if reward is not None]
-            mean = statistics.fmean(known) if known else math.nan
-            divisor = {"group": _spread(own) + EPSILON, "batch": whole + EPSILON, "none": 1.0}[scale]
-            found += [None if reward is None else (reward - mean) / divisor for reward in own]
+    batches: dict[Hashable, dict[Hashable, list[int]]] = {}
+    for place, pair in enumerate(pairs):
+        batches.setdefault(pair.batch, {}).setdefault(pair.group, []).append(place)
+    found: list[float | None] = [None] * len(pairs)
+    for groups in batches.values():
+        size = max(map(len, groups.values()))
+        table = torch.full((2, len(groups), size), math.nan, dtype=torch.float64)  # a place that is not there: NaN
+        for number, places in enumerate(groups.values()):
+            table[0, number, : len(places)] = _column([judged[place].reward for place in places])
+            table[1, number, : len(places)] = _column([judged[place].reference for place in places])
+        rewards, references = table.flatten(1)
+        weight = baseline.hybrid_reference_weight
+        numbers, _ = hybrid_advantages(rewards, references, size, weight, baseline.scale_rewards)
+        for places, row in zip(groups.values(), numbers.view(len(groups), size).tolist(), strict=True):
+            for place, number in zip(places, row, strict=False):
+                found[place] = None if judged[place].reward is None else number
     return found
 
 
-def changes(pairs: Sequence[Pair], scale: str) -> list[Change]:
+def _column(numbers: Sequence[float | None]) -> torch.Tensor:
+    return torch.tensor([math.nan if each is None else each for each in numbers], dtype=torch.float64)
+
+
+def changes(pairs: Sequence[Pair], baseline: Baseline) -> list[Change]:
     """By branch, and of all at the end."""
-    before = advantages(pairs, [each.before for each in pairs], scale)
-    after = advantages(pairs, [each.after for each in pairs], scale)
+    before = advantages(pairs, [each.before for each in pairs], baseline)
+    after = advantages(pairs, [each.after for each in pairs], baseline)
     numbered = [*zip(pairs, before, after, strict=True)]
     branches = sorted({each.branch for each in pairs})
     parts = [(branch, [each for each in numbered if each[0].branch == branch]) for branch in branches]
@@ -84,9 +111,12 @@ def changes(pairs: Sequence[Pair], scale: str) -> list[Change]:
 
 def _change(branch: str, numbered: Sequence[tuple[Pair, float | None, float | None]]) -> Change:
     both = [
-        (pair.before, pair.after, before, after)
+        (pair.before.reward, pair.after.reward, before, after)
         for pair, before, after in numbered
-        if pair.before is not None and pair.after is not None and before is not None and after is not None
+        if pair.before.reward is not None
+        and pair.after.reward is not None
+        and before is not None
+        and after is not None
     ]
     columns = [list(column) for column in zip(*both, strict=True)] or [[], [], [], []]
     shifts = [abs(after - before) for _, _, before, after in both]
@@ -94,8 +124,8 @@ def _change(branch: str, numbered: Sequence[tuple[Pair, float | None, float | No
     return Change(
         branch=branch,
         completions=len(numbered),
-        scored_before=sum(pair.before is not None for pair, *_ in numbered),
-        scored_after=sum(pair.after is not None for pair, *_ in numbered),
+        scored_before=sum(pair.before.reward is not None for pair, *_ in numbered),
+        scored_after=sum(pair.after.reward is not None for pair, *_ in numbered),
         mean_before=_mean(columns[0]),
         mean_after=_mean(columns[1]),
         rank_correlation=rank_correlation(columns[0], columns[1]),
@@ -122,11 +152,6 @@ def _ranks(numbers: Sequence[float]) -> list[float]:
             ranks[place] = first + (len(places) - 1) / 2
         first += len(places)
     return ranks
-
-
-def _spread(rewards: Sequence[float | None]) -> float:
-    known = [reward for reward in rewards if reward is not None]
-    return statistics.stdev(known) if len(known) > 1 else 0.0
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ Owns the settings that a simulation adds to those of a run. Refuses to count or 
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 import tempfile
@@ -16,18 +17,17 @@ import stamina
 
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.sources import DEMO, check_rows, load_drafts
-from salesrl_trl.errors import ConfigError, SalesRLError, ServiceError, ServiceUnavailable
+from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.assembly import addresses, build_reward
 from salesrl_trl.run.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.run.checks.rows import own_records, training_records
-from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
+from salesrl_trl.run.console import EXIT_STOPPED
 from salesrl_trl.run.settings import parse_part
 from salesrl_trl.run.simulation.completions import DEFAULT_MIX, VARIANTS, Completion, Fields, batches
 from salesrl_trl.run.simulation.findings import Step, step_summary, summarise
 from salesrl_trl.run.simulation.text import report_text, step_text
-from salesrl_trl.run.tools import strict_json, tell_failure
-from salesrl_trl.tidy_end import EXIT_INTERRUPTED
+from salesrl_trl.run.tools import exit_code_of, strict_json
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 DESCRIPTION = (
@@ -223,15 +223,10 @@ def _head(rows: int, settings: Settings) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, prepare, run. Returns the exit code."""
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
-    argv, failing_as = sys.argv[1:] if argv is None else argv, EXIT_BAD_INPUT
-    try:
-        settings = parse(argv)
-        prepared = prepare(settings)
-        failing_as = EXIT_STOPPED
-        return run(prepared, settings)
-    except SalesRLError as error:
-        tell_failure(error, as_json="--json" in argv)
-        return failing_as
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    given = sys.argv[1:] if argv is None else argv
+
+    def prepared() -> Callable[[], int]:
+        settings = parse(given)
+        return functools.partial(run, prepare(settings), settings)
+
+    return exit_code_of(given, prepared)

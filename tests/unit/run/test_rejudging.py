@@ -1,10 +1,12 @@
 """A recorded run judged again: the same judge changes nothing, another one what it should. The copy is a record."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
 
 import pytest
+import torch
 from support.loopback import ACTION, BAD, Services, action, build_reward, chat_completion, row
 
 from salesrl_trl.config import RewardConfig
@@ -13,7 +15,8 @@ from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.rejudging.command import main, rejudged, text_of, write
-from salesrl_trl.run.rejudging.comparison import Pair, advantages, changes, rank_correlation
+from salesrl_trl.run.rejudging.comparison import Baseline, Judgement, Pair, advantages, changes, rank_correlation
+from salesrl_trl.update.advantages import hybrid_advantages
 
 BRANCHES = ("fairness", "hallucination")
 TEXTS = (ACTION, BAD, action("refund"), action("Python"))
@@ -103,26 +106,35 @@ def test_other_weights_are_applied_to_the_same_verdicts(services, rows, run):
 
 def pairs(before, after, size=4):
     return [
-        Pair(branch=BRANCHES[place // size % 2], batch=0, group=place // size, before=one, after=other)
+        Pair(
+            branch=BRANCHES[place // size % 2],
+            batch=0,
+            group=place // size,
+            before=Judgement(one),
+            after=Judgement(other),
+        )
         for place, (one, other) in enumerate(zip(before, after, strict=True))
     ]
 
 
-def test_advantages_are_grpos():
-    of = pairs([1.0, 0.0, 0.5, None, 1.0, 1.0, 1.0, 1.0], [0.0] * 8)
-    rewards = [each.before for each in of]
-    by_group = advantages(of, rewards, "group")
-    assert by_group[:3] == pytest.approx([0.5 / 0.5001, -0.5 / 0.5001, 0.0])
-    assert by_group[3] is None
-    assert by_group[4:] == [0.0] * 4
-    assert advantages(of, rewards, "none")[:3] == [0.5, -0.5, 0.0]
-    whole = advantages(of, rewards, "batch")
-    assert whole[0] == pytest.approx(0.5 / (0.393398 + 1e-4), abs=1e-5)
+def test_advantages_are_those_of_training():
+    """`tests/unit/update` has those against TRL's own."""
+    of = pairs([1.0, 0.0, 0.5, None, 1.0, 1.0, 1.0], [0.0] * 7)
+    judged = [replace(each.before, reference=0.25) for each in of]
+    shuffled = [3, 4, 0, 6, 1, 2, 5]  # of several files
+    for scale, weight in itertools.product(("group", "batch", "none"), (0.0, 0.5)):
+        found = advantages(
+            [of[place] for place in shuffled], [judged[place] for place in shuffled], Baseline(scale, weight)
+        )
+        rewards = torch.tensor([1.0, 0.0, 0.5, torch.nan, 1.0, 1.0, 1.0, torch.nan], dtype=torch.float64)
+        expected, _ = hybrid_advantages(rewards, torch.full((8,), 0.25, dtype=torch.float64), 4, weight, scale)
+        assert found == [None if place == 3 else pytest.approx(expected[place].item()) for place in shuffled]
+    assert advantages(of, [each.before for each in of], Baseline("none"))[:4] == [0.5, -0.5, 0.0, None]
 
 
 def test_ranks_correlate_by_branch_and_flips_are_counted():
     of = pairs([0.1, 0.2, 0.3, 0.4] * 2, [0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1])
-    same, reverse, both = changes(of, "group")
+    same, reverse, both = changes(of, Baseline("group"))
     assert (same.branch, same.rank_correlation, same.sign_flips, same.mean_shift) == ("fairness", 1.0, 0.0, 0.0)
     assert (reverse.rank_correlation, reverse.sign_flips) == (pytest.approx(-1.0), 1.0)
     assert both.completions == 8
