@@ -1,6 +1,6 @@
 """What a page without a server shows: all figures, and a sample of the completions.
 
-Owns which completions are chosen: those that lead the three lists of most interest, then groups spread evenly over
+Owns which completions are chosen: those that lead the three lists of most interest, then some spread evenly over
 the rest. The page says how many were left out.
 """
 

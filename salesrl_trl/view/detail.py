@@ -78,7 +78,7 @@ def completion(index: Index, name: str) -> dict[str, Any]:
             raise KeyError(name)
         found = {key: row[key] for key in row.keys() if key not in ("digest", "prompt")}  # noqa: SIM118
         for key in _JSON:
-            found[key] = None if found[key] is None else json.loads(found[key])
+            found[key] = None if found[key] is None else _value(found[key])
         for key in ("answer", "reference"):
             found[key] = _answer(file, row[key])
         found["messages"] = messages(_text(file, row["prompt"]) or '""')
@@ -98,9 +98,14 @@ def _text(file: sqlite3.Connection, number: int | None) -> str | None:
     return None if row is None else unpacked(row["body"])
 
 
+def _value(text: str) -> Any:
+    """A JSON value. What JSON has no number for, such as NaN, is a text: a browser reads no answer with it."""
+    return json.loads(text, parse_constant=str)
+
+
 def _answer(file: sqlite3.Connection, number: int | None) -> Any:
     text = _text(file, number)
-    return None if text is None else json.loads(text)
+    return None if text is None else _value(text)
 
 
 def _call(file: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:

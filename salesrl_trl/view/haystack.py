@@ -28,13 +28,14 @@ class Haystack:
         return len(self._starts)
 
     def add(self, texts: Iterable[str]) -> None:
-        """Put texts at the end."""
-        for text in texts:
-            body = text.lower().encode(errors="replace") + _END
-            self._starts.append(self._end)
-            self._file.write(body)
-            self._end += len(body)
+        """Put texts at the end: all, or none where the disk takes no more."""
+        bodies = [text.lower().encode(errors="replace") + _END for text in texts]
+        self._file.seek(self._end)
+        self._file.write(b"".join(bodies))
         self._file.flush()
+        for body in bodies:
+            self._starts.append(self._end)
+            self._end += len(body)
 
     def find(self, word: str) -> bytearray:
         """Where a word is.

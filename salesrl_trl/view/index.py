@@ -10,7 +10,7 @@ import os
 import sqlite3
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,8 @@ class Source:
     """Id of the last completion that was read."""
     mark: float = 0.0
     """Its time: another one means that the file was written anew."""
+    dropped: str = ""
+    """The last step that its writer has taken out of it, to keep to its size."""
 
 
 def address(path: Path) -> str:
@@ -88,7 +90,8 @@ def messages(prompt: str) -> list[dict[str, str]]:
     value = json.loads(prompt)
     if not isinstance(value, list):
         return [{"role": "user", "content": str(value)}]
-    return [{"role": str(each.get("role", "")), "content": _plain(each.get("content"))} for each in value]
+    parts = [each if isinstance(each, dict) else {"content": each} for each in value]
+    return [{"role": str(each.get("role", "")), "content": _plain(each.get("content"))} for each in parts]
 
 
 def _plain(content: object) -> str:
@@ -117,7 +120,7 @@ class Index:
                     "record/rank-0.sqlite."
                 )
         self.runs = runs
-        self._sources: dict[Path, Source] = {}
+        self._sources: dict[tuple[int, Path], Source] = {}
         for source in self._found():
             _check(source.path)
         self.lock = threading.RLock()
@@ -133,7 +136,7 @@ class Index:
         self.db = sqlite3.connect("", uri=True, check_same_thread=False, isolation_level=None)
         self.db.row_factory = sqlite3.Row
         self.db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
-        self.db.execute("PRAGMA journal_mode=OFF")
+        self.db.execute("PRAGMA journal_mode=MEMORY")
         self.db.executescript(_TABLES)
 
     def close(self) -> None:
@@ -150,12 +153,12 @@ class Index:
                 return each
         raise KeyError((run, rank))
 
-    def refresh(self) -> int:
-        """Read what is new in all files. Returns the number of completions that were read."""
+    def refresh(self, is_over: Callable[[], bool] = lambda: False) -> int:
+        """Read what is new in all files, until it is over. Returns the number of completions that were read."""
         read = 0
         for source in self._found():
             if _check(source.path):
-                while more := self._read(source):
+                while not is_over() and (more := self._read(source)):
                     read += more
         self.reading = False
         return read
@@ -163,9 +166,9 @@ class Index:
     def _found(self) -> list[Source]:
         for number, run in enumerate(self.runs):
             for path in record_files(run):
-                if path not in self._sources:
+                if (number, path) not in self._sources:
                     rank = int(path.stem.rpartition("-")[2])
-                    self._sources[path] = Source(run=number, rank=rank, path=path)
+                    self._sources[number, path] = Source(run=number, rank=rank, path=path)
         return list(self._sources.values())
 
     def _read(self, source: Source) -> int:
@@ -173,14 +176,29 @@ class Index:
         with self.lock:
             self.db.execute("ATTACH ? AS source", (address(source.path),))
             try:
-                if self._is_another(source):
-                    self._forget(source)
-                rows = self.db.execute(_TEXTS, (source.last, CHUNK)).fetchall()
-                if rows:
-                    self._take(source, rows)
+                with self._together(source):
+                    if self._is_another(source):
+                        self._forget(source)
+                    self._forget_dropped(source)
+                    rows = self.db.execute(_TEXTS, (source.last, CHUNK)).fetchall()
+                    if rows:
+                        self._take(source, rows)
             finally:
                 self.db.execute("DETACH source")
         return len(rows)
+
+    @contextmanager
+    def _together(self, source: Source) -> Iterator[None]:
+        """Inside the block, what its writer does to a file is not seen. What fails leaves the index as it was."""
+        before = source.last, source.mark, source.dropped
+        self.db.execute("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            source.last, source.mark, source.dropped = before
+            raise
+        self.db.execute("COMMIT")
 
     def _is_another(self, source: Source) -> bool:
         if not source.last:
@@ -194,6 +212,16 @@ class Index:
         self.db.execute("DELETE FROM prompts WHERE run = ? AND rank = ?", whose)
         source.last = 0
         self.version += 1
+
+    def _forget_dropped(self, source: Source) -> None:
+        row = self.db.execute("SELECT value FROM source.meta WHERE name = 'dropped_up_to_step'").fetchone()
+        if row is not None and row["value"] != source.dropped:
+            self.db.execute(
+                "DELETE FROM completions WHERE run = ? AND rank = ? AND step <= ?",
+                (source.run, source.rank, int(row["value"])),
+            )
+            source.dropped = row["value"]
+            self.version += 1
 
     def _take(self, source: Source, rows: list[sqlite3.Row]) -> None:
         self._take_prompts(source, {row["prompt"] for row in rows})

@@ -19,6 +19,7 @@ Answer = dict[str, Any]
 
 PAGE = 50
 MOST_OF_A_ROW = 800
+MOST_WHOLE = 2**53
 EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
 BETWEEN = ("reward", "advantage", "step")
 SHOWN = ("step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward", "advantage",
@@ -57,6 +58,8 @@ def number(params: Params, name: str) -> float | None:
 def whole(params: Params, name: str, default: int = 0) -> int:
     """A whole number of a question."""
     value = number(params, name)
+    if value is not None and abs(value) > MOST_WHOLE:
+        raise BadQuestionError(f"{name} is too large")
     return default if value is None else int(value)
 
 

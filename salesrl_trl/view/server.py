@@ -7,7 +7,7 @@ with, which other users of the machine don't know.
 
 import json
 import secrets
-import sqlite3
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.view import queries
 from salesrl_trl.view.detail import completion
 from salesrl_trl.view.index import Index
@@ -72,12 +71,17 @@ class Viewer(ThreadingHTTPServer):
     def _follow(self) -> None:
         while True:
             try:
-                self.index.refresh()
+                self.index.refresh(self._ended.is_set)
                 self.index.trouble = ""
-            except (sqlite3.Error, ConfigError, OSError) as error:  # the page says so, and the next look may do
+            except Exception as error:  # whatever it is, the page says so, and the next look may do
                 self.index.trouble = f"{type(error).__name__}: {error}"
             if self._ended.wait(FOLLOW_S):
                 return
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that left before it had its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def server_close(self) -> None:
         """Stop following. The index stays open: it is not the server's."""
@@ -95,8 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not _is_loopback(self.headers.get_all("Host") or []):
             return self._send(HTTPStatus.FORBIDDEN, {"error": "the Host of a request must be loopback"})
-        address = urlsplit(self.path)
-        key, _, path = address.path.lstrip("/").partition("/")
+        address, _, query = self.path.partition("?")
+        key, _, path = address.lstrip("/").partition("/")
         if not secrets.compare_digest(key.encode(), self.server.key.encode()):
             return self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here: the address has a key in it"})
         if not path:
@@ -105,13 +109,13 @@ class _Handler(BaseHTTPRequestHandler):
         if question is None:
             return self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here"})
         try:
-            params = dict(parse_qsl(address.query, max_num_fields=MOST_FIELDS))
+            params = dict(parse_qsl(query, max_num_fields=MOST_FIELDS))
             answer, status = question(self.server.index, params), HTTPStatus.OK
         except KeyError:
             answer, status = {"error": "there is no such completion"}, HTTPStatus.NOT_FOUND
         except ValueError as error:
             answer, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
-        except (sqlite3.Error, OSError) as error:
+        except Exception as error:  # whatever it is, the page says so
             answer, status = {"error": f"{type(error).__name__}: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR
         self._send(status, answer)
 

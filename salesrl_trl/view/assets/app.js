@@ -4,7 +4,8 @@ import { spoken, t, whole } from "./words.js";
 import { ask, choose, DATA, draw, load, page, readAddress, start, views } from "./core.js";
 
 const FOLLOW_MS = 2000;
-const total = () => (page.state?.runs ?? []).reduce((sum, run) => sum + run.many, 0);
+const PAGE = 50; // items that come at once
+const total = () => page.state.runs.reduce((sum, run) => sum + run.many, 0);
 
 function App() {
   const view = views[page.shown?.route] ?? views.overview;
@@ -21,12 +22,12 @@ function App() {
       h(
         "nav",
         { "aria-label": "salesrl" },
-        h("ul", null, tab("overview"), tab("list"), (page.state?.runs.length ?? 0) > 1 && tab("compare")),
+        h("ul", null, tab("overview"), tab("list"), page.state.runs.length > 1 && tab("compare")),
       ),
       h(
         "p",
         { class: "runs muted" },
-        (page.state?.runs ?? []).map((run) => run.name).join(" · "),
+        page.state.runs.map((run) => run.name).join(" · "),
         " · ",
         whole(total()),
         " ",
@@ -56,10 +57,10 @@ function App() {
       "main",
       { id: "main", "aria-busy": page.busy ? "true" : "false" },
       DATA &&
-        page.state &&
+        page.state.total &&
         h("p", { class: "notice" }, t("sample", whole(page.state.sample), whole(page.state.total))),
-      page.state?.reading && h("p", { class: "notice" }, t("reading", whole(total()))),
-      page.state?.trouble && h("p", { class: "notice bad" }, t("trouble", page.state.trouble)),
+      page.state.reading && h("p", { class: "notice" }, t("reading", whole(total()))),
+      page.state.trouble && h("p", { class: "notice bad" }, t("trouble", page.state.trouble)),
       page.error
         ? h(
             Fragment,
@@ -110,23 +111,22 @@ function pressed(event) {
 
 // Ask now and then whether there is more, and show it. A list that was read on by hand stays as it is.
 async function follow() {
-  const before = page.state?.version;
   try {
     page.state = await ask("state");
   } catch (error) {
     page.state = { ...page.state, trouble: error.message };
   }
-  const route = page.shown?.route;
-  const still = route === "completion" || (route === "list" && page.shown.data.items.length > 50);
-  if (page.follow && page.state.version !== before && !still) await load({ quiet: true });
+  const { route, data } = page.shown ?? {};
+  const still = route === "completion" || { list: data?.items, compare: data?.rows }[route]?.length > PAGE;
+  const isNew = page.follow && page.state.version !== page.seen && !still;
+  if (!page.busy && (!page.shown || isNew)) await load({ quiet: true });
   else draw();
 }
 
 async function begin() {
   readAddress();
   start(App);
-  page.state = await ask("state");
-  await load();
+  await follow();
   addEventListener("hashchange", () => load({ arrive: true }));
   addEventListener("keydown", pressed);
   addEventListener("resize", draw);

@@ -8,7 +8,7 @@ const HEIGHT = 220,
   TOP = 10,
   BOTTOM = 26;
 // So that its words stay as large on a narrow window.
-const width = () => Math.min(720, Math.max(280, innerWidth - 40));
+const width = () => Math.min(640, Math.max(280, innerWidth - 40));
 const DASHES = ["", "7 4", "2 3", "10 3 2 3"];
 const MOST_POINTS = 360;
 

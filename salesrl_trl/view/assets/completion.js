@@ -1,6 +1,6 @@
 // One completion with its whole way.
 import { h, Fragment } from "./vendor/preact.mjs";
-import { named, number, seconds, signed, t, tongue, when } from "./words.js";
+import { mean, named, number, seconds, signed, t, tongue, when } from "./words.js";
 import { address, ask, page, views } from "./core.js";
 import { Note, Outcome, runName, Said, Section, Table, Title } from "./parts.js";
 
@@ -110,7 +110,7 @@ function Stages({ stages }) {
         ],
         rows: entries.map(([name, value]) => [
           name,
-          number(value, 2),
+          number(value),
           h(
             "svg",
             { class: "bar", viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true" },
@@ -209,7 +209,7 @@ function Completion(data) {
     h(
       Section,
       { title: t("group") },
-      h(Note, null, t("group_told")),
+      h(Note, null, t("group_told", number(mean(data.group.map((each) => each.reward))))),
       h(Table, {
         caption: t("group"),
         columns: [

@@ -9,12 +9,13 @@ export const DATA = given ? JSON.parse(given) : null;
 export const page = {
   route: "overview",
   params: {}, // of the address
-  state: null, // runs, and what there is to choose from
+  state: { runs: [], facets: {} }, // runs, and what there is to choose from
   shown: null, // { route, params, data } of the last answer
   error: "",
   busy: false,
   said: "",
   follow: true,
+  seen: undefined, // version of the state that is shown
   list: { hash: "#list", ids: [], at: null }, // the list that one comes from
 };
 
@@ -60,10 +61,14 @@ export function choose(lang) {
 
 // Another address of the same view. It takes the place of the last one: Back leaves the view.
 export function change(params) {
-  const kept = { ...page.params, ...params };
-  delete kept.after;
-  history.replaceState(null, "", address(page.route, kept));
+  note(params);
   return load();
+}
+
+// Its address alone. What is drawn meanwhile has it too, so that nobody's typing is taken back.
+export function note(params) {
+  page.params = { ...page.params, ...params };
+  history.replaceState(null, "", address(page.route, page.params));
 }
 
 export const views = {}; // by route: { ask(params), View(data, params), title(data, params), focus }
@@ -72,6 +77,7 @@ let asked = 0;
 // Ask what the address says, and draw the answer. An answer that another question overtook is dropped.
 export async function load({ arrive = false, quiet = false } = {}) {
   const mine = ++asked;
+  page.seen = page.state.version;
   readAddress();
   const view = views[page.route] ?? views.overview;
   if (!quiet) {

@@ -1,7 +1,7 @@
 // The list of completions, with its filters and orders.
 import { h, Fragment } from "./vendor/preact.mjs";
-import { number, seconds, t, tongue, whole } from "./words.js";
-import { address, ask, change, draw, load, page, views } from "./core.js";
+import { number, t, tongue, whole } from "./words.js";
+import { address, ask, draw, load, note, page, views } from "./core.js";
 import { facetOptions, Note, Outcome, runName, runOptions, Select, Title } from "./parts.js";
 
 const ORDER_NAMES = ["newest", "oldest", "reward_high", "reward_low", "disagreement", "advantage", "slowest"];
@@ -14,7 +14,8 @@ const orderName = (code) => t(code === "disagreement" || code === "advantage" ? 
 function typed(event) {
   const { name, value } = event.target;
   clearTimeout(waiting);
-  waiting = setTimeout(() => change({ [name]: value }), WAIT_MS);
+  note({ [name]: value });
+  waiting = setTimeout(load, WAIT_MS);
 }
 
 function Field({ name, label, kind = "number", hint }) {
@@ -63,7 +64,7 @@ function Filters() {
 
 // The lists of most interest, within the filters that are set.
 function Leading({ params }) {
-  const { order, after, ...filters } = params;
+  const { order, ...filters } = params;
   const entry = (code, told) =>
     h(
       "li",
@@ -95,7 +96,7 @@ export function Items({ items, current, runs }) {
     ["step", "n"],
     ...(runs ? [["run", "extra"]] : []),
     ["branch", "extra"],
-    ["row", "extra"],
+    ["row", "extra row_id"],
     ["text", "wide"],
     ["outcome", ""],
     ["reward", "n"],
@@ -160,7 +161,7 @@ function List(data, params) {
       h("span", { class: "muted keys" }, t("keys")),
     ),
     data.items.length
-      ? h(Items, { items: data.items, current: page.list.at, runs: page.state?.runs.length > 1 })
+      ? h(Items, { items: data.items, current: page.list.at, runs: page.state.runs.length > 1 })
       : h(Note, null, t("none")),
     data.next && h("p", null, h("button", { type: "button", onClick: () => more(data, params) }, t("more"))),
   );
@@ -179,8 +180,15 @@ async function more(data, params) {
 
 views.list = {
   async ask(params) {
+    const hash = address("list", params),
+      wanted = page.list.hash === hash ? page.list.ids.length : 0; // one comes back to as many as there were
     const found = await ask("list", params);
-    page.list = { hash: address("list", params), ids: found.items.map((item) => item.id), at: page.list.at };
+    while (found.next && found.items.length < wanted) {
+      const more = await ask("list", { ...params, after: found.next });
+      found.items.push(...more.items);
+      found.next = more.next;
+    }
+    page.list = { hash, ids: found.items.map((item) => item.id), at: page.list.at };
     return found;
   },
   View: List,

@@ -1,16 +1,17 @@
 // Answers of a page that stands alone, from the data inside it. The same questions as those of the server.
 
-const PAGE = 50;
+const PART = 50;
 const EQUAL = ["branch", "outcome", "reason", "provider", "mode", "row"];
 const BETWEEN = ["reward", "advantage", "step"];
 const low = (value) => value ?? -Infinity;
+const size = (value) => (value === null ? -Infinity : Math.abs(value));
 const ORDERS = {
   newest: (a, b) => b.step - a.step,
   oldest: (a, b) => a.step - b.step,
   reward_high: (a, b) => low(b.reward) - low(a.reward),
   reward_low: (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),
   disagreement: (a, b) => low(b.disagreement) - low(a.disagreement),
-  advantage: (a, b) => Math.abs(b.advantage ?? 0) - Math.abs(a.advantage ?? 0),
+  advantage: (a, b) => size(b.advantage) - size(a.advantage),
   slowest: (a, b) => low(b.judge_s) - low(a.judge_s),
 };
 
@@ -39,8 +40,8 @@ function listed(data, params) {
   const order = ORDERS[params.order || "newest"];
   const found = data.items.filter(fits).sort((a, b) => order(a, b) || 0);
   const first = Number(params.after ?? 0);
-  const next = first + PAGE < found.length ? String(first + PAGE) : null;
-  return { total: found.length, items: found.slice(first, first + PAGE), next };
+  const next = first + PART < found.length ? String(first + PART) : null;
+  return { total: found.length, items: found.slice(first, first + PART), next };
 }
 
 function inside(value, min, max) {

@@ -3,9 +3,9 @@ import { h, Fragment } from "./vendor/preact.mjs";
 import { named, number, percent, t, whole } from "./words.js";
 import { address, ask, change, page, views } from "./core.js";
 import { Chart } from "./chart.js";
-import { facetOptions, Note, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
+import { modeOptions, Note, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
 
-const LATEST = 60;
+export const LATEST = 60;
 
 export const branchesOf = (steps) => [...new Set(steps.map((each) => each.branch))].sort();
 export const lineOf = (steps, branch, value) =>
@@ -17,10 +17,10 @@ function Overview({ steps }, params) {
     branches = branchesOf(steps);
   const series = (value) =>
     branches.map((name, at) => ({ name, color: at, dash: at, points: lineOf(steps, name, value) }));
-  const outcomes = [...new Set(steps.flatMap((each) => Object.keys(each.outcomes)))];
+  const outcomes = [...new Set(steps.flatMap((each) => Object.keys(each.outcomes)))].sort();
   const numbers = [...new Set(steps.map((each) => each.step))];
   const first = params.all ? -Infinity : (numbers.at(-Math.min(LATEST, numbers.length)) ?? 0);
-  const shown = steps.filter((each) => each.step >= first).reverse();
+  const shown = steps.filter((each) => each.step >= first).sort((a, b) => b.step - a.step);
   return h(
     Fragment,
     null,
@@ -30,7 +30,7 @@ function Overview({ steps }, params) {
       { class: "filters row", onSubmit: (event) => event.preventDefault() },
       runOptions().length > 1 &&
         h(Select, { name: "run", label: t("run"), options: runOptions(), empty: false, value: String(run) }),
-      h(Select, { name: "mode", label: t("mode"), options: facetOptions("mode"), empty: false, value: mode }),
+      h(Select, { name: "mode", label: t("mode"), options: modeOptions(), empty: false, value: mode }),
     ),
     steps.length
       ? h(

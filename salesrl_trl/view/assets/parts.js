@@ -1,6 +1,6 @@
 // Small parts of several views.
 import { h } from "./vendor/preact.mjs";
-import { named, t, tongue } from "./words.js";
+import { named, t, tongue, whole } from "./words.js";
 import { change, page } from "./core.js";
 
 // A table. `columns`: [name, class]; `rows`: lists of cells, or { cells, ...attributes of the row }.
@@ -62,17 +62,22 @@ export function Select({ name, label, options, empty = true, value }) {
   );
 }
 
-export const runOptions = () => (page.state?.runs ?? []).map((run, at) => [String(at), runName(at)]);
+export const runOptions = () => page.state.runs.map((run, at) => [String(at), runName(at)]);
 
 // Runs of the same name are told apart by their numbers.
 export function runName(at) {
-  const runs = page.state?.runs ?? [];
+  const runs = page.state.runs;
   const name = runs[at]?.name ?? String(at);
   return runs.filter((run) => run.name === name).length > 1 ? `${name} (${at + 1})` : name;
 }
 
+// Branches, reasons and judges have names of their own: no word of the page is put in their place.
 export const facetOptions = (name) =>
-  Object.entries(page.state?.facets[name] ?? {}).map(([code, many]) => [code, `${named(code)} (${many})`]);
+  Object.entries(page.state.facets[name] ?? {}).map(([code, many]) => [
+    code,
+    `${name === "outcome" || name === "mode" ? named(code) : code} (${whole(many)})`,
+  ]);
+export const modeOptions = () => ["train", "eval"].map((code) => [code, t(code)]);
 
 export const Outcome = ({ outcome, reason }) =>
   h("span", { class: `outcome ${outcome}` }, named(outcome), reason && h("span", { class: "reason" }, ` ${reason}`));

@@ -1,20 +1,18 @@
 // A row over training time, and two runs side by side.
 import { h, Fragment } from "./vendor/preact.mjs";
-import { named, number, signed, t, tongue, whole } from "./words.js";
+import { mean, named, number, signed, t, tongue, whole } from "./words.js";
 import { address, ask, draw, page, views } from "./core.js";
 import { Chart } from "./chart.js";
 import { Conversation } from "./completion.js";
-import { branchesOf, lineOf } from "./overview.js";
-import { facetOptions, Note, Outcome, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
-
-const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
+import { branchesOf, LATEST, lineOf } from "./overview.js";
+import { modeOptions, Note, Outcome, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
 
 // Mean reward by step of one run's completions of the row.
 function meansOf(items) {
   const steps = new Map();
   for (const { step, reward } of items) {
     if (!steps.has(step)) steps.set(step, []);
-    if (reward !== null) steps.get(step).push(reward);
+    steps.get(step).push(reward);
   }
   return [...steps].map(([step, rewards]) => [step, mean(rewards)]);
 }
@@ -123,7 +121,7 @@ function Compared(data, params) {
       { class: "filters row", onSubmit: (event) => event.preventDefault() },
       h(Select, { name: "one", label: t("one"), options: runOptions(), empty: false, value: one }),
       h(Select, { name: "other", label: t("other"), options: runOptions(), empty: false, value: other }),
-      h(Select, { name: "mode", label: t("mode"), options: facetOptions("mode"), empty: false, value: mode }),
+      h(Select, { name: "mode", label: t("mode"), options: modeOptions(), empty: false, value: mode }),
     ),
     h(Chart, { title: t("mean_reward"), series }),
     h(
@@ -141,11 +139,12 @@ function Compared(data, params) {
         "details",
         null,
         h("summary", null, t("steps_table")),
+        common.length > LATEST && h(Note, null, t("latest", LATEST, whole(common.length))),
         h(Table, {
           caption: t("steps_table"),
           columns: [[t("step"), "n"], [t("branch"), ""], ...names.map((name) => [name, "n"]), [t("change"), "n"]],
           rows: common
-            .slice(-100)
+            .slice(-LATEST)
             .reverse()
             .flatMap((step) =>
               branches.map((branch) => {
@@ -201,7 +200,7 @@ async function moreRows(data, params) {
 
 views.compare = {
   async ask(params) {
-    if ((page.state?.runs.length ?? 0) < 2) return null;
+    if (page.state.runs.length < 2) return null;
     const { one, other, mode } = chosenRuns(params);
     const [found, ...steps] = await Promise.all([
       ask("compare", { one, other, mode, order: params.order }),

@@ -27,7 +27,7 @@ const EN = {
   advantage: "Advantage",
   step: "Step",
   row: "Row",
-  judge_s: "Judge, s",
+  judge_s: "Judge,\u00a0s",
   disagreement: "Disagreement",
   from: "at least",
   to: "at most",
@@ -42,7 +42,7 @@ const EN = {
   order_advantage: "largest advantage",
   train: "training",
   eval: "evaluation",
-  ok: "scored",
+  ok: "judged",
   invalid_action: "invalid action",
   judge_invalid: "no verdict",
   infra: "service failed",
@@ -84,13 +84,11 @@ const EN = {
   judge_words: "The judge's words",
   no_verdict: "There is no verdict.",
   group: "Its group",
-  group_told: "Completions of the same prompt. An advantage says how a reward stands against theirs.",
+  group_told: "Completions of the same prompt. Mean reward: {0}. An advantage says how a reward stands against theirs.",
   this_one: "this one",
   seconds: "Seconds by stage",
   stage: "Stage",
   calls: "Calls",
-  service: "Service",
-  result: "Result",
   answered: "answered",
   request: "Request",
   answer: "Answer",
@@ -107,7 +105,6 @@ const EN = {
   mean_reward: "Mean reward by step",
   scored_share: "Share scored by step",
   scored: "Scored",
-  many: "Completions",
   steps_table: "Steps",
   latest: "The latest {0} of {1} steps.",
   show_all: "Show all",
@@ -134,7 +131,6 @@ const EN = {
   assistant: "assistant",
   no_steps: "No completion of this mode was recorded.",
   not_there: "Not in this page. It holds a sample.",
-  new_there: "{0} new completions",
   reward_rows: "Reward by step",
 };
 
@@ -180,7 +176,7 @@ const ZH = {
   order_advantage: "优势绝对值最大",
   train: "训练",
   eval: "评测",
-  ok: "已评分",
+  ok: "已评审",
   invalid_action: "动作无效",
   judge_invalid: "评审无效",
   infra: "服务失败",
@@ -222,13 +218,11 @@ const ZH = {
   judge_words: "评语",
   no_verdict: "没有评审结论。",
   group: "同组结果",
-  group_told: "同一提示的生成结果。优势表示奖励与同组相比的高低。",
+  group_told: "同一提示的生成结果，平均奖励 {0}。优势表示奖励与同组相比的高低。",
   this_one: "当前",
   seconds: "各环节秒数",
   stage: "环节",
   calls: "调用",
-  service: "服务",
-  result: "结果",
   answered: "已回答",
   request: "请求",
   answer: "回答",
@@ -245,7 +239,6 @@ const ZH = {
   mean_reward: "各步平均奖励",
   scored_share: "各步已评分比例",
   scored: "已评分",
-  many: "条数",
   steps_table: "各步",
   latest: "共 {1} 步，显示最新 {0} 步。",
   show_all: "全部显示",
@@ -270,7 +263,6 @@ const ZH = {
   assistant: "助手",
   no_steps: "没有这个阶段的记录。",
   not_there: "此页面只收录抽样，没有这一条。",
-  new_there: "新增 {0} 条",
   reward_rows: "各步奖励",
 };
 
@@ -292,10 +284,15 @@ export const named = (code) => (Object.hasOwn(WORDS[language], code) ? WORDS[lan
 
 export const whole = (value) => Number(value ?? 0).toLocaleString(language);
 export const number = (value, digits = 3) =>
-  value === null || value === undefined ? "–" : Number(value).toFixed(digits);
-export const signed = (value) => (value > 0 ? "+" : "") + number(value).replace("-", "−");
+  value === null || value === undefined ? "–" : Number(value).toFixed(digits).replace("-", "−");
+export const signed = (value) => (value > 0 ? "+" : "") + number(value);
 export const seconds = (value) =>
   value === null || value === undefined ? "–" : `${Number(value).toFixed(value < 10 ? 2 : 1)} s`;
+// Of those that are numbers: a failed call is none.
+export const mean = (values) => {
+  const some = values.filter((value) => value !== null);
+  return some.length ? some.reduce((sum, value) => sum + value, 0) / some.length : null;
+};
 export const percent = (value) => `${(100 * value).toFixed(0)} %`;
 export const when = (unix) => new Date(1000 * unix).toLocaleString(language);
 // So that a screen reader takes the right voice.

@@ -4,6 +4,7 @@ Skipped where there is no Chromium (`apt install chromium`).
 """
 
 import json
+import time
 
 import pytest
 from support.browser import browser, program
@@ -55,7 +56,7 @@ def count(tab):
 
 def test_it_opens_on_steps_by_branch_and_a_step_leads_to_its_completions(opened, viewer):
     tab = opened()
-    step = queries.overview(viewer.index, {})["steps"][-1]
+    step = queries.overview(viewer.index, {})["steps"][-2]  # of the last step, by branch
     shown = tab.text("tbody tr").split("\t")
     assert shown[:3] == [str(step["step"]), step["branch"], f"{step['reward']:.3f}"]
     assert len(tab.value("[...document.querySelectorAll('figure path.line')].map(e => e.getAttribute('d'))")) > 4
@@ -221,6 +222,11 @@ def test_more_of_a_list_comes_on_demand_with_the_focus_on_it(opened, viewer):
     tab.click("main > p button")
     tab.wait("document.querySelectorAll('.items tbody tr').length === 100")
     tab.wait(f"{FOCUSED}.dataset.id === '{wanted}'")
+    # From one of the second part back to it.
+    tab.press("Enter")
+    tab.wait("document.querySelector('.messages')")
+    tab.press("Escape")
+    tab.wait(f"{FOCUSED}.dataset.id === '{wanted}'")
 
 
 def test_a_run_that_goes_on_is_followed(tab, tmp_path):
@@ -230,7 +236,16 @@ def test_a_run_that_goes_on_is_followed(tab, tmp_path):
         tab.open(f"{viewer.url}#list?lang=en")
         tab.wait(f"{FIRST}?.innerText === 'first'")
         rank.add(text="second", step=2)
-        tab.wait(f"{FIRST}.innerText === 'second'")
+        tab.click("input[name=text]")
+        typed = ""
+        while "2 completions" not in tab.text(".runs"):  # it comes while somebody types
+            tab.type("x")
+            typed += "x"
+            assert len(typed) < 200
+            time.sleep(0.05)
+        assert tab.value("document.querySelector('input[name=text]').value") == typed
+        tab.open(f"{viewer.url}#list?lang=en")
+        tab.wait(f"{FIRST}?.innerText === 'second'")
         tab.click(".follow input")
         rank.add(text="third", step=3)
         tab.wait("document.querySelector('.runs').innerText.includes('3 completions')")

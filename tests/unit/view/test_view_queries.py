@@ -66,7 +66,7 @@ def small(tmp_path):
         ({"text": "HISTORY_SUMMARY"}, lambda row: "history_summary" in row["text"]),
         ({"text": "no such words"}, lambda row: False),
     ],
-    ids=str,
+    ids=["none", "run", "reason", "provider", "reward", "advantage", "step", "row", "text", "no-text"],
 )
 def test_a_filter_finds_what_a_count_over_the_files_finds(both, two_runs, params, fits):
     wanted = {row["name"] for row in rows(*two_runs) if fits(row)}

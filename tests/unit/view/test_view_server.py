@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 import time
+import zlib
 
 import pytest
 from support.synthetic_record import HOSTILE, Rank
 from support.viewing import asked, served
 
 from salesrl_trl.view import __main__ as command
+from salesrl_trl.view import server
 from salesrl_trl.view.page import ASSETS, PREACT, page
 
 RELEASED = "bdcbd9abdf2c77c5c45326eab42191e949222d479d0d5f69467387a77040cb55"
@@ -57,6 +59,9 @@ def test_questions_without_an_answer_have_a_status_and_a_message(viewer):
     assert asked(viewer, "api/nothing")[0] == asked(viewer, "nothing")[0] == 404
     status, _, body = asked(viewer, "api/list", reward_min="much")
     assert (status, body["error"]) == (400, "reward_min is no number")
+    for large in ({"run": "1e30"}, {"after": "1~-1e30"}):
+        status, _, body = asked(viewer, "api/list", **large)
+        assert (status, body["error"].endswith("is too large")) == (400, True)
 
 
 def test_the_page_may_run_its_own_script_and_ask_its_own_server_alone(viewer):
@@ -86,7 +91,8 @@ def test_texts_of_a_page_alone_can_not_end_its_data():
     assert "connect-src 'none'" in html
 
 
-def test_a_running_server_tells_of_what_was_written_meanwhile(tmp_path):
+def test_a_running_server_tells_of_what_was_written_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "FOLLOW_S", 0.02)
     rank = Rank(tmp_path, 0)
     rank.add(text="first")
     with served(tmp_path) as viewer:
@@ -95,6 +101,30 @@ def test_a_running_server_tells_of_what_was_written_meanwhile(tmp_path):
         wait_for(lambda: asked(viewer, "api/list")[2]["total"] == 2)
         assert asked(viewer, "api/list")[2]["items"][0]["text"] == "second"
     rank.file.close()
+
+
+def test_a_failure_is_told_to_the_page_and_the_next_look_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "FOLLOW_S", 0.02)
+    rank = Rank(tmp_path, 0)
+    rank.add(prompt=rank.file.execute("INSERT INTO texts VALUES (7, x'', x'00')").lastrowid)  # no zlib
+    with served(tmp_path) as viewer:
+        wait_for(lambda: asked(viewer, "api/state")[2]["trouble"].startswith("error: "))
+        status, _, body = asked(viewer, "api/completion", id="0-0-1")
+        assert (status, body["error"].startswith("error: ")) == (500, True)
+        rank.file.execute("UPDATE texts SET body = ?", (zlib.compress(b'"mended"'),))
+        wait_for(lambda: asked(viewer, "api/list", text="mended")[2]["total"] == 1)
+        assert asked(viewer, "api/state")[2]["trouble"] == ""
+    rank.file.close()
+
+
+def test_a_browser_that_leaves_early_is_no_error_on_the_terminal(viewer, capfd):
+    for error in (ConnectionResetError("it left"), RuntimeError("a fault")):
+        try:
+            raise error
+        except Exception:
+            viewer.handle_error(None, ("127.0.0.1", 1))
+    told = capfd.readouterr().err
+    assert ("it left" in told, "a fault" in told) == (False, True)
 
 
 def wait_for(holds):
