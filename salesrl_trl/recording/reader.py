@@ -50,22 +50,28 @@ class Recorded:
 
 def digest_of(prompt: object, text: str) -> bytes:
     """The key of a completion: 16 bytes from its prompt, a JSON value, and its text."""
-    return _digest([prompt, text])
-
-
-def named(value: object) -> str:
-    """What stands for a value that JSON does not know, such as a picture."""
-    return f"<{type(value).__name__}>"
+    return digest(as_json([prompt, text], sort_keys=True))
 
 
 def row_of(prompt: object) -> str:
     """The name of a row without an id: the same for the same prompt."""
-    return _digest(prompt).hex()[:12]
+    return digest(as_json(prompt, sort_keys=True)).hex()[:12]
 
 
-def _digest(value: object) -> bytes:
-    content = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True, default=named)
-    return hashlib.blake2b(content.encode(), digest_size=16).digest()
+def digest(text: str) -> bytes:
+    """The key of a text: 16 bytes."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def as_json(value: object, *, sort_keys: bool = False) -> str:
+    """JSON without spaces. The name of its type stands for what JSON does not know, such as a picture."""
+    return json.dumps(
+        value,
+        ensure_ascii=False,
+        separators=(",", ":"),
+        sort_keys=sort_keys,
+        default=lambda unknown: f"<{type(unknown).__name__}>",
+    )
 
 
 def open_record(path: Path) -> sqlite3.Connection:
