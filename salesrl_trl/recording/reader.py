@@ -3,6 +3,7 @@
 Owns the reading of single completions for those who use a record again. Pages that show one ask the tables themselves.
 """
 
+import gzip
 import hashlib
 import json
 import sqlite3
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.schema import VERSION, record_file, record_files
+from salesrl_trl.recording.schema import PACKED, VERSION, record_file, record_files
 from salesrl_trl.recording.trail import Judged
 
 
@@ -81,9 +82,13 @@ def open_record(path: Path) -> sqlite3.Connection:
         `ConfigError`: it is no record, or one of another version.
     """
     try:
-        file = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+        if path.suffix == PACKED:
+            file = sqlite3.connect(":memory:", check_same_thread=False)
+            file.deserialize(gzip.decompress(path.read_bytes()))
+        else:
+            file = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
         version = file.execute("PRAGMA user_version").fetchone()[0]
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError, EOFError) as error:
         raise ConfigError(f"{path} can't be read as a record ({error}).") from None
     if version != VERSION:
         file.close()
