@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from salesrl_trl.config.checks import about, check, check_choice
+from salesrl_trl.config.checks import about, check_choice
+from salesrl_trl.demo.cassette import CASSETTE, FILE
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.schema import record_files
 
 ON_MISS = ("fail", "nearest", "live")
@@ -15,29 +17,51 @@ class ReplayConfig:
 
     Args:
         replay (`str`, *optional*):
-            Output folder of a run with `record: true`. What it recorded is the reward, and no service is asked.
-        replay_on_miss (`str`, *optional*, defaults to `"fail"`):
+            Output folder of a run with `record: true`, or `demo` for the packaged record of the demo's services. What
+            is recorded is the reward, and no service is asked.
+        replay_on_miss (`str`, *optional*):
             What becomes of a completion that the record does not have. `fail`: it has no reward, reason
-            `not_recorded`. `nearest`: the reward of the recorded completion of the same prompt whose text is most
-            similar; for trying things, because it is another completion's. `live`: the services are asked.
+            `not_recorded`. `nearest`: the reward of the recorded completion of the same row whose text is most
+            similar; for trying things, because it is another completion's. `live`: the services are asked. Defaults
+            to `nearest` for the packaged record, and to `fail` for a run's.
         replay_delays (`bool`, *optional*, defaults to `False`):
             Whether rewards take as long as they did.
     """
 
-    replay: str | None = field(default=None, metadata=about("Folder of a recorded run, whose rewards are taken."))
-    replay_on_miss: str = field(default="fail", metadata=about(f"For what is not recorded: {', '.join(ON_MISS)}."))
+    replay: str | None = field(
+        default=None, metadata=about(f"Folder of a recorded run, or `{CASSETTE}`: its rewards are taken.")
+    )
+    replay_on_miss: str | None = field(
+        default=None, metadata=about(f"For what is not recorded: {', '.join(ON_MISS)}; default: by `replay`.")
+    )
     replay_delays: bool = field(default=False, metadata=about("Let replayed rewards take as long as they did."))
 
     @property
     def asks_nobody(self) -> bool:
         """Whether rewards come from the record alone."""
-        return self.replay is not None and self.replay_on_miss != "live"
+        return self.replay is not None and self.on_miss != "live"
+
+    @property
+    def on_miss(self) -> str:
+        """`replay_on_miss`, or its default."""
+        # Another CPU's policy writes other texts, and the packaged record is for a first look on any machine.
+        return self.replay_on_miss or ("nearest" if self.replay == CASSETTE else "fail")
+
+    @property
+    def replayed(self) -> Path:
+        """Where the record is, with a `replay`."""
+        assert self.replay is not None
+        return FILE if self.replay == CASSETTE else Path(self.replay).expanduser()
 
     def check_replay(self) -> None:
         """Raises `ConfigError` where there is no record to replay."""
-        check_choice(self, "replay_on_miss", ON_MISS)
-        check(
-            self.replay is None or bool(record_files(Path(self.replay).expanduser())),
-            f"`replay` is {self.replay!r}, which holds no record. Expected the output folder of a run with `record: "
-            "true`.",
+        if self.replay_on_miss is not None:
+            check_choice(self, "replay_on_miss", ON_MISS)
+        if self.replay is None or record_files(self.replayed):
+            return
+        folders = {*Path("runs").glob("*"), *self.replayed.parent.glob("*")}
+        runs = sorted(str(each) for each in folders if each.is_dir() and record_files(each))
+        raise ConfigError(
+            f"`replay` is {self.replay!r}, which holds no record. Expected one of: {', '.join([CASSETTE, *runs])}; or "
+            "the output folder of another run with `record: true`."
         )

@@ -3,6 +3,7 @@
 Owns the reading of single completions for those who use a record again. Pages that show one ask the tables themselves.
 """
 
+import gzip
 import hashlib
 import json
 import sqlite3
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.schema import VERSION, record_file, record_files
+from salesrl_trl.recording.schema import PACKED, VERSION, record_file, record_files
 from salesrl_trl.recording.trail import Judged
 
 
@@ -50,22 +51,28 @@ class Recorded:
 
 def digest_of(prompt: object, text: str) -> bytes:
     """The key of a completion: 16 bytes from its prompt, a JSON value, and its text."""
-    return _digest([prompt, text])
-
-
-def named(value: object) -> str:
-    """What stands for a value that JSON does not know, such as a picture."""
-    return f"<{type(value).__name__}>"
+    return digest(as_json([prompt, text], sort_keys=True))
 
 
 def row_of(prompt: object) -> str:
     """The name of a row without an id: the same for the same prompt."""
-    return _digest(prompt).hex()[:12]
+    return digest(as_json(prompt, sort_keys=True)).hex()[:12]
 
 
-def _digest(value: object) -> bytes:
-    content = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True, default=named)
-    return hashlib.blake2b(content.encode(), digest_size=16).digest()
+def digest(text: str) -> bytes:
+    """The key of a text: 16 bytes."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def as_json(value: object, *, sort_keys: bool = False) -> str:
+    """JSON without spaces. The name of its type stands for what JSON does not know, such as a picture."""
+    return json.dumps(
+        value,
+        ensure_ascii=False,
+        separators=(",", ":"),
+        sort_keys=sort_keys,
+        default=lambda unknown: f"<{type(unknown).__name__}>",
+    )
 
 
 def open_record(path: Path) -> sqlite3.Connection:
@@ -75,9 +82,13 @@ def open_record(path: Path) -> sqlite3.Connection:
         `ConfigError`: it is no record, or one of another version.
     """
     try:
-        file = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+        if path.suffix == PACKED:
+            file = sqlite3.connect(":memory:", check_same_thread=False)
+            file.deserialize(gzip.decompress(path.read_bytes()))
+        else:
+            file = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
         version = file.execute("PRAGMA user_version").fetchone()[0]
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError, EOFError) as error:
         raise ConfigError(f"{path} can't be read as a record ({error}).") from None
     if version != VERSION:
         file.close()

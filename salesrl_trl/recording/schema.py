@@ -17,6 +17,8 @@ VERSION = 1
 FOLDER = "record"
 """In the output folder of a run."""
 SUFFIX = ".sqlite"
+PACKED = ".gz"
+"""Ends the name of a file that is compressed, for reading alone."""
 
 TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;

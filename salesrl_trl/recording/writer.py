@@ -5,8 +5,6 @@ over as plain values and costs its caller a moment. What the disk does not take 
 waited for.
 """
 
-import hashlib
-import json
 import logging
 import queue
 import sqlite3
@@ -15,12 +13,13 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from salesrl_trl.recording.reader import digest_of, named
+from salesrl_trl.names import Stage
+from salesrl_trl.recording.reader import as_json, digest, digest_of
 from salesrl_trl.recording.schema import TABLES, VERSION
-from salesrl_trl.recording.trail import Call, Trail
+from salesrl_trl.recording.trail import Call, Judged, Trail
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ Filter = Callable[[str], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A completion that was scored."""
+    """A completion that was scored. All but `trail` are columns of the record."""
 
     row: str
     """Id of the dataset's row, or `reader.row_of` its prompt."""
@@ -187,72 +186,59 @@ class Recorder:
 
     def _add(self, file: sqlite3.Connection, batch: Batch, entry: Entry, advantage: float | None) -> None:
         trail = entry.trail or Trail()
-        judged = list(trail.verdicts.values())
-        prompt = self._cleaned(entry.prompt)
-        text = self._clean(entry.text) if self._clean else entry.text
-        digest = digest_of(entry.prompt, entry.text)
-        cursor = file.execute(
-            f"INSERT INTO completions ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})",
-            (
-                batch.step, batch.mode, batch.number, entry.place, entry.prompt_group,
-                entry.row, entry.branch, self._text(file, _json(prompt)), text, entry.tokens,
-                digest,
-                None if trail.action is None else _json(self._cleaned(trail.action)),
-                self._value(file, trail.answer), self._value(file, trail.reference),
-                judged[0].provider if judged else None, entry.seconds.get("judge"),
-                entry.outcome, entry.reason, entry.reward, entry.reference_reward, advantage,
-                _json(entry.parts), _json(entry.functions), _json(entry.seconds), batch.staleness, batch.time,
-            ),
-        )  # fmt: skip
-        completion = cursor.lastrowid
-        file.executemany(
-            "INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?)",
-            [
-                (completion, rubric, each.candidate, each.reference, self._cleaned(each.reason), each.provider)
-                for rubric, each in trail.verdicts.items()
-            ],
+        values = {each.name: getattr(entry, each.name) for each in fields(Entry) if each.name != "trail"}
+        values |= {
+            "step": batch.step,
+            "mode": batch.mode,
+            "batch": batch.number,
+            "prompt": self._value(file, entry.prompt),
+            "text": self._text(entry.text),
+            "digest": digest_of(entry.prompt, entry.text),
+            "action": None if trail.action is None else as_json(self._cleaned(trail.action)),
+            "answer": self._value(file, trail.answer),
+            "reference": self._value(file, trail.reference),
+            "advantage": advantage,
+            "parts": as_json(entry.parts),
+            "functions": as_json(entry.functions),
+            "seconds": as_json(entry.seconds),
+            "staleness": batch.staleness,
+            "time": batch.time,
+            **judge_columns(trail, entry.seconds),
+        }
+        completion = insert(file, "completions", values)
+        add_verdicts(
+            file,
+            completion,
+            {name: replace(each, reason=self._text(each.reason)) for name, each in trail.verdicts.items()},
         )
         self._add_calls(file, completion, trail.calls)
 
     def _add_calls(self, file: sqlite3.Connection, completion: int | None, calls: Sequence[Call]) -> None:
-        file.executemany(
-            "INSERT INTO calls (completion, service, path, time, seconds, failure, request, answer) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            [self._call(file, completion, each) for each in calls],
-        )
+        for each in calls:
+            values = {field.name: getattr(each, field.name) for field in fields(Call)}
+            texts = {
+                name: content and add_text(file, self._text(content.decode(errors="replace")))
+                for name, content in (("request", each.request), ("answer", each.answer))
+            }
+            insert(file, "calls", {**values, **texts, "completion": completion})
 
-    def _call(self, file: sqlite3.Connection, completion: int | None, call: Call) -> tuple[object, ...]:
-        request, answer = (each and self._text(file, self._body(each)) for each in (call.request, call.answer))
-        return (completion, call.service, call.path, call.time, call.seconds, call.failure, request, answer)
-
-    def _body(self, content: bytes) -> str:
-        text = content.decode(errors="replace")
+    def _text(self, text: str) -> str:
         return self._clean(text) if self._clean else text
 
     def _value(self, file: sqlite3.Connection, value: object) -> int | None:
-        return None if value is None else self._text(file, _json(self._cleaned(value)))
+        return None if value is None else add_text(file, as_json(self._cleaned(value)))
 
     def _cleaned(self, value: object) -> object:
         """A JSON value whose texts went through the filter."""
         if self._clean is None:
             return value
         if isinstance(value, str):
-            return self._clean(value)
+            return self._text(value)
         if isinstance(value, Mapping):
             return {name: self._cleaned(each) for name, each in value.items()}
         if isinstance(value, list | tuple):
             return [self._cleaned(each) for each in value]
         return value
-
-    def _text(self, file: sqlite3.Connection, text: str) -> int:
-        content = text.encode()
-        digest = hashlib.blake2b(content, digest_size=16).digest()
-        found = file.execute("SELECT id FROM texts WHERE digest = ?", (digest,)).fetchone()
-        if found is not None:
-            return int(found[0])
-        cursor = file.execute("INSERT INTO texts (digest, body) VALUES (?, ?)", (digest, zlib.compress(content, 1)))
-        assert cursor.lastrowid is not None
-        return cursor.lastrowid
 
     def _make_room(self, file: sqlite3.Connection, most_bytes: int) -> None:
         """Drop the oldest steps of a file that is too large. Their pages are used again."""
@@ -275,12 +261,6 @@ class Recorder:
             )
 
 
-COLUMNS = (
-    "step", "mode", "batch", "place", "prompt_group", "row", "branch", "prompt", "text", "tokens", "digest", "action",
-    "answer", "reference", "provider", "judge_s", "outcome", "reason", "reward", "reference_reward", "advantage",
-    "parts", "functions", "seconds", "staleness", "time",
-)  # fmt: skip
-"""Of the table `completions`, in the order of `_add`."""
 UNUSED_TEXTS = """
 DELETE FROM texts WHERE id NOT IN (
     SELECT prompt FROM completions UNION SELECT answer FROM completions WHERE answer IS NOT NULL
@@ -322,5 +302,30 @@ def _used_bytes(file: sqlite3.Connection) -> int:
     return int((pages - free) * size)
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=named)
+def insert(file: sqlite3.Connection, table: str, values: Mapping[str, object]) -> int:
+    """Add a row, by the names of its columns. Returns its number."""
+    names, places = ", ".join(values), ", ".join("?" * len(values))
+    number = file.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", [*values.values()]).lastrowid
+    assert number is not None
+    return number
+
+
+def add_text(file: sqlite3.Connection, text: str) -> int:
+    """The number of a text, which is added where it is not there."""
+    key = digest(text)
+    found = file.execute("SELECT id FROM texts WHERE digest = ?", (key,)).fetchone()
+    if found is not None:
+        return int(found[0])
+    return insert(file, "texts", {"digest": key, "body": zlib.compress(text.encode(), 1)})
+
+
+def add_verdicts(file: sqlite3.Connection, completion: int, verdicts: Mapping[str, Judged]) -> None:
+    """What judges said of a completion."""
+    for rubric, each in verdicts.items():
+        insert(file, "verdicts", {"completion": completion, "rubric": rubric, **asdict(each)})
+
+
+def judge_columns(trail: Trail, seconds: Mapping[str, float]) -> dict[str, object]:
+    """The columns of a completion that say who judged it, and how long that took."""
+    first = next(iter(trail.verdicts.values()), None)
+    return {"provider": first and first.provider, "judge_s": seconds.get(Stage.JUDGE)}

@@ -7,6 +7,7 @@ failure again, with its reason.
 import asyncio
 import difflib
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Example, Outcome, Reward
 
+logger = logging.getLogger(__name__)
+
 NOT_RECORDED = "not_recorded"
 """Reason of a completion that the record does not have."""
 _Row: TypeAlias = tuple[Any, object, str]
@@ -36,7 +39,7 @@ class ReplayReward(BatchedReward):
         reward (`BatchedReward`):
             The reward in whose place it stands: for its names, and for what is not recorded.
         run (`Path`):
-            Output folder of the recorded run.
+            Output folder of the recorded run, or one file of a record.
         on_miss (`str`):
             For a completion that is not recorded: `fail`, `nearest` or `live`.
         delays (`bool`, *optional*, defaults to `False`):
@@ -55,6 +58,7 @@ class ReplayReward(BatchedReward):
         self._delays = delays
         self._files = [open_record(path) for path in record_files(run)]
         self._taken: Counter[bytes] = Counter()
+        self._sources: Counter[str] = Counter()
 
     @property
     def names(self) -> RewardNames:
@@ -96,14 +100,21 @@ class ReplayReward(BatchedReward):
         await self._reward.aclose()
         for file in self._files:
             file.close()
+        if self._sources:
+            told = ", ".join(f"{count} {source}" for source, count in sorted(self._sources.items()))
+            logger.info(f"[Replay] {self._sources.total()} completions: {told}")
+            self._sources.clear()
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         row, prompt, name = sample.row
-        found = self._recorded(prompt, sample.text)
+        found, source = self._recorded(prompt, sample.text), "as recorded"
+        if found is None and self._on_miss == "nearest":
+            found, source = self._nearest(name, sample.text), "of the nearest text"
+        if found is None:
+            source = "by the services" if self._on_miss == "live" else "not recorded"
+        self._sources[source] += 1
         if found is None and self._on_miss == "live":
             return await self._reward.score(replace(sample, row=row), stages)
-        if found is None and self._on_miss == "nearest":
-            found = self._nearest(name, sample.text)
         if found is None:
             return missing(Outcome.INFRA, NOT_RECORDED, {})
         outcome, reason, value, reference, parts, functions, seconds = found

@@ -123,9 +123,7 @@ def open_reward(
             yield combined(rewards, weights, training.reward_process)
             return
         reward = combined(rewards, weights, training.reward_process and not config.asks_nobody)
-        yield ReplayReward(
-            reward, Path(config.replay).expanduser(), config.replay_on_miss, delays=config.replay_delays
-        )
+        yield ReplayReward(reward, config.replayed, config.on_miss, delays=config.replay_delays)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, Teleme
 from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.data.formats import ROWS
+from salesrl_trl.demo.cassette import CASSETTE
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
@@ -218,9 +219,10 @@ def _replay(reward: RewardConfig) -> str:
         "nearest": "get that of the most similar text for the same row",
         "live": "are scored by the services",
     }
-    return (
-        f"rewards from the record of {reward.replay}; completions that are not there {misses[reward.replay_on_miss]}"
+    record = (
+        "the packaged record of the demo's services" if reward.replay == CASSETTE else f"the record of {reward.replay}"
     )
+    return f"rewards from {record}; completions that are not there {misses[reward.on_miss]}"
 
 
 def _record(telemetry: TelemetryConfig, output_dir: str) -> str:

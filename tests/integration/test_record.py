@@ -2,6 +2,9 @@
 
 import functools
 import math
+import re
+import socket
+from contextlib import closing
 from itertools import groupby
 
 import pytest
@@ -9,13 +12,20 @@ import torch
 from support.loopback import ACTION, BAD, action
 from support.scripted import build_trainer, default_rows, loopback_reward
 
-from salesrl_trl.config import RewardConfig, TelemetryConfig
+from salesrl_trl.config import RewardConfig, SalesGRPOConfig, TelemetryConfig
+from salesrl_trl.data.sources import build_dataset, load_rows
+from salesrl_trl.demo.cassette import FILE
+from salesrl_trl.demo.policy import PROMPT_STYLE
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.reader import recorded
+from salesrl_trl.recording.reader import digest_of, open_record, recorded
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.replay import ReplayReward
+from salesrl_trl.run.assembly import open_reward
+from salesrl_trl.run.checks.reward import check_stand_ins
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
+from salesrl_trl.trainer import SalesGRPOTrainer
+from scripts import make_demo_cassette
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,6 +116,53 @@ def test_settings_name_record_and_replay(recorded_run, tmp_path):
     for wrong in ({"keep_samples": 0}, {"record_gib": 0}, {"record_filter": "math.pi"}, {"record_filter": "math.sin"}):
         with pytest.raises(ConfigError):
             TelemetryConfig(**wrong)
-    for wrong in ({"replay": str(tmp_path / "nothing")}, {"replay": folder, "replay_on_miss": "guess"}):
-        with pytest.raises(ConfigError):
-            RewardConfig(**wrong)
+    with pytest.raises(ConfigError, match="replay_on_miss"):
+        RewardConfig(replay=folder, replay_on_miss="guess")
+    with pytest.raises(ConfigError, match=rf"nothing'.* Expected one of: demo, {re.escape(folder)};"):
+        RewardConfig(replay=str(tmp_path / "nothing"))
+    assert (RewardConfig(replay=folder).on_miss, RewardConfig(replay="demo").on_miss) == ("fail", "nearest")
+    assert RewardConfig(replay="demo", replay_on_miss="fail").on_miss == "fail"
+    with pytest.raises(ConfigError, match=r"none for mine.jsonl"):
+        check_stand_ins(RewardConfig(replay="demo"), ["fairness"], "mine.jsonl")
+
+
+def test_the_packaged_record_trains_the_packaged_policy_without_network(policy_path, tmp_path, monkeypatch, caplog):
+    def refused(*_, **__):
+        raise AssertionError("a socket was used")
+
+    for name in ("connect", "connect_ex", "bind"):
+        monkeypatch.setattr(socket.socket, name, refused)
+    caplog.set_level("INFO", "salesrl_trl.reward.replay")
+    rows = load_rows("demo", "train", ("fairness", "hallucination"))
+    config = SalesGRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, max_steps=2, logging_steps=1, per_device_train_batch_size=32,
+        num_generations=8, max_completion_length=48, report_to="none", save_strategy="no", disable_tqdm=True,
+        held_out_eval=False, gradient_checkpointing=False,
+    )  # fmt: skip
+    with open_reward(RewardConfig(replay="demo"), config, rows) as reward:
+        trainer = SalesGRPOTrainer(
+            str(policy_path), reward, config, build_dataset(rows, PROMPT_STYLE), instruments=instruments(tmp_path)
+        )
+        trainer.train()
+        trainer.finish()
+    assert [each["grad_norm"] > 0 for each in trainer.state.log_history if "loss" in each] == [True] * 2
+    found = [*recorded(tmp_path, "train")]
+    assert {each.branch for each in found} == {"fairness", "hallucination"}
+    assert None not in {each.reward for each in found}
+    for branch in ("fairness", "hallucination"):
+        of_branch = [each for each in found if each.branch == branch]
+        assert len({each.reward for each in of_branch}) > 3
+        assert min(each.advantage for each in of_branch) < 0 < max(each.advantage for each in of_branch)
+    assert re.search(r"\[Replay\] 64 completions: \d+ as recorded, \d+ of the nearest text", caplog.text)
+
+
+def test_the_packaged_record_is_of_the_demo_as_it_is():
+    again = "the demo has changed: run scripts/make_demo_cassette.py"
+    rows = [row for split in ("train", "heldout") for row in load_rows("demo", split, ("fairness", "hallucination"))]
+    prompts = dict(zip((row.row_id for row in rows), build_dataset(rows, PROMPT_STYLE)["prompt"], strict=True))
+    found = [*recorded(FILE)]
+    assert {each.row for each in found} == prompts.keys(), again
+    assert [each.digest for each in found] == [digest_of(prompts[each.row], each.text) for each in found], again
+    with closing(open_record(FILE)) as file:
+        assert dict(file.execute("SELECT * FROM meta")) == {"documents": make_demo_cassette.documents()}, again
+    assert FILE.stat().st_size < 1_000_000

@@ -13,6 +13,7 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.checks import build_object, load_object
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.knowledge import load_documents
+from salesrl_trl.demo.cassette import CASSETTE
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.functions import reward_of
@@ -166,6 +167,11 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     """
     if config.knowledge_file is not None:
         load_documents(Path(config.knowledge_file).expanduser())
+    if config.asks_nobody and config.replay == CASSETTE and own_rows is not None:
+        raise ConfigError(
+            f"`replay: {CASSETTE}` has rewards for the demo's rows alone, and none for {own_rows}. Expected the "
+            "demo's rows, or the output folder of a run with yours and `record: true`."
+        )
     own_fields = config.action_format().fields != DEFAULT_FORMAT.fields
     if config.embeds_rag and own_fields:
         raise ConfigError(

@@ -1,7 +1,6 @@
 """The order of a rejudging: settings, the record, verdicts, comparison, the new record."""
 
 import dataclasses
-import json
 import shutil
 import sqlite3
 import sys
@@ -15,9 +14,10 @@ import stamina
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.sources import check_rows
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.reader import Recorded, recorded
+from salesrl_trl.recording.reader import Recorded, as_json, recorded
 from salesrl_trl.recording.schema import FOLDER, record_files
 from salesrl_trl.recording.trail import Trail
+from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.desk import RewardDesk
@@ -173,24 +173,19 @@ def write(
 
 
 def _replace(file: sqlite3.Connection, completion: int, reward: Reward, trail: Trail, advantage: float | None) -> None:
-    judged = [*trail.verdicts.values()]
-    file.execute(
-        "UPDATE completions SET outcome = ?, reason = ?, reward = ?, reference_reward = ?, parts = ?, advantage = ?, "
-        "provider = ?, judge_s = ? WHERE id = ?",
-        (
-            reward.outcome.value, reward.reason, reward.value, reward.reference_value,
-            json.dumps(dict(reward.components)), advantage, judged[0].provider if judged else None,
-            reward.seconds.get("judge"), completion,
-        ),
-    )  # fmt: skip
+    values = {
+        "outcome": reward.outcome.value,
+        "reason": reward.reason,
+        "reward": reward.value,
+        "reference_reward": reward.reference_value,
+        "parts": as_json(dict(reward.components)),
+        "advantage": advantage,
+        **judge_columns(trail, reward.seconds),
+    }
+    columns = ", ".join(f"{name} = ?" for name in values)
+    file.execute(f"UPDATE completions SET {columns} WHERE id = ?", (*values.values(), completion))
     file.execute("DELETE FROM verdicts WHERE completion = ?", (completion,))
-    file.executemany(
-        "INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?)",
-        [
-            (completion, name, each.candidate, each.reference, each.reason, each.provider)
-            for name, each in trail.verdicts.items()
-        ],
-    )
+    add_verdicts(file, completion, trail.verdicts)
 
 
 def text_of(compared: Sequence[Change]) -> str:
