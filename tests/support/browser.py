@@ -85,10 +85,11 @@ class Tab:
 
     def wait(self, script, why=""):
         """Wait until an expression is true, and give its value."""
-        end = time.monotonic() + WAIT_S
+        end, pause = time.monotonic() + WAIT_S, 0.01
         while (value := self.value(script)) in (None, False, "", 0):  # an element is {}
             assert time.monotonic() < end, (why or script, self.problems, self.value("document.body.innerText")[:2000])
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
         return value
 
     def text(self, selector="main"):

@@ -3,6 +3,7 @@
 Skipped where there is no Chromium (`apt install chromium`).
 """
 
+import itertools
 import json
 import time
 
@@ -19,6 +20,7 @@ SETTLED = "document.querySelector('main h1') && document.querySelector('main').g
 FIRST = "document.querySelector('.items a.open')"
 USED = ("button", "link", "combobox", "searchbox", "spinbutton", "checkbox", "textbox", "table", "navigation")
 FOCUSED = "document.activeElement"
+visits = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +37,20 @@ def viewer(two_runs):
 
 @pytest.fixture
 def opened(tab, viewer):
-    """The page on an address, in a window of a usual size. At the end, nothing was refused and nothing went wrong."""
+    """The page on an address, in a window of a usual size: loaded if it is not there yet, else as by a link in it. At
+    the end, nothing was refused and nothing went wrong."""
 
-    def go(address="", lang="en"):
+    def go(address="", lang="en", *, anew=False):
         tab.size(1200, 900)
-        tab.open("about:blank")
-        tab.open(f"{viewer.url}{address}{'&' if '?' in address else '?' if address else '#overview?'}lang={lang}")
+        asks = "&" if "?" in address else "?" if address else "#overview?"
+        address = f"{address}{asks}lang={lang}&visit={next(visits)}"
+        if anew or not tab.value("location.href").startswith(viewer.url):
+            tab.open(f"{viewer.url}?{next(visits)}{address}")
+        else:
+            tab.value(
+                "new Promise(done => { addEventListener('hashchange', done, {once: true}); "
+                f"location.hash = {json.dumps(address)}; }}).then(() => true)"
+            )
         tab.wait(f"{SETTLED} && !document.querySelector('.notice')")
         return tab
 
@@ -60,6 +70,8 @@ def test_it_opens_on_steps_by_branch_and_a_step_leads_to_its_completions(opened,
     shown = tab.text("tbody tr").split("\t")
     assert shown[:3] == [str(step["step"]), step["branch"], f"{step['reward']:.3f}"]
     assert len(tab.value("[...document.querySelectorAll('figure path.line')].map(e => e.getAttribute('d'))")) > 4
+    pictures = [name for role, name, _ in tab.accessible() if role in ("image", "img")]
+    assert any(name.startswith("Mean reward by step: fairness from 0.") for name in pictures)
     tab.click("tbody th a")
     tab.wait("location.hash.startsWith('#list')")
     tab.wait(f"{SETTLED} && document.querySelector('.count')")
@@ -82,7 +94,7 @@ def test_filters_by_hand_change_the_list_and_the_address(opened, viewer):
     assert "branch=fairness" in tab.value("location.hash")
     # The address alone gives the same list again.
     address = tab.value("location.hash")
-    again = opened(address)
+    again = opened(address, anew=True)
     assert count(again) == total
     assert again.value("document.querySelector('input[name=text]').value") == "价格"
     again.click(".filters a.button")
@@ -125,7 +137,7 @@ def test_what_a_completion_holds_is_shown_and_never_run(opened):
 
 
 def test_the_keyboard_alone_goes_through_the_list_and_back(opened):
-    tab = opened("#list?run=0")
+    tab = opened("#list?run=0", anew=True)
     ids = tab.value("[...document.querySelectorAll('.items a.open')].map(e => e.dataset.id)")
     tab.press("j")
     tab.press("ArrowDown")
@@ -150,7 +162,7 @@ def test_the_keyboard_alone_goes_through_the_list_and_back(opened):
 
 
 def test_a_screen_reader_gets_names_for_all_there_is_to_use(opened):
-    tab = opened("#list")
+    tab = opened("#list", anew=True)
     told = tab.accessible()
     used = [(role, name) for role, name, _ in told if role in USED]
     assert [role for role, name in used if not name] == []
@@ -163,28 +175,27 @@ def test_a_screen_reader_gets_names_for_all_there_is_to_use(opened):
     tab.choose("select[name=outcome]", "infra")
     tab.wait("document.querySelector('[aria-live=polite]').innerText.match(/^\\d+ completions$/)")
     assert tab.value("document.documentElement.lang") == "en"
-    tab.open("about:blank")
-    tab = opened()
-    pictures = [name for role, name, _ in tab.accessible() if role in ("image", "img")]
-    assert any(name.startswith("Mean reward by step: fairness from 0.") for name in pictures)
 
 
-def test_the_page_speaks_chinese(opened, tab):
-    opened("#list", lang="zh")
-    assert "条生成结果" in tab.text(".count")
+@pytest.mark.parametrize("address", ["", "#list", "#completion?id=0-0-1", "#row?row=train-0001", "#compare"])
+def test_the_page_speaks_both_languages_and_320_pixels_need_no_sideways_scrolling(opened, address):
+    """That is a window of 1,280 at 400 %."""
+    tab = opened(address, lang="zh")
     assert tab.value("document.documentElement.lang") == "zh-CN"
-    for address in ("", "#completion?id=0-0-1", "#row?row=train-0001", "#compare"):
-        opened(address, lang="zh")
-        assert any("\u4e00" <= char <= "\u9fff" for char in tab.text("h1"))
+    assert any("\u4e00" <= char <= "\u9fff" for char in tab.text("h1"))
+    tab.size(320, 640)
+    tab.wait("innerWidth === 320")
+    assert tab.value("document.documentElement.scrollWidth") <= 320
     tab.click("header button")
-    tab.wait("document.querySelector('h1').innerText === 'Two runs side by side'")
+    tab.wait("document.documentElement.lang === 'en'")
+    assert not any("\u4e00" <= char <= "\u9fff" for char in tab.text("h1"))
+    assert tab.value("document.documentElement.scrollWidth") <= 320
 
 
 def test_both_languages_have_the_same_words(tab, viewer):
     from salesrl_trl.view.page import ASSETS
 
     source = (ASSETS / "words.js").read_text("utf-8").partition("const WORDS")[0]
-    tab.open("about:blank")
     same = "JSON.stringify(Object.keys(EN)) === JSON.stringify(Object.keys(ZH)) && Object.keys(EN).length > 90"
     assert tab.value(f"(() => {{ {source} return {same}; }})()")
     marks = (
@@ -204,15 +215,6 @@ def test_a_row_over_time_and_two_runs_side_by_side(opened, viewer):
     assert told["rows"][0]["row"] in tab.text("h1")
     tab.click(".sides a.open")
     tab.wait("location.hash.startsWith('#completion')")
-
-
-@pytest.mark.parametrize("address", ["", "#list", "#completion?id=0-0-1", "#row?row=train-0001", "#compare"])
-def test_a_window_of_320_pixels_needs_no_sideways_scrolling(opened, tab, address):
-    """That is one of 1,280 at 400 %."""
-    opened(address)
-    tab.size(320, 640)
-    tab.wait("innerWidth === 320")
-    assert tab.value("document.documentElement.scrollWidth") <= 320
 
 
 def test_more_of_a_list_comes_on_demand_with_the_focus_on_it(opened, viewer):
@@ -264,7 +266,6 @@ def test_a_page_alone_filters_opens_and_compares_without_a_server(tab, tmp_path)
     )
     tab.problems.clear()
     tab.size(1200, 900)
-    tab.open("about:blank")
     tab.open(f"{file.as_uri()}#list?lang=en")
     tab.wait(SETTLED)
     assert "of 256 completions are in it" in tab.text(".notice")
