@@ -1,14 +1,18 @@
-"""The callers of one rank that share a budget with others: python tests/faults/callers.py SETTINGS.
+"""The callers of several ranks that share a budget: python tests/faults/callers.py RANKS SETTINGS.
 
-They ask until the budget is spent. Then a line says how many answers they got, and by which error they ended.
+Each rank is a process. Its callers ask until the budget is spent. Then a line says how many answers they got, and by
+which error they ended. All ranks are children of one process, which has imported the package for them. Its line says
+their process ids.
 """
 
 import asyncio
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
 
+import stamina
 from support.loopback import row
 
 from salesrl_trl.errors import BudgetSpent, ServiceError
@@ -74,15 +78,23 @@ async def main(url, path, kind, most):
     def verdict():
         return provider.ask(material(), candidate_first=True, patient=True)
 
-    print("begun", flush=True)
     asked = [verdict] if kind == "usd" else [verdict, rag_8b]
     await asyncio.gather(*(ask(each) for each in asked for _ in range(2 * SLOTS)))
     await http.aclose()
     await provider.http.aclose()
     await budget.aclose()
     hedges = sum(each.drain_traffic()["hedges"] for each in (rag, judge))
-    print(json.dumps({**got, "hedges": hedges}), flush=True)
+    os.write(1, f"{json.dumps({**got, 'hedges': hedges})}\n".encode())  # at once: the ranks share the pipe
 
 
 if __name__ == "__main__":
-    asyncio.run(main(**json.loads(sys.argv[1])))
+    stamina.instrumentation.set_on_retry_hooks([])  # which write a line each
+    ranks = []
+    for _ in range(int(sys.argv[1])):
+        if not (rank := os.fork()):
+            asyncio.run(main(**json.loads(sys.argv[2])))
+            os._exit(0)
+        ranks.append(rank)
+    os.write(1, f"{json.dumps(ranks)}\n".encode())
+    for rank in ranks:
+        os.waitpid(rank, 0)
