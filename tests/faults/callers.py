@@ -1,8 +1,8 @@
-"""The callers of several ranks that share a budget: python tests/faults/callers.py RANKS SETTINGS.
+"""The callers of four ranks that share a budget: python tests/faults/callers.py, with settings on stdin.
 
 Each rank is a process. Its callers ask until the budget is spent. Then a line says how many answers they got, and by
-which error they ended. All ranks are children of one process, which has imported the package for them. Its line says
-their process ids.
+which error they ended. All ranks are children of one process, which has imported the package for them. It says their
+process ids before, and writes an empty line when all have ended.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer
 
+RANKS = 4
 SLOTS = 8
 """Of each service."""
 PROMPT_USD, COMPLETION_USD = 2.0, 10.0
@@ -50,7 +51,7 @@ async def main(url, path, kind, most):
             initial_concurrency=SLOTS,
             attempt_timeout_s=0.2,
             max_attempts=3,
-            hedge_fraction=0.1,
+            hedge_fraction=0.5,
             outage_patience_s=30.0,
             meter=budget.meter(name, price if name == "judge" else Price()),
         )
@@ -89,12 +90,14 @@ async def main(url, path, kind, most):
 
 if __name__ == "__main__":
     stamina.instrumentation.set_on_retry_hooks([])  # which write a line each
-    ranks = []
-    for _ in range(int(sys.argv[1])):
-        if not (rank := os.fork()):
-            asyncio.run(main(**json.loads(sys.argv[2])))
-            os._exit(0)
-        ranks.append(rank)
-    os.write(1, f"{json.dumps(ranks)}\n".encode())
-    for rank in ranks:
-        os.waitpid(rank, 0)
+    for settings in map(json.loads, sys.stdin):
+        ranks = []
+        for _ in range(RANKS):
+            if not (rank := os.fork()):
+                asyncio.run(main(**settings))
+                os._exit(0)
+            ranks.append(rank)
+        os.write(1, f"{json.dumps(ranks)}\n".encode())
+        for rank in ranks:
+            os.waitpid(rank, 0)
+        os.write(1, b"\n")

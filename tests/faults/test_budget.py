@@ -9,41 +9,36 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.callers import CALL_USD, SERVICES, SLOTS
+from faults.callers import CALL_USD, RANKS, SERVICES, SLOTS
 
 from salesrl_trl.reward.service.spent_file import read_account
 
 CALLERS = Path(__file__).with_name("callers.py")
-RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def parent():
+    paths = os.pathsep.join((str(CALLERS.parents[1]), str(CALLERS.parents[2])))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    command, pipes = [sys.executable, str(CALLERS)], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, env=environment, text=True, start_new_session=True) as process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture
-def ranks(tmp_path):
+def ranks(tmp_path, parent):
     """Start the ranks. Returns their process ids, and the lines in which they say how they ended."""
-    started = []
 
     def start(**settings):
-        arguments = json.dumps({"path": str(tmp_path / "budget.sqlite"), **settings})
-        paths = os.pathsep.join((str(CALLERS.parents[1]), str(CALLERS.parents[2])))
-        parent = subprocess.Popen(
-            [sys.executable, str(CALLERS), str(RANKS), arguments],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": paths},
-            text=True,
-            start_new_session=True,
-        )
-        started.append(parent)
-        return json.loads(parent.stdout.readline()), map(json.loads, parent.stdout)
+        print(json.dumps({"path": str(tmp_path / "budget.sqlite"), **settings}), file=parent.stdin, flush=True)
+        return json.loads(parent.stdout.readline()), map(json.loads, iter(parent.stdout.readline, "\n"))
 
-    yield start
-    for parent in started:
-        with parent:
-            if parent.poll() is None:
-                os.killpg(parent.pid, signal.SIGKILL)
+    return start
 
 
 def test_four_ranks_in_chaos_make_no_call_more_than_the_limit_also_when_one_is_killed(fault, ranks, tmp_path):
-    server, most = fault("chaos"), 600
+    server, most = fault("chaos"), 900
     pids, lines = ranks(url=server.url, kind="calls", most=most)
     while server.stats["requests"] < most / 3:
         time.sleep(0.01)
@@ -70,6 +65,5 @@ def test_four_ranks_in_chaos_spend_no_more_than_one_verdict_for_each_slot_above_
     limit = most * CALL_USD
     print(f"max_usd {limit:g}, {most} verdicts: {worked} by the service's count; {spent:.4f} USD spent; {ends}")
     assert [each["spent"] for each in ends] == [2 * SLOTS] * RANKS
-    assert sum(each["hedges"] for each in ends) > 0
     assert most * 0.8 <= worked <= most + RANKS * SLOTS
     assert spent >= limit
