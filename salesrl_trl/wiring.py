@@ -57,7 +57,7 @@ from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
-from salesrl_trl.update.spending import ForecastLine, Spending
+from salesrl_trl.update.spending import ForecastLine, Spending, evaluations_of
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
 
@@ -205,7 +205,7 @@ class Wiring:
         self._wrap_phases(trl)
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
         self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
-        return self._callbacks(trl)
+        return self._callbacks(trl, quick_eval)
 
     @property
     def _is_served(self) -> bool:
@@ -239,15 +239,16 @@ class Wiring:
         for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
             setattr(trl.engine, name, self.timeline.phased(phase, getattr(trl.engine, name)))
 
-    def _callbacks(self, trl: Hooks) -> list[TrainerCallback]:
+    def _callbacks(self, trl: Hooks, quick_eval: QuickEvalSettings | None) -> list[TrainerCallback]:
         args, names = self._args, self.reward.names
         failures = functools.partial(self.ledger.failures, "train")
         quick = () if self.quick_eval is None else self.quick_eval.figure_names
+        eval_generations = trl.num_generations_eval if args.held_out_eval else 0
         return [
             SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(args.branches, names.providers if names.has_actions else None, failures),
-            ForecastLine(self.spending),
+            ForecastLine(self.spending, evaluations_of(args, quick_eval, trl.eval_dataset, eval_generations)),
             EpochLine(args.branches, failures),
             HeldOut(
                 args.branches,
@@ -257,6 +258,7 @@ class Wiring:
                 num_generations=trl.num_generations_eval,
                 examples=args.held_out_examples,
                 are_actions=names.has_actions,
+                is_cut=lambda: self.run_control.is_spent,
             ),
             ScalarLayout(args.branches, self._banded, quick, trl.callbacks.callbacks),
             WeightChange(trl.accelerator, args.min_changed_weights, trl.log),

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from salesrl_trl.config.checks import check, check_finite, check_url, structure
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
 
+_PRICES = ("usd_per_million_prompt_tokens", "usd_per_million_completion_tokens")
+_MORE_THAN_0 = ("max_concurrency", "timeout_s", "max_completion_tokens", "max_calls", "max_usd", "tokens_per_minute")
+_NUMBERS = ("weight", *_PRICES, *_MORE_THAN_0)
+
 
 @dataclass(kw_only=True)
 class JudgeProviderConfig:
@@ -76,6 +80,13 @@ class JudgeProviderConfig:
             bool(re.fullmatch(r"[A-Za-z0-9_-]+", str(self.name))),
             f"a provider of `judge_providers` is named {self.name!r}. Expected letters, digits, - and _.",
         )
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            may_be = each.default is None and value is None
+            check(
+                each.name not in _NUMBERS or may_be or (isinstance(value, int | float) and value is not True),
+                f"`{where}.{each.name}` is {value!r}. Expected a number.",
+            )
         check_finite(self, f"{where}.")
         check_url(f"{where}.base_url", self.base_url)
         check(self.weight >= 0, f"`{where}.weight` is {self.weight}. Expected 0 or more.")
@@ -84,10 +95,9 @@ class JudgeProviderConfig:
             f"`{where}.response_format` is {self.response_format!r}. Expected one of: {', '.join(RESPONSE_FORMATS)}.",
         )
         check(isinstance(self.extra_body, dict), f"`{where}.extra_body` is no mapping. Expected fields of a request.")
-        for name in ("usd_per_million_prompt_tokens", "usd_per_million_completion_tokens"):
+        for name in _PRICES:
             check(getattr(self, name) >= 0, f"`{where}.{name}` is {getattr(self, name)}. Expected 0 or more.")
-        for name in ("max_concurrency", "timeout_s", "max_completion_tokens", "max_calls", "max_usd",
-                     "tokens_per_minute"):  # fmt: skip
+        for name in _MORE_THAN_0:
             value = getattr(self, name)
             check(value is None or value > 0, f"`{where}.{name}` is {value}. Expected more than 0.")
         check(

@@ -54,6 +54,9 @@ class HeldOut(TrainerCallback):
             Conversations that are shown at the end, with what the policy wrote first and last.
         are_actions (`bool`, *optional*, defaults to `True`):
             Whether completions are actions, of which figures say more.
+        is_cut (`Callable[[], bool]`, *optional*):
+            Whether the budget ended before all completions were scored. Then the evaluation is not kept: the run ends,
+            and a resume makes it again.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class HeldOut(TrainerCallback):
         num_generations: int,
         examples: int = 0,
         are_actions: bool = True,
+        is_cut: Callable[[], bool] = bool,
     ) -> None:
         self._branches = branches
         self._path = output_dir / HELD_OUT_FILE
@@ -74,6 +78,7 @@ class HeldOut(TrainerCallback):
         self._num_generations = num_generations
         self._examples = examples
         self._are_actions = are_actions
+        self._is_cut = is_cut
         self._evaluations: list[_Evaluation] = []
 
     def on_train_begin(
@@ -93,16 +98,21 @@ class HeldOut(TrainerCallback):
         if self._are_actions:
             figures["valid_actions"] = None if invalid is None else 1 - invalid
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
-        rewards = self._drain_rewards()
+        rewards, written = self._drain_rewards(), self._drain_written()
+        scored = sum(not math.isnan(reward) for reward in rewards)
+        if self._is_cut():
+            if state.is_world_process_zero:
+                few = f"{scored} of {len(rewards)} completions were scored"
+                logger.info(f"[HeldOut@{state.global_step}] left out: the budget ended when {few}")
+            return
         rows = row_means(rewards, self._num_generations)
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
         self._evaluations = [each for each in self._evaluations if each.step != state.global_step]
-        examples = spread(self._drain_written()[:: self._num_generations], self._examples)
+        examples = spread(written[:: self._num_generations], self._examples)
         self._evaluations.append(_Evaluation(state.global_step, figures, rows, examples))
         if not state.is_world_process_zero:
             return
-        scored = sum(not math.isnan(reward) for reward in rewards)
         few = "" if scored == len(rewards) else f"; {scored} of {len(rewards)} completions were scored"
         logger.info(f"[HeldOut@{state.global_step}] {_text(figures)}{few}")
         text = json.dumps([{"step": each.step, **each.figures} for each in self._evaluations], indent=2) + "\n"

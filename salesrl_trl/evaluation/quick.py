@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from salesrl_trl.errors import BudgetSpent
 from salesrl_trl.evaluation.answers import Answered, Ranks, Subject
 from salesrl_trl.evaluation.best import BestPolicy
 from salesrl_trl.evaluation.figures import BETA, OWN_FIGURES, checked_figures
@@ -112,6 +113,10 @@ class QuickEvaluator:
         started = time.perf_counter()
         with self._timeline.phase(Phase.EVALUATION):
             answers = self._ranks.gather(self._subject.answer(self._rows))
+            if BudgetSpent.default_code in failures(answers):  # the run ends, and a resume evaluates again
+                if self._ranks.index == 0:
+                    logger.info(f"[QuickEval@{step}] left out: the budget ended before all rows were scored")
+                return
             betas, seconds = self._subject.betas(), time.perf_counter() - started
             evaluation = evaluation_of(answers, self._branches, betas, step, seconds, self._figures)
             # All ranks use the figures of the main rank, so that all of them save the policy, or none

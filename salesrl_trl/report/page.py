@@ -14,7 +14,7 @@ from salesrl_trl.report import figures
 from salesrl_trl.report.advice import advice
 from salesrl_trl.report.plots import Pictures
 from salesrl_trl.report.records import QuickEval, Run
-from salesrl_trl.report.summary import summary
+from salesrl_trl.report.summary import spent, summary
 from salesrl_trl.report.words import count, figure, number, percent, plural, seconds, shown
 
 MOST_BRANCHES = 3
@@ -85,6 +85,7 @@ def html_page(run: Run, pictures: Pictures) -> str:
         _section("Quick evaluations", _quick_evals(run, pictures)),
         _section("Stages of a reward", _stages(run)),
         _section("Held-out rows", _held_out(run)),
+        _section("Spending", _spending(run)),
         _section("What else the folder holds", _folder(run)),
     )
     return (
@@ -128,8 +129,9 @@ def _text_phases(run: Run) -> list[str]:
     found = sorted(figures.phases(run), key=lambda each: -each.share)
     if not found:
         return ["Time by phase was not logged"]
-    rows = [(f"  {each.name}", f"{percent(each.share):>6}  {seconds(each.seconds)}") for each in found[:MOST_PHASES]]
-    rest = found[MOST_PHASES:]
+    most = MOST_PHASES - bool(run.account.services)  # whose line takes the place of one
+    rows = [(f"  {each.name}", f"{percent(each.share):>6}  {seconds(each.seconds)}") for each in found[:most]]
+    rest = found[most:]
     if rest:
         share, spent = sum(each.share for each in rest), sum(each.seconds for each in rest)
         rows.append((f"  {len(rest)} other", f"{percent(share):>6}  {seconds(spent)}"))
@@ -326,6 +328,18 @@ def _stages(run: Run) -> str:
     return _table(head, rows) + _remark(
         "p50, p95 and the slowest completion of each step are means over the steps; the longest is of the whole run."
     )
+
+
+def _spending(run: Run) -> str:
+    services = run.account.services
+    if not services:
+        return _paragraph("Nothing was counted: no limit was set, and nothing has a price.")
+    rows = [
+        (shown(name), count(each.calls), count(each.prompt_tokens), count(each.completion_tokens), f"{each.usd:,.4f}")
+        for name, each in sorted(services.items())
+    ]
+    table = _table(("Service", "Calls", "Prompt tokens", "Completion tokens", "USD"), rows)
+    return table + _remark(f"All together: {spent(run.account)}.")
 
 
 def _held_out(run: Run) -> str:

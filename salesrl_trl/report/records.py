@@ -19,11 +19,14 @@ from salesrl_trl.names import (
     HELD_OUT_FILE,
     QUICK_EVAL,
     QUICK_EVAL_FILE,
+    SPENT_FILE,
     TRACE_FILE,
     TRAIN,
     beta_of,
     reward_of,
 )
+from salesrl_trl.reward.service.budget import NOTHING_SPENT, Account
+from salesrl_trl.reward.service.spent_file import read_account
 
 EVENT_FILES = "events.out.tfevents.*"
 RUNS = "runs"
@@ -86,6 +89,8 @@ class Run:
     """Names of the checkpoint folders, `best` first."""
     has_trace: bool
     """Whether the folder has a `trace.json`."""
+    account: Account = NOTHING_SPENT
+    """What the run spent, by its `budget.sqlite`. A run without a budget has no such file."""
 
     def of(self, tag: str) -> Mapping[int, float]:
         """Figures of a tag by step; empty if it was never logged."""
@@ -116,6 +121,7 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
     series = {tag: dict(sorted(values.items())) for tag, values in sorted(events.values.items())}
     quick_evals, unread = _quick_evals(folder / QUICK_EVAL_FILE)
     held_out, not_held = _held_out(folder / HELD_OUT_FILE)
+    account, not_told = _account(folder / SPENT_FILE)
     return Run(
         folder=folder,
         series=series,
@@ -126,10 +132,18 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         infinite=events.infinite,
         quick_evals=quick_evals,
         held_out=held_out,
-        unread=(*unread, *not_held),
+        unread=(*unread, *not_held, *not_told),
         kept=_kept(folder),
         has_trace=(folder / TRACE_FILE).is_file(),
+        account=account,
     )
+
+
+def _account(path: Path) -> tuple[Account, tuple[str, ...]]:
+    try:
+        return read_account(path), ()
+    except ConfigError:
+        return NOTHING_SPENT, (f"{path.name} could not be read",)
 
 
 def _steps(series: Mapping[str, Mapping[int, float]]) -> tuple[int, ...]:

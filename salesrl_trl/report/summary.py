@@ -42,6 +42,7 @@ from salesrl_trl.report.figures import (
 )
 from salesrl_trl.report.records import HeldOut, Run
 from salesrl_trl.report.words import NOT_KNOWN, count, figure, number, percent, seconds, shown
+from salesrl_trl.reward.service.budget import Account
 
 
 def summary(run: Run) -> tuple[tuple[str, str], ...]:
@@ -59,7 +60,17 @@ def summary(run: Run) -> tuple[tuple[str, str], ...]:
         ("Memory", _memory(run)),
         ("Best quick evaluation", _best(run)),
         ("Held-out rows", _held_out(run.held_out)),
+        *([("Spent", spent(run.account))] if run.account.services else []),
     )
+
+
+def spent(account: Account) -> str:
+    """`1,500 calls, 0.42 USD; max_calls 1,500 of 1,500`. Processes that were killed may have used less than they
+    held."""
+    total = account.total()
+    usd = f", {total.usd:,.2f} USD" if total.usd else ""
+    limits = [f"{name} {account.taken[name]:,.6g} of {most:,.6g}" for name, most in account.most.items()]
+    return "; ".join([f"{total.calls:,.0f} calls{usd}", *limits])
 
 
 def _steps_done(run: Run) -> str:

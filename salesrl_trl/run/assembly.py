@@ -315,7 +315,12 @@ def build_services(
         transport_32b=retrieval("rag_32b", patience_32b_s),
         api_key=parts.rag_key,
     )
-    return Services(rag, parts.judge or _judge(config, parts, transport, judge_base_url))
+    if parts.judge is None:
+        return Services(rag, _judge(config, parts, transport, judge_base_url))
+    if budget is not None:
+        for name, each in parts.judge.transports.items():
+            each.count_by(budget.meter(name))
+    return Services(rag, parts.judge)
 
 
 def _judge(

@@ -15,6 +15,7 @@ from salesrl_trl import __version__
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
+from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.formats import ROWS
 from salesrl_trl.demo.cassette import CASSETTE
 from salesrl_trl.generation import compiled
@@ -27,6 +28,7 @@ from salesrl_trl.run.assembly import budget_of
 from salesrl_trl.run.checks.addresses import MEANINGLESS
 from salesrl_trl.run.checks.model import generation_config_of
 from salesrl_trl.run.memory.shape import parameter_count
+from salesrl_trl.telemetry.step_lines import calls_and_usd
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
@@ -195,8 +197,12 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
         return []
     limits = ", ".join(f"{each.name} {each.most:,g}" for each in budget.terms.limits) or "no limit"
     before = read_account(budget.terms.path).total()
-    so_far = f"; spent in this folder so far: {before.calls:,.0f} calls, {before.usd:.2f} USD" if before.calls else ""
-    return [f"{limits}{so_far}; a forecast follows after the first steps"]
+    so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
+    own = [path for path in (*reward.reward_funcs, *([reward.judge] if reward.judge else [])) if path != SALES]
+    lines = [f"{limits}{so_far}; a forecast follows after the first steps"]
+    if own:
+        lines.append(f"not counted: requests of {', '.join(own)}, but for those by the `transports` of a judge")
+    return lines
 
 
 def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:

@@ -262,7 +262,7 @@ FAULTS: tuple[Fault, ...] = (
         "The budget is spent",
         "A limit is reached: `max_calls`, `max_usd`, or those of all providers in `judge_providers`.",
         (Sign(r"the budget is spent"),),
-        ("Raise the limit that the message names, and go on: `--resume_from_checkpoint auto`.",),
+        ("Raise the limit that the message names, and go on as it says.",),
     ),
     Fault(
         "A service limits calls",

@@ -157,7 +157,12 @@ def shares(logs: Logs) -> str:
 def spent(logs: Logs) -> str:
     """`spent 1,234 calls, 0.42 USD`. Empty where nothing is limited and nothing has a price."""
     calls = logs.get(BUDGET_CALLS)
-    return "" if calls is None else f"spent {calls:,.0f} calls, {logs.get(BUDGET_USD) or 0:.2f} USD"
+    return "" if calls is None else f"spent {calls_and_usd(calls, logs.get(BUDGET_USD) or 0.0)}"
+
+
+def calls_and_usd(calls: float, usd: float) -> str:
+    """`1,234 calls, 0.42 USD`; `1,234 calls` where they cost nothing."""
+    return f"{calls:,.0f} calls" + (f", {usd:,.{2 if usd >= 0.1 else 4}f} USD" if usd else "")
 
 
 def clock(seconds: float) -> str:

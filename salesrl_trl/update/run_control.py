@@ -193,7 +193,17 @@ class RunControl:
         """End the run after `step` optimizer steps, because its budget is spent. `is_new`: it has done some."""
         kept = "The state was saved; go" if is_new else "No other step was done, and nothing is lost. Go"
         again = self._resume(step) if step else "the same command"
-        self.error = RunStopped(f"the budget is spent: {self._spent()}. {kept} on with a larger limit and {again}.")
+        self.error = self._budget_spent(f"{kept} on with a larger limit and {again}")
+
+    def spent_at_end(self) -> RunStopped:
+        """The error of a run whose budget is spent when all its steps are done."""
+        return self._budget_spent(
+            "All steps are done and saved; the evaluation after them is not. Go on with a larger limit and "
+            "--resume_from_checkpoint auto"
+        )
+
+    def _budget_spent(self, what_next: str) -> RunStopped:
+        return RunStopped(f"the budget is spent: {self._spent()}. {what_next}.")
 
     def stopped_by(self, reason: str | None, step: int, *, is_new: bool) -> str:
         """The message of a run that was stopped."""

@@ -153,18 +153,17 @@ class Stopping:
         self._run_control.record_urgency(highest(self._run_control.urgency(), self._device))
 
     def raise_if_asked(self) -> None:
-        """Raise `StopRequested` on all ranks if any rank was asked to stop, or if an evaluation lacks answers because
-        the budget is spent; a collective."""
+        """Raise `StopRequested` on all ranks if any rank was asked to stop, or `RunStopped` if an evaluation lacks
+        answers because the budget is spent; a collective."""
         self._agree()
         if self._run_control.requested is not None:
             raise StopRequested(self._run_control.requested)
         if self._run_control.is_spent:
-            raise StopRequested("a limit of its budget, of which a larger one is needed,")
+            raise self._run_control.spent_at_end()
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """While active, training is over, and a request ends the run as it ends training. Raises `RunStopped` then."""
-        self._run_control.is_spent = False  # of the last step's quick evaluation, which nothing follows
         try:
             yield
         except StopRequested as request:

@@ -1,14 +1,18 @@
-"""The callers of one rank that share a budget with others: python tests/faults/callers.py SETTINGS.
+"""The callers of four ranks that share a budget: python tests/faults/callers.py, with settings on stdin.
 
-They ask until the budget is spent. Then a line says how many answers they got, and by which error they ended.
+Each rank is a process. Its callers ask until the budget is spent. Then a line says how many answers they got, and by
+which error they ended. All ranks are children of one process, which has imported the package for them. It says their
+process ids before, and writes an empty line when all have ended.
 """
 
 import asyncio
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
 
+import stamina
 from support.loopback import row
 
 from salesrl_trl.errors import BudgetSpent, ServiceError
@@ -20,6 +24,7 @@ from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer
 
+RANKS = 4
 SLOTS = 8
 """Of each service."""
 PROMPT_USD, COMPLETION_USD = 2.0, 10.0
@@ -46,7 +51,7 @@ async def main(url, path, kind, most):
             initial_concurrency=SLOTS,
             attempt_timeout_s=0.2,
             max_attempts=3,
-            hedge_fraction=0.1,
+            hedge_fraction=0.5,
             outage_patience_s=30.0,
             meter=budget.meter(name, price if name == "judge" else Price()),
         )
@@ -74,15 +79,25 @@ async def main(url, path, kind, most):
     def verdict():
         return provider.ask(material(), candidate_first=True, patient=True)
 
-    print("begun", flush=True)
     asked = [verdict] if kind == "usd" else [verdict, rag_8b]
     await asyncio.gather(*(ask(each) for each in asked for _ in range(2 * SLOTS)))
     await http.aclose()
     await provider.http.aclose()
     await budget.aclose()
     hedges = sum(each.drain_traffic()["hedges"] for each in (rag, judge))
-    print(json.dumps({**got, "hedges": hedges}), flush=True)
+    os.write(1, f"{json.dumps({**got, 'hedges': hedges})}\n".encode())  # at once: the ranks share the pipe
 
 
 if __name__ == "__main__":
-    asyncio.run(main(**json.loads(sys.argv[1])))
+    stamina.instrumentation.set_on_retry_hooks([])  # which write a line each
+    for settings in map(json.loads, sys.stdin):
+        ranks = []
+        for _ in range(RANKS):
+            if not (rank := os.fork()):
+                asyncio.run(main(**settings))
+                os._exit(0)
+            ranks.append(rank)
+        os.write(1, f"{json.dumps(ranks)}\n".encode())
+        for rank in ranks:
+            os.waitpid(rank, 0)
+        os.write(1, b"\n")

@@ -1,64 +1,82 @@
 """A run whose budget is spent in the middle ends resumable, and goes on with a larger limit."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import logging
 
 import pytest
-from support.keyed import make_tiny_policy
-from support.run_until_stopped import STEPS
+from support.loopback import action
 
 from salesrl_trl.config import RewardConfig
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, RunStopped
+from salesrl_trl.names import HELD_OUT_FILE, SPENT_FILE
+from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.service.budget import CALLS, Limit, Terms
+from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.run.checks.budget import check_budget_left
-from salesrl_trl.tidy_end import EXIT_RESUMABLE
 
-ROOT = Path(__file__).parents[2]
-MOST = 40
+MOST, FOR_ALL_STEPS = 34, 72
+STEPS = 8
+TEXTS = tuple(action(query=f"q{number}") for number in range(400))
 
 
-@pytest.mark.timeout(240)
-def test_a_run_ends_at_its_limit_and_goes_on_with_a_larger_one(tmp_path, services):
-    out = tmp_path / "run"
+@pytest.fixture
+def run(tiny, services, tmp_path):
+    """Train with a limit of calls: `run(most)`. Returns the trainer, and the error that ends it."""
+    from support.scripted import build_trainer, default_rows, loopback_reward
 
-    def run(most, resumed):
-        settings = {
-            "model_name_or_path": str(make_tiny_policy(tmp_path / "policy")),
-            "rag_base_url": services.url,
-            "judge_base_url": f"{services.url}/v1",
-            "reference_cache": str(tmp_path / "references.sqlite"),
-            "reward_process": "true",
-            "rollout_lookahead": "0",
-            "output_dir": str(out),
-            "max_calls": str(most),
-            "resume_from_checkpoint": resumed,
-        }
-        arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(ROOT / "tests/support/run_until_stopped.py"), *arguments]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        return ended.returncode, ended.stderr
+    started = []
+
+    def start(most, *, resumed=False, in_a_process=False):
+        rows = default_rows()
+        chain = loopback_reward(services, rows)
+        limit = Limit(name="max_calls", kind=CALLS, most=most)
+        chain.budget = Budget(Terms(path=tmp_path / SPENT_FILE, limits=(limit,)))
+        for name, each in chain._transports().items():
+            each.count_by(chain.budget.meter(name))
+        trainer = build_trainer(
+            tiny, RemoteReward(chain) if in_a_process else chain, TEXTS, rows, tmp_path, max_steps=STEPS,
+            held_out_eval=resumed,
+        )  # fmt: skip
+        started.append(trainer)
+        try:
+            trainer.train(resume_from_checkpoint=resumed)
+        except RunStopped as error:
+            trainer.finish()
+            return trainer, error
+        return trainer, None
+
+    yield start
+    for each in started:
+        each.finish()
+
+
+def test_a_run_ends_at_its_limit_and_goes_on_with_a_larger_one(run, services, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
 
     def requests():
         return sum(map(len, services.asked.values()))
 
-    code, said = run(MOST, "false")
-    assert code == EXIT_RESUMABLE, said
+    _, error = run(MOST, in_a_process=True)
+    assert str(error) == (
+        f"the budget is spent: {MOST} calls were spent; reached: `max_calls` {MOST}. The state was saved; go on with "
+        f"a larger limit and --resume_from_checkpoint {tmp_path / 'checkpoint-4'}."
+    )
     assert requests() == MOST
-    assert f"RunStopped: the budget is spent: {MOST} calls were made, for 0.00 USD; reached: `max_calls` 40" in said
-    assert "| spent 35 calls, 0.00 USD |" in said
-    assert (out / "checkpoint-3/model.safetensors").is_file()
-    with pytest.raises(ConfigError, match=r"the budget is spent: 40 calls .* Raise it"):
-        check_budget_left(RewardConfig(max_calls=MOST), out)
-    check_budget_left(RewardConfig(max_calls=MOST + 1), out)
+    assert "| spent 33 calls |" in caplog.text
+    with pytest.raises(ConfigError, match=r"the budget is spent: 34 calls .* Raise them"):
+        check_budget_left(RewardConfig(max_calls=MOST), tmp_path)
+    check_budget_left(RewardConfig(max_calls=MOST + 1), tmp_path)
 
-    code, said = run(400, "auto")
-    assert code == 0, said
-    assert f"spent in this folder so far: {MOST} calls" in said
-    assert "[Run] forecast     by the first 7 steps, about " in said
-    assert f"spent {requests()} calls" in said
-    steps = [json.loads(line)["done"] for line in (out / "trained.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert steps == [0, 1, 2, 3, *range(3, STEPS)]  # the step that was not scored came again
+    caplog.clear()
+    trainer, error = run(FOR_ALL_STEPS, resumed=True)
+    assert error is None
+    steps = [each["step"] for each in trainer.state.log_history if "reward" in each]
+    assert steps == [*range(1, STEPS + 1)]  # the step that was not scored came again
+    assert f"| spent {requests()} calls |" in caplog.text
+    assert "[Run] forecast     by the first 8 steps, about " in caplog.text
+    assert "max_calls is reached in the evaluation after the last step" in caplog.text
+    trainer.evaluate()
+    with pytest.raises(RunStopped, match=r"reached: `max_calls` 72\. All steps are done and saved; "):
+        trainer.rooms.stopping.raise_if_asked()
+    assert requests() == FOR_ALL_STEPS
+    assert "[HeldOut@8] left out: the budget ended when " in caplog.text
+    assert not (tmp_path / HELD_OUT_FILE).exists()

@@ -96,7 +96,7 @@ class Judge(ABC):
 
     @property
     def transports(self) -> Mapping[str, Transport]:
-        """Everything with traffic of its own, by service name."""
+        """Everything with traffic of its own, by service name. Their requests count in the run's budget."""
         return {}
 
     def drain_usage(self) -> dict[str, ProviderUsage]:

@@ -13,7 +13,7 @@ together are never more than what is left, and the last parts are single request
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 CALLS, USD = "calls", "usd"
@@ -92,6 +92,10 @@ class Account:
     """By service."""
     refused: Mapping[str, float]
     """Names of the limits at which a request was refused, and what they were then."""
+    taken: Mapping[str, float] = field(default_factory=dict)
+    """Calls or US dollars of each limit that are used, or held by processes, or were held by ones that were killed."""
+    most: Mapping[str, float] = field(default_factory=dict)
+    """What each limit was when a part of it was last exchanged."""
 
     def total(self, service: str | None = None) -> Spent:
         """The sum of a service, or of all."""
@@ -107,8 +111,11 @@ class Account:
         return spent.calls if limit.kind == CALLS else spent.usd
 
     def reached(self, limits: Iterable[Limit]) -> list[Limit]:
-        """The limits at which requests are refused. One that has been raised since is none."""
-        return [limit for limit in limits if self.refused.get(limit.name, -math.inf) >= limit.most]
+        """The limits at which requests are refused. One that has been raised since is none, one that has been lowered
+        to what is used is one."""
+        return [
+            limit for limit in limits if max(self.refused.get(limit.name, -math.inf), self.used(limit)) >= limit.most
+        ]
 
 
 NOTHING_SPENT = Account(services={}, refused={})
@@ -153,11 +160,12 @@ class Part:
         """Whether it is time for the next part."""
         return not self.lets_pass or (self.limit.kind == CALLS and self.held <= self.low)
 
-    def receive(self, part: float) -> None:
-        """The account gave so much; 0 if nothing is left."""
+    def receive(self, part: float, *, is_needed: bool) -> None:
+        """The account gave so much; 0 if nothing is left. `is_needed`: it knew that requests wait, and noted a refusal
+        then."""
         self.held += part
         self.low = int(self.held / 4) if self.limit.kind == CALLS else 0
-        self.is_refused = not part and not self.lets_pass
+        self.is_refused = is_needed and not part and not self.lets_pass
 
 
 def granted(limit: Limit, used: float, request: float) -> float:

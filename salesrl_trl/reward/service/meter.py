@@ -172,8 +172,9 @@ class Budget:
                 meter.spent.add(spent.pop(meter.service, Spent()))
                 meter.has_spent = True
             return self._unusable(error)
-        for part in wanted:
-            part.receive(parts[part.limit.name])
+        for part, each in zip(going, returned, strict=True):
+            if each.wants:
+                part.receive(parts[part.limit.name], is_needed=each.needs)
         return None
 
     def _unusable(self, error: Exception) -> ServiceError:

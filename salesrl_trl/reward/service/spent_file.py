@@ -23,14 +23,15 @@ READ_TIMEOUT_S = 2.0
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS spent (service TEXT PRIMARY KEY, calls REAL NOT NULL, prompt_tokens REAL NOT NULL, "
     "completion_tokens REAL NOT NULL, usd REAL NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE IF NOT EXISTS limits (name TEXT PRIMARY KEY, used REAL NOT NULL, refused REAL) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS limits (name TEXT PRIMARY KEY, used REAL NOT NULL, refused REAL, most REAL NOT NULL) "
+    "WITHOUT ROWID",
 )
 _ADD = (
     "INSERT INTO spent VALUES (?, ?, ?, ?, ?) ON CONFLICT (service) DO UPDATE SET calls = calls + excluded.calls, "
     "prompt_tokens = prompt_tokens + excluded.prompt_tokens, "
     "completion_tokens = completion_tokens + excluded.completion_tokens, usd = usd + excluded.usd"
 )
-_SET = "INSERT INTO limits VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET used = excluded.used, refused = ?3"
+_SET = "REPLACE INTO limits VALUES (?, ?, ?, ?)"
 
 
 class Return(NamedTuple):
@@ -84,7 +85,7 @@ class SpentFile:
                 if wants:
                     parts[limit.name] = part = granted(limit, used, request)
                     used, refused = used + part, refused if part or not needs else limit.most
-                file.execute(_SET, (limit.name, used, refused))
+                file.execute(_SET, (limit.name, used, refused, limit.most))
             return parts
 
     def close(self) -> None:
@@ -123,12 +124,15 @@ def _transaction(file: sqlite3.Connection) -> Iterator[None]:
 
 def account_of(file: sqlite3.Connection) -> Account:
     """The account in an open file."""
+    limits = file.execute("SELECT name, used, refused, most FROM limits").fetchall()
     return Account(
         services={
             name: Spent(calls=calls, prompt_tokens=prompt, completion_tokens=completion, usd=usd)
             for name, calls, prompt, completion, usd in file.execute("SELECT * FROM spent")
         },
-        refused=dict(file.execute("SELECT name, refused FROM limits WHERE refused IS NOT NULL")),
+        refused={name: refused for name, _, refused, _ in limits if refused is not None},
+        taken={name: used for name, used, _, _ in limits},
+        most={name: most for name, _, _, most in limits},
     )
 
 
@@ -141,7 +145,8 @@ def read_account(path: Path) -> Account:
     if not path.exists() or not path.stat().st_size:
         return NOTHING_SPENT
     try:
-        file = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", READ_TIMEOUT_S, uri=True)
+        # for writing: after a kill in the middle of a transaction, the first to open the file has to undo it
+        file = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", READ_TIMEOUT_S, uri=True)
         with contextlib.closing(file):
             return account_of(file)
     except (sqlite3.Error, OSError) as error:

@@ -103,10 +103,16 @@ class Transport:
         self._breaker = Breaker(denied_cooldown_s)
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
-        self._flights: PerLoop[Flights] = PerLoop(
-            partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, meter)
-        )
+        self._flights = self._new_flights()
         self._changes: PerLoop[_Changes] = PerLoop(_Changes)
+
+    def _new_flights(self) -> PerLoop[Flights]:
+        return PerLoop(partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, self._meter))
+
+    def count_by(self, meter: Meter) -> None:
+        """Hold every request against the run's budget, from the first one on. Not for a transport with a meter."""
+        self._meter = meter
+        self._flights = self._new_flights()
 
     @property
     def slots(self) -> int:

@@ -28,7 +28,12 @@ def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
     if budget is None:
         return
     account = read_account(budget.terms.path)
-    reached = account.reached(budget.terms.limits)
+    # what was held by processes that were killed stays used: their requests may have left
+    reached = [
+        limit
+        for limit in budget.terms.limits
+        if limit in account.reached([limit]) or account.taken.get(limit.name, 0.0) >= limit.most
+    ]
     of_all, of_one = {each.kind for each in reached if each.service is None}, {each.service for each in reached}
     providers = config.parsed_judge_providers()
     asked = [
@@ -36,6 +41,6 @@ def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
     ]
     if CALLS in of_all or (providers and not asked):
         raise ConfigError(
-            f"the budget is spent: {told(account, reached)}. Expected a larger limit than that of the run before in "
-            f"this folder. Raise it; or delete {budget.terms.path}, to begin with nothing spent."
+            f"the budget is spent: {told(account, reached)}. Expected limits above what earlier runs in this folder "
+            f"spent. Raise them; or delete {budget.terms.path}, to begin with nothing spent."
         )

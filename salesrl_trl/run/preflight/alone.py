@@ -30,8 +30,12 @@ STAGES: dict[str, Stage] = {stage.name: stage for stage in (RagStage(), JudgeSta
 
 @dataclass
 class StepSettings:
-    """The training settings that shape the load of one step, with the defaults of `SalesGRPOConfig`."""
+    """The training settings that shape the load of one step, and the folder of the run's budget.
 
+    The defaults are those of `SalesGRPOConfig`.
+    """
+
+    output_dir: str = "trainer_output"
     branches: list[str] = field(default_factory=lambda: ["fairness", "hallucination"])
     hybrid_reference_weight: float = 0.0
     min_valid_reward_fraction: float = 0.5

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from salesrl_trl.config import RewardConfig
@@ -23,9 +24,10 @@ from salesrl_trl.reward.judge.noise import MIN_CALLS, Noise, Sample, noise_of, s
 from salesrl_trl.reward.judge.provider import ProviderClient
 from salesrl_trl.reward.rag.answers import RagAnswers
 from salesrl_trl.reward.rag.checks import check_verdict
+from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.warm_up import add_places
-from salesrl_trl.run.assembly import build_services
+from salesrl_trl.run.assembly import budget_of, build_services
 from salesrl_trl.run.checks.reward import JUDGE, check_judges, check_retrieval
 from salesrl_trl.run.preflight.load import Load, put_load, report_load, under_load
 from salesrl_trl.run.preflight.stage import Findings
@@ -104,6 +106,16 @@ def calls_of(config: RewardConfig, in_flight: int) -> int:
     return min(max(in_flight, FEWEST_CALLS), MOST_CALLS)
 
 
+def _budget(plan: "Plan") -> Budget | None:
+    """The run's own budget: what a preflight asks counts in its folder."""
+    return budget_of(plan.config.reward, Path(plan.config.training.output_dir))
+
+
+async def _book(budget: Budget | None) -> None:
+    if budget is not None:
+        await budget.aclose()
+
+
 @dataclasses.dataclass(frozen=True)
 class _Service(Generic[T]):
     """A service at the load of a step."""
@@ -165,7 +177,8 @@ def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: 
 
 async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     config, training = plan.config.reward, plan.config.training
-    rag, _ = build_services(under_load(config), plan.reward, *plan.addresses)
+    budget = _budget(plan)
+    rag, _ = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
     kept = (AnswerStore(keep=0), AnswerStore(keep=0))
     answers = RagAnswers(rag, config.rag_score_threshold, config.rag_top_k, config.action_format(), *kept)
     batch, most, patience_s = training.generation_batch_size, config.rag_max_concurrency, config.rag_timeout_s
@@ -189,6 +202,7 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
             await _report_passages(findings, name, load, answers, plan)
     finally:
         await answers.aclose()
+        await _book(budget)
 
 
 async def _report_passages(
@@ -225,7 +239,8 @@ def _rubrics(plan: "Plan") -> dict[str, str]:
 
 async def _examine_judge(plan: "Plan", rubrics: Mapping[str, str], findings: Findings) -> None:
     config = plan.config.reward
-    _, judge = build_services(under_load(config), plan.reward, *plan.addresses)
+    budget = _budget(plan)
+    _, judge = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
     scoring = plan.reward.scoring
     verdicts = plan.config.training.generation_batch_size * config.judge_repeats
     verdicts *= max(len(scoring.rubrics(branch)) for branch in scoring.weights)
@@ -265,6 +280,7 @@ async def _examine_judge(plan: "Plan", rubrics: Mapping[str, str], findings: Fin
         }
     finally:
         await judge.aclose()
+        await _book(budget)
 
 
 def _providers(judge: Judge, config: RewardConfig, verdicts: int) -> dict[str, _Asked]:

@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 import sqlite3
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.run.assembly import addresses, build_services
+from salesrl_trl.run.assembly import addresses, budget_of, build_services
 from salesrl_trl.run.checks.reward import check_judges, read_reward
 from salesrl_trl.run.checks.rows import own_records, training_records
 from salesrl_trl.run.rejudging.answers import RecordedRag
@@ -118,14 +119,16 @@ def rejudged(
     parts = read_reward(config, branches)
     check_judges(config, parts)
     places = {row.row_id: place for place, row in enumerate(rows)}
-    with addresses(config) as urls:
-        _, judge = build_services(config, parts, *urls)
+    with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
+        budget = budget_of(config, Path(folder))  # the limits hold for this command alone
+        _, judge = build_services(config, parts, *urls, budget=budget)
         rag = RecordedRag(completions, {row.row_id: row for row in rows})
         chain = SalesReward(
             rows, rag, judge, parts.scoring, stages=parts.stages, score_threshold=config.rag_score_threshold,
             top_k=config.rag_top_k, deadline_s=config.reward_deadline_s, action_format=config.action_format(),
             references=AnswerStore(), records=True,
         )  # fmt: skip
+        chain.budget = budget
         desk = RewardDesk(chain)
         found: list[tuple[Reward, Trail]] = []
         try:

@@ -22,6 +22,7 @@ from salesrl_trl.reward.service.budget import (
     USD,
     Account,
     Limit,
+    Part,
     Price,
     Spent,
     Terms,
@@ -72,6 +73,8 @@ def test_parts_come_back_and_a_limit_that_is_new_in_an_old_run_begins_with_what_
     assert (account.total().calls, account.total().usd, account.total("rag_8b").calls) == (39, 0.5, 0)
     assert account.reached([Limit(name="max_calls", kind=CALLS, most=40)])
     assert not account.reached([Limit(name="max_calls", kind=CALLS, most=41)])
+    assert account.reached([Limit(name="new", kind=CALLS, most=39)])  # no request met it, and none would pass
+    assert account.most == {"max_calls": 40}
     file.close()
 
 
@@ -82,33 +85,31 @@ def test_what_no_file_or_a_broken_one_says(tmp_path):
         read_account(tmp_path / "broken.sqlite")
 
 
-TAKES = """
-import sys, time
-from pathlib import Path
-from salesrl_trl.reward.service.budget import CALLS, Limit
-from salesrl_trl.reward.service.spent_file import Return, SpentFile
-file, limit = SpentFile(Path(sys.argv[1])), Limit(name="max_calls", kind=CALLS, most=400)
-while part := file.exchange({}, [Return(limit, 0.0, True)])["max_calls"]:
-    print(int(part), flush=True)
-    time.sleep(0.01)  # so that each gets its turn
+KILLED = """
+import os, signal, sqlite3, sys
+file = sqlite3.connect(sys.argv[1], isolation_level=None)
+file.execute("PRAGMA cache_size = 1")
+file.execute("BEGIN IMMEDIATE")
+file.executemany("INSERT INTO spent VALUES (?, 1, 1, 1, 1)", ((f"{n:0200}",) for n in range(999)))
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_processes_that_share_an_account_get_no_part_twice_also_when_one_is_killed(tmp_path):
-    path = tmp_path / "b.sqlite"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", TAKES, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    first = [int(processes[0].stdout.readline()) for _ in range(5)]
-    processes[0].kill()
-    got = [sum(map(int, each.stdout.read().split())) for each in processes]
-    for each in processes:
-        each.wait()
-        each.stdout.close()
-    lost = 400 - sum(first) - sum(got)  # the killed process may have got one part that it did not tell of
-    assert 0 <= lost <= 400 / 64
-    assert processes[1].returncode == processes[2].returncode == 0
-    assert read_account(path).refused == {"max_calls": 400}
+def test_a_kill_in_the_middle_of_a_transaction_leaves_the_account_as_it_was_before(tmp_path):
+    file = SpentFile(tmp_path / "b.sqlite")
+    file.exchange({"judge": Spent(calls=7)}, [])
+    file.close()
+    subprocess.run([sys.executable, "-S", "-c", KILLED, str(file.path)], check=False)
+    assert (tmp_path / "b.sqlite-journal").stat().st_size  # half of it is in the file
+    assert read_account(file.path).services == {"judge": Spent(calls=7)}
+
+
+def test_a_part_that_was_not_waited_for_when_it_was_asked_for_refuses_nothing():
+    part = Part(MAX_CALLS)
+    part.receive(0.0, is_needed=False)  # the last of the part before was used meanwhile
+    assert not part.is_refused
+    part.receive(0.0, is_needed=True)
+    assert part.is_refused
 
 
 @pytest.fixture
@@ -207,6 +208,20 @@ def test_tokens_per_minute_delay_requests_and_fail_none(metered):
         await budget.aclose()
 
     virtual_time.run(scene())
+
+
+def test_a_transport_of_ones_own_counts_with_a_meter_that_it_is_given_later(metered, tmp_path):
+    _, budget = metered(Limit(name="max_calls", kind=CALLS, most=5))
+    own = Transport("mine", max_concurrency=4, attempt_timeout_s=1.0, max_attempts=1)
+    own.count_by(budget.meter("mine"))
+
+    async def scene():
+        calls = (own.call(lambda: asyncio.sleep(0, "ok")) for _ in range(8))
+        assert (await asyncio.gather(*calls, return_exceptions=True)).count("ok") == 5
+        await budget.aclose()
+
+    virtual_time.run(scene())
+    assert read_account(tmp_path / "b.sqlite").total("mine").calls == 5
 
 
 def test_an_account_that_can_t_be_used_fails_requests_and_no_request_passes(metered, tmp_path):

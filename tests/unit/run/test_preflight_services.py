@@ -19,6 +19,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.preflight import main
 from salesrl_trl.reward.judge.base import Judge
+from salesrl_trl.reward.service.spent_file import read_account
 from salesrl_trl.run.preflight.alone import StepSettings, examine_alone, read_alone
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.services import JudgeStage, RagStage
@@ -48,13 +49,14 @@ def shown(user):
     return read_sections(user)["candidate_answer"]
 
 
-def examine(stage, services, process_index=0, generation_batch_size=32, **given):
+def examine(stage, services, process_index=0, generation_batch_size=32, output_dir="unused", **given):
     """The report of a stage. No call is tried again unless `given` otherwise."""
     settings = {"rag_base_url": services.url, "judge_base_url": f"{services.url}/v1", "max_attempts": 1, **given}
     if "judge_providers" in settings or "judge" in settings:
         del settings["judge_base_url"]
     training = SimpleNamespace(branches=["fairness", "hallucination"], hybrid_reference_weight=0.0, **TRAINING)
     training.process_index, training.generation_batch_size = process_index, generation_batch_size
+    training.output_dir = str(output_dir)
     plan = Plan(SimpleNamespace(reward=RewardConfig(**settings), training=training), in_depth=True)
     plan.train_rows = [row(f"r{at}") for at in range(7)]
     plan.train_rows[0] = row("r0", tenant_id=SECRET)
@@ -328,6 +330,17 @@ def test_judges_fail_the_stage_if_all_of_them_fail_under_load(services, failing,
     one, two = ({"name": name, "base_url": f"{services.url}/v1", "model": name} for name in ("one", "two"))
     report = examine(JudgeStage(), services, judge_providers=[one, two])
     assert report.verdict is verdict and "judge_two_http_500" in text_of(report)
+
+
+def test_what_a_preflight_asks_counts_in_the_run_s_budget_and_stops_at_its_limit(services, tmp_path):
+    judge = {"name": "a", "base_url": f"{services.url}/v1", "model": "m", "usd_per_million_prompt_tokens": 1000.0}
+    settings = {"output_dir": tmp_path, "judge_providers": [judge], "preflight_calls": 32, "max_calls": 50}
+    rag, judge = (examine(stage, services, **settings) for stage in (RagStage(), JudgeStage()))
+    assert (rag.verdict, judge.verdict) == (Verdict.PASSED, Verdict.FAILED)
+    assert "budget_spent" in text_of(judge)
+    total = read_account(tmp_path / "budget.sqlite").total()
+    assert total.calls == sum(map(len, services.asked.values())) == 50
+    assert total.usd > 0
 
 
 # A stage alone, without torch.
