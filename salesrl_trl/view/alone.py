@@ -9,7 +9,7 @@ from salesrl_trl.view.detail import completion
 from salesrl_trl.view.index import Index
 
 MOST = 200
-"""Completions, unless another number is wanted: a file of a few MB."""
+"""Completions, unless another number is wanted: a file of up to 10 MB."""
 LEADING = ("disagreement", "advantage", "slowest")
 MODES = ("train", "eval")
 

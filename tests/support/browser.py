@@ -23,7 +23,9 @@ KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, ""), "ArrowDown":
         "ArrowUp": ("ArrowUp", 38, ""), "Tab": ("Tab", 9, "")}  # fmt: skip
 FLAGS = ("--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu", "--disable-extensions",
          "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--mute-audio",
-         "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")  # fmt: skip
+         "--hide-scrollbars", "--no-startup-window",
+         "--disable-features=SpareRendererForSitePerProcess,RenderDocument",
+         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")  # fmt: skip
 """The last one: no name of the network is found, so that a page which needs one fails."""
 
 

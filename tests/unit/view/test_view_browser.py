@@ -41,7 +41,7 @@ def opened(tab, viewer):
     the end, nothing was refused and nothing went wrong."""
 
     def go(address="", lang="en", *, anew=False):
-        tab.size(1200, 900)
+        tab.size(1200, 700)
         asks = "&" if "?" in address else "?" if address else "#overview?"
         address = f"{address}{asks}lang={lang}&visit={next(visits)}"
         if anew or not tab.value("location.href").startswith(viewer.url):
@@ -244,7 +244,7 @@ def test_a_run_that_goes_on_is_followed(tab, tmp_path):
             tab.type("x")
             typed += "x"
             assert len(typed) < 200
-            time.sleep(0.05)
+            time.sleep(0.12)
         assert tab.value("document.querySelector('input[name=text]').value") == typed
         tab.open(f"{viewer.url}#list?lang=en")
         tab.wait(f"{FIRST}?.innerText === 'second'")
@@ -265,7 +265,7 @@ def test_a_page_alone_filters_opens_and_compares_without_a_server(tab, tmp_path)
         command.main([*(str(tmp_path / name) for name in ("one", "other")), "--html", str(file), "--most", "90"]) == 0
     )
     tab.problems.clear()
-    tab.size(1200, 900)
+    tab.size(1200, 700)
     tab.open(f"{file.as_uri()}#list?lang=en")
     tab.wait(SETTLED)
     assert "of 256 completions are in it" in tab.text(".notice")
