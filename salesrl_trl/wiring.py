@@ -330,7 +330,7 @@ class Wiring:
         self.instruments.start(self._trl.accelerator.is_main_process)
         self.timeline.begin(StartUp.PREPARE)
         try:
-            with self.stopping.watched():
+            with self.stopping.watched(save):
                 try:
                     yield
                 except BaseException as error:

@@ -198,7 +198,7 @@ class RunControl:
     def spent_at_end(self) -> RunStopped:
         """The error of a run whose budget is spent when all its steps are done."""
         return self._budget_spent(
-            "All steps are done and saved; the evaluation after them is not. Go on with a larger limit and "
+            "All steps are done and saved, but not the evaluation after them. Go on with a larger limit and "
             "--resume_from_checkpoint auto"
         )
 

@@ -66,6 +66,7 @@ class Stopping:
         self._held = 0
         self.survived: BaseException | None = None
         """The error after which a checkpoint was saved."""
+        self._save: Callable[[], None] = lambda: None
 
     def forget(self) -> None:
         """Forget an earlier run."""
@@ -111,8 +112,9 @@ class Stopping:
         if self._run_control.requested is not None:
             self._interrupt()
 
-    def watched(self) -> AbstractContextManager[None]:
-        """While active, a request on one process reaches all others."""
+    def watched(self, save: Callable[[], None]) -> AbstractContextManager[None]:
+        """While active, a request on one process reaches all others. `save` is that of `rescued`, for the end."""
+        self._save = save
         return watched(
             lambda: self._run_control.requested, lambda reason: self.request(f"{reason} of another process")
         )
@@ -163,10 +165,15 @@ class Stopping:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """While active, training is over, and a request ends the run as it ends training. Raises `RunStopped` then."""
+        """While active, training is over, and a request or a spent budget ends the run as it ends training: with a
+        checkpoint, which a run without `save_strategy` does not have of its last step. Raises `RunStopped` then."""
         try:
             yield
+        except RunStopped:
+            self._save()
+            raise
         except StopRequested as request:
+            self._save()
             raise RunStopped(
                 f"stopped by {request} after the last step. The same command with --resume_from_checkpoint auto does "
                 "what is left."
