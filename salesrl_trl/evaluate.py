@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(ConfigError):  # it is raised again below, where errors are told
         options, settings = _parser().parse_known_args(argv)  # `--help` ends here, without the imports of seconds
 
-    from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED, exit_with, set_log_level, set_up_logging
+    from salesrl_trl.run.console import exit_with, set_log_level, set_up_logging
+    from salesrl_trl.tidy_end import EXIT_BAD_INPUT, EXIT_STOPPED
 
     set_up_logging()
     with contextlib.ExitStack() as stack:

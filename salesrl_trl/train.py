@@ -40,8 +40,6 @@ from salesrl_trl.run.building import build_instruments, build_trainer, take_poli
 from salesrl_trl.run.checks.budget import check_budget_left
 from salesrl_trl.run.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.run.console import (
-    EXIT_BAD_INPUT,
-    EXIT_STOPPED,
     exit_with,
     keep_console,
     set_log_level,
@@ -58,7 +56,7 @@ from salesrl_trl.run.simulation.command import main as simulate
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.start_up import imports_so_far
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.tidy_end import EXIT_RESUMABLE
+from salesrl_trl.tidy_end import EXIT_BAD_INPUT, EXIT_RESUMABLE, EXIT_STOPPED
 from salesrl_trl.timing import TimingContext
 
 if TYPE_CHECKING:

@@ -191,7 +191,7 @@ class Recorder:
             "step": batch.step,
             "mode": batch.mode,
             "batch": batch.number,
-            "prompt": self._value(file, entry.prompt),
+            "prompt": add_text(file, as_json(self._cleaned(entry.prompt))),
             "text": self._text(entry.text),
             "digest": digest_of(entry.prompt, entry.text),
             "action": None if trail.action is None else as_json(self._cleaned(trail.action)),

@@ -24,11 +24,6 @@ from salesrl_trl.run.launcher import keep_log, speak
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
 from salesrl_trl.tidy_end import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
-EXIT_BAD_INPUT = 2
-"""The checks before a run refused its settings, data, addresses or model."""
-EXIT_STOPPED = 3
-"""A run started and had to stop for good, for example because it diverged."""
-
 _LEFT_OUT = {
     # at every weight push on a CPU, about the one module that has no weights
     "vllm.model_executor.model_loader.reload.layerwise": "RotaryEmbedding: Failed to load weights",

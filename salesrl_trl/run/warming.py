@@ -16,12 +16,13 @@ from pathlib import Path
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.generation import compiled
 from salesrl_trl.run.building import build_instruments, build_trainer
-from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED, exit_with, set_up_logging
+from salesrl_trl.run.console import exit_with, set_up_logging
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.rehearsal import MadeUpReward
 from salesrl_trl.run.preflight.runner import prepare
 from salesrl_trl.run.read_ahead import read_ahead, weight_files
 from salesrl_trl.run.settings import parse
+from salesrl_trl.tidy_end import EXIT_BAD_INPUT, EXIT_STOPPED
 
 logger = logging.getLogger(__name__)
 

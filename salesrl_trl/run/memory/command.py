@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.run.console import EXIT_BAD_INPUT, EXIT_STOPPED
 from salesrl_trl.run.memory.cards import Card, card_here, named_card, named_users, used_gib
 from salesrl_trl.run.memory.estimate import Estimate, estimate
 from salesrl_trl.run.memory.remedies import Remedy, advice, remedies
@@ -18,6 +17,7 @@ from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.recipes import FULL
 from salesrl_trl.run.settings import RunConfig, parse
 from salesrl_trl.run.tools import ToolParser, strict_json, tell_failure
+from salesrl_trl.tidy_end import EXIT_BAD_INPUT, EXIT_STOPPED
 
 SHARDINGS = {each.name.lower(): each for each in Sharding}
 

@@ -22,12 +22,12 @@ from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.assembly import addresses, build_reward
 from salesrl_trl.run.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.run.checks.rows import own_records, training_records
-from salesrl_trl.run.console import EXIT_STOPPED
 from salesrl_trl.run.settings import parse_part
 from salesrl_trl.run.simulation.completions import DEFAULT_MIX, VARIANTS, Completion, Fields, batches
 from salesrl_trl.run.simulation.findings import Step, step_summary, summarise
 from salesrl_trl.run.simulation.text import report_text, step_text
 from salesrl_trl.run.tools import exit_code_of, strict_json
+from salesrl_trl.tidy_end import EXIT_STOPPED
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 DESCRIPTION = (
