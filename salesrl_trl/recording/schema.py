@@ -27,9 +27,9 @@ CREATE TABLE completions (
     id INTEGER PRIMARY KEY,
     step INTEGER NOT NULL,       -- optimizer step that trained on it first; of an evaluation: steps done
     mode TEXT NOT NULL,          -- 'train' or 'eval'
-    batch INTEGER NOT NULL,      -- generation batch of this rank
+    batch INTEGER NOT NULL,      -- generation batch, the same on all ranks
     place INTEGER NOT NULL,      -- in the batch
-    prompt_group INTEGER NOT NULL, -- completions of one prompt have the same, within step, mode and batch
+    prompt_group INTEGER NOT NULL, -- the same for completions of one prompt, within step, mode and batch, on all ranks
     row TEXT NOT NULL,           -- id of the dataset's row, or a hash of the prompt
     branch TEXT NOT NULL,
     prompt INTEGER NOT NULL REFERENCES texts, -- JSON: a text, or messages {role, content}

@@ -6,6 +6,7 @@ Owns which values these are. The recorder writes them beside training.
 from collections.abc import Sequence
 
 import torch
+from accelerate import PartialState
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.recording.writer import Batch, Entry
@@ -38,6 +39,7 @@ def batch_of(
             The branch of a row.
     """
     assert rollout.result is not None
+    first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
     rewards, scores = rollout.result.rewards, rollout.rewards
     ids = None if rollout.sampled is None else rollout.sampled.completion_ids
     entries = [
@@ -48,7 +50,7 @@ def batch_of(
             text=completion_text(completion),
             tokens=None if ids is None else len(ids[place]),
             place=place,
-            prompt_group=place // rollout.group,
+            prompt_group=(first + place) // rollout.group,
             outcome=scored.outcome.value,
             reason=scored.reason,
             reward=scored.value,

@@ -147,7 +147,7 @@ def _pair(completion: Recorded, new: Reward) -> Pair:
     return Pair(
         branch=completion.branch,
         batch=(completion.step, completion.batch),  # of all ranks
-        group=(completion.file, completion.prompt_group),
+        group=completion.prompt_group,
         before=Judgement(completion.reward, completion.reference_reward),
         after=Judgement(new.value, new.reference_value),
     )
