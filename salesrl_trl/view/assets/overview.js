@@ -62,7 +62,7 @@ function Overview({ steps }, params) {
                 [t("reward"), "n"],
                 [t("reference_reward"), "n extra"],
                 [t("scored"), "n"],
-                ...outcomes.map((code) => [named(code), "n extra"]),
+                ...outcomes.map((code) => [named(code), "n extra title"]),
               ],
               rows: shown.map((each) => [
                 h(
