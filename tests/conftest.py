@@ -128,8 +128,12 @@ def pytest_unconfigure():
 
 
 @pytest.fixture
-def heeds_hang_up():
-    """What a test starts heeds SIGHUP, also when the tests run under `nohup`."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def heeds_signals():
+    """What a test starts heeds SIGHUP and SIGINT, also when the tests run under `nohup` or in a shell's background."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGHUP, signal.SIGINT)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if before[signal.SIGINT] is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGHUP, before)
+    for each, handler in before.items():
+        signal.signal(each, handler)

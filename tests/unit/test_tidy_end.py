@@ -27,6 +27,7 @@ RAISED, WRAPPED = "signal.raise_signal(signal.SIGINT)", "raise ImportError('Keyb
 """Ctrl-C, and what a library makes of it."""
 
 
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize(
     ("command", "error"),
     [
@@ -47,7 +48,7 @@ def test_ctrl_c_during_the_imports_is_one_line_and_130(command, error, tmp_path)
     assert (end.returncode, end.stderr, end.stdout) == (130, "\ninterrupted by Ctrl-C\n", "")
 
 
-@pytest.mark.usefixtures("heeds_hang_up")
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize(("number", "named"), [("SIGINT", "Ctrl-C"), ("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGHUP")])
 def test_a_signal_during_the_imports_of_a_recipe_is_one_line_and_75(number, named, tmp_path):
     for name in SLOW:

@@ -158,7 +158,7 @@ def begun(tmp_path):
     return begun
 
 
-@pytest.mark.usefixtures("heeds_hang_up")
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize("number", signals.CAUGHT)
 @pytest.mark.parametrize("reached", ["launcher", "run", "both"])
 def test_a_signal_ends_a_launch_as_one_that_can_go_on(begun, number, reached):

@@ -85,7 +85,7 @@ def test_an_attempt_that_lasted_long_enough_makes_the_count_begin_anew(tmp_path)
     assert told.count("restart 1 of 1 in 0.010 s") == 3
 
 
-@pytest.mark.usefixtures("heeds_hang_up")
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize("came", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_reaches_the_training_behind_the_launcher_and_nothing_is_started_again(tmp_path, came):
     # As with accelerate: the launcher passes no signal on, and SIGTERM ends it before the training has saved.
