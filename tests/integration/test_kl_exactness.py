@@ -42,8 +42,7 @@ SAMPLES, PROMPT, COMPLETION = 4, 3, 8
 VOCAB_SIZE = 256
 """Of the matrix, in which no text is written or read."""
 LOSS_SIZE = math.log(VOCAB_SIZE)
-"""Of the terms of a loss: log-probs of both signs, whose rounding stays where their sum is small. In float64 both
-losses are equal to the last bit."""
+"""Of the terms of a loss: log-probs of both signs, whose rounding stays where their sum is small."""
 STEPS_PER_GENERATION = {1: 2, 4: 4}
 """By accumulation. With 1, TRL's `num_items_in_batch` spans two optimizer steps, and has to be scaled to one."""
 
@@ -459,6 +458,23 @@ def test_equal_coefficients_are_trls_beta_beside_trls_other_terms(pair, loss_typ
     batches = pair.inputs(case, **inputs)
     assert_equal_steps(step(pair.ours, batches), step(pair.stock, batches))
     assert_equal_kl(pair.ours, pair.stock, batches)
+
+
+@by_level
+@by_loss_type
+def test_what_is_left_of_a_losss_difference_is_float32s_rounding(pair, loss_type, level):
+    changed, inputs = FEATURES["vllm, sequences"]
+    case = Case(loss_type=loss_type, level=level, **changed)
+    pair.set_up(case)
+    batches = pair.inputs(case, **inputs)
+    try:
+        for trainer in (pair.ours, pair.stock):
+            trainer.model.double()
+        (loss, _), (expected, _) = step(pair.ours, batches), step(pair.stock, batches)
+    finally:
+        for trainer in (pair.ours, pair.stock):
+            trainer.model.float()
+    assert loss == pytest.approx(expected, rel=0, abs=1e-12)
 
 
 @by_correction
