@@ -1,10 +1,10 @@
 """The event loop on which a reward runs, apart from the one that keeps its deadlines, and the watch over it.
 
-A reward calls a user's own code: functions, stages, a judge. Such code may never give its event loop back. Deadlines,
-waits and messages of processes then go on, because they have another loop.
+A reward calls a user's own code: functions, stages, a judge. Such code may never give its event loop back. Then
+deadlines, waits and messages of processes go on, because they have another loop.
 
 Owns the thread of the reward's loop, the calls to it, and what becomes of code that holds it up: it is named with its
-stack, interrupted when its time is over, and left behind if that does not end it. Does not own the deadlines (`batch`).
+stack, interrupted when its time is over, and left behind if that does not end it. `batch` owns the deadlines.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ AGAIN_S = 0.25
 TOLD_AFTER_S = 10.0
 """A loop that is held up for so long is told of."""
 LEFT_AFTER_S = 10.0
-"""Time that code has to end after it was interrupted. A call that waits in C, such as `time.sleep`, does not notice."""
+"""Time for code to end after it was interrupted. A call that waits in C, like `time.sleep`, does not notice."""
 CLOSE_S = 5.0
 """Longest wait for a reward to close what belongs to its loop."""
 CLOSE_INTERRUPTED_S = 2.0
@@ -66,15 +66,15 @@ class Apart:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="reward calls", daemon=True)
         self._calls = 0
+        self._is_left = False
         self._is_overdue = False
         self._silent_s = 0.0
         self._watching: asyncio.Task[None] | None = None
         self._thread.start()
 
     def _run(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
+        self._loop.run_forever()
+        if self._is_left:
             self._loop.close()
 
     @property
@@ -88,8 +88,9 @@ class Apart:
         return _code(stack[0][0]) if stack else "deadline"
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the loop, from any thread. Does not wait."""
-        self._loop.call_soon_threadsafe(function, *arguments)
+        """Call a function on the loop, from any thread, unless it has ended. Does not wait."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     async def call(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
         """The result of a coroutine function, which runs on the loop in the caller's context. From one other loop.
@@ -123,7 +124,7 @@ class Apart:
         self._calls += 1
         if self._watching is None or self._watching.done():
             self._watching = asyncio.ensure_future(self._watch())
-        self.post(begin)
+        self._loop.call_soon_threadsafe(begin)
         try:
             await asyncio.wait([done])
             return done.result()
@@ -154,6 +155,8 @@ class Apart:
             ended.set_result(task.exception())
             self._loop.stop()
 
+        if self._loop.is_closed() or self._is_left:
+            return
         ended: Future[BaseException | None] = Future()
         self.post(lambda: self._loop.create_task(closed()).add_done_callback(end))
         waited_s = interrupted_s = 0.0
@@ -164,6 +167,7 @@ class Apart:
             with contextlib.suppress(TimeoutError):
                 error = ended.result(look_s)
                 self._thread.join()
+                self._loop.close()
                 if error is not None:
                     raise error
                 return
@@ -176,6 +180,7 @@ class Apart:
                     self._tell("when rewards were to end: it is interrupted, or left behind")
                 interrupted_s += look_s
                 self._interrupt()
+        self._is_left = True
 
     async def _watch(self) -> None:
         while self._calls:

@@ -266,7 +266,9 @@ class BatchedReward(ABC):
             self.lines.scored(self.row_id(row), completion, reward)
 
         unit, apart = max(self.unit(group, len(rows)), 1), self.apart
-        chain, late = (self.score, lambda: "deadline") if apart is None else (partial(apart.call, self.score), apart.late)
+        chain, late = (
+            (self.score, lambda: "deadline") if apart is None else (partial(apart.call, self.score), apart.late)
+        )
         return RewardBatch(
             rows, chain, self.conclude, self.deadline_s, lane, record, number=number, group=group, unit=unit, late=late
         )

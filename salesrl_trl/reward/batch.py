@@ -218,7 +218,9 @@ class RewardBatch:
     def is_settled(self, places: Sequence[int] | None = None) -> bool:
         """Whether the rewards at `places`, or all, are in. From any thread."""
         # The last ones are usually the last to come: from the end, most looks see one that is not there at once.
-        return all(self.rewards[place] is not None for place in reversed(range(len(self)) if places is None else places))
+        return all(
+            self.rewards[place] is not None for place in reversed(range(len(self)) if places is None else places)
+        )
 
     def start(self, place: int, completion: Completion, token_ids: Sequence[int] = ()) -> None:
         """Begin to score the completion at `place`. Does nothing where this very one is under way or scored. Where it

@@ -43,13 +43,14 @@ class Together:
     async def reward(self, sample: Sample) -> Reward:
         """The reward of one of the completions. When nobody waits any more, the call is cancelled."""
         answer: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
-        asked = self._waiting[sample.place] = (sample, answer)
+        mine = self._waiting[sample.place] = (sample, answer)
         if len(self._waiting) == self._size:
-            self._calling = asyncio.ensure_future(self._run([each for _, each in sorted(self._waiting.items())]))
+            asked = [self._waiting[place] for place in sorted(self._waiting)]
+            self._calling = asyncio.ensure_future(self._run(asked))
         try:
             return await answer
         finally:
-            if self._waiting.get(sample.place) is asked:
+            if self._waiting.get(sample.place) is mine:
                 del self._waiting[sample.place]
             if self._calling is not None and not self.is_awaited:
                 self._calling.cancel()

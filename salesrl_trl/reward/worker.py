@@ -61,7 +61,7 @@ class Worker:
             answering = asyncio.ensure_future(self._answer(kind, number, what))
             others.add(answering)
             answering.add_done_callback(others.discard)
-        self._apart.close(self._chain.aclose)
+        await asyncio.to_thread(self._apart.close, self._chain.aclose)
 
     async def _answer(self, kind: str, number: int | None, what: Sequence[object]) -> None:
         """Answer one question. Of an error only the type is sent and logged: its message may hold a customer's
@@ -104,7 +104,7 @@ class Worker:
         """Alive."""
 
     async def _close(self, number: int) -> None:
-        self._apart.close(self._chain.aclose)
+        await asyncio.to_thread(self._apart.close, self._chain.aclose)
 
 
 def _end(reason: str) -> None:

@@ -22,6 +22,7 @@ from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.figures import encode, encode_report
+from salesrl_trl.reward.functions import NOT_APPLICABLE
 from salesrl_trl.rollout.correction import OLD, RATIO
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
@@ -260,19 +261,27 @@ class Scoring:
         result, mode = rollout.result, rollout.mode
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
-        failed = gather_object([(reward.reason, reward.value is None) for reward in faulty])
-        self._run_control.record_reasons(reason for reason, is_missing in failed if is_missing)
-        self._ledger.record_rewards(mode, rollout.scored, (reason for reason, _ in failed))
+        rank = PartialState().process_index
+        failed = gather_object([(reward.reason, reward.value is None, rank) for reward in faulty])
+        self._run_control.record_reasons(reason for reason, is_missing, _ in failed if is_missing)
+        self._ledger.record_rewards(mode, rollout.scored, (reason for reason, *_ in failed))
         self._ledger.record_report(mode, gather(encode_report(result.report).to(self._device)).cpu())
         if rollout.is_trained_on:
             report = result.report
             self._instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
             scored = ~torch.isnan(rewards).all(dim=1)  # (world size x B,), the same on every rank
             self._ledger.record_groups(scored, self._settings.group)
-            missing = Counter(reason for reason, is_missing in failed if is_missing)
-            skipped = self._run_control.record_batch(scored.float().mean().item(), missing)
-            if skipped is not None:
-                logger.warning(skipped)
+            by_rank: dict[int, Counter[str]] = {}
+            for reason, is_missing, of_rank in failed:
+                by_rank.setdefault(of_rank, Counter()).update([reason] * is_missing)
+            missing = sum(by_rank.values(), Counter[str]())
+            # Completions to which no function applies did not fail.
+            failing = {
+                each: own for each, own in by_rank.items() if own.total() - own[NOT_APPLICABLE] == len(result.rewards)
+            }
+            warning = self._run_control.record_batch(scored.float().mean().item(), missing, failing)
+            if warning is not None:
+                logger.warning(warning)
         self._ledger.record_update(mode, is_skipped=self._run_control.is_skipping and rollout.is_trained_on)
         return rewards
 

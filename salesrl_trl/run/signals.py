@@ -22,8 +22,10 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals of a terminal, of schedulers, and of a terminal that is gone."""
 AT_ONCE = "a second Ctrl-C: this process quits at once. What the last checkpoint holds is kept."
 EXIT_S = 5.0
-"""Time that the interpreter has to exit after a signal. It waits for every thread of a pool, also for one that hangs in
-a user's code."""
+"""Time that the interpreter has to exit after a signal. It waits for every thread of a pool, also for one that hangs
+in a user's code."""
+POLL_S = 0.25
+"""Time between two looks at whether it exits, after a signal."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -104,6 +106,15 @@ def _on(number: int, frame: FrameType | None) -> None:
 
 
 def _exit_in_time() -> None:
-    threading.main_thread().join()  # until the interpreter exits
+    while not _exits():
+        time.sleep(POLL_S)
     time.sleep(EXIT_S)
     os._exit(EXIT_RESUMABLE)
+
+
+def _exits() -> bool:
+    """Whether the interpreter waits for other threads before it exits: the main thread's first function says so."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_shutdown"

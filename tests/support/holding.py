@@ -1,6 +1,7 @@
 """Reward functions that never give back what they hold: an event loop, or a thread."""
 
 import asyncio
+import contextlib
 import time
 
 from salesrl_trl.reward.functions import per_completion
@@ -19,10 +20,8 @@ async def spins(prompt, completion):
 async def swallows(prompt, completion):
     print("HOLDS", flush=True)
     while True:
-        try:
+        with contextlib.suppress(Exception):
             time.sleep(0.01)
-        except Exception:
-            pass
 
 
 @per_completion(deadline_s=20.0)
