@@ -20,6 +20,7 @@ from salesrl_trl.names import Stage
 from salesrl_trl.recording.reader import as_json, digest, digest_of
 from salesrl_trl.recording.schema import TABLES, VERSION
 from salesrl_trl.recording.trail import Call, Judged, Trail
+from salesrl_trl.surroundings import enter, here
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class Recorder:
         if self._is_broken:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="record", daemon=True)
+            self._thread = threading.Thread(target=here().run, args=(self._work,), name="record", daemon=True)
             self._thread.start()
         try:
             self._queue.put_nowait(batch)
@@ -147,6 +148,7 @@ class Recorder:
 
     def _work(self) -> None:
         try:
+            enter()  # for the filter
             with closing(opened(self._path, self._meta, goes_on=self._goes_on)) as file:
                 self._goes_on = True
                 while (batch := self._queue.get()) is not None:

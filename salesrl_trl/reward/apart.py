@@ -9,13 +9,14 @@ stack, interrupted when its time is over, and left behind if that does not end i
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import logging
 import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -49,6 +50,17 @@ class HeldUp(BaseException):
     """Raised in code that holds up its event loop when its time is over. No `except Exception` catches it."""
 
 
+class _Pool(ThreadPoolExecutor):
+    """Threads of `asyncio.to_thread`, with the caller's devices."""
+
+    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        def run() -> T:
+            enter()
+            return call(*args, **kwargs)
+
+        return super().submit(contextvars.copy_context().run, run)
+
+
 class Apart:
     """An event loop on a thread of its own.
 
@@ -64,6 +76,7 @@ class Apart:
         self._deadline_s = deadline_s
         self._leave = leave
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(_Pool(thread_name_prefix="asyncio"))
         self._thread = threading.Thread(target=self._run, name="reward calls", daemon=True)
         self._calls = 0
         self._is_left = False

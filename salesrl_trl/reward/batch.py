@@ -208,7 +208,7 @@ class RewardBatch:
         self._samples: list[Sample | None] = [None] * len(self.rows)
         self._chains: dict[int, asyncio.Task[Reward]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._late: set[int] = set()
+        self._late: dict[int, str] = {}  # the reason of each
         self._changed: asyncio.Future[None] | None = None
         self._cut_off: str | None = None
 
@@ -342,14 +342,14 @@ class RewardBatch:
     def _overdue(self, place: int) -> None:
         """A completion's time is up: cancel it. It is missing once it has ended, or after `CANCEL_GRACE_S`."""
         del self._timers[place]
-        self._late.add(place)
+        self._late[place] = self._late_reason()
         chain = self._chains[place]
         chain.cancel()
         asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._settle_late, place, chain)
 
     def _settle_late(self, place: int, chain: "asyncio.Task[Reward]") -> None:
         if self._chains.get(place) is chain:
-            self._settle(place, missing(Outcome.INFRA, self._late_reason(), self.stages[place].seconds))
+            self._settle(place, missing(Outcome.INFRA, self._late[place], self.stages[place].seconds))
 
     def _settle(self, place: int, reward: Reward) -> None:
         self._forget(place)
@@ -384,7 +384,7 @@ class RewardBatch:
 
     def _forget(self, place: int) -> None:
         self._chains.pop(place, None)
-        self._late.discard(place)
+        self._late.pop(place, None)
         timer = self._timers.pop(place, None)
         if timer is not None:
             timer.cancel()
