@@ -146,7 +146,8 @@ class Apart:
                 is_given_up = True
                 self._is_overdue = self._is_overdue or remaining_s() <= 0
                 self.post(lambda: tasks[0].cancel())
-                await asyncio.wait([done])
+                if not self._is_left:
+                    await asyncio.wait([done])
             raise
         finally:
             done.cancel()

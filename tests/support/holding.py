@@ -2,23 +2,25 @@
 
 import asyncio
 import contextlib
+import sys
 import time
 
 from salesrl_trl.reward.functions import per_completion
 
 FOREVER_S = 3600.0
+HOLDS = "from now on it holds"
 
 
 @per_completion(deadline_s=20.0)
 async def spins(prompt, completion):
-    print("HOLDS", flush=True)
+    sys.stderr.write(f"{HOLDS}\n")
     while True:
         pass
 
 
 @per_completion(deadline_s=20.0)
 async def swallows(prompt, completion):
-    print("HOLDS", flush=True)
+    sys.stderr.write(f"{HOLDS}\n")
     while True:
         with contextlib.suppress(Exception):
             time.sleep(0.01)
@@ -26,17 +28,17 @@ async def swallows(prompt, completion):
 
 @per_completion(deadline_s=20.0)
 async def blocks(prompt, completion):
-    print("HOLDS", flush=True)
+    sys.stderr.write(f"{HOLDS}\n")
     time.sleep(FOREVER_S)
 
 
 @per_completion(deadline_s=20.0)
 async def blocks_a_pool(prompt, completion):
-    print("HOLDS", flush=True)
+    sys.stderr.write(f"{HOLDS}\n")
     await asyncio.to_thread(time.sleep, FOREVER_S)
 
 
 @per_completion(deadline_s=20.0)
 def blocks_its_thread(prompt, completion):
-    print("HOLDS", flush=True)
+    sys.stderr.write(f"{HOLDS}\n")
     time.sleep(FOREVER_S)
