@@ -41,6 +41,10 @@ LAST_WORD_S = 0.5
 """Longest wait for the spans of a call that was cancelled."""
 ANSWER_S = 10.0
 """Longest wait for the child's answer about itself. It answers at once unless the machine is overloaded."""
+IN_HAND_S = 3.0
+"""The same where a person or the end of a run waits for it."""
+CLOSE_S = 8.0
+"""Longest wait for the child to close its reward. `apart` gives that up a second earlier."""
 
 PING_S = 5.0
 """Time between two looks at whether the child is alive. One that was stopped, or hangs, keeps its socket open."""
@@ -129,9 +133,13 @@ class _Child:
         """Let it close its connections, and end it."""
         if self._channel is None or self._process is None or self._process.poll() is not None:
             return
-        with contextlib.suppress(TimeoutError, ServiceUnavailable):
-            await asyncio.wait_for(self.ask("close"), ANSWER_S)
-        self._channel.close()
+        with contextlib.suppress(ServiceUnavailable):
+            try:
+                await asyncio.wait_for(self.ask("close"), CLOSE_S)
+            except TimeoutError:  # what holds Python's lock there will not end
+                self._process.kill()
+        if self._channel is not None:
+            self._channel.close()
         if self._reading is not None:
             _, still = await asyncio.wait([self._reading], timeout=ANSWER_S)
             if still:  # it does not answer
@@ -368,10 +376,10 @@ class RemoteReward(BatchedReward):
             return []
 
         async def ask() -> list[InHand]:
-            return cast(list[InHand], await asyncio.wait_for(self._children.get().ask("in_hand"), ANSWER_S))
+            return cast(list[InHand], await asyncio.wait_for(self._children.get().ask("in_hand"), IN_HAND_S))
 
         try:
-            return asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * ANSWER_S)
+            return asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * IN_HAND_S)
         except (TimeoutError, ServiceError) as error:
             _warn_of_silence(error)
             return []

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import sys
 import time
 
@@ -42,3 +43,10 @@ async def blocks_a_pool(prompt, completion):
 def blocks_its_thread(prompt, completion):
     sys.stderr.write(f"{HOLDS}\n")
     time.sleep(FOREVER_S)
+
+
+@per_completion(deadline_s=20.0)
+async def matches(prompt, completion):
+    """Holds Python's lock too."""
+    sys.stderr.write(f"{HOLDS}\n")
+    return re.match("(a+)+$", "a" * 64 + "b") is None
