@@ -135,6 +135,7 @@ class _Child:
             return
         with contextlib.suppress(ServiceUnavailable):
             try:
+                await asyncio.wait_for(self.ask("ping"), IN_HAND_S)
                 await asyncio.wait_for(self.ask("close"), CLOSE_S)
             except TimeoutError:  # what holds Python's lock there will not end
                 self._process.kill()
