@@ -88,7 +88,7 @@ class SalesVLLMGeneration(VLLMGeneration):
       every process.
     - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,
       and for an engine that quantises, it reloads all weights through the worker: parameters are repacked or
-      quantised after loading, so that TRL's push of single ones fails.
+      quantised after loading, so that TRL's push of single ones fails. An adapter is merged beside its base.
 
     Args:
         engine_options (`Mapping[str, object]`):
