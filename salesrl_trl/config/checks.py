@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, TypeVar, cast, get_args
 
 from salesrl_trl.errors import ConfigError
@@ -59,11 +59,11 @@ def check_types(config: "DataclassInstance", where: str = "") -> None:
         for name in inspect.get_annotations(kind)
     }
     for each in dataclasses.fields(config):
-        kinds, value = set(get_args(each.type) or (each.type,)), getattr(config, each.name)
-        wanted = [_TYPES[kind] for kind in kinds if kind in _TYPES]
-        if each.name not in own or len(wanted) != 1 or (value is None and NoneType in kinds):
+        kinds = get_args(each.type) if isinstance(each.type, UnionType) else (each.type,)
+        of_a_value, value = [kind for kind in kinds if kind is not NoneType], getattr(config, each.name)
+        if each.name not in own or of_a_value[0] not in _TYPES or (value is None and NoneType in kinds):
             continue
-        [(kind, expected)] = wanted
+        kind, expected = _TYPES[of_a_value[0]]
         check(
             isinstance(value, kind) and isinstance(value, bool) == (kind is bool),
             f"`{where}{each.name}` is {value!r}. Expected {expected}.",

@@ -231,16 +231,13 @@ class _Child:
         channel.close()
         code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
         self._channel = self._starting = None
-        lost, self._waiting = self._waiting, {}
+        lost, self._waiting = [each for each in self._waiting.values() if not each.done()], {}
         if lost or code:
-            logger.error(
-                f"the reward process ended with code {code}; what it had in hand ({len(lost)} calls) is asked "
-                "again of the next, once"
-            )
-        for waiting in lost.values():
-            if not waiting.done():
-                waiting.set_exception(_ChildEnded(f"the reward process ended with code {code}. {_REMEDY}"))
-                waiting.exception()  # seen, also where nobody waits any more
+            again = f"; what it had in hand ({len(lost)} calls) is asked again of the next, once" if lost else ""
+            logger.error(f"the reward process ended with code {code}{again}")
+        for waiting in lost:
+            waiting.set_exception(_ChildEnded(f"the reward process ended with code {code}. {_REMEDY}"))
+            waiting.exception()  # seen, also where nobody waits any more
 
 
 class _Pickler(pickle.Pickler):
@@ -402,6 +399,7 @@ class RemoteReward(BatchedReward):
                 last = cast(Scored, await child.within(LAST_WORD_S, lambda: asyncio.shield(answer)))
                 _, spans, stages.trail = last
                 stages.adopt(spans)
+            answer.cancel()  # nobody waits for it any more
             raise
         finally:
             del self._asked[number]
