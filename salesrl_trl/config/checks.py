@@ -52,21 +52,20 @@ def check_positive(config: object, *names: str) -> None:
 def check_types(config: "DataclassInstance", where: str = "") -> None:
     """Refuse a value of another type in the package's own settings that are numbers or switches: half a count, or a
     text. `where`: what stands before a setting's name."""
-    own = {
-        name
-        for kind in type(config).__mro__
-        if kind.__module__.startswith("salesrl_trl.")
-        for name in inspect.get_annotations(kind)
+    hints = {  # not those of `dataclasses.fields`, which transformers' parser changes
+        name: hint
+        for owner in type(config).__mro__
+        if owner.__module__.startswith("salesrl_trl.")
+        for name, hint in inspect.get_annotations(owner).items()
     }
-    for each in dataclasses.fields(config):
-        kinds = get_args(each.type) if isinstance(each.type, UnionType) else (each.type,)
-        of_a_value, value = [kind for kind in kinds if kind is not NoneType], getattr(config, each.name)
-        if each.name not in own or of_a_value[0] not in _TYPES or (value is None and NoneType in kinds):
+    for name, hint in hints.items():
+        kinds, value = get_args(hint) if isinstance(hint, UnionType) else (hint,), getattr(config, name)
+        if kinds[0] not in _TYPES or (value is None and NoneType in kinds):
             continue
-        kind, expected = _TYPES[of_a_value[0]]
+        kind, expected = _TYPES[kinds[0]]
         check(
             isinstance(value, kind) and isinstance(value, bool) == (kind is bool),
-            f"`{where}{each.name}` is {value!r}. Expected {expected}.",
+            f"`{where}{name}` is {value!r}. Expected {expected}.",
         )
 
 
