@@ -513,7 +513,7 @@ def test_a_text_that_ends_each_child_costs_its_own_batch_alone(remote_process, g
         return await asyncio.gather(*(reward.score_all([{"prompt": ""}] * 2, each) for each in texts))
 
     assert [result.values for result in go(all_at_once())] == [[1.0, 1.0], [None, None], [1.0, 1.0]]
-    assert [line.split("; ")[0] for line in own_words(caplog)] == ["the reward process ended with code 1"] * 2
+    assert sum("the reward process ended with code 1" in line for line in own_words(caplog)) == 2
     assert go(reward.score_all([{"prompt": ""}], ["f"])).values == [1.0]
 
 
