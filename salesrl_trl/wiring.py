@@ -116,7 +116,7 @@ class Wiring:
         self.spending = Spending(reward.budget)
         self.run_control = RunControl(
             args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl,
-            Path(args.output_dir), args.max_outage_s, self.spending.told,
+            Path(args.output_dir), args.max_outage_s, self.spending.told, self.spending.is_reached,
         )  # fmt: skip
         self.keeper = Keeper(
             args,
@@ -372,6 +372,7 @@ class Wiring:
             least_scored=args.min_valid_reward_fraction,
             ranks=ranks,
             timeline=self.timeline,
+            is_cut=lambda: self.run_control.is_spent,
         )
 
     def _score_greedily(self, rows: Sequence[Example]) -> ScoredBatch:

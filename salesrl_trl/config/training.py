@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
+from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_types, check_url, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.kl import law_of, targets_of
 from salesrl_trl.config.loader import settle_loader
@@ -222,6 +222,7 @@ class SalesGRPOConfig(GRPOConfig):
         check(
             len(set(self.branches)) == len(self.branches), f"`branches` is {self.branches}. Expected each name once."
         )
+        check_types(self)
         check_numbers(self)
         check_sizes(self)
         check_mode(self)

@@ -260,16 +260,17 @@ class Scoring:
         result, mode = rollout.result, rollout.mode
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
-        failed = gather_object([(reward.reason, reward.value is None) for reward in faulty])
-        self._run_control.record_reasons(reason for reason, is_missing in failed if is_missing)
-        self._ledger.record_rewards(mode, rollout.scored, (reason for reason, _ in failed))
+        is_refused = self._run_control.is_refused([reward.reason for reward in faulty if reward.value is None])
+        failed = gather_object([(reward.reason, reward.value is None, is_refused) for reward in faulty])
+        self._run_control.record_refusal(any(refused for *_, refused in failed))  # as each rank's account had it
+        self._ledger.record_rewards(mode, rollout.scored, (reason for reason, *_ in failed))
         self._ledger.record_report(mode, gather(encode_report(result.report).to(self._device)).cpu())
         if rollout.is_trained_on:
             report = result.report
             self._instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
             scored = ~torch.isnan(rewards).all(dim=1)  # (world size x B,), the same on every rank
             self._ledger.record_groups(scored, self._settings.group)
-            missing = Counter(reason for reason, is_missing in failed if is_missing)
+            missing = Counter(reason for reason, is_missing, _ in failed if is_missing)
             skipped = self._run_control.record_batch(scored.float().mean().item(), missing)
             if skipped is not None:
                 logger.warning(skipped)

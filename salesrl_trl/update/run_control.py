@@ -47,6 +47,8 @@ class RunControl:
             Folder of the checkpoints.
         spent (`Callable[[], str]`, *optional*):
             Says what was spent, and which limits of the budget are reached.
+        is_reached (`Callable[[], bool]`, *optional*):
+            Whether one of them is, by the account. Without it none is.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class RunControl:
         output_dir: Path = Path(),
         max_outage_s: float = math.inf,
         spent: Callable[[], str] = str,
+        is_reached: Callable[[], bool] = bool,
     ) -> None:
         self._spent = spent
+        self._is_reached = is_reached
         self.wanted_fraction = min_valid_reward_fraction
         """Share of completions below which a batch is skipped."""
         self._most = max_skipped_generations
@@ -112,9 +116,14 @@ class RunControl:
             f"({_counted(missing)})"
         )
 
-    def record_reasons(self, reasons: Iterable[str]) -> None:
-        """Record why completions have no reward, of training or of an evaluation: reason codes of all ranks."""
-        self.is_spent = self.is_spent or BudgetSpent.default_code in reasons
+    def is_refused(self, reasons: Iterable[str]) -> bool:
+        """Whether the budget left completions of this rank without a reward, by their reason codes and by the account.
+        The code alone says nothing: a function may return it, and a replayed record may hold it."""
+        return BudgetSpent.default_code in reasons and self._is_reached()
+
+    def record_refusal(self, is_refused: bool) -> None:
+        """Record whether `is_refused` holds on any rank, of training or of an evaluation."""
+        self.is_spent = self.is_spent or is_refused
 
     def urgency(self) -> int:
         """This rank's reason to end the run, for the highest of all ranks: 2 if it was asked to stop, 1 if batches are

@@ -41,6 +41,17 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_ones_failures_the_most_
     assert told.endswith("go on with --resume_from_checkpoint runs/a/checkpoint-7.")
 
 
+@pytest.mark.parametrize(
+    ("reasons", "is_reached", "is_refused"),
+    [(["budget_spent"], True, True), (["budget_spent"], False, False), (["deadline"], True, False)],
+)
+def test_only_the_account_says_that_a_budget_is_spent(reasons, is_reached, is_refused):
+    """A function may return that reason, and a record may hold it."""
+    control = RunControl(0.5, 3, is_reached=lambda: is_reached)
+    assert control.is_refused(reasons) is is_refused
+    assert not RunControl(0.5, 3).is_refused(reasons)  # without a budget
+
+
 @pytest.mark.parametrize(("skipped", "fails"), [(1, False), (2, True)])
 def test_a_run_whose_services_stay_away_until_its_last_step_has_failed(skipped, fails):
     """No later batch shows that they are back. One batch may be an odd one."""
