@@ -61,7 +61,6 @@ def _sparing(
 ) -> object:
     with spared(what, errors):
         return call(*given, **named)
-    return None
 
 
 def _spare(callback: TrainerCallback) -> None:
