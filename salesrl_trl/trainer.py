@@ -36,6 +36,7 @@ from salesrl_trl.rollout.prompt_order import OrderByEpoch
 from salesrl_trl.rollout.scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
+from salesrl_trl.telemetry.trackers import tell
 from salesrl_trl.wiring import Wiring
 
 
@@ -310,10 +311,17 @@ class SalesGRPOTrainer(BoundTrainer):
             is_measured = bool(self._metrics[mode])  # False for the summaries of transformers
             if is_measured:
                 self._metrics[mode] |= {name: [value] for name, value in self.rooms.figures(mode).items()}
-            super().log(logs, start_time)
-            if is_measured and self.log_completions and self.accelerator.is_main_process:
-                out, unique = Path(self.args.output_dir), self.log_unique_prompts
-                self.rooms.trackers.log_table(out, mode, self.state.global_step, unique_prompts=unique)
+            has_table = self.log_completions and is_measured
+            try:
+                with replaced(self, "log_completions", has_table):
+                    super().log(logs, start_time)
+                if has_table and self.accelerator.is_main_process:
+                    out, unique = Path(self.args.output_dir), self.log_unique_prompts
+                    self.rooms.trackers.log_table(out, mode, self.state.global_step, unique_prompts=unique)
+            except Exception as error:
+                if not has_table or self._metrics[mode]:  # TRL clears them before it writes the table
+                    raise
+                tell("the table of completions", error)
             failures = self.rooms.ledger.drain_failures(mode)
             if mode == "train" and is_measured and failures:
                 # A separate entry: a step's entry has the same keys at every step, but new reasons may come.

@@ -249,7 +249,7 @@ class Wiring:
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(args.branches, names.providers if names.has_actions else None, failures),
             ForecastLine(self.spending, evaluations_of(args, quick_eval, trl.eval_dataset, eval_generations)),
-            EpochLine(args.branches, failures),
+            EpochLine(args.branches, failures, trl.log),
             HeldOut(
                 args.branches,
                 Path(args.output_dir),

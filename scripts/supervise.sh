@@ -83,6 +83,13 @@ for each in TERM HUP USR1; do
   trap "pass_on $each TERM" "$each"
 done
 
+# Seconds since the machine started. SECONDS follows a clock that may be set back.
+now() {
+  local up=$SECONDS
+  if [[ -r /proc/uptime ]]; then read -r up _ </proc/uptime; fi
+  echo "${up%.*}"
+}
+
 # Whether a process of the attempt lives. One that has ended and that nobody asked for its exit code does not.
 alive() { kill -0 -- "-$child" 2>/dev/null && grep -qsE "\) [^ZX] [0-9]+ $child " /proc/[0-9]*/stat; }
 
@@ -102,8 +109,8 @@ attempt() {
   if [[ -z "$asked" ]] && alive; then
     say "the first process ended (exit code $status) before the others: they get SIGTERM, and SIGKILL after $GRACE_S s"
     kill -s TERM -- "-$child" 2>/dev/null || true
-    until=$((SECONDS + GRACE_S))
-    while alive && ((SECONDS < until)); do sleep 0.2; done
+    until=$(($(now) + GRACE_S))
+    while alive && (($(now) < until)); do sleep 0.2; done
     kill -s KILL -- "-$child" 2>/dev/null || true
   fi
   while alive; do sleep 0.2; done
@@ -114,9 +121,9 @@ attempt() {
 
 restarts=0 delay="$backoff" status=0
 while [[ -z "$asked" ]]; do
-  start=$SECONDS
+  start=$(now)
   attempt "$@"
-  lasted=$((SECONDS - start))
+  lasted=$(($(now) - start))
   if [[ -n "$asked" ]]; then break; fi
   case "$status" in
     75) why="it stopped and can be resumed" ;;

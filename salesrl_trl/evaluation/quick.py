@@ -124,9 +124,12 @@ class QuickEvaluator:
             evaluation = evaluation_of(answers, self._branches, betas, step, seconds, self._figures)
             # All ranks use the figures of the main rank, so that all of them save the policy, or none
             evaluation = self._ranks.from_main(evaluation)
+            before = self._history.best
             is_best = self._history.add(evaluation)
         with self._timeline.phase(Phase.CHECKPOINT):
             is_kept = is_best and self._best.keep(evaluation, self._subject.save)
+            if is_best and not is_kept:
+                self._history.best = before  # the one in the folder is the one to beat
         with self._timeline.phase(Phase.LOGGING):
             if self._ranks.index == 0:
                 self._report(evaluation, failures(answers), is_kept)

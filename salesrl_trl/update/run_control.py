@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from salesrl_trl.errors import BudgetSpent, DivergedError, RunStopped, SalesRLError, TooFewRewardsError
@@ -108,7 +108,7 @@ class RunControl:
             self._skipped_in_a_row = 0
             return None
         if not self._skipped_in_a_row:
-            self._skips_since = time.time()
+            self._skips_since = time.monotonic()
         self._skipped_in_a_row += 1
         self._missing = missing
         return (
@@ -128,7 +128,7 @@ class RunControl:
     def urgency(self) -> int:
         """This rank's reason to end the run, for the highest of all ranks: 2 if it was asked to stop, 1 if batches are
         skipped for too long, else 0."""
-        is_long = self._skipped_in_a_row > 0 and time.time() - self._skips_since >= self._max_outage_s
+        is_long = self._skipped_in_a_row > 0 and time.monotonic() - self._skips_since >= self._max_outage_s
         return 2 if self.requested is not None else int(is_long)
 
     def record_urgency(self, urgency: int) -> None:
@@ -155,7 +155,8 @@ class RunControl:
         advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
         last = "They were the last of the run, so that it learned nothing from them. " if is_last else ""
         more = " and a larger `max_steps` or `num_train_epochs`" if is_last else ""
-        since = f"{datetime.fromtimestamp(self._skips_since):%Y-%m-%d %H:%M:%S}"
+        began = datetime.now() - timedelta(seconds=time.monotonic() - self._skips_since)
+        since = f"{began:%Y-%m-%d %H:%M:%S}"
         self.error = TooFewRewardsError(
             f"{skipped} generation batches in a row had fewer than {self.wanted_fraction:.0%} of their completions "
             f"scored, since {since}. {last}Failures in the last one: {_counted(missing)}. {where}{advice}A checkpoint "
