@@ -85,6 +85,7 @@ class BoundTrainer(GRPOTrainer):
         self._step, self._buffered_inputs = boundary.restore()
         self._metrics["train"].clear()  # of the step that is undone
         self.rooms.passes.forget()
+        self.rooms.normaliser.forget()
 
     @property
     def _mode(self) -> str:
@@ -130,6 +131,15 @@ class BoundTrainer(GRPOTrainer):
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             given = logps_arguments(output, self.args.per_device_train_batch_size)
             return self._get_per_token_logps_and_entropies(self.model, **given)[0]
+
+    @contextlib.contextmanager
+    def _with_fewer_micro_batches(self, factor: float) -> Iterator[None]:
+        """While active, TRL divides a loss by so many times fewer micro-batches, but for the router's."""
+        with (
+            replaced(self, "current_gradient_accumulation_steps", self.current_gradient_accumulation_steps / factor),
+            replaced(self, "router_aux_loss_coef", self.router_aux_loss_coef / factor),
+        ):
+            yield
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:
