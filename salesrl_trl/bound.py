@@ -69,7 +69,7 @@ class BoundTrainer(GRPOTrainer):
             score=self._score,
             advantages=lambda: self._logs["advantages"],
             set_aside=self._set_aside,
-            drop_gradients=lambda: self.optimizer.zero_grad(set_to_none=True),
+            drop_gradients=self._drop_gradients,
             save=lambda folder: self.save_model(str(folder), _internal_call=True),  # pushes to no hub
             log=functools.partial(Trainer.log, self),
             callbacks=self.callback_handler,
@@ -86,6 +86,12 @@ class BoundTrainer(GRPOTrainer):
         self._metrics["train"].clear()  # of the step that is undone
         self.rooms.passes.forget()
         self.rooms.normaliser.forget()
+
+    def _drop_gradients(self) -> None:
+        if self.accelerator.scaler is not None:
+            with contextlib.suppress(RuntimeError):  # clipping has done it
+                self.accelerator.unscale_gradients()  # else the scaler refuses a step in which it saw no gradient
+        self.optimizer.zero_grad(set_to_none=True)
 
     @property
     def _mode(self) -> str:
