@@ -7,7 +7,7 @@ generation batches with losses of tokens.
 
 import pytest
 import torch
-from support.failed_update import ARMS, FAIL, update
+from support.failed_update import CELLS, FAIL, update
 from support.ranks import ROOT, of_one_machine, run_ranks
 from support.scripted import build_upstream_trainer
 from transformers import AutoTokenizer
@@ -114,8 +114,7 @@ def check(stock, tokenizer, ranks, loss_type, arm):
     assert sum(windows) == tokens
 
 
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("loss_type", UNITS)
+@pytest.mark.parametrize(("loss_type", "arm"), CELLS)
 def test_the_gradient_is_that_of_the_same_batch_without_the_failed_completions(
     stock, tokenizer, tiny_policy, tmp_path, loss_type, arm
 ):
@@ -123,8 +122,7 @@ def test_the_gradient_is_that_of_the_same_batch_without_the_failed_completions(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("loss_type", UNITS)
+@pytest.mark.parametrize(("loss_type", "arm"), CELLS)
 def test_the_same_holds_over_two_ranks(stock, tokenizer, two_ranks, loss_type, arm):
     check(stock, tokenizer, two_ranks(loss_type, arm), loss_type, arm)
 

@@ -7,7 +7,6 @@ micro-batches as they reach the loss, of this rank.
 """
 
 import asyncio
-import itertools
 import json
 import os
 import sys
@@ -46,6 +45,13 @@ ARMS = {
     "4, two generation batches": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
     "as TRL": {"gradient_accumulation_steps": 4, "failed_completions": "as_trl"},
 }
+CELLS = [
+    (loss_type, arm)
+    for arm in ARMS
+    for loss_type in UNITS
+    if arm in ("1", "4") or loss_type in ("grpo", "dapo", "bnpo")
+]
+"""Loss types and arms. Where a factor comes from depends on the arm and on the loss's unit, of which each has one."""
 LATE_S = 5.0
 """Where nothing is trained on before, late rewards come all the same."""
 
@@ -115,7 +121,7 @@ def update(policy, out, loss_type, arm, texts=TEXTS, **given):
 def main(policy, out):
     rank = int(os.environ["RANK"])
     warnings.simplefilter("ignore")
-    for loss_type, arm in itertools.product(UNITS, ARMS):
+    for loss_type, arm in CELLS:
         found = update(policy, Path(out, "run"), loss_type, arm, ddp_backend="gloo")
         torch.save(found, Path(out, f"{loss_type}, {arm}, {rank}.pt"))
     Path(out, f"rank{rank}.json").write_text(json.dumps({}))
