@@ -24,6 +24,7 @@ from salesrl_trl.config.order import why_in_trls_order
 from salesrl_trl.config.passes import passes_of
 from salesrl_trl.config.rollouts import (
     check_rewards,
+    normaliser_of,
     sampling_warnings,
     scoring_settings,
     why_not_divisible,
@@ -196,6 +197,7 @@ class Wiring:
             advantages=trl.advantages,
         )
         at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
+        self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         hindrance = in_trls_order or why_not_divisible(args, at_once)
         self.in_groups = args.scored_groups_first and hindrance is None
@@ -386,6 +388,7 @@ class Wiring:
         self.pipeline.forget()
         self.scoring.forget()
         self.passes.forget()
+        self.normaliser.forget()
         if self.kl is not None:
             self.kl.forget_sums()
         self.ledger.clear()

@@ -58,6 +58,10 @@ class Rollout:
     """The completions as TRL has them, B of them, once it has asked for their rewards."""
     scored: torch.Tensor | None = None
     """Table of `encode` with the rewards of all ranks so far: shape (world size x B, columns), on the CPU."""
+    failed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    """Which completions of all ranks have no reward so far: shape (world size x B,), bool."""
+    is_in_parts: bool = False
+    """Whether TRL has gone over the batch before all rewards were in."""
     group: int = 1
     """Completions of a prompt. They are neighbours."""
     is_reported: bool = False

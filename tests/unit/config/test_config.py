@@ -296,6 +296,10 @@ def test_the_best_policy_is_found_by_something_that_there_is():
         TelemetryConfig(quick_eval_best="honesty").check_branches(["fairness", "tone"])
 
 
+TWO_GENERATIONS = {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
+"""In an update."""
+
+
 @pytest.mark.parametrize(
     ("given", "hindrance"),
     [
@@ -304,6 +308,9 @@ def test_the_best_policy_is_found_by_something_that_there_is():
         ({"per_device_train_batch_size": 2, "num_generations": 8}, "a micro-batch and a group share no border"),
         ({"num_iterations": 2}, "`num_iterations`"),
         ({"loss_type": "bnpo"}, "`loss_type` bnpo"),
+        (TWO_GENERATIONS, "`loss_type` dapo divides by the tokens"),
+        ({**TWO_GENERATIONS, "loss_type": "grpo"}, None),
+        ({**TWO_GENERATIONS, "failed_completions": "as_trl"}, None),
         ({"scale_rewards": "batch"}, "`scale_rewards: batch`"),
         ({"hybrid_reference_weight": 0.5}, "`hybrid_reference_weight`"),
         ({"hybrid_reference_weight": 0.5, "scale_rewards": "none"}, None),
