@@ -44,9 +44,14 @@ while (($#)) && [[ "$1" != -- ]]; do
 done
 if (($# < 2)); then refuse "there is no command. Expected: scripts/supervise.sh -- COMMAND..."; fi
 shift
-if [[ " $* " != *" --resume_from_checkpoint"[\ =]* ]]; then
+if [[ ! " $* " =~ .*\ --resume[_-]from[_-]checkpoint[\ =]+([^\ ]*) ]]; then # of several, the last one counts
   refuse "the command has no --resume_from_checkpoint, so that each restart would begin from the start." \
     "Add --resume_from_checkpoint auto."
+fi
+resumes="${BASH_REMATCH[1]}"
+if [[ ! "${resumes,,}" =~ ^(auto|true)([^[:alnum:]_./-]|$) ]]; then
+  refuse "--resume_from_checkpoint is '$resumes', so that each restart would begin at the same step again." \
+    "Give auto: the newest whole checkpoint of the output folder."
 fi
 
 milliseconds() {

@@ -509,7 +509,6 @@ def test_with_vllm_a_run_is_stock_trls_and_rewards_start_while_others_are_genera
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
         [sys.executable, str(Path(__file__)), str(policy_path), str(tmp_path)],
-        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,

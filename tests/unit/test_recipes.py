@@ -228,9 +228,9 @@ def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, m
 
 
 def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps(tmp_path):
-    command = [sys.executable, "-X", "importtime", "recipes/debug.py", "--dataset", "absent.jsonl"]
+    command = [sys.executable, "-X", "importtime", f"{ROOT}/recipes/debug.py", "--dataset", "absent.jsonl"]
     command += ["--output_dir", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     assert "DataError: there is no dataset file" in done.stderr
     assert "Traceback" not in done.stderr
