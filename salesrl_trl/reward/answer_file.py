@@ -10,12 +10,13 @@ hashes. No credential is part of either.
 import contextlib
 import json
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
+
+from salesrl_trl.process import is_locked, make_private
 
 T = TypeVar("T")
 
@@ -27,7 +28,6 @@ LOCK_PAUSE_S = 1.0
 """Seconds for which a locked file counts as empty, without another look at it."""
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
-_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 class AnswerFile:
@@ -107,7 +107,7 @@ class AnswerFile:
     def _opened(self) -> sqlite3.Connection:
         if self._open is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            make_private(self.path)
             file = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             try:
                 file.execute(_SCHEMA)
@@ -119,7 +119,7 @@ class AnswerFile:
 
     def _is_locked(self, error: Exception) -> bool:
         """Whether another process locks the file for the moment."""
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _LOCKED:  # the lowest byte says what, the others why
+        if not is_locked(error):
             return False
         self._locked_until = time.monotonic() + LOCK_PAUSE_S
         if not self._said_locked:

@@ -31,7 +31,7 @@ from typing import Any, overload
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.base import DEADLINE_S, TRAINER_STATE, BatchedReward, RewardNames
+from salesrl_trl.reward.base import DEADLINE_S, ORIGIN, TRAINER_STATE, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.calls import Together, in_a_thread
 from salesrl_trl.reward.scoring import missing
@@ -144,7 +144,8 @@ class RewardFunction(BatchedReward):
 
     def row_of(self, example: Example) -> Mapping[str, Any]:
         """The columns that the function takes, and the prompt."""
-        return {name: value for name, value in example.items() if self._takes_all or name in (*self._named, "prompt")}
+        taken = (name for name in example if self._takes_all or name in (*self._named, "prompt"))
+        return {name: example[name] for name in taken if name != ORIGIN}
 
     @property
     def names(self) -> RewardNames:

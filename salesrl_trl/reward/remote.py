@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, cast
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.process import child_environment
 from salesrl_trl.recording.trail import Trail
-from salesrl_trl.reward.base import TRAINER_STATE, BatchedReward, RewardNames
+from salesrl_trl.reward.base import ORIGIN, TRAINER_STATE, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, RewardBatch, Sample
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.per_event_loop import PerLoop
@@ -275,7 +275,8 @@ class RemoteReward(BatchedReward):
 
     def row_of(self, example: Example) -> Any:
         """As `BatchedReward.row_of`, without the trainer's state, which grows with every log line."""
-        return self._local.row_of({name: each for name, each in example.items() if name != TRAINER_STATE})
+        beside = (TRAINER_STATE, ORIGIN)
+        return self._local.row_of({name: each for name, each in example.items() if name not in beside})
 
     def row_id(self, row: Any) -> str:
         """As `BatchedReward.row_id`."""

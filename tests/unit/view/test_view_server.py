@@ -136,6 +136,7 @@ def wait_for(holds):
 
 def test_the_command_writes_a_page_alone_and_says_what_was_left_out(two_runs, tmp_path, capsys):
     assert command.main([str(two_runs[0]), "--html", str(tmp_path / "deep/page.html"), "--most", "30"]) == 0
+    assert (tmp_path / "deep/page.html").stat().st_mode & 0o777 == 0o600
     told = capsys.readouterr().out
     assert re.search(r"(2\d|30) of 1,664 completions are in it", told)
     assert "<!DOCTYPE html>" in (tmp_path / "deep/page.html").read_text("utf-8")
