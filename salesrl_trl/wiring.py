@@ -166,7 +166,7 @@ class Wiring:
         for each in (trl.model, trl.ref_model):
             if each is not None:  # a compiled one has no truth value
                 leave_out_no_pictures(each)
-        for warning in sampling_warnings(args):
+        for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
         self.sampler = self._sampler(trl, sampler or args.sampler_class())
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.

@@ -95,6 +95,7 @@ def take_policy(plan: Plan, instruments: Instruments) -> None:
             if PartialState().is_main_process:
                 for line in _banner(plan):
                     logger.info(line)
+                plan.config.training.machine_notes.clear()  # the trainer logs those that were not told
             plan.policy = load_policy(plan.config, plan.dtype)
 
 
