@@ -104,7 +104,7 @@ def _serve(port: int) -> None:
 @contextlib.contextmanager
 def services(port: int) -> Iterator[str]:
     """The address of the service, in a process of its own."""
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.crash_runs", "serve", str(port)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.crash_runs", "serve", str(port)])
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(100):
@@ -148,7 +148,7 @@ class Runs:
             environment |= {"MASTER_PORT": str(29500 + random.randrange(2000))}
         self.log = self.folder.parent / f"{self.folder.name}.{next(self._number)}.log"
         with self.log.open("wb") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def finish(self) -> None:
         """Let it go on until it has finished."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.common import device, device_name, parser, save_model, write_json
-from benchmarks.service import GENERATIONS, ROOT
+from benchmarks.service import GENERATIONS
 from salesrl_trl.config.compiling import GRAPHS_ALONE
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             command = [sys.executable, "-m", "benchmarks.engine", "--worker", arm, "--shape", args.shape]
             done = subprocess.run(
                 [*command, "--model", str(model), "--json", str(out)],
-                cwd=ROOT, capture_output=True, text=True, check=False,
+                capture_output=True, text=True, check=False,
             )  # fmt: skip
             if done.returncode:
                 print(f"{arm}: failed\n{(done.stdout + done.stderr)[-3000:]}", flush=True)

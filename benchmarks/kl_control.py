@@ -26,7 +26,6 @@ from typing import Any
 
 from salesrl_trl.names import HELD_OUT_FILE, beta_of, kl_of
 
-ROOT = Path(__file__).parents[1]
 ARMS = {
     "none": ["--kl_control", "false"],
     "former": ["--kl_law", "benchmarks.kl_laws.FactorLaw"],
@@ -58,7 +57,7 @@ def train(arm: str, seed: int, out: Path, settings: Sequence[str]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(list(settings)))
     with out.with_suffix(".log").open("w") as log:
-        subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=subprocess.STDOUT)
+        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
 
 
 def read(out: Path, branches: Sequence[str]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ async def serve() -> None:
 def service() -> Iterator[str]:
     """The address of a service in a process of its own, which ends with the block."""
     command = [sys.executable, "-m", "benchmarks.service"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"

@@ -132,9 +132,7 @@ def launch(arm: str, arguments: argparse.Namespace, model: Path, out: Path) -> d
     command += ["benchmarks.sharding", "--worker", "--shape", arguments.shape, "--steps", str(arguments.steps)]
     command += ["--model", str(model), "--out", str(out)] + ["--bf16"] * arguments.bf16
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if not (out / "figures.json").is_file():
         raise RuntimeError(f"{arm} failed: {(done.stdout + done.stderr)[-6000:]}")
     figures: dict[str, Any] = json.loads((out / "figures.json").read_text())

@@ -180,7 +180,6 @@ def _run(folder: Path, name: str, arguments: Sequence[str], environment: dict[st
             stdout=output,
             stderr=subprocess.STDOUT,
             env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | environment,
-            cwd=ROOT,
         )
     if result.returncode:
         sys.exit(f"{name} ended with {result.returncode}:\n{log.read_text(errors='replace')[-4000:]}")

@@ -55,7 +55,7 @@ class Server:
     def __init__(self, run: Path) -> None:
         self.began = time.perf_counter()
         line = [sys.executable, "-m", "salesrl_trl.view", str(run)]
-        self.process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
         address = urlsplit(self.url)

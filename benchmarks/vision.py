@@ -31,7 +31,6 @@ from salesrl_trl.demo import vision
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.types import Action
 
-ROOT = Path(__file__).parents[1]
 BATCH_ROWS = 40
 NEW_TOKENS = 64
 SHAPES = {
@@ -70,7 +69,7 @@ def main() -> None:
 def _launch(*settings: str) -> None:
     """The debug recipe. Its lines are shown as they come."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/debug.yaml"]
-    subprocess.run([*command, "recipes/debug.py", *settings], cwd=ROOT, check=True)
+    subprocess.run([*command, "recipes/debug.py", *settings], check=True)
 
 
 def _arguments(settings: Mapping[str, object]) -> list[str]:

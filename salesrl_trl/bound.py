@@ -69,7 +69,7 @@ class BoundTrainer(GRPOTrainer):
             score=self._score,
             advantages=lambda: self._logs["advantages"],
             set_aside=self._set_aside,
-            drop_gradients=lambda: self.optimizer.zero_grad(set_to_none=True),
+            drop_gradients=self._drop_gradients,
             save=lambda folder: self.save_model(str(folder), _internal_call=True),  # pushes to no hub
             log=functools.partial(Trainer.log, self),
             callbacks=self.callback_handler,
@@ -85,6 +85,13 @@ class BoundTrainer(GRPOTrainer):
         self._step, self._buffered_inputs = boundary.restore()
         self._metrics["train"].clear()  # of the step that is undone
         self.rooms.passes.forget()
+        self.rooms.normaliser.forget()
+
+    def _drop_gradients(self) -> None:
+        if self.accelerator.scaler is not None:
+            with contextlib.suppress(RuntimeError):  # clipping has done it
+                self.accelerator.unscale_gradients()  # else the scaler refuses a step in which it saw no gradient
+        self.optimizer.zero_grad(set_to_none=True)
 
     @property
     def _mode(self) -> str:
@@ -130,6 +137,15 @@ class BoundTrainer(GRPOTrainer):
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             given = logps_arguments(output, self.args.per_device_train_batch_size)
             return self._get_per_token_logps_and_entropies(self.model, **given)[0]
+
+    @contextlib.contextmanager
+    def _with_fewer_micro_batches(self, factor: float) -> Iterator[None]:
+        """While active, TRL divides a loss by so many times fewer micro-batches, but for the router's."""
+        with (
+            replaced(self, "current_gradient_accumulation_steps", self.current_gradient_accumulation_steps / factor),
+            replaced(self, "router_aux_loss_coef", self.router_aux_loss_coef / factor),
+        ):
+            yield
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:

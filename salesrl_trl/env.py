@@ -1,9 +1,11 @@
-"""`python -m salesrl_trl.env [--config RECIPE.yaml] [--SETTING VALUE ...] [--json]`, or `--diff RUN_A RUN_B`.
+"""`python -m salesrl_trl.env [--config RECIPE.yaml] [--SETTING VALUE ...] [--json]`, or one of `--diff RUN_A RUN_B`,
+`--has COMMIT` and `--process PID`.
 
-Says which code and which versions a run would have here, and what two runs differ in. Owns the command line and its
-text. torch is imported only for the settings of a recipe, which its classes check.
+Says which code and which versions a run would have here, what two runs differ in, whether the code has a change, and
+whether it is newer than a process. Owns the command line and its text. torch is imported only for the settings of a
+recipe, which its classes check.
 
-Exit code: 0; 1 with `--diff`, if the runs differ; 2 for bad input.
+Exit code: 0; 1 if the runs differ, the change is not there or the process is older; 2 for bad input.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -27,6 +30,8 @@ from salesrl_trl.tidy_end import end_tidily
 
 PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2
+_ALONE = ("diff", "has", "process")
+"""Options beside which no settings stand."""
 _VARIABLES = re.compile(
     r"ACCELERATE|CUDA|DS_|FLASH|HF_|HIP_|HUGGING|JAX_|LD_LIBRARY_PATH|MASTER_|MKL_|NCCL_|NVIDIA_|OMP_|PYTHON"
     r"|PYTORCH_|RANK|ROCR_|SALESRL_|TOKENIZERS_|TORCH|TRANSFORMERS_|TRITON_|VLLM_|WANDB_|WORLD_SIZE|XDG_CACHE_HOME"
@@ -107,10 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         options, settings = _parser().parse_known_args(argv)
+        if settings and (alone := [each for each in _ALONE if getattr(options, each) is not None]):
+            names = ", ".join(each.split("=")[0] for each in settings if each.startswith("-"))  # a value may be a key
+            raise ConfigError(f"unknown arguments beside --{alone[0]}: {names or 'values'}. Leave them out.")
+        if options.has is not None or options.process is not None:
+            answers = _answers(options.has, options.process)
+            print(json.dumps({name: each for name, (each, _) in answers.items()}) if options.json else
+                  "\n".join(text for _, text in answers.values()))  # fmt: skip
+            return 0 if all(answer for answer, _ in answers.values()) else DIFFERENT
         if options.diff:
-            if settings:
-                names = [each.split("=")[0] for each in settings if each.startswith("-")]  # a value may be a key
-                raise ConfigError(f"unknown arguments beside --diff: {', '.join(names) or 'values'}. Leave them out.")
             found = differences(*options.diff)
             print(json.dumps(found) if options.json else difference_page(found))
             return DIFFERENT if any(found.values()) else 0
@@ -126,6 +136,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _answers(commit: str | None, pid: int | None) -> dict[str, tuple[bool, str]]:
+    """Whether the code has the commit, and whether the process is no older than it; each with a line about it."""
+    answers = {}
+    if commit is not None:
+        here, has = software.code(), software.holds(commit)
+        changed = f", and {here.changed_files} files are changed" if here.changed_files else ""
+        verdict = "is in" if has else "is NOT in"
+        answers["has"] = has, f"{commit} {verdict} the code of {software.PACKAGE} (commit {here.commit}{changed})"
+    if pid is not None:
+        start_s = software.started_s(pid)
+        since = f"process {pid} started ({datetime.fromtimestamp(start_s):%Y-%m-%d %H:%M:%S})"
+        newer = software.written_since(start_s)
+        text = f"no file of {software.PACKAGE} was written since {since}"
+        if newer:
+            text = f"NEWER than the process are {len(newer)} files of {software.PACKAGE}, written since {since}: "
+            text += f"{', '.join(newer)}. What it imported before that is older: start it again."
+        answers["is_current"] = not newer, text
+    return answers
+
+
 def _recipe(argv: Sequence[str]) -> Mapping[str, object]:
     from salesrl_trl.run.settings import parse  # imports torch
 
@@ -137,7 +167,8 @@ def _recipe(argv: Sequence[str]) -> Mapping[str, object]:
 def _parser() -> ToolParser:
     parser = ToolParser(
         prog=PROGRAM,
-        usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...] [--json] | --diff RUN_A RUN_B",
+        usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...] [--json] | --diff RUN_A RUN_B | --has COMMIT "
+        "| --process PID",
         description="Code, versions, GPUs and environment here, and the settings of a recipe if one is given.",
         allow_abbrev=False,
     )
@@ -147,6 +178,15 @@ def _parser() -> ToolParser:
         type=Path,
         metavar="RUN",
         help="what two runs differ in, by their folders; exit code 1 if anything",
+    )
+    parser.add_argument(
+        "--has", metavar="COMMIT", help="whether the checkout's code has this commit; exit code 1 if not"
+    )
+    parser.add_argument(
+        "--process",
+        type=int,
+        metavar="PID",
+        help="whether the code is newer than this process, which then runs older files; exit code 1 if so",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -59,6 +59,8 @@ def time_of(phase: str) -> str:
 
 
 STEP_SECONDS = "time/step_s"
+EPOCH_TOTALS = "epoch_totals/"
+"""Before the totals of an epoch: steps, tokens, failures, seconds, and the mean reward of each branch."""
 
 # Time of the rewards
 

@@ -15,6 +15,7 @@ import itertools
 import os
 import resource
 import shutil
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -139,6 +140,17 @@ def put_aside(*paths: Path) -> tuple[Path, ...]:
         if path.exists():
             path.rename(other)
     return aside
+
+
+def make_private(path: Path) -> None:
+    """Make a file that its owner alone can read, unless it is there. SQLite's files beside it get the same rights."""
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+
+
+def is_locked(error: Exception) -> bool:
+    """Whether an error of SQLite says that another process locks the file for the moment."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the lowest byte says what, the others why
+    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -179,7 +179,10 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
             raise
         trainer.finish()
     if PartialState().is_main_process:
-        write_finished(Path(config.training.output_dir), _extent(config.training), trainer.state.global_step)
+        try:
+            write_finished(Path(config.training.output_dir), _extent(config.training), trainer.state.global_step)
+        except OSError as error:  # all else is done
+            logger.warning(f"that this run has finished can't be noted ({type(error).__name__})")
         saves_policy = config.training.mode != "rollouts"
         for line in closing_lines(config.training.output_dir, saves_policy=saves_policy, notes=plan.notes):
             logger.info(line)

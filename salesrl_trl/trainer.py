@@ -32,10 +32,12 @@ from salesrl_trl.overrides import in_force_if
 from salesrl_trl.replaced import replaced
 from salesrl_trl.reward.given import GivenRewards, RewardFunc, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
+from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
 from salesrl_trl.rollout.scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
+from salesrl_trl.telemetry.trackers import tell
 from salesrl_trl.wiring import Wiring
 
 
@@ -169,13 +171,16 @@ class SalesGRPOTrainer(BoundTrainer):
     def _prepare_inputs(self, generation_batch):
         """Generates the rollouts that are due. Then a scored micro-batch replaces the next one in order."""
         if not self.model.training:
-            return super()._prepare_inputs(generation_batch)
+            batch = super()._prepare_inputs(generation_batch)
+            self.rooms.normaliser.begin_evaluation(batch)
+            return batch
         self.rooms.pipeline.launch_due(self._step, self.state.global_step)
         batch = super()._prepare_inputs(generation_batch)
         following = (self._buffered_inputs or [])[self._step % self.args.steps_per_generation + 1 :]
         batches = self.rooms.scoring.next_micro_batches([batch, *following], self.state.global_step)
-        update = self.current_gradient_accumulation_steps
-        return self.rooms.passes.begin(batches, update, is_last=self.accelerator.sync_gradients)
+        update, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
+        self.rooms.normaliser.begin(batches, update, is_last=is_last, in_parts=self.rooms.scoring.in_parts)
+        return self.rooms.passes.begin(batches, update, is_last=is_last)
 
     def _tokenize_prompts(self, prompts):
         """Keeps what the processor makes of pictures, for log-probs of completions that are not scored yet."""
@@ -213,7 +218,9 @@ class SalesGRPOTrainer(BoundTrainer):
     def _generate_and_score_completions(self, inputs):
         """Scores the rollout of these inputs, which may have been launched before."""
         if not self.model.training:
-            return self.rooms.scoring.evaluate(inputs, self.state.global_step)[1]
+            rollout, output = self.rooms.scoring.evaluate(inputs, self.state.global_step)
+            self.rooms.scoring.leave_out_failed(rollout, output)
+            return output
         rooms = self.rooms
         in_groups = rooms.in_groups and rooms.policy.weight_check.is_done
         return rooms.scoring.train_on(inputs, self._step, self.state.global_step, in_groups, rooms.passes.in_order)
@@ -239,15 +246,21 @@ class SalesGRPOTrainer(BoundTrainer):
         return rewards
 
     def _compute_loss(self, model, inputs):
-        """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients."""
-        kl = self.rooms.kl
-        penalty = None if kl is None else kl.penalty(inputs)
+        """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients. The
+        update is as large as without failed completions."""
+        kl, share, metrics = self.rooms.kl, self.rooms.normaliser.share, self._metrics[self._mode]
+        recorded = {name: len(values) for name, values in metrics.items()}
+        inputs = share.of(inputs)
+        penalty = None if kl is None else kl.penalty(inputs, share.policy)
         inputs = inputs if penalty is None else penalty.inputs
         beta = replaced(self, "beta", self.beta if penalty is None else penalty)
-        with beta, replaced(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
+        scaled = self._with_fewer_micro_batches(share.micro_batches)
+        with beta, scaled, replaced(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
             loss = super()._compute_loss(model, inputs)
             if kl is not None and penalty is not None:
                 kl.add(penalty)
+        if FAILED in inputs:
+            leave_out_empty(metrics, recorded)
         if kl is not None and self.accelerator.sync_gradients:
             self.rooms.end_kl_step(kl, self._mode)
         if self.model.training:
@@ -279,11 +292,15 @@ class SalesGRPOTrainer(BoundTrainer):
         return output
 
     def training_step(self, *args, **kwargs):
-        """Marks the phases of a step around its passes."""
+        """Marks the phases of a step around its passes. Rescales the gradient where completions failed late."""
         with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
             loss = super().training_step(*args, **kwargs)
+        normaliser, is_last = self.rooms.normaliser, self.accelerator.sync_gradients
+        loss = normaliser.end(loss, self.model.parameters(), is_last=is_last)
         self.rooms.run_control.record_micro_batch()
-        if self.accelerator.sync_gradients:  # what comes until the step's end: clipping, the optimizer, the schedule
+        if is_last and normaliser.is_empty:
+            self.rooms.run_control.drain_moves()
+        if is_last:  # what comes until the step's end: clipping, the optimizer, the schedule
             self._timeline.begin(Phase.OPTIMIZER)
         return loss
 
@@ -310,10 +327,17 @@ class SalesGRPOTrainer(BoundTrainer):
             is_measured = bool(self._metrics[mode])  # False for the summaries of transformers
             if is_measured:
                 self._metrics[mode] |= {name: [value] for name, value in self.rooms.figures(mode).items()}
-            super().log(logs, start_time)
-            if is_measured and self.log_completions and self.accelerator.is_main_process:
-                out, unique = Path(self.args.output_dir), self.log_unique_prompts
-                self.rooms.trackers.log_table(out, mode, self.state.global_step, unique_prompts=unique)
+            has_table = self.log_completions and is_measured
+            try:
+                with replaced(self, "log_completions", has_table):
+                    super().log(logs, start_time)
+                if has_table and self.accelerator.is_main_process:
+                    out, unique = Path(self.args.output_dir), self.log_unique_prompts
+                    self.rooms.trackers.log_table(out, mode, self.state.global_step, unique_prompts=unique)
+            except Exception as error:
+                if not has_table or self._metrics[mode]:  # TRL clears them before it writes the table
+                    raise
+                tell("the table of completions", error)
             failures = self.rooms.ledger.drain_failures(mode)
             if mode == "train" and is_measured and failures:
                 # A separate entry: a step's entry has the same keys at every step, but new reasons may come.

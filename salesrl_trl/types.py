@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
+NOT_APPLICABLE = "not_applicable"
+"""Reason of a completion for which a function returned `None`."""
+RESERVED_REASONS = frozenset({"budget_spent", "deadline", "no_passages", NOT_APPLICABLE})
+"""Reasons by which the package decides something, or says what to do. No code of a user's own may give them."""
+
 
 class Outcome(StrEnum):
     """How the scoring of one completion ended. Only the first two have a number."""
@@ -253,7 +258,10 @@ class Reward:
 
     @classmethod
     def missing(cls, reason: str) -> "Reward":
-        """No number, because it could not be had: `Reward.missing("judge_busy")`. `reason`: a short code."""
+        """No number, because it could not be had: `Reward.missing("judge_busy")`. `reason`: a short code. Raises
+        `ValueError` for one of `RESERVED_REASONS`."""
+        if reason in RESERVED_REASONS:
+            raise ValueError(f"{reason!r} is a reason of the package's own. Expected another code.")
         return cls(outcome=Outcome.INFRA, value=None, reason=reason)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from salesrl_trl.config.order import why_in_trls_order
 from salesrl_trl.config.passes import passes_of
 from salesrl_trl.config.rollouts import (
     check_rewards,
+    normaliser_of,
     sampling_warnings,
     scoring_settings,
     why_not_divisible,
@@ -116,7 +117,7 @@ class Wiring:
         self.spending = Spending(reward.budget)
         self.run_control = RunControl(
             args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl,
-            Path(args.output_dir), args.max_outage_s, self.spending.told,
+            Path(args.output_dir), args.max_outage_s, self.spending.told, self.spending.is_reached,
         )  # fmt: skip
         self.keeper = Keeper(
             args,
@@ -165,7 +166,7 @@ class Wiring:
         for each in (trl.model, trl.ref_model):
             if each is not None:  # a compiled one has no truth value
                 leave_out_no_pictures(each)
-        for warning in sampling_warnings(args):
+        for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
         self.sampler = self._sampler(trl, sampler or args.sampler_class())
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
@@ -196,6 +197,7 @@ class Wiring:
             advantages=trl.advantages,
         )
         at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
+        self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         hindrance = in_trls_order or why_not_divisible(args, at_once)
         self.in_groups = args.scored_groups_first and hindrance is None
@@ -249,7 +251,7 @@ class Wiring:
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(args.branches, names.providers if names.has_actions else None, failures),
             ForecastLine(self.spending, evaluations_of(args, quick_eval, trl.eval_dataset, eval_generations)),
-            EpochLine(args.branches, failures),
+            EpochLine(args.branches, failures, trl.log),
             HeldOut(
                 args.branches,
                 Path(args.output_dir),
@@ -372,6 +374,7 @@ class Wiring:
             least_scored=args.min_valid_reward_fraction,
             ranks=ranks,
             timeline=self.timeline,
+            is_cut=lambda: self.run_control.is_spent,
         )
 
     def _score_greedily(self, rows: Sequence[Example]) -> ScoredBatch:
@@ -385,6 +388,7 @@ class Wiring:
         self.pipeline.forget()
         self.scoring.forget()
         self.passes.forget()
+        self.normaliser.forget()
         if self.kl is not None:
             self.kl.forget_sums()
         self.ledger.clear()

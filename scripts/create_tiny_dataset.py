@@ -32,6 +32,7 @@ from salesrl_trl.config import DataConfig
 from salesrl_trl.data.files import Record
 from salesrl_trl.data.form import Records
 from salesrl_trl.data.formats import FORMATS, ROWS
+from salesrl_trl.data.formats.base import digest
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.sources import load_records
 from salesrl_trl.errors import ConfigError, DataError
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(options.out, [records[place] for place in places])
         if options.knowledge_out is not None:
             texts = dict.fromkeys(text for row in rows for text in row.documents)
-            write(options.knowledge_out, [{"id": f"d{at}", "text": text} for at, text in enumerate(texts)])
+            write(options.knowledge_out, [{"id": digest({"text": text}), "text": text} for text in texts])
     except (ConfigError, DataError, OSError) as error:
         print(f"create_tiny_dataset: {error}", file=sys.stderr)
         return EXIT_USAGE

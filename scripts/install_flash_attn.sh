@@ -10,13 +10,20 @@
 #   2. on a Hopper card: PyTorch's wheel of FlashAttention 3 (flash-attn-3);
 #   3. a wheel of flash-attn from your package index;
 #   4. the wheel that flash-attn's authors published for this torch, CUDA and Python;
-#   5. a build, for this card alone: 10 to 60 minutes. It needs nvcc.
+#   5. a build, for this card alone. It needs nvcc, and says before it starts how long it takes.
+#
+# What it finds has to compute here, forward and backward, as SDPA does. Shared prompts, the default, do not need it:
+# they use the flash kernels that PyTorch has. It serves where TRL's own passes are made (docs/PASSES.md). There it
+# brought 0 to 2 % on an H100 (FlashAttention 3, 7B's shape, 1,280 tokens); with longer sequences it may bring more.
 #
 #   VENV      the folder of the environment; default: .venv in this checkout
 #   MAX_JOBS  compilers at a time; default: one for each core and each 6 GiB of free memory
+#   NVCC_APPEND_FLAGS  what else to leave out, for half of the time: "-DFLASHATTENTION_DISABLE_SOFTCAP" (Gemma 2 caps
+#             its scores) "-DFLASHATTENTION_DISABLE_DROPOUT". A call with what was left out is refused by name
 set -euo pipefail
 
 GIB_A_JOB=6 # the largest of its files takes 5 GiB to compile
+FILES=73 SECONDS_A_FILE=270 LONGEST_S=300 # for one architecture; 32 compilers had made 60 files after 587 s
 LOG_LINES=25
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -32,8 +39,26 @@ stop() {
   exit 1
 }
 
-# Prints the version if the module can be imported: a wheel of another torch installs and does not.
-version_of() { "$venv/bin/python" -c "import $1, importlib.metadata as m; print(m.version('$2'))" 2>/dev/null; }
+# Prints the version if the module computes as SDPA: a wheel of another torch or card installs and does not.
+version_of() {
+  "$venv/bin/python" - "$1" "$2" 2>/dev/null <<'END'
+import importlib, importlib.metadata, sys
+import torch
+
+attend = importlib.import_module(sys.argv[1]).flash_attn_func
+torch.manual_seed(0)
+given = [torch.randn(2, 96, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+def found(out):
+    out = out[0] if isinstance(out, tuple) else out
+    return [out, *torch.autograd.grad(out.float().square().sum(), given)]
+
+exact = torch.nn.functional.scaled_dot_product_attention(*(each.transpose(1, 2) for each in given), is_causal=True)
+for ours, theirs in zip(found(attend(*given, causal=True)), found(exact.transpose(1, 2)), strict=True):
+    assert (ours - theirs).float().norm() <= 0.02 * theirs.float().norm()
+print(importlib.metadata.version(sys.argv[2]))
+END
+}
 is_done() {
   local found
   if found="$(version_of flash_attn_interface flash-attn-3)"; then
@@ -60,6 +85,7 @@ read -r capability cuda <<<"$card"
 ((${capability%.*} >= 8)) ||
   stop "the card has compute capability $capability." "FlashAttention needs 8.0 (Ampere) or newer. SDPA is used: there is nothing to install."
 requirement="$(sed -n 's/^    \(flash-attn>=.*\)$/\1/p' "$root/setup.cfg")"
+say "it serves where TRL's own passes are made: shared prompts, the default, use PyTorch's flash kernels"
 log="$(mktemp "${TMPDIR:-/tmp}/install_flash_attn.XXXXXX")"
 
 if [[ "${capability%.*}" == 9 ]]; then
@@ -77,14 +103,25 @@ jobs=$((free_gib / GIB_A_JOB < cores ? free_gib / GIB_A_JOB : cores))
 export MAX_JOBS="${MAX_JOBS:-$((jobs > 0 ? jobs : 1))}" NVCC_THREADS=1
 case "${capability%.*}" in 8) arch=80 ;; *) arch="${capability/./}" ;; esac
 export FLASH_ATTN_CUDA_ARCHS="$arch"
-say "looking for its authors' wheel; if there is none, building it for sm_$arch with $MAX_JOBS compilers at a time" \
-  "($cores cores, $free_gib GiB free; MAX_JOBS sets another number). Its log: $log"
+# ALiBi, which transformers never asks for, is a third of what is compiled. A call with it is refused by name.
+export NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:-} -DFLASHATTENTION_DISABLE_ALIBI"
+if command -v nvcc >/dev/null || [[ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]]; then
+  minutes=$(((FILES * SECONDS_A_FILE / MAX_JOBS + LONGEST_S) / 60))
+  say "looking for its authors' wheel. If there is none, it is built for sm_$arch: about $minutes minutes with $MAX_JOBS" \
+    "compilers at a time ($cores cores, $free_gib GiB free; MAX_JOBS sets another number). Its log: $log"
+else
+  say "looking for its authors' wheel. If there is none, this ends: there is no nvcc to build it with"
+  export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE # else its setup ends before it has looked
+fi
 status=0
 "$venv/bin/python" -m pip install --verbose --no-input --no-deps --no-build-isolation "$requirement" \
   >"$log" 2>&1 || status=$?
 how="its authors' wheel"
 if grep -q 'Building from source' "$log"; then how="built here for sm_$arch"; fi
 if ((status == 0)); then is_done "$how" || true; fi
+if [[ -n "${FLASH_ATTENTION_SKIP_CUDA_BUILD:-}" ]]; then # without kernels it is of no use
+  "$venv/bin/python" -m pip uninstall --yes --quiet flash-attn >>"$log" 2>&1 || true
+fi
 tail -n "$LOG_LINES" "$log" | sed 's/^/  | /' >&2
 advice="The end of its log says why. Training works without it: SDPA is used."
 if ! command -v nvcc >/dev/null && [[ ! -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]]; then

@@ -44,9 +44,14 @@ while (($#)) && [[ "$1" != -- ]]; do
 done
 if (($# < 2)); then refuse "there is no command. Expected: scripts/supervise.sh -- COMMAND..."; fi
 shift
-if [[ " $* " != *" --resume_from_checkpoint"[\ =]* ]]; then
+if [[ ! " $* " =~ .*\ --resume[_-]from[_-]checkpoint[\ =]+([^\ ]*) ]]; then # of several, the last one counts
   refuse "the command has no --resume_from_checkpoint, so that each restart would begin from the start." \
     "Add --resume_from_checkpoint auto."
+fi
+resumes="${BASH_REMATCH[1]}"
+if [[ ! "${resumes,,}" =~ ^(auto|true)([^[:alnum:]_./-]|$) ]]; then
+  refuse "--resume_from_checkpoint is '$resumes', so that each restart would begin at the same step again." \
+    "Give auto: the newest whole checkpoint of the output folder."
 fi
 
 milliseconds() {
@@ -83,6 +88,13 @@ for each in TERM HUP USR1; do
   trap "pass_on $each TERM" "$each"
 done
 
+# Seconds since the machine started. SECONDS follows a clock that may be set back.
+now() {
+  local up=$SECONDS
+  if [[ -r /proc/uptime ]]; then read -r up _ </proc/uptime; fi
+  echo "${up%.*}"
+}
+
 # Whether a process of the attempt lives. One that has ended and that nobody asked for its exit code does not.
 alive() { kill -0 -- "-$child" 2>/dev/null && grep -qsE "\) [^ZX] [0-9]+ $child " /proc/[0-9]*/stat; }
 
@@ -102,8 +114,8 @@ attempt() {
   if [[ -z "$asked" ]] && alive; then
     say "the first process ended (exit code $status) before the others: they get SIGTERM, and SIGKILL after $GRACE_S s"
     kill -s TERM -- "-$child" 2>/dev/null || true
-    until=$((SECONDS + GRACE_S))
-    while alive && ((SECONDS < until)); do sleep 0.2; done
+    until=$(($(now) + GRACE_S))
+    while alive && (($(now) < until)); do sleep 0.2; done
     kill -s KILL -- "-$child" 2>/dev/null || true
   fi
   while alive; do sleep 0.2; done
@@ -114,9 +126,9 @@ attempt() {
 
 restarts=0 delay="$backoff" status=0
 while [[ -z "$asked" ]]; do
-  start=$SECONDS
+  start=$(now)
   attempt "$@"
-  lasted=$((SECONDS - start))
+  lasted=$(($(now) - start))
   if [[ -n "$asked" ]]; then break; fi
   case "$status" in
     75) why="it stopped and can be resumed" ;;

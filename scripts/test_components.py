@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Settings, rows, RAG service and judge, without a model or a GPU: the short way into a preflight.
+"""The machine, settings, rows, RAG service and judge, without a model: the short way into a preflight.
 
     .venv/bin/python scripts/test_components.py --config recipes/full.yaml --rag_base_url http://...:8801
     .venv/bin/python scripts/test_components.py --json
@@ -15,4 +15,4 @@ from salesrl_trl.run.launcher import end_tidily
 
 if __name__ == "__main__":
     end_tidily()
-    sys.exit(main(["--stage", "config,data,rag,judge", *sys.argv[1:]]))
+    sys.exit(main(["--stage", "environment,config,data,rag,judge", *sys.argv[1:]]))

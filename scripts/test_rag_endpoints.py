@@ -579,13 +579,13 @@ def read_answer(exchange: Exchange, top_k: int, request_id: str) -> tuple[Any, l
     """The body of an answer, and all its faults. A fault names fields and figures, never a text."""
     content = exchange.content
     try:
-        body = json.loads(content.decode(), parse_constant=not_json)
+        body = json.loads(content.decode(), parse_constant=not_json, object_pairs_hook=each_key_once)
     except UnicodeDecodeError:
         packed = "; it is compressed, which was not asked for" if content.startswith(b"\x1f\x8b") else ""
         return None, [f"the body of {len(content)} bytes is not UTF-8, expected JSON in UTF-8{packed}"]
     except (ValueError, RecursionError) as error:
         html = "; it looks like HTML: a login or error page, or another address" if content[:1] == b"<" else ""
-        reason = "holds NaN or Infinity" if isinstance(error, NotFinite) else "is not JSON"
+        reason = {NotFinite: "holds NaN or Infinity", KeyTwice: "has a key twice"}.get(type(error), "is not JSON")
         return None, [f"the body of {len(content)} bytes {reason}, expected a JSON object{html}"]
     foreign = [
         f"the {name} returns the id of another request, expected this one's or none: answers are mixed up"
@@ -613,6 +613,16 @@ class NotFinite(ValueError):
 
 def not_json(constant: str) -> None:
     raise NotFinite(constant)
+
+
+class KeyTwice(ValueError):
+    """An object in which a key comes twice. Training does not read it either."""
+
+
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise KeyTwice
+    return dict(pairs)
 
 
 def answer_faults(body: Any, top_k: int) -> list[str]:

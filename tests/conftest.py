@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from pytest_httpserver import HTTPServer
+from support import apart
 from support.loopback import Services
 from support.seconds import TookTooLong
 
@@ -22,6 +23,8 @@ LONG_FILES = (
     "test_kl_exactness.py", "test_trainer.py", "test_readme.py",
 )  # fmt: skip
 """They come first, so that no worker ends with one of them while the others have nothing left."""
+
+apart.begin()
 
 # Until the tests are collected: what is imported stays, and looking through it takes seconds.
 gc.disable()
@@ -50,6 +53,11 @@ def services(httpserver):
     return Services(httpserver)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _elsewhere(tmp_path_factory):
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+
+
 @pytest.fixture(autouse=True)
 def _process_as_it_was():
     """A run sets the level of the package's lines and some environment variables, for its whole process."""
@@ -61,6 +69,7 @@ def _process_as_it_was():
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)
+    apart.check()
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +134,7 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()  # some modules complain at exit about objects that are still there
+    apart.end()
 
 
 @pytest.fixture

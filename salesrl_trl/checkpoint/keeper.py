@@ -22,7 +22,7 @@ from salesrl_trl.checkpoint.under_way import (
     save_rollouts,
     save_under_way,
 )
-from salesrl_trl.checkpoint.whole import Manifest, folders, read, seal
+from salesrl_trl.checkpoint.whole import Manifest, folders, in_order, read, seal
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError
 from salesrl_trl.kl.branched import BranchedKL
@@ -180,7 +180,8 @@ class Keeper:
         if state.best_model_checkpoint == str(fresh):
             state.best_model_checkpoint = str(folder)
             state.save_to_json(str(fresh / STATE_FILE))
-        seal(fresh, processes=PartialState().num_processes, has_optimizer=not self._args.save_only_model)
+        processes, has_optimizer = PartialState().num_processes, not self._args.save_only_model
+        seal(fresh, processes=processes, has_optimizer=has_optimizer, output_dir=self._output_dir)
         put_in_place(fresh, folder)
 
     def _rotate(self, best: str | None) -> None:
@@ -189,8 +190,8 @@ class Keeper:
         if limit <= 0:
             return
         found = {each: read(each) for each in folders(self._output_dir)}
-        whole = {each: manifest.saved_at for each, manifest in found.items() if isinstance(manifest, Manifest)}
-        old = [each for each in sorted(whole, key=whole.__getitem__) if each != self._last and str(each) != best]
+        whole = {each: manifest for each, manifest in found.items() if isinstance(manifest, Manifest)}
+        old = [each for each in in_order(whole) if each != self._last and str(each) != best]
         for each in old[: max(len(whole) - limit, 0)]:
             gone = self._output_dir / SAVING_FOLDER / each.name
             gone.parent.mkdir(exist_ok=True)

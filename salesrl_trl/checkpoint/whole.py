@@ -1,10 +1,11 @@
 """Whole checkpoints: which folders are one, and which of them a run goes on from.
 
-Owns the manifest: size and digest of each file, and when the checkpoint was saved. Refuses a folder that differs from
-its manifest in anything. `keeper` writes checkpoints.
+Owns the manifest: size and digest of each file, and the checkpoint's number among those of its folder. Refuses a
+folder that lacks a file of its manifest, or has other bytes. `keeper` writes checkpoints.
 """
 
 import difflib
+import fnmatch
 import functools
 import hashlib
 import json
@@ -17,13 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.names import CHECKPOINT_FOLDERS, MANIFEST_FILE
+from salesrl_trl.names import CHECKPOINT_FOLDERS, MANIFEST_FILE, ROLLOUTS_FILE, UNDER_WAY_FILE
 from salesrl_trl.process import write_whole
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 """Go on from the newest whole checkpoint, or from the start if there is none."""
+READ_IF_THERE = (
+    "*.safetensors", "*.bin", "*.index.json", "*.distcp",
+    ROLLOUTS_FILE.format(rank="*"), UNDER_WAY_FILE.format(rank="*"),
+)  # fmt: skip
+"""Names of files that a run which goes on would read if they were there. transformers loads a model's weights in place
+of the adapter that the checkpoint holds, for example. Other foreign files do no harm."""
 _PIECE = 64 * 2**20
 """Bytes that are read and digested at a time."""
 _THREADS = min(8, os.cpu_count() or 1)
@@ -33,15 +40,18 @@ _THREADS = min(8, os.cpu_count() or 1)
 class Manifest:
     """What a checkpoint was when it was saved."""
 
-    saved_at: float
-    """Seconds since the epoch."""
+    number: int
+    """One more than the largest number in the output folder when it was saved; 0 in a manifest without one. So it
+    orders the checkpoints of all runs of a folder, whatever the clock showed."""
     processes: int
     """Number of processes that saved it."""
     files: Mapping[str, tuple[int, str]]
     """By its name, bytes and digest of each file."""
+    has_optimizer: bool
+    """Whether it holds more than the model."""
 
 
-def seal(folder: Path, *, processes: int, has_optimizer: bool) -> None:
+def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None) -> None:
     """Write the manifest of a checkpoint whose files are complete.
 
     Args:
@@ -51,12 +61,16 @@ def seal(folder: Path, *, processes: int, has_optimizer: bool) -> None:
             Number of processes that saved it.
         has_optimizer (`bool`):
             Whether it holds more than the model, so that a run can go on from it.
+        output_dir (`Path`, *optional*, defaults to the folder around it):
+            Where the checkpoints before it are.
     """
+    before = (_read(each) for each in folders(output_dir or folder.parent))
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)} for name in _names(folder)
     }
     manifest = {
-        "saved_at": time.time(),
+        "number": 1 + max((each.number for each in before if isinstance(each, Manifest)), default=0),
+        "saved_at": time.time(),  # for people: a clock may be set back, and decides nothing
         "processes": processes,
         "has_optimizer": has_optimizer,
         "files": files,
@@ -64,25 +78,31 @@ def seal(folder: Path, *, processes: int, has_optimizer: bool) -> None:
     write_whole(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
 
 
-def read(checkpoint: Path) -> Manifest | str:
-    """The manifest of a checkpoint whose files are there and as long as it says, or why no run can go on from it."""
+def _read(checkpoint: Path) -> Manifest | str:
+    """The manifest of a checkpoint, or why there is none."""
     try:
         given = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
         files = {str(name): (int(each["bytes"]), str(each["sha256"])) for name, each in given["files"].items()}
-        manifest = Manifest(float(given["saved_at"]), int(given["processes"]), files)
-        has_optimizer = bool(given["has_optimizer"])
+        return Manifest(int(given.get("number", 0)), int(given["processes"]), files, bool(given["has_optimizer"]))
     except FileNotFoundError:
         return f"it has no {MANIFEST_FILE}: the run ended while it was saved, or something else saved it"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST_FILE} can't be read ({type(error).__name__})"
-    there = {name: (checkpoint / name).stat().st_size for name in _names(checkpoint)}
-    if missing := files.keys() - there.keys():
+
+
+def read(checkpoint: Path) -> Manifest | str:
+    """The manifest of a checkpoint whose files are there and as long as it says, or why no run can go on from it."""
+    manifest = _read(checkpoint)
+    if isinstance(manifest, str):
+        return manifest
+    if missing := {name for name in manifest.files if not (checkpoint / name).is_file()}:
         return f"{_some(missing)} missing"
-    if foreign := there.keys() - files.keys():
-        return f"{_some(foreign)} no part of it"
-    if cut := {name for name, size in there.items() if size != files[name][0]}:
+    foreign = _foreign(checkpoint, manifest)
+    if read_too := {name for name in foreign if any(fnmatch.fnmatch(name, each) for each in READ_IF_THERE)}:
+        return f"{_some(read_too)} no part of it, and would be read"
+    if cut := {name for name, (size, _) in manifest.files.items() if (checkpoint / name).stat().st_size != size}:
         return f"{_some(cut)} not as long as when it was saved"
-    if not has_optimizer:
+    if not manifest.has_optimizer:
         return "it holds the model alone (`save_only_model`)"
     return manifest
 
@@ -113,13 +133,18 @@ def folders(output_dir: Path) -> list[Path]:
     return sorted((each for each in output_dir.glob(f"{CHECKPOINT_FOLDERS}*") if each.is_dir()), key=step_of)
 
 
+def in_order(whole: Mapping[Path, Manifest]) -> list[Path]:
+    """Checkpoints in the order in which they were saved; those without numbers first, by their steps."""
+    return sorted(whole, key=lambda each: (whole[each].number, step_of(each)))
+
+
 def newest(output_dir: Path, *, with_digests: bool = True) -> Path | None:
     """The checkpoint that was saved last and is whole. Logs which ones are passed over, and why."""
     found = {each: read(each) for each in folders(output_dir)}
     whole = {each: manifest for each, manifest in found.items() if isinstance(manifest, Manifest)}
     for each in sorted(found.keys() - whole.keys(), key=step_of):
         logger.warning(f"{each} is passed over: {found[each]}")
-    for each in sorted(whole, key=lambda one: (whole[one].saved_at, step_of(one)), reverse=True):
+    for each in reversed(in_order(whole)):
         fault = _change(each, whole[each]) if with_digests else None
         if fault is None:
             return each
@@ -163,6 +188,7 @@ def find(
                 f"`resume_from_checkpoint` is {word!r}, and {output_dir} holds no whole checkpoint. Expected one. "
                 "Name another `output_dir`, or give `auto`, which then begins from the start."
             )
+        _tell_foreign(found)
         return found
     checkpoint = Path(str(asked)).expanduser()
     if not checkpoint.is_dir():
@@ -179,13 +205,26 @@ def find(
             "or give `--resume_from_checkpoint auto`, which takes the newest whole one of `output_dir`. A folder "
             f"without a {MANIFEST_FILE} that you trust is taken with `allow_changed_resume: true`."
         )
+    _tell_foreign(checkpoint)
     return checkpoint
+
+
+def _tell_foreign(checkpoint: Path | None) -> None:
+    """Log which files lie in a checkpoint that is taken, and are no part of it."""
+    manifest = None if checkpoint is None else _read(checkpoint)
+    if checkpoint is not None and isinstance(manifest, Manifest) and (foreign := _foreign(checkpoint, manifest)):
+        logger.warning(f"{checkpoint} is taken: {_some(foreign)} no part of it, and not read")
 
 
 def _names(folder: Path) -> list[str]:
     """The files of a checkpoint, without the manifest."""
     names = sorted(each.relative_to(folder).as_posix() for each in folder.rglob("*") if not each.is_dir())
     return [name for name in names if name != MANIFEST_FILE]
+
+
+def _foreign(checkpoint: Path, manifest: Manifest) -> set[str]:
+    """The files that lie in a checkpoint and are no part of it."""
+    return {*_names(checkpoint)} - manifest.files.keys()
 
 
 def _some(names: Set[str]) -> str:

@@ -2,13 +2,16 @@
 
 import dataclasses
 import importlib
+import inspect
 import json
 import math
 import re
 import urllib.parse
 from collections.abc import Callable, Collection, Mapping
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, TypeVar, cast, get_args
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.service.http import address_fault
@@ -18,6 +21,7 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_TYPES = {int: (Integral, "a whole number"), float: (Real, "a number"), bool: (bool, "true or false")}
 LONGEST_SHOWN = 200
 """Characters of a path that a message shows."""
 Kind = TypeVar("Kind", bound=list[object] | dict[str, object])
@@ -43,6 +47,26 @@ def check_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         check(value > 0, f"`{name}` is {value}. Expected more than 0.")
+
+
+def check_types(config: "DataclassInstance", where: str = "") -> None:
+    """Refuse a value of another type in the package's own settings that are numbers or switches: half a count, or a
+    text. `where`: what stands before a setting's name."""
+    hints = {  # not those of `dataclasses.fields`, which transformers' parser changes
+        name: hint
+        for owner in type(config).__mro__
+        if owner.__module__.startswith("salesrl_trl.")
+        for name, hint in inspect.get_annotations(owner).items()
+    }
+    for name, hint in hints.items():
+        kinds, value = get_args(hint) if isinstance(hint, UnionType) else (hint,), getattr(config, name)
+        if kinds[0] not in _TYPES or (value is None and NoneType in kinds):
+            continue
+        kind, expected = _TYPES[kinds[0]]
+        check(
+            isinstance(value, kind) and isinstance(value, bool) == (kind is bool),
+            f"`{where}{name}` is {value!r}. Expected {expected}.",
+        )
 
 
 def check_finite(config: "DataclassInstance", where: str = "") -> None:
@@ -92,9 +116,10 @@ def check_url(setting: str, url: str | None) -> None:
         return
     fault = address_fault(url)
     check(fault is None, f"`{setting}` holds {fault}.")
-    check(
+    check(  # without showing it: a key may stand there by mistake
         re.fullmatch(r"https?://\S+", url) is not None and _has_host(url),
-        f"`{setting}` is {url!r}. Expected an address that starts with http:// or https://, with a host.",
+        f"`{setting}` is no address. Expected one that starts with http:// or https://, with a host, and behind a "
+        "colon nothing but its port.",
     )
 
 

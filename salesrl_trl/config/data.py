@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from salesrl_trl.config.checks import about, build_object, check, check_choice, structure
+from salesrl_trl.config.checks import about, build_object, check, check_choice, check_types, structure
 from salesrl_trl.data.columns import Column, read_columns
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
 from salesrl_trl.data.files import ENDINGS
@@ -95,6 +95,7 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice(self, "prompt_style", PROMPT_STYLES)
         check_choice(self, "long_prompts", LONG_PROMPT_RULES)
         for name, otherwise in (

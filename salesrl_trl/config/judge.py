@@ -4,12 +4,11 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 
-from salesrl_trl.config.checks import check, check_finite, check_url, structure
+from salesrl_trl.config.checks import check, check_finite, check_types, check_url, structure
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
 
 _PRICES = ("usd_per_million_prompt_tokens", "usd_per_million_completion_tokens")
 _MORE_THAN_0 = ("max_concurrency", "timeout_s", "max_completion_tokens", "max_calls", "max_usd", "tokens_per_minute")
-_NUMBERS = ("weight", *_PRICES, *_MORE_THAN_0)
 
 
 @dataclass(kw_only=True)
@@ -78,15 +77,9 @@ class JudgeProviderConfig:
         where = f"judge_providers[{self.name}]"
         check(
             bool(re.fullmatch(r"[A-Za-z0-9_-]+", str(self.name))),
-            f"a provider of `judge_providers` is named {self.name!r}. Expected letters, digits, - and _.",
+            "a provider of `judge_providers` has a name with other characters. Expected letters, digits, - and _.",
         )
-        for each in dataclasses.fields(self):
-            value = getattr(self, each.name)
-            may_be = each.default is None and value is None
-            check(
-                each.name not in _NUMBERS or may_be or (isinstance(value, int | float) and value is not True),
-                f"`{where}.{each.name}` is {value!r}. Expected a number.",
-            )
+        check_types(self, f"{where}.")
         check_finite(self, f"{where}.")
         check_url(f"{where}.base_url", self.base_url)
         check(self.weight >= 0, f"`{where}.weight` is {self.weight}. Expected 0 or more.")

@@ -50,21 +50,22 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
     precision, notes = wish, list[str]()
     if on_cpu and wish != "float32":
         precision = "float32"
-        if bf16 is not None:
-            notes.append(f"precision: float32. The recipe asks for {wish}, and this run is on a CPU")
+        if bf16 or fp16:
+            notes.append(f"precision: float32. The settings ask for {wish}, and this run is on a CPU")
     elif not on_cpu:
         _check_processes()
         if wish == "bf16" and not _has_bf16():
             precision = "float32"
-            notes.append(f"precision: float32. The recipe asks for bf16, which {torch.cuda.get_device_name()} lacks")
+            notes.append(f"precision: float32. The settings ask for bf16, which {torch.cuda.get_device_name()} lacks")
     if on_cpu and str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
         _leave_out_shared_memory()
         notes.append(
             "DeepSpeed's collectives over shared memory, compiled in a minute or two, are left out: gloo's do"
         )
     configured = _hand_to_accelerate("no" if precision == "float32" else precision)
-    if configured is not None and configured not in ("no", wish):
-        notes.append(f"accelerate's configuration has mixed_precision {configured}: not used, the recipe decides")
+    if configured is not None and configured not in ("no", precision) and not (configured == wish and (bf16 or fp16)):
+        why = "this run is on a CPU" if on_cpu else "the settings decide"
+        notes.append(f"accelerate's configuration has mixed_precision {configured}: not used, {why}")
     return Settled(on_cpu, precision == "bf16", precision == "fp16", notes)
 
 

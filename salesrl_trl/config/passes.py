@@ -36,13 +36,16 @@ def passes_of(
     hindrances = {
         "`torch_compile` compiles the model for TRL's batches": args.torch_compile,
         "sequences are split over processes": getattr(args, "parallelism_config", None) is not None,
+        "`neftune_noise_alpha` adds noise to each sequence, as much as its length asks for": args.neftune_noise_alpha,
     }
+    of_all = functools.partial(highest, device=accelerator.device)
     settings = PassSettings(
         is_on=args.shared_prompts == "auto",
         hindrance=next((each for each, is_there in hindrances.items() if is_there), None),
         autocast=accelerator.autocast,
         most_tokens=args.shared_prompts_tokens,
-        highest=functools.partial(highest, device=accelerator.device) if args.is_sharded else int,
+        highest=of_all if args.is_sharded else int,
+        highest_of_all=of_all,
     )
     prompts = SharedPrompts(model, settings)
     if prompts.is_on and in_trls_order is not None:

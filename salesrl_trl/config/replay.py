@@ -6,7 +6,7 @@ from pathlib import Path
 from salesrl_trl.config.checks import about, check_choice
 from salesrl_trl.demo.cassette import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.schema import record_files
+from salesrl_trl.recording.reader import record_files
 
 ON_MISS = ("fail", "nearest", "live")
 

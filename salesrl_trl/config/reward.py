@@ -8,7 +8,16 @@ import re
 from dataclasses import dataclass, field
 
 from salesrl_trl.config.budget import check_budget
-from salesrl_trl.config.checks import about, check, check_choice, check_finite, check_positive, check_url, structure
+from salesrl_trl.config.checks import (
+    about,
+    check,
+    check_choice,
+    check_finite,
+    check_positive,
+    check_types,
+    check_url,
+    structure,
+)
 from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
 from salesrl_trl.config.replay import ReplayConfig
 from salesrl_trl.reward.judge.client import AGGREGATIONS
@@ -284,6 +293,7 @@ class RewardConfig(ReplayConfig):
         )
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_finite(self)
         self.check_replay()
         check(

@@ -5,12 +5,17 @@ Owns this mapping, and the warnings about settings that do not suit each other. 
 
 from collections.abc import Sequence
 
+from accelerate.logging import get_logger
+
 from salesrl_trl.config.checks import check
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.groups import parts
+from salesrl_trl.rollout.normaliser import TOKENS, UNITS, Normaliser
 from salesrl_trl.rollout.scoring import ScoringSettings
+
+logger = get_logger(__name__)
 
 NO_TOOLS = (
     "{} calls tools that TRL was not given: completions are generated before TRL asks for them. Expected `tools` or "
@@ -47,6 +52,7 @@ def scoring_settings(
         answered=answered,
         scale_rewards=args.scale_rewards,
         examples=args.held_out_examples,
+        leaves_out_failed=args.leaves_out_failed,
         correction=args.sampler_correction,
     )
 
@@ -74,6 +80,25 @@ def check_rewards(args: SalesGRPOConfig, tools: str | None, answered: Sequence[b
         f"`hybrid_reference_weight` is {share} with several rewards. Expected a `SalesReward` alone: no other reward "
         "has a reference.",
     )
+
+
+def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: bool) -> Normaliser:
+    """What makes up for failed completions. Says once what it can't do.
+
+    Args:
+        args (`SalesGRPOConfig`):
+            Settings.
+        has_entropy_bonus (`bool`), has_aux_loss (`bool`):
+            As in `Hooks`.
+    """
+    can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss
+    if args.leaves_out_failed and not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:
+        why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with further terms"
+        logger.info(
+            f"an update has parts of several generation batches, and {why} can't be rescaled: where completions "
+            "failed, each of these parts counts as if none had, and not each completion as much as any other"
+        )
+    return Normaliser(args.loss_type, can_rescale=can_rescale, has_bonus=has_entropy_bonus)
 
 
 def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
@@ -109,6 +134,7 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
     """
     size = args.per_device_train_batch_size
     places = parts(size * args.steps_per_generation, size, args.num_generations)
+    several = args.gradient_accumulation_steps > args.steps_per_generation and UNITS.get(args.loss_type) == TOKENS
     hindrances = {
         str(whole_batch): whole_batch is not None,
         "a micro-batch and a group share no border before the batch's end, so that it has one part":
@@ -118,6 +144,10 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
             bool(args.hybrid_reference_weight) and args.scale_rewards != "none",
         f"`multi_objective_aggregation` is {args.multi_objective_aggregation}, which needs all rewards":
             args.multi_objective_aggregation != "sum_then_normalize",
+        "a completion that fails later would be in the normaliser: DeepSpeed's gradients can't be rescaled":
+            args.leaves_out_failed and args.deepspeed_plugin is not None,
+        f"`loss_type` {args.loss_type} divides by the tokens of a generation batch, and an update has several":
+            args.leaves_out_failed and several,
     }  # fmt: skip
     return next((hindrance for hindrance, is_there in hindrances.items() if is_there), None)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from salesrl_trl.config.training import SalesGRPOConfig
 
 RUN_MODES = ("train", "rollouts", "rewards")
+_WITHOUT_UPDATES = "Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores made-up texts."
 
 _EVERY = ("logging", "save", "eval")
 """What happens every so many steps, if its strategy is `steps`."""
@@ -23,11 +24,14 @@ _EVERY = ("logging", "save", "eval")
 def check_numbers(args: GRPOConfig) -> None:
     """Raise `ConfigError` unless numbers that neither transformers nor TRL checks lie in their ranges."""
     every = (f"{name}_steps" for name in _EVERY if getattr(args, f"{name}_strategy") == "steps")
+    epochs = args.num_train_epochs
+    check(epochs != 0, f"`num_train_epochs` is {epochs!r}. Expected a number, more than 0. {_WITHOUT_UPDATES}")
     check_ranges(args, TRAINING | dict.fromkeys(every, EVERY))
     steps = args.max_steps
     check(
         isinstance(steps, int) and (steps == -1 or steps > 0),
-        f"`max_steps` is {steps!r}. Expected at least 1, or -1 for as many as `num_train_epochs` says.",
+        f"`max_steps` is {steps!r}. Expected at least 1, or -1 for as many as `num_train_epochs` says. "
+        f"{_WITHOUT_UPDATES}",
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from salesrl_trl.config.checks import about, check, check_positive, load_object
+from salesrl_trl.config.checks import about, check, check_positive, check_types, load_object
 from salesrl_trl.evaluation.figures import WORST_BRANCH, checked_figures
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.names import REWARD
@@ -78,6 +78,7 @@ class TelemetryConfig:
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive(self, "perf_logging_steps", "trace_max_mb", "quick_eval_rows", "record_gib")
         if self.keep_samples is not None:
             check_positive(self, "keep_samples")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_url, structure
+from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_types, check_url, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.kl import law_of, targets_of
 from salesrl_trl.config.loader import settle_loader
@@ -22,6 +22,9 @@ from salesrl_trl.kl.penalty import PenaltySettings
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
+
+LEAVE_OUT = "leave_out"
+"""`failed_completions` by default."""
 
 
 @dataclass
@@ -111,6 +114,10 @@ class SalesGRPOConfig(GRPOConfig):
         max_kl (`float`, *optional*, defaults to `1000.0`):
             KL of all branches, in nats per token. Three log lines in a row above it end the run without a checkpoint,
             as a gradient that is not finite does: the policy is broken. Usual bands end below 1.
+        failed_completions (`str`, *optional*, defaults to `"leave_out"`):
+            What becomes of completions without a reward. `leave_out` takes them out of the loss: of its policy term,
+            its KL and its normaliser. The gradient is that of the same batch without them. `as_trl` is TRL's rule: an
+            advantage of 0, in the KL and in the normaliser.
         rollout_lookahead (`int`, *optional*, defaults to `0`):
             Optimizer steps that rollouts may be ahead of training. Rollouts of so many later steps are generated and
             scored meanwhile. 0 is on-policy, with TRL's own results. A higher number hides slow rewards, and the
@@ -196,6 +203,9 @@ class SalesGRPOConfig(GRPOConfig):
     max_skipped_generations: int = field(default=3, metadata=about("Skipped batches in a row that stop the run."))
     max_outage_s: float = field(default=3600.0, metadata=about("Seconds of skipped batches that stop the run."))
     max_kl: float = field(default=1000.0, metadata=about("KL in nats per token above which a run is broken."))
+    failed_completions: str = field(
+        default="leave_out", metadata=about("Completions without a reward: `leave_out` of the loss, or `as_trl`.")
+    )
     rollout_lookahead: int = field(default=0, metadata=about("Optimizer steps that rollouts may be ahead."))
     scored_groups_first: bool = field(
         default=True, metadata=about("Train on scored groups while other rewards are missing.")
@@ -222,10 +232,12 @@ class SalesGRPOConfig(GRPOConfig):
         check(
             len(set(self.branches)) == len(self.branches), f"`branches` is {self.branches}. Expected each name once."
         )
+        check_types(self)
         check_numbers(self)
         check_sizes(self)
         check_mode(self)
         check_choice(self, "shared_prompts", ("auto", "off"))
+        check_choice(self, "failed_completions", (LEAVE_OUT, "as_trl"))
         self.compiled = compiled.folder_of(self.compile_cache_dir)
         if self.compiled is not None:
             compiled.use(self.compiled)  # before the device is asked for: CUDA's driver reads its variable then
@@ -303,6 +315,11 @@ class SalesGRPOConfig(GRPOConfig):
             + ". Expected sampling by `temperature` alone, or `rollout_lookahead: 0` with "
             "`vllm_importance_sampling_correction: false`.",
         )
+
+    @property
+    def leaves_out_failed(self) -> bool:
+        """Whether failed completions are out of the loss."""
+        return self.failed_completions == LEAVE_OUT
 
     @property
     def window(self) -> int:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from salesrl_trl.errors import CheckpointError
 from salesrl_trl.evaluation.answers import Ranks
 from salesrl_trl.evaluation.record import QuickEvaluation
 from salesrl_trl.names import BEST_FOLDER, BEST_NOTE_FILE
@@ -56,23 +57,29 @@ class BestPolicy:
                 Writes the policy into a folder; called on all ranks.
 
         Returns:
-            `bool`: whether this rank put it there, which the main rank does. `False` also if saving left no weights.
+            `bool`: whether it is there, on all ranks. If it can't be saved, on a full disk for example, the one before
+            stays, and a line says so.
         """
         fresh = self._beside("new")
         if self._ranks.index == 0:
             shutil.rmtree(fresh, ignore_errors=True)
         self._ranks.wait()
-        save(fresh)
-        self._ranks.wait()
-        if self._ranks.index != 0:
-            return False
+        reason = _failure(lambda: save(fresh))
+        reasons = [each for each in self._ranks.gather([reason]) if each is not None]
+        if self._ranks.index == 0 and not reasons:
+            reason = _failure(lambda: self._finish(evaluation, fresh))
+            reasons = [] if reason is None else [reason]
+        if self._ranks.index == 0 and reasons:
+            shutil.rmtree(fresh, ignore_errors=True)
+            logger.warning(f"the best policy was not kept: {reasons[0]}")
+        return self._ranks.from_main(not reasons)
+
+    def _finish(self, evaluation: QuickEvaluation, fresh: Path) -> None:
         if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
-            logger.warning(f"the best policy was not kept: with these settings saving leaves no weights in {fresh}")
-            return False
+            raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
         note = {"step": evaluation.step, "by": self._by, **evaluation.as_dict()}
         (fresh / BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
         put_in_place(fresh, self.folder)
-        return True
 
     def put_aside(self) -> Path:
         """Rename the folder, so that nothing is written over the policy in it. Returns its new place."""
@@ -83,3 +90,14 @@ class BestPolicy:
 
     def _beside(self, suffix: str) -> Path:
         return self.folder.with_name(f"{BEST_FOLDER}.{suffix}")
+
+
+def _failure(work: Callable[[], None]) -> str | None:
+    """Why it failed, in words; `None` if it did not. Another rank must not wait for one that failed."""
+    try:
+        work()
+    except CheckpointError as error:
+        return str(error)
+    except Exception as error:
+        return f"it can't be saved ({type(error).__name__})"
+    return None

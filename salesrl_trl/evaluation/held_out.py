@@ -116,7 +116,10 @@ class HeldOut(TrainerCallback):
         few = "" if scored == len(rewards) else f"; {scored} of {len(rewards)} completions were scored"
         logger.info(f"[HeldOut@{state.global_step}] {_text(figures)}{few}")
         text = json.dumps([{"step": each.step, **each.figures} for each in self._evaluations], indent=2) + "\n"
-        write_whole(self._path, text)
+        try:
+            write_whole(self._path, text)
+        except OSError as error:  # a full disk must not keep the other ranks waiting
+            logger.warning(f"{self._path} can't be written ({type(error).__name__})")
         if len(self._evaluations) > 1 and state.global_step >= state.max_steps:
             self._compare()
 

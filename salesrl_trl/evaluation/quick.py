@@ -7,10 +7,9 @@ answers.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from salesrl_trl.errors import BudgetSpent
 from salesrl_trl.evaluation.answers import Answered, Ranks, Subject
 from salesrl_trl.evaluation.best import BestPolicy
 from salesrl_trl.evaluation.figures import BETA, OWN_FIGURES, checked_figures
@@ -47,6 +46,8 @@ class QuickEvaluator:
             The processes of the run.
         timeline (`Timeline`):
             Gets the phases of an evaluation.
+        is_cut (`Callable[[], bool]`, *optional*):
+            Whether the budget ended before all answers were scored. The same on all ranks.
 
     Raises:
         `ConfigError`: one of the figures is none, or has a name that is taken.
@@ -63,8 +64,10 @@ class QuickEvaluator:
         least_scored: float,
         ranks: Ranks,
         timeline: Timeline,
+        is_cut: Callable[[], bool] = bool,
     ) -> None:
         self._subject = subject
+        self._is_cut = is_cut
         self._rows = rows
         self._branches = branches
         self._settings = settings
@@ -113,7 +116,7 @@ class QuickEvaluator:
         started = time.perf_counter()
         with self._timeline.phase(Phase.EVALUATION):
             answers = self._ranks.gather(self._subject.answer(self._rows))
-            if BudgetSpent.default_code in failures(answers):  # the run ends, and a resume evaluates again
+            if self._is_cut():  # the run ends, and a resume evaluates again
                 if self._ranks.index == 0:
                     logger.info(f"[QuickEval@{step}] left out: the budget ended before all rows were scored")
                 return
@@ -121,9 +124,12 @@ class QuickEvaluator:
             evaluation = evaluation_of(answers, self._branches, betas, step, seconds, self._figures)
             # All ranks use the figures of the main rank, so that all of them save the policy, or none
             evaluation = self._ranks.from_main(evaluation)
+            before = self._history.best
             is_best = self._history.add(evaluation)
         with self._timeline.phase(Phase.CHECKPOINT):
             is_kept = is_best and self._best.keep(evaluation, self._subject.save)
+            if is_best and not is_kept:
+                self._history.best = before  # the one in the folder is the one to beat
         with self._timeline.phase(Phase.LOGGING):
             if self._ranks.index == 0:
                 self._report(evaluation, failures(answers), is_kept)

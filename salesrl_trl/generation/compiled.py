@@ -4,6 +4,7 @@ Owns the environment variables that lead there, and the notes about the engines 
 torch, Triton, FlashInfer and CUDA's driver write the files. Standard library only.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -88,8 +89,9 @@ def keep_engine(folder: Path, engine: Mapping[str, object]) -> None:
     """Note that an engine with these settings was compiled, and its code is kept."""
     path = _note(folder, engine)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(engine, indent=2, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with contextlib.suppress(OSError):  # on a full disk: then the next engine of these settings counts as a new one
+        partial.write_text(json.dumps(engine, indent=2, default=str) + "\n", encoding="utf-8")
+        partial.replace(path)
 
 
 def _note(folder: Path, engine: Mapping[str, object]) -> Path:

@@ -40,6 +40,10 @@ TokenSource = Callable[[list[list[int]], int], Tokens]
 """Generates: from token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt is
 repeated for each of its completions, so that each of the B has one completion."""
 
+SAMPLING_FLAGS = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+)
+"""Attributes of transformers' `GenerationConfig` that have no meaning without sampling."""
 SAMPLING_KWARGS = frozenset({"temperature", "top_p", "top_k", "min_p", "n", "best_of"})
 """Entries of `generation_kwargs` that greedy sampling leaves out."""
 
@@ -238,7 +242,10 @@ class WholeBatch:
     def greedily(self) -> Iterator[None]:
         """While active, the most likely token is always chosen."""
         if not isinstance(self._owner, SalesVLLMGeneration):
-            with replaced(self._owner, "do_sample", False):
+            with contextlib.ExitStack() as stack:
+                for name in SAMPLING_FLAGS & vars(self._owner).keys():  # transformers warns about each that is set
+                    stack.enter_context(replaced(self._owner, name, None))
+                stack.enter_context(replaced(self._owner, "do_sample", False))
                 yield
             return
         kept = {name: value for name, value in self._owner.generation_kwargs.items() if name not in SAMPLING_KWARGS}

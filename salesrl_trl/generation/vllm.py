@@ -6,7 +6,7 @@ Owns what differs from TRL's `VLLMGeneration`:
 - each completion is reported when it is finished;
 - requests to a server go on in the background;
 - prompts with pictures have one token for each picture;
-- the weight push on a CPU.
+- the weight push of an adapter (`generation.merging`), and that on a CPU.
 
 Refuses to decide when to generate, and what to do with a completion. vLLM is imported only while an engine is built,
 so that this module costs nothing without it.
@@ -15,6 +15,7 @@ so that this module costs nothing without it.
 import contextlib
 import functools
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Semaphore
@@ -24,15 +25,18 @@ from typing import Any
 import torch
 import trl.generation.vllm_generation as upstream_vllm
 import trl.trainer.grpo_trainer as upstream_trainer
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.other import get_free_port
 from transformers import PreTrainedModel, ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
+from salesrl_trl.generation.merging import merged_beside, why_in_place
 from salesrl_trl.generation.pictures import check_expanded, one_token_each
 from salesrl_trl.generation.requests import MOST_REQUESTS, Completions, Requests
 from salesrl_trl.process import allow_files
 from salesrl_trl.replaced import replaced
+
+logger = logging.getLogger(__name__)
 
 
 def engine_kwargs(
@@ -84,7 +88,7 @@ class SalesVLLMGeneration(VLLMGeneration):
       every process.
     - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,
       and for an engine that quantises, it reloads all weights through the worker: parameters are repacked or
-      quantised after loading, so that TRL's push of single ones fails.
+      quantised after loading, so that TRL's push of single ones fails. An adapter is merged beside its base.
 
     Args:
         engine_options (`Mapping[str, object]`):
@@ -95,6 +99,7 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     vllm_client: Any
     processing_class: Any = None
+    _merges_beside = False
 
     def __init__(self, *args: object, engine_options: Mapping[str, object], **kwargs: object) -> None:
         self.engine_options = engine_options
@@ -103,6 +108,14 @@ class SalesVLLMGeneration(VLLMGeneration):
         self._under_way: list[Requests] = []
         self._slots = Semaphore(MOST_REQUESTS)
         super().__init__(*args, **kwargs)
+        if is_peft_model(self.model):
+            reason = why_in_place(self.model, self._dist.fsdp_version)
+            self._merges_beside = reason is None
+            if reason is not None and self.accelerator.is_main_process:
+                logger.warning(
+                    f"off: the push to vLLM merges the adapter beside its base, because {reason}. TRL merges it into "
+                    "the base and subtracts it again: the base drifts by rounding, and the reference of the KL with it"
+                )
 
     def _init_vllm(self) -> None:
         stock = upstream_vllm.LLM
@@ -127,7 +140,11 @@ class SalesVLLMGeneration(VLLMGeneration):
             client.session.get_adapter(client.base_url).init_poolmanager(1, MOST_REQUESTS)
 
     def sync_weights(self) -> None:
-        """Push the training weights into vLLM and drop its caches."""
+        """Push the training weights into vLLM and drop its caches. The base of an adapter is not written."""
+        with merged_beside(self.model) if self._merges_beside else contextlib.nullcontext():
+            self._push()
+
+    def _push(self) -> None:
         if self.mode == "server":
             self.settle()
             super().sync_weights()

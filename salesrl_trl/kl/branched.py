@@ -60,9 +60,9 @@ class BranchedKL:
         """Coefficients by branch id."""
         return self.control.betas
 
-    def penalty(self, inputs: MicroBatch) -> BranchPenalty:
-        """The penalty of one of TRL's micro-batches, with the current coefficients."""
-        return BranchPenalty(inputs, self.betas, self.settings, self.control.shares)
+    def penalty(self, inputs: MicroBatch, scale: float = 1.0) -> BranchPenalty:
+        """The penalty of one of TRL's micro-batches, with the current coefficients times `scale`."""
+        return BranchPenalty(inputs, [scale * beta for beta in self.betas], self.settings, self.control.shares)
 
     def add(self, penalty: BranchPenalty) -> None:
         """Add what the penalty measured of its micro-batch. Its loss must have been computed."""

@@ -46,6 +46,9 @@ TOO_HIGH = "Lower `learning_rate`, raise `high`, or give the branch a `least_sha
 TOO_LOW = "Lower `low`, or the coefficients of the other branches"
 DEFAULT_RANGE = 100.0
 """Without bounds of its own, a coefficient stays within a hundredth and a hundred times its first value."""
+LEAST_BETA = 1e-9
+"""A `beta_min` of 0 is this. No factor can raise a coefficient of 0, and a lower one would only take longer to come
+back: beside advantages of about 1 it is below float32's rounding."""
 
 State = dict[str, Any]
 """JSON values by name, as a checkpoint holds them. A law has one of each branch, `{}` before the first window."""
@@ -71,7 +74,7 @@ class KLTarget:
     high: float | None = None
     """Upper edge of the band, in nats per token."""
     beta_min: float | None = None
-    """Least coefficient; a hundredth of `beta` when not given."""
+    """Least coefficient; a hundredth of `beta` when not given. 0 is `LEAST_BETA`."""
     beta_max: float | None = None
     """Largest coefficient; a hundred times `beta` when not given."""
     least_share: float = 1.0
@@ -125,7 +128,7 @@ class KLTarget:
     @property
     def bounds(self) -> tuple[float, float]:
         """Least and largest coefficient."""
-        least = self.beta / DEFAULT_RANGE if self.beta_min is None else self.beta_min
+        least = (self.beta / DEFAULT_RANGE if self.beta_min is None else self.beta_min) or min(LEAST_BETA, self.beta)
         return least, self.beta * DEFAULT_RANGE if self.beta_max is None else self.beta_max
 
     def contains(self, kl: float) -> bool:

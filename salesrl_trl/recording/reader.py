@@ -1,11 +1,14 @@
 """The way back from a record: what a completion was given, and what it earned.
 
-Owns the reading of single completions for those who use a record again. Pages that show one ask the tables themselves.
+Owns which files are a run's, how one is opened, and the reading of single completions for those who use a record
+again. Pages that show one ask the tables themselves.
 """
 
 import gzip
 import hashlib
 import json
+import logging
+import os
 import sqlite3
 import zlib
 from collections.abc import Iterator, Mapping
@@ -15,8 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.schema import PACKED, VERSION, record_file, record_files
+from salesrl_trl.recording.schema import FOLDER, PACKED, SUFFIX, VERSION, rank_of, record_file
 from salesrl_trl.recording.trail import Judged
+
+logger = logging.getLogger(__name__)
+
+_told: set[Path] = set()
+"""Files of other runs that a line has named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,25 +62,65 @@ def digest_of(prompt: object, text: str) -> bytes:
     return digest(as_json([prompt, text], sort_keys=True))
 
 
-def row_of(prompt: object) -> str:
-    """The name of a row without an id: the same for the same prompt."""
-    return digest(as_json(prompt, sort_keys=True)).hex()[:12]
+def row_of(columns: object) -> str:
+    """The name of a row without an id: the same for the same columns, JSON values or pictures."""
+    return digest(as_json(columns, sort_keys=True)).hex()[:12]
 
 
 def digest(text: str) -> bytes:
     """The key of a text: 16 bytes."""
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def as_json(value: object, *, sort_keys: bool = False) -> str:
-    """JSON without spaces. The name of its type stands for what JSON does not know, such as a picture."""
-    return json.dumps(
-        value,
-        ensure_ascii=False,
-        separators=(",", ":"),
-        sort_keys=sort_keys,
-        default=lambda unknown: f"<{type(unknown).__name__}>",
-    )
+    """JSON without spaces. The name of its type stands for what JSON does not know, and a hash of what it shows for a
+    picture."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=sort_keys, default=_stand_in)
+
+
+def _stand_in(unknown: object) -> str:
+    name, content = type(unknown).__name__, getattr(unknown, "tobytes", None)
+    return f"<{name}>" if content is None else f"<{name} {hashlib.blake2b(content(), digest_size=8).hexdigest()}>"
+
+
+def record_files(run: Path) -> list[Path]:
+    """The files of a run's record, by rank. Those of another run in the same folder are left out, and named once.
+
+    Args:
+        run (`Path`):
+            Output folder of the run, the folder of the record, or one file.
+    """
+    if run.is_file():
+        return [run]
+    folder = run / FOLDER if (run / FOLDER).is_dir() else run
+    ranks = {path: rank for path in folder.glob(f"*{SUFFIX}") if (rank := rank_of(path)) is not None}
+    files = sorted(ranks, key=ranks.__getitem__)
+    owner = run_of(files[0]) if files else None  # every run has a rank 0
+    others = [path for path in files if None not in (owner, found := run_of(path)) and found != owner]
+    if untold := [path for path in others if path not in _told]:
+        _told.update(untold)
+        logger.warning(
+            f"[Record] {', '.join(path.name for path in untold)} in {folder}: of an earlier run than {files[0].name}, "
+            "and left out"
+        )
+    return [path for path in files if path not in others]
+
+
+def run_of(path: Path) -> str | None:
+    """The id of the run that a file is of; empty if an earlier release wrote it. `None` if it can't be read now."""
+    try:
+        with closing(sqlite3.connect(address(path), timeout=10, uri=True)) as file:
+            found = file.execute("SELECT value FROM meta WHERE name = 'run'").fetchone()
+    except (sqlite3.Error, OSError):
+        return None
+    return "" if found is None else str(found[0])
+
+
+def address(path: Path) -> str:
+    """SQLite's address of a file that is only read. Where nothing can be written beside it, and nobody writes it,
+    SQLite is told so: it would want to make a file for its readers."""
+    still = not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
+    return f"{path.resolve().as_uri()}?{'immutable=1' if still else 'mode=ro'}"
 
 
 def open_record(path: Path) -> sqlite3.Connection:
@@ -86,7 +134,7 @@ def open_record(path: Path) -> sqlite3.Connection:
             file = sqlite3.connect(":memory:", check_same_thread=False)
             file.deserialize(gzip.decompress(path.read_bytes()))
         else:
-            file = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+            file = sqlite3.connect(address(path), uri=True, check_same_thread=False)
         version = file.execute("PRAGMA user_version").fetchone()[0]
     except (sqlite3.Error, OSError, EOFError) as error:
         raise ConfigError(f"{path} can't be read as a record ({error}).") from None

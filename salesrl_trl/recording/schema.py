@@ -8,9 +8,10 @@ a version.
 - `calls`: the requests that were sent on its way, hedges and retries too. A request for a reference that was asked for
   ahead of its completions has no completion.
 - `texts`: what is long or repeats: prompts, answers, the content of calls. Each once, as zlib-compressed UTF-8.
-- `meta`: facts of the run.
+- `meta`: facts of the run. `run` is its id, the same in the files of all ranks, and after a resume too.
 """
 
+import re
 from pathlib import Path
 
 VERSION = 1
@@ -30,7 +31,7 @@ CREATE TABLE completions (
     batch INTEGER NOT NULL,      -- generation batch, the same on all ranks
     place INTEGER NOT NULL,      -- in the batch
     prompt_group INTEGER NOT NULL, -- the same for completions of one prompt, within step, mode and batch, on all ranks
-    row TEXT NOT NULL,           -- id of the dataset's row, or a hash of the prompt
+    row TEXT NOT NULL,           -- id of the dataset's row, or a hash of its columns
     branch TEXT NOT NULL,
     prompt INTEGER NOT NULL REFERENCES texts, -- JSON: a text, or messages {role, content}
     text TEXT NOT NULL,          -- what the policy wrote
@@ -79,14 +80,12 @@ CREATE INDEX calls_by_completion ON calls (completion);
 """
 
 
-def record_files(run: Path) -> list[Path]:
-    """The files of a run's record, by rank. `run`: its output folder, the folder of the record, or one file."""
-    if run.is_file():
-        return [run]
-    folder = run / FOLDER if (run / FOLDER).is_dir() else run
-    return sorted(folder.glob(f"rank-*{SUFFIX}"), key=lambda path: int(path.stem.removeprefix("rank-")))
-
-
 def record_file(run: Path, rank: int) -> Path:
     """The file of one rank."""
     return run / FOLDER / f"rank-{rank}{SUFFIX}"
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank of a file by its name. `None` where it has another name, such as that of a backup."""
+    found = re.fullmatch(rf"rank-(\d+){re.escape(SUFFIX)}", path.name)
+    return None if found is None else int(found[1])

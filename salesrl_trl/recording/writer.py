@@ -1,8 +1,8 @@
 """The file that grows beside training.
 
 Owns the thread that writes, what is kept of a step, the size of the file, and the filter of texts. A batch is handed
-over as plain values and costs its caller a moment. What the disk does not take in time is left out and counted, never
-waited for.
+over as plain values and costs its caller a moment. What the disk does not take in time, and what can't be written, is
+left out and counted, never waited for.
 """
 
 import logging
@@ -10,14 +10,18 @@ import queue
 import sqlite3
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from salesrl_trl.names import Stage
-from salesrl_trl.recording.reader import as_json, digest, digest_of
+from salesrl_trl.process import is_locked, make_private
+from salesrl_trl.recording.reader import as_json, digest, digest_of, run_of
 from salesrl_trl.recording.schema import TABLES, VERSION
 from salesrl_trl.recording.trail import Call, Judged, Trail
 from salesrl_trl.surroundings import enter, here
@@ -28,8 +32,13 @@ WAITING_BATCHES = 16
 """Batches that wait for the disk, at most."""
 PART_TO_KEEP = 0.9
 """Of a full file: the oldest steps go until this share of the limit is used."""
+LOCK_PAUSE_S = 0.5
+"""Between two attempts on a file that another process locks, beside SQLite's own wait of 5 s."""
+JOURNAL_BYTES = 2**24
+"""Size to which SQLite's journal goes back after a large change."""
 CLOSE_TIMEOUT_S = 30.0
 """Longest wait, at the end, for what is still to be written."""
+T = TypeVar("T")
 Filter = Callable[[str], str]
 
 
@@ -38,7 +47,7 @@ class Entry:
     """A completion that was scored. All but `trail` are columns of the record."""
 
     row: str
-    """Id of the dataset's row, or `reader.row_of` its prompt."""
+    """Id of the dataset's row, or `reader.row_of` its columns."""
     branch: str
     prompt: object
     """A JSON value: a text, or messages."""
@@ -86,10 +95,12 @@ class Recorder:
         clean (`Callable[[str], str]`, *optional*):
             Applied to every text before it is written.
         meta (`Mapping[str, str]`, *optional*):
-            Facts of the run. No secrets.
-        goes_on (`bool`, *optional*, defaults to `False`):
-            Whether the run goes on from a checkpoint. Then a file that is there is gone on with, from the first step
-            that is taken again. Else it is replaced.
+            Facts of the run. No secrets. `run` is its id, the same on all ranks.
+        after (`int`, *optional*):
+            The step of the checkpoint from which the run goes on. Then a file of this run is gone on with, without
+            later steps. Every other file is replaced.
+        others (`Sequence[Path]`, *optional*):
+            Files of ranks that the run had and has no more. They lose the same steps.
     """
 
     def __init__(
@@ -100,11 +111,14 @@ class Recorder:
         most_bytes: int | None = None,
         clean: Filter | None = None,
         meta: Mapping[str, str] | None = None,
-        goes_on: bool = False,
+        after: int | None = None,
+        others: Sequence[Path] = (),
     ) -> None:
         self._path = path
-        self._goes_on = goes_on
-        self._is_first = True
+        self._after = after
+        self._others = others
+        self._was_evaluated = after is None
+        self._was_locked = False
         self._has_dropped = False
         self._keep = keep
         self._most_bytes = most_bytes
@@ -112,6 +126,7 @@ class Recorder:
         self._meta = dict(meta or {})
         self._queue: queue.Queue[Batch | None] = queue.Queue(WAITING_BATCHES)
         self._left_out = 0
+        self._unfit = 0
         self._is_broken = False
         self._thread: threading.Thread | None = None
 
@@ -140,41 +155,105 @@ class Recorder:
         except queue.Full:
             pass
         if thread.is_alive():
-            logger.warning(f"[Record] {self._path} is not written to its end: the disk does not answer")
+            logger.warning(
+                f"[Record] {self._path} is not written to its end: the disk does not answer, or it is locked"
+            )
         if self._left_out:
             logger.warning(f"[Record] {self._left_out} batches are not in {self._path}")
+        if self._unfit:
+            logger.warning(f"[Record] {self._unfit} entries that could not be written are not in {self._path}")
 
     # On the writer's thread
 
     def _work(self) -> None:
         try:
             enter()  # for the filter
-            with closing(opened(self._path, self._meta, goes_on=self._goes_on)) as file:
-                self._goes_on = True
+            with closing(self._patiently(self._opened)) as file:
                 while (batch := self._queue.get()) is not None:
-                    self._write(file, batch)
+                    self._take(file, batch)
         except Exception as error:  # whatever it is, training goes on
             self._is_broken = True
-            # Other errors, such as those of a filter, may quote a customer.
-            told = f": {error}" if isinstance(error, sqlite3.Error | OSError) else ""
             logger.warning(
-                f"[Record] {self._path} can't be written ({type(error).__name__}{told}). Training goes on without a "
-                "record."
+                f"[Record] {self._path} can't be written ({type(error).__name__}: {error}). Training goes on without "
+                "a record."
             )
             while self._queue.get() is not None:  # `close` waits for room
                 pass
 
-    def _write(self, file: sqlite3.Connection, batch: Batch) -> None:
-        advantages = batch.advantages()
-        with file:  # one transaction: after a kill a batch is there or it is not
-            if self._is_first and batch.mode == "train":  # of a run that goes on: steps that are taken again
-                self._is_first = False
-                drop(file, "step >= ?", batch.step)
-            for entry in self._kept(batch):
-                self._add(file, batch, entry, advantages[entry.place])
-            self._add_calls(file, None, batch.calls)
+    def _patiently(self, work: Callable[[], T]) -> T:
+        """Do it as soon as no other process locks the file, such as a backup. Batches wait meanwhile."""
+        while True:
+            try:
+                return work()
+            except sqlite3.Error as error:
+                if not is_locked(error):
+                    raise
+            if not self._was_locked:
+                self._was_locked = True
+                logger.warning(
+                    f"[Record] {self._path} is locked by another process: batches wait, {WAITING_BATCHES} at most"
+                )
+            time.sleep(LOCK_PAUSE_S)
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._after is not None:
+            for path in self._others:
+                try:
+                    with closing(sqlite3.connect(path)) as other, other:
+                        drop_after(other, self._after)
+                except sqlite3.Error as error:
+                    if is_locked(error):
+                        raise
+                    logger.warning(
+                        f"[Record] {path} keeps its steps after {self._after}: it can't be written ({error})"
+                    )
+        return opened(self._path, self._meta, after=self._after)
+
+    def _take(self, file: sqlite3.Connection, batch: Batch) -> None:
+        before = _used_bytes(file)
+        try:
+            advantages = batch.advantages()
+            unfit = self._patiently(lambda: self._write(file, batch, advantages))
+        except Exception as error:
+            if is_of_the_file(error):
+                raise
+            unfit = [error] * len(batch.entries)
+        if unfit and not self._unfit:
+            # The words of an error, such as that of a filter, may quote a customer.
+            place = traceback.extract_tb(unfit[0].__traceback__)[-1]
+            logger.warning(
+                f"[Record] an entry of step {batch.step} is left out of {self._path}: {type(unfit[0]).__name__} at "
+                f"{place.filename}:{place.lineno}. Further ones are counted"
+            )
+        self._unfit += len(unfit)
         if self._most_bytes is not None:
-            self._make_room(file, self._most_bytes)
+            self._make_room(file, self._most_bytes, 2 * (_used_bytes(file) - before))  # batches differ
+
+    def _write(self, file: sqlite3.Connection, batch: Batch, advantages: Sequence[float | None]) -> list[Exception]:
+        """Write a batch. Returns the errors of what can't be written."""
+        unfit: list[Exception] = []
+
+        def add(write: Callable[[], None]) -> None:
+            file.execute("SAVEPOINT entry")
+            try:
+                write()
+            except Exception as error:
+                if is_of_the_file(error):
+                    raise
+                file.execute("ROLLBACK TO entry")
+                unfit.append(error)
+            file.execute("RELEASE entry")
+
+        with file:  # one transaction: after a kill a batch is there or it is not
+            file.execute("BEGIN IMMEDIATE")
+            if not self._was_evaluated and batch.mode == "eval":  # the last step may be evaluated again
+                drop(file, "mode = 'eval' AND step >= ?", batch.step)
+            for entry in self._kept(batch):
+                add(partial(self._add, file, batch, entry, advantages[entry.place]))
+            for call in batch.calls:
+                add(partial(self._add_calls, file, None, [call]))
+        self._was_evaluated |= batch.mode == "eval"
+        return unfit
 
     def _kept(self, batch: Batch) -> Sequence[Entry]:
         if self._keep is None or len(batch.entries) <= self._keep:
@@ -242,19 +321,17 @@ class Recorder:
             return [self._cleaned(each) for each in value]
         return value
 
-    def _make_room(self, file: sqlite3.Connection, most_bytes: int) -> None:
-        """Drop the oldest steps of a file that is too large. Their pages are used again."""
-        if _used_bytes(file) <= most_bytes:
+    def _make_room(self, file: sqlite3.Connection, most_bytes: int, for_next: int) -> None:
+        """Drop the oldest steps of a file that has no room for another such batch. Their pages are used again."""
+        if _used_bytes(file) + for_next <= most_bytes:
             return
         dropped = None
-        while _used_bytes(file) > PART_TO_KEEP * most_bytes:
-            [oldest, newest] = file.execute("SELECT min(step), max(step) FROM completions").fetchone()
-            if oldest == newest:
-                break
-            with file:
-                drop(file, "step <= ?", oldest)
-                file.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_up_to_step', ?)", (str(oldest),))
-            dropped = oldest
+        try:
+            while _used_bytes(file) > PART_TO_KEEP * most_bytes and (step := _drop_oldest(file)) is not None:
+                dropped = step
+        except sqlite3.Error as error:
+            if not is_locked(error):  # the next batch tries again
+                raise
         if dropped is not None and not self._has_dropped:
             self._has_dropped = True
             logger.warning(
@@ -272,28 +349,77 @@ DELETE FROM texts WHERE id NOT IN (
 """
 
 
-def drop(file: sqlite3.Connection, steps: str, step: int) -> None:
-    """Delete the completions of some steps, with all that nobody else has."""
-    of_steps = f"completion IN (SELECT id FROM completions WHERE {steps})"
+def is_of_the_file(error: Exception) -> bool:
+    """Whether an error is of the file or the disk, and not of one value."""
+    of_values = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
+    return isinstance(error, sqlite3.Error) and not isinstance(error, of_values)
+
+
+def drop(file: sqlite3.Connection, which: str, *given: object) -> None:
+    """Delete some completions, with all that nobody else has."""
+    of_them = f"completion IN (SELECT id FROM completions WHERE {which})"
     for table in ("verdicts", "calls"):
-        file.execute(f"DELETE FROM {table} WHERE {of_steps}", (step,))
-    if file.execute(f"DELETE FROM completions WHERE {steps}", (step,)).rowcount:
+        file.execute(f"DELETE FROM {table} WHERE {of_them}", given)
+    if file.execute(f"DELETE FROM completions WHERE {which}", given).rowcount:
         file.execute(UNUSED_TEXTS)
 
 
-def opened(path: Path, meta: Mapping[str, str], *, goes_on: bool = True) -> sqlite3.Connection:
-    """The file for writing, made where it is missing. `goes_on`: whether what is there stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not goes_on:
-        for each in path.parent.glob(f"{path.name}*"):  # the journals too
-            each.unlink()
-    file = sqlite3.connect(path, isolation_level="DEFERRED", check_same_thread=False)
-    file.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
-    file.execute("PRAGMA synchronous = NORMAL")  # whole after a kill; after a power cut the last steps may lack
-    if file.execute("PRAGMA user_version").fetchone()[0] != VERSION:
-        file.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+def drop_after(file: sqlite3.Connection, step: int) -> None:
+    """Delete what came after a step, calls of no completion too."""
+    last = "SELECT coalesce(max(time), 0) FROM completions WHERE step <= ?"
+    file.execute(f"DELETE FROM calls WHERE completion IS NULL AND time > ({last})", (step,))
+    drop(file, "step > ?", step)
+
+
+def _drop_oldest(file: sqlite3.Connection) -> int | None:
+    """Delete the oldest steps, about a tenth of the completions; where one step is left, its oldest batch. Calls of no
+    completion go with the batch that they came with.
+
+    Returns:
+        `int`, *optional*: the last step that is gone. `None` where one batch is left, which stays.
+    """
+    [count, newest] = file.execute("SELECT count(*), max(step) FROM completions").fetchone()
+    oldest = "SELECT max(step) FROM (SELECT step FROM completions WHERE step < ? ORDER BY step LIMIT ?)"
+    [step] = file.execute(oldest, (newest, max(int(count * (1 - PART_TO_KEEP)), 1))).fetchone()
+    which, given = "step <= ?", step
+    if step is None:
+        [first, last] = file.execute("SELECT min(time), max(time) FROM completions").fetchone()
+        if first == last:
+            return None
+        which, given = "time = ?", first  # all of a batch have the same
     with file:
-        file.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
+        file.execute("BEGIN IMMEDIATE")
+        of_no_completion = f"completion IS NULL AND time <= (SELECT max(time) FROM completions WHERE {which})"
+        file.execute(f"DELETE FROM calls WHERE {of_no_completion}", (given,))
+        drop(file, which, given)
+        if step is not None:
+            file.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_up_to_step', ?)", (str(step),))
+    return int(newest) - 1 if step is None else int(step)
+
+
+def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> sqlite3.Connection:
+    """The file for writing, readable by its owner alone. A new one takes the place of what is there, unless that is of
+    the same run, and the run goes on `after` a step: then it loses what came later."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run = meta.get("run", "")
+    if after is None or run_of(path) not in (None, run):
+        for end in ("", "-wal", "-shm", "-journal"):
+            path.with_name(f"{path.name}{end}").unlink(missing_ok=True)
+    make_private(path)
+    file = sqlite3.connect(path, isolation_level="DEFERRED", check_same_thread=False)
+    try:
+        file.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
+        file.execute("PRAGMA synchronous = NORMAL")  # whole after a kill; after a power cut the last steps may lack
+        file.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
+        if file.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+            file.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+        with file:
+            file.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
+            if after is not None:
+                drop_after(file, after)
+    except sqlite3.Error:
+        file.close()
+        raise
     return file
 
 

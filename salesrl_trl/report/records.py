@@ -199,14 +199,16 @@ class _Events:
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
         trained: tuple[float, int] | None = None
+        now_s = -math.inf
         for event in LegacyEventFileLoader(str(path)).Load():
-            self.first_s, self.last_s = min(self.first_s, event.wall_time), max(self.last_s, event.wall_time)
+            now_s = max(now_s, event.wall_time)  # a clock may be set back: in a file the order of events counts
+            self.first_s, self.last_s = min(self.first_s, now_s), max(self.last_s, now_s)
             for value in event.summary.value:
                 if value.tag.startswith(TRAIN) and (number := _scalar(value)) is not None:
                     # the file of a last evaluation has the tag `epoch` too
                     if trained is None and value.tag != TRAIN + "epoch":
-                        trained = (event.wall_time, event.step)
-                    self._add(value.tag.removeprefix(TRAIN), event.step, event.wall_time, number)
+                        trained = (now_s, event.step)
+                    self._add(value.tag.removeprefix(TRAIN), event.step, now_s, number)
         if trained is not None:
             self.starts.append(trained)
 

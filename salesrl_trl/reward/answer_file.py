@@ -1,7 +1,7 @@
 """The file in which answers are kept: SQLite, values as JSON, nothing that is executed when read.
 
-Owns the file, its lock and the messages about it. A file that can't be read or written counts as empty, which is
-logged once. No call fails or waits because of it.
+Owns the file, its lock, the checksums of values and the messages about it. A file that can't be read or written counts
+as empty, which is logged once. No call fails or waits because of it.
 
 The file holds answers in plain text, customers' words included, so it is readable by its owner alone. Its keys are
 hashes. No credential is part of either.
@@ -10,12 +10,15 @@ hashes. No credential is part of either.
 import contextlib
 import json
 import logging
-import os
+import re
 import sqlite3
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
+
+from salesrl_trl.process import is_locked, make_private
 
 T = TypeVar("T")
 
@@ -27,7 +30,6 @@ LOCK_PAUSE_S = 1.0
 """Seconds for which a locked file counts as empty, without another look at it."""
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
-_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 class AnswerFile:
@@ -56,7 +58,7 @@ class AnswerFile:
             for key in keys:
                 row = file.execute("SELECT value FROM answers WHERE key = ?", (key,)).fetchone()
                 with contextlib.suppress(ValueError, TypeError, RecursionError):  # no JSON: as if it were not there
-                    found |= {} if row is None else {key: json.loads(row[0])}
+                    found |= {} if row is None else {key: json.loads(_checked(key, row[0]))}
         except (sqlite3.Error, OSError) as error:
             if not self._is_locked(error):
                 self._may_be_read = self.may_be_written = False
@@ -75,7 +77,8 @@ class AnswerFile:
             file = self._opened()
             file.execute("BEGIN IMMEDIATE")
             try:
-                file.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", new)
+                summed = [(key, f"{_checksum(key, value)} {value}") for key, value in new]
+                file.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", summed)
                 file.execute("COMMIT")
             finally:
                 if file.in_transaction:  # not where SQLite itself has rolled back, as it does on a full disk
@@ -107,7 +110,7 @@ class AnswerFile:
     def _opened(self) -> sqlite3.Connection:
         if self._open is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            make_private(self.path)
             file = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             try:
                 file.execute(_SCHEMA)
@@ -119,10 +122,24 @@ class AnswerFile:
 
     def _is_locked(self, error: Exception) -> bool:
         """Whether another process locks the file for the moment."""
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _LOCKED:  # the lowest byte says what, the others why
+        if not is_locked(error):
             return False
         self._locked_until = time.monotonic() + LOCK_PAUSE_S
         if not self._said_locked:
             self._said_locked = True
             logger.warning(f"the cache {self.path} is locked by another process: it counts as empty while it is")
         return True
+
+
+def _checksum(key: str, value: str) -> str:
+    return f"{zlib.crc32(f'{key} {value}'.encode()):08x}"
+
+
+def _checked(key: str, stored: str) -> str:
+    """The JSON of a stored value. One of an earlier version has no checksum. Raises `ValueError` for another one."""
+    if not re.match("[0-9a-f]{8} ", stored):
+        return stored
+    checksum, _, value = stored.partition(" ")
+    if checksum != _checksum(key, value):
+        raise ValueError("another value than was written")
+    return value

@@ -40,6 +40,21 @@ _OF_ONE_THREAD = (
 )
 TRAINER_STATE = "trainer_state"
 """The trainer's state, beside the columns of a row."""
+ORIGIN = "_origin"
+"""Where a completion comes from, beside the columns of a row: an `Origin`."""
+UNNAMED = "a row"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a completion comes from, for a reward that looks it up in a record."""
+
+    row: Example
+    """The row as the dataset has it, without what an environment or the sampler adds."""
+    mode: str
+    """TRL's name of its purpose: `"train"` or `"eval"`."""
+    step: int
+    """Optimizer steps that the weights had taken which sampled it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +122,7 @@ class BatchedReward(ABC):
 
     def row_id(self, row: Any) -> str:
         """The name of a row, for log lines."""
-        return f"row {row}" if isinstance(row, int) else "a row"
+        return f"row {row}" if isinstance(row, int) else UNNAMED
 
     @property
     def function_names(self) -> dict[str, str]:

@@ -32,19 +32,17 @@ from typing import Any, overload
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.apart import HeldUp
-from salesrl_trl.reward.base import DEADLINE_S, TRAINER_STATE, BatchedReward, RewardNames
+from salesrl_trl.reward.base import DEADLINE_S, ORIGIN, TRAINER_STATE, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.calls import Together, in_a_thread
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import LARGEST_REWARD, Example, Outcome, Reward
+from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Example, Outcome, Reward
 
 Function = Callable[..., Any]
 
-NOT_APPLICABLE = "not_applicable"
-"""Reason of a completion for which a function returned `None`."""
 MOST_CALLS = 1024
 """Calls in flight of a function without a transport of its own."""
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
@@ -145,7 +143,8 @@ class RewardFunction(BatchedReward):
 
     def row_of(self, example: Example) -> Mapping[str, Any]:
         """The columns that the function takes, and the prompt."""
-        return {name: value for name, value in example.items() if self._takes_all or name in (*self._named, "prompt")}
+        taken = (name for name in example if self._takes_all or name in (*self._named, "prompt"))
+        return {name: example[name] for name in taken if name != ORIGIN}
 
     @property
     def names(self) -> RewardNames:
@@ -208,7 +207,8 @@ class RewardFunction(BatchedReward):
             with deadline(self.deadline_s):
                 return await self._transport.call(lambda: self._called(samples))
         except ServiceError as error:
-            return [missing(Outcome.INFRA, error.code, {})] * len(samples)
+            code = f"{self.code}_missing" if error.code == NOT_APPLICABLE else error.code  # it has failed
+            return [missing(Outcome.INFRA, code, {})] * len(samples)
 
     async def _called(self, samples: Sequence[Sample]) -> list[Reward]:
         """Call the function once.
@@ -288,9 +288,9 @@ class RewardFunction(BatchedReward):
     def _reward(self, value: Any) -> Reward:
         """The reward that a function returned for one completion."""
         if value is None:
-            return Reward.missing(NOT_APPLICABLE)
+            return missing(Outcome.INFRA, NOT_APPLICABLE, {})
         if isinstance(value, Reward):
-            if value.value is None and not _CODE.fullmatch(value.reason):
+            if value.value is None and (value.reason in RESERVED_REASONS or not _CODE.fullmatch(value.reason)):
                 return replace(value, reason=f"{self.code}_missing")  # a text may quote a customer
             parts = {f"{self.__name__}/{name}": part for name, part in value.components.items() if part is not None}
             told = {f"{self.__name__}/reason": value.reason} if value.reason else {}

@@ -19,12 +19,11 @@ from typing import Any
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.base import DEADLINE_S, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, RewardBatch, Sample
-from salesrl_trl.reward.functions import NOT_APPLICABLE
 from salesrl_trl.reward.judge.base import ProviderUsage
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Example, Outcome, Reward
+from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 
 
 class MixedReward(BatchedReward):

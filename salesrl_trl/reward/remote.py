@@ -5,7 +5,7 @@ process keeps the batch, its deadlines and its report, and pays two short messag
 reward does everything else in a child (`worker`), from parsing to the caches. It is sent there before its first use.
 
 Owns the child's life and the messages to it. A child that dies, or does not answer any more, is replaced. The
-completions that it was scoring are missing.
+completions that it was scoring are asked again of the next one, once.
 """
 
 import asyncio
@@ -18,21 +18,25 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FunctionType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.process import child_environment
 from salesrl_trl.recording.trail import Trail
-from salesrl_trl.reward.base import TRAINER_STATE, BatchedReward, RewardNames
+from salesrl_trl.reward.base import ORIGIN, TRAINER_STATE, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, RewardBatch, Sample
 from salesrl_trl.reward.scoring import missing
+from salesrl_trl.reward.service.deadline import remaining_s
 from salesrl_trl.reward.service.per_event_loop import PerLoop
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example, Outcome, Reward
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +47,6 @@ ANSWER_S = 10.0
 """Longest wait for the child's answer about itself. It answers at once unless the machine is overloaded."""
 IN_HAND_S = 3.0
 """The same where a person or the end of a run waits for it."""
-CLOSE_S = 8.0
-"""Longest wait for the child to close its reward. `apart` gives that up a second earlier."""
 
 PING_S = 5.0
 """Time between two looks at whether the child is alive. One that was stopped, or hangs, keeps its socket open."""
@@ -59,6 +61,12 @@ InHand: TypeAlias = tuple[int, list[str], list[Span]]
 """A completion that the child scores: its number, its stages under way, its spans so far."""
 Scored: TypeAlias = tuple[Reward, list[Span], Trail | None]
 """The child's answer for a completion."""
+
+
+class _ChildEnded(ServiceUnavailable):
+    """The child ended before its answer."""
+
+    default_code = "reward_process_ended"
 
 
 class Channel:
@@ -109,7 +117,8 @@ class _Child:
         self._starting: asyncio.Task[Channel] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._heard = False  # since the latest ping
+        self._messages = 0  # from it
+        self._silent_at: int | None = None  # messages when a wait was in vain
 
     async def ask(self, kind: str, *what: object) -> object:
         """The answer to a question. Raises `ServiceUnavailable` where the child ends before."""
@@ -124,6 +133,20 @@ class _Child:
         channel.send(kind, number, *what)
         return number, answer
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing was heard since a wait that was in vain."""
+        return self._silent_at == self._messages
+
+    async def within(self, seconds: float, answer: Callable[[], Awaitable[T]]) -> T:
+        """Wait for an answer at most so long, and not at all for a child that is silent. Raises `TimeoutError`."""
+        heard = self._messages
+        try:
+            return await asyncio.wait_for(answer(), 0.0 if self.is_silent else seconds)
+        except TimeoutError:
+            self._silent_at = heard
+            raise
+
     async def send(self, kind: str, *what: object) -> None:
         """Send a message that has no answer. Does nothing where the child does not start: a question raises then."""
         with contextlib.suppress(ServiceUnavailable):
@@ -131,18 +154,14 @@ class _Child:
 
     async def aclose(self) -> None:
         """Let it close its connections, and end it."""
-        if self._channel is None or self._process is None or self._process.poll() is not None:
+        channel = self._channel
+        if channel is None or self._process is None or self._process.poll() is not None:
             return
-        with contextlib.suppress(ServiceUnavailable):
-            try:
-                await asyncio.wait_for(self.ask("ping"), IN_HAND_S)
-                await asyncio.wait_for(self.ask("close"), CLOSE_S)
-            except TimeoutError:  # what holds Python's lock there will not end
-                self._process.kill()
-        if self._channel is not None:
-            self._channel.close()
+        with contextlib.suppress(TimeoutError, ServiceUnavailable):
+            await self.within(ANSWER_S, partial(self.ask, "close"))
+        channel.close()
         if self._reading is not None:
-            _, still = await asyncio.wait([self._reading], timeout=ANSWER_S)
+            _, still = await asyncio.wait([self._reading], timeout=0.0 if self.is_silent else ANSWER_S)
             if still:  # it does not answer
                 self._process.kill()
                 await self._reading
@@ -184,11 +203,13 @@ class _Child:
         """End the child once it is silent for too long."""
         silent, most_silent = 0, MOST_SILENT_PINGS_AT_START
         while silent < most_silent:
-            self._heard = False
+            heard = self._messages
             channel.send("ping", _PING)
             await asyncio.sleep(PING_S)
-            silent = 0 if self._heard else silent + 1
-            most_silent = MOST_SILENT_PINGS if self._heard else most_silent
+            if self._messages > heard:
+                silent, most_silent = 0, MOST_SILENT_PINGS
+            else:
+                silent += 1
         logger.error(f"the reward process has not answered for {silent * PING_S:g} s, and is ended")
         process.kill()
 
@@ -196,7 +217,7 @@ class _Child:
         watching = asyncio.ensure_future(self._watch(channel, process))
         try:
             async for number, answer in channel.messages():
-                self._heard = True
+                self._messages += 1
                 waiting = self._waiting.pop(number, None)
                 if waiting is None or waiting.done():
                     continue
@@ -212,16 +233,13 @@ class _Child:
         channel.close()
         code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
         self._channel = self._starting = None
-        lost, self._waiting = self._waiting, {}
+        lost, self._waiting = [each for each in self._waiting.values() if not each.done()], {}
         if lost or code:
-            logger.error(
-                f"the reward process ended with code {code}; {len(lost)} calls are lost, the next starts anew"
-            )
-        for waiting in lost.values():
-            if not waiting.done():
-                ended = f"the reward process ended with code {code}. {_REMEDY}"
-                waiting.set_exception(ServiceUnavailable(ended, code="reward_process_ended"))
-                waiting.exception()  # seen, also where nobody waits any more
+            again = f"; what it had in hand ({len(lost)} calls) is asked again of the next, once" if lost else ""
+            logger.error(f"the reward process ended with code {code}{again}")
+        for waiting in lost:
+            waiting.set_exception(_ChildEnded(f"the reward process ended with code {code}. {_REMEDY}"))
+            waiting.exception()  # seen, also where nobody waits any more
 
 
 class _Pickler(pickle.Pickler):
@@ -239,8 +257,22 @@ def _pickled(value: object) -> bytes:
     return buffer.getvalue()
 
 
+@dataclass(slots=True)
+class _Unit:
+    """Completions that are scored together."""
+
+    out: int = 0
+    """How many of them wait for their reward."""
+    scored: dict[int, Sample] = field(default_factory=dict)
+    """Those that have theirs, by place."""
+
+
 class RemoteReward(BatchedReward):
     """A reward that runs in a process of its own.
+
+    Completions whose child ends are asked again of the next one, once, in the time that they have left. Those of the
+    oldest batch come first, and those of another batch when these are settled. So a text that ends each child that
+    reads it costs its own batch alone.
 
     Args:
         chain (`BatchedReward`):
@@ -266,6 +298,8 @@ class RemoteReward(BatchedReward):
         self._loop: asyncio.AbstractEventLoop | None = None  # the one in use
         self._asked: dict[int, StageTimes] = {}  # the completions that the child scores, by number
         self._sending: set[asyncio.Task[None]] = set()
+        self._units: dict[tuple[int, int], _Unit] = {}  # by batch and number, while one of them is out
+        self._again: dict[asyncio.Future[None], int] = {}  # of completions that are asked again: the batch of each
 
     @property
     def names(self) -> RewardNames:
@@ -284,7 +318,8 @@ class RemoteReward(BatchedReward):
 
     def row_of(self, example: Example) -> Any:
         """As `BatchedReward.row_of`, without the trainer's state, which grows with every log line."""
-        return self._local.row_of({name: each for name, each in example.items() if name != TRAINER_STATE})
+        beside = (TRAINER_STATE, ORIGIN)
+        return self._local.row_of({name: each for name, each in example.items() if name not in beside})
 
     def row_id(self, row: Any) -> str:
         """As `BatchedReward.row_id`."""
@@ -309,7 +344,8 @@ class RemoteReward(BatchedReward):
         drained: BatchReport | None = None
         if self._loop is not None:
             try:
-                drained = cast(BatchReport, await asyncio.wait_for(self._child().ask("drained"), ANSWER_S))
+                child = self._child()
+                drained = cast(BatchReport, await child.within(ANSWER_S, partial(child.ask, "drained")))
             except (TimeoutError, ServiceError) as error:
                 _warn_of_silence(error)
         if drained is None:  # nothing was asked yet, or the child is gone and its counts with it
@@ -335,27 +371,59 @@ class RemoteReward(BatchedReward):
         return self._children.get()
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        child = self._child()
+        key = (sample.batch, sample.place // self.unit(sample.group, sample.size))
+        unit = self._units.setdefault(key, _Unit())
+        unit.scored.pop(sample.place, None)
+        unit.out += 1
         try:
-            number, answer = await child.asked("score", sample, stages.track)
-        except ServiceError as error:  # it did not start
+            try:
+                reward = await self._asked_once(sample, stages)
+            except _ChildEnded:
+                reward = await self._asked_again(sample, stages, unit)
+            unit.scored[sample.place] = sample
+            return reward
+        except ServiceError as error:  # no child starts, or the next one has ended too
             return missing(Outcome.INFRA, error.code, stages.seconds)
+        finally:
+            unit.out -= 1
+            if not unit.out:
+                del self._units[key]
+
+    async def _asked_once(self, sample: Sample, stages: StageTimes) -> Reward:
+        """The child's reward. Raises `ServiceError` where there is no child, or it ends before."""
+        child = self._child()
+        number, answer = await child.asked("score", sample, stages.track, remaining_s())
         self._asked[number] = stages
         try:
             reward, spans, stages.trail = cast(Scored, await asyncio.shield(answer))
-        except ServiceError as error:  # the child is gone
-            return missing(Outcome.INFRA, error.code, stages.seconds)
         except asyncio.CancelledError:
             await child.send("cancel", number)
             with contextlib.suppress(TimeoutError, ServiceError):
-                last = cast(Scored, await asyncio.wait_for(asyncio.shield(answer), LAST_WORD_S))
+                last = cast(Scored, await child.within(LAST_WORD_S, lambda: asyncio.shield(answer)))
                 _, spans, stages.trail = last
                 stages.adopt(spans)
+            answer.cancel()  # nobody waits for it any more
             raise
         finally:
             del self._asked[number]
         stages.adopt(spans)
         return reward
+
+    async def _asked_again(self, sample: Sample, stages: StageTimes, unit: _Unit) -> Reward:
+        """The next child's reward. Those that were scored together with the completion are sent with it."""
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._again[settled] = sample.batch
+        try:
+            await asyncio.sleep(0)  # until all that were lost with it are listed
+            if earlier := [other for other, batch in self._again.items() if batch < sample.batch]:
+                await asyncio.wait(earlier)
+            mates, unit.scored = unit.scored, {}
+            for mate in mates.values():
+                await self._child().asked("score", mate, stages.track, remaining_s())
+            return await self._asked_once(sample, stages)
+        finally:
+            del self._again[settled]
+            settled.set_result(None)
 
     def _send(self, kind: str, *what: object) -> None:
         task = asyncio.ensure_future(self._child().send(kind, *what))
@@ -377,7 +445,8 @@ class RemoteReward(BatchedReward):
             return []
 
         async def ask() -> list[InHand]:
-            return cast(list[InHand], await asyncio.wait_for(self._children.get().ask("in_hand"), IN_HAND_S))
+            child = self._children.get()
+            return cast(list[InHand], await child.within(IN_HAND_S, partial(child.ask, "in_hand")))
 
         try:
             return asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * IN_HAND_S)

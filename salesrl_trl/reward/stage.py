@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.types import Action, Answer, InvalidAction, Outcome, SalesRow, Verdict
+from salesrl_trl.types import RESERVED_REASONS, Action, Answer, InvalidAction, Outcome, SalesRow, Verdict
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -112,8 +112,11 @@ class RewardStage(ABC):
             `ValueError`: the stage adds a component that it does not name, or its reason is no short code.
         """
         if not isinstance(result, Added):
-            if not _REASON.fullmatch(result.reason):
-                raise ValueError(f"the reason of stage {self.name!r} is no short code. Expected a-z, 0-9 and _.")
+            if not _REASON.fullmatch(result.reason) or result.reason in RESERVED_REASONS:
+                raise ValueError(
+                    f"the reason of stage {self.name!r} is no short code of its own. Expected a-z, 0-9 and _, and "
+                    f"none of {', '.join(sorted(RESERVED_REASONS))}."
+                )
             return result
         unknown = (result.components.keys() | result.reference.keys()) - set(self.components)
         if unknown:

@@ -76,9 +76,9 @@ class Worker:
         if number is not None:
             self._channel.send_bytes(content)
 
-    def _start(self, number: int, sample: Sample, track: str) -> None:
+    def _start(self, number: int, sample: Sample, track: str, left_s: float) -> None:
         stages = StageTimes(track)
-        with deadline(self._chain.deadline_s):
+        with deadline(min(self._chain.deadline_s, left_s)):
             task = asyncio.ensure_future(self._apart.call(self._chain.score, sample, stages))
         self._in_hand_by[number] = (task, stages)
 

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import gather, reduce
 
 from salesrl_trl.kl.penalty import loss_mask
+from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.staleness import correction_sums
 
 RATIO = "importance_sampling_ratio"
@@ -102,7 +103,8 @@ class CorrectionAtStep:
         ratio = inputs[RATIO] = importance_ratio(logps, sampled, mask, *self._bounds)
         apart = (logps - sampled).abs()
         known = mask & ~apart.isnan()
-        counts = torch.ones_like(ratio, dtype=torch.bool) if ratio.size(1) == 1 else mask
+        left = ~inputs[FAILED][:, None] if FAILED in inputs else torch.ones_like(mask[:, :1])  # (B, 1)
+        counts = left if ratio.size(1) == 1 else mask
         sums = [
             torch.where(known, apart, 0.0).sum(), known.sum(), torch.where(counts, ratio, 0.0).sum(), counts.sum(),
             *correction_sums(ratio, inputs["completion_mask"], *self._bounds),

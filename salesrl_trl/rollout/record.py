@@ -46,7 +46,7 @@ def batch_of(
         Entry(
             row=recorded_name(reward, row, example),
             branch=branches.of(example),
-            prompt=example["prompt"],
+            prompt=example.get("prompt"),
             text=completion_text(completion),
             tokens=None if ids is None else len(ids[place]),
             place=place,

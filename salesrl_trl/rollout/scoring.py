@@ -18,18 +18,19 @@ from accelerate.utils import gather, gather_object, reduce
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.evaluation.held_out import Written
+from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.figures import encode, encode_report
-from salesrl_trl.reward.functions import NOT_APPLICABLE
 from salesrl_trl.rollout.correction import OLD, RATIO
 from salesrl_trl.rollout.groups import ScoredGroups
+from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.record import batch_of
 from salesrl_trl.rollout.staleness import correction_sums
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.types import Example, Outcome, Reward
+from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import on_any_rank
@@ -70,6 +71,8 @@ class ScoringSettings:
     """TRL's setting: by what advantages are divided."""
     examples: int
     """Held-out conversations that are shown with what the policy wrote."""
+    leaves_out_failed: bool
+    """Whether failed completions are out of the loss. Else they are in it with an advantage of 0, as in TRL."""
     correction: tuple[str, float | None, float | None]
     """TRL's `vllm_importance_sampling_mode`, and its `_clip_min` and `_clip_max`."""
 
@@ -121,6 +124,8 @@ class Scoring:
         self.rollout: Rollout | None = None
         """The rollout that TRL is at work on; `None` in between."""
         self._waiting: Rollout | None = None
+        self.in_parts = False
+        """Whether the generation batch in training was begun before all its rewards were in."""
 
     @property
     def current(self) -> Rollout:
@@ -152,6 +157,7 @@ class Scoring:
         groups = ScoredGroups(len(inputs), settings.micro_batch, settings.group)
         rollout.groups = groups if in_groups else None
         output = self._scored(rollout, update)
+        self.in_parts = rollout.is_in_parts
         if rollout.is_complete and not in_order:
             rollout.groups = None  # nothing to wait for: TRL's own way
             return output
@@ -196,6 +202,10 @@ class Scoring:
             output = self._score(rollout)
         finally:
             self.rollout = None
+        rollout.is_in_parts = rollout.is_in_parts or not rollout.is_complete
+        is_skipped = self._run_control.is_skipping and rollout.is_complete and rollout.is_trained_on
+        if rollout.is_trained_on and not is_skipped:
+            self.leave_out_failed(rollout, output)
         if rollout.is_complete:
             self._record_staleness(rollout, output, update)
         output["branch_ids"] = torch.tensor(self._settings.branches.ids(rollout.inputs)).to(
@@ -207,7 +217,7 @@ class Scoring:
             del output[OLD], output[RATIO]
         if self._settings.hybrid_reference_weight and rollout.is_trained_on:
             output["advantages"] = self._hybrid_advantages(rollout)
-        if self._run_control.is_skipping and rollout.is_complete and rollout.is_trained_on:
+        if is_skipped:
             # No token counts: the loss and its gradient are zero under every normaliser.
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
@@ -217,6 +227,22 @@ class Scoring:
             advantages = output["advantages"] if rollout.is_trained_on else None
             recorder.record(batch_of(rollout, advantages, update, self._desk.reward, self._settings.branches))
         return output
+
+    def leave_out_failed(self, rollout: Rollout, output: Output) -> None:
+        """Take failed completions out of TRL's output for a rollout: none of their tokens counts; a collective.
+
+        `normaliser` makes up for them. It is told by `FAILED`: of a batch in parts always, else if one failed on any
+        rank.
+        """
+        failed = rollout.failed  # (world size x B,)
+        if not self._settings.leaves_out_failed or not (rollout.is_in_parts or failed.any()):
+            return
+        size = len(rollout.inputs)
+        own = failed[PartialState().process_index * size :][:size]
+        output["completion_mask"] = output["completion_mask"] * ~own[:, None]
+        output[FAILED] = own
+        if not rollout.is_in_parts:  # else tokens of other groups may still leave
+            output["num_items_in_batch"] = gather(loss_mask(output).sum()).sum()
 
     def rewards_so_far(self, rollout: Rollout) -> torch.Tensor | None:
         """The rewards so far, NaN for the rest: shape (world size x B, functions). `None` when all are in. A
@@ -233,7 +259,8 @@ class Scoring:
         rollout.scored = gathered[:, : -1 - width].cpu()
         values = gathered[:, -1 - width : -1].to(torch.float32)
         values[partly_scored(values, rollout.group)] = torch.nan
-        scored_fraction = (~torch.isnan(values).all(dim=1)).float().mean().item()
+        rollout.failed = torch.isnan(values).all(dim=1)  # and those that are not in: nobody trains on them yet
+        scored_fraction = (~rollout.failed).float().mean().item()
         in_by_rank = gathered[:, -1].bool().view(-1, len(rewards)).cpu()  # (world size, B)
         groups.record(in_by_rank, PartialState().process_index, scored_fraction, self._run_control.wanted_fraction)
         return None if groups.complete else values
@@ -255,6 +282,7 @@ class Scoring:
         assert rollout.result is not None
         rollout.completions = completions
         rewards = self._compared(rollout, rewards)
+        rollout.failed = torch.isnan(rewards).all(dim=1)  # (world size x B,), the same on every rank
         if rollout.mode == "eval" and self._settings.examples:
             prompts = [example.get("prompt") for example in rollout.inputs]
             self._ledger.record_written("eval", map(Written, prompts, completions, rollout.result.values))
@@ -262,17 +290,18 @@ class Scoring:
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         rank = PartialState().process_index
-        failed = gather_object([(reward.reason, reward.value is None, rank) for reward in faulty])
-        self._run_control.record_reasons(reason for reason, is_missing, _ in failed if is_missing)
+        is_refused = self._run_control.is_refused([reward.reason for reward in faulty if reward.value is None])
+        failed = gather_object([(reward.reason, reward.value is None, is_refused, rank) for reward in faulty])
+        self._run_control.record_refusal(any(refused for *_, refused, _ in failed))  # as each rank's account had it
         self._ledger.record_rewards(mode, rollout.scored, (reason for reason, *_ in failed))
         self._ledger.record_report(mode, gather(encode_report(result.report).to(self._device)).cpu())
         if rollout.is_trained_on:
             report = result.report
             self._instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
-            scored = ~torch.isnan(rewards).all(dim=1)  # (world size x B,), the same on every rank
+            scored = ~rollout.failed
             self._ledger.record_groups(scored, self._settings.group)
             by_rank: dict[int, Counter[str]] = {}
-            for reason, is_missing, of_rank in failed:
+            for reason, is_missing, _, of_rank in failed:
                 by_rank.setdefault(of_rank, Counter()).update([reason] * is_missing)
             missing = sum(by_rank.values(), Counter[str]())
             # Completions to which no function applies did not fail.

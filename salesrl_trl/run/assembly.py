@@ -123,7 +123,9 @@ def open_reward(
             yield combined(rewards, weights, training.reward_process)
             return
         reward = combined(rewards, weights, training.reward_process and not config.asks_nobody)
-        yield ReplayReward(reward, config.replayed, config.on_miss, delays=config.replay_delays)
+        yield ReplayReward(
+            reward, config.replayed, config.on_miss, delays=config.replay_delays, rank=training.process_index
+        )
 
 
 @contextlib.contextmanager

@@ -4,18 +4,29 @@ Owns the loading of the policy, which `preflight` tries out too. `assembly` buil
 """
 
 import logging
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate import PartialState
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from accelerate.utils import broadcast_object_list
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerState,
+)
 from trl import get_peft_config, get_quantization_config
 
 from salesrl_trl import __version__
+from salesrl_trl.checkpoint.keeper import STATE_FILE
 from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.names import StartUp
-from salesrl_trl.recording.schema import record_file
+from salesrl_trl.recording.reader import record_files, run_of
+from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.desk import RewardDesk
@@ -49,14 +60,28 @@ def build_instruments(config: RunConfig, *, records: bool = False) -> Instrument
 
 
 def _recorder(config: RunConfig) -> Recorder:
+    """The recorder of this rank; a collective. A run that goes on has the id that its first rank's file has."""
     telemetry, training = config.telemetry, config.training
+    folder, resumed = Path(training.output_dir), training.resume_from_checkpoint
+    after, before = None, None
+    if resumed is not None and Path(resumed).resolve().parent == folder.resolve():  # of a run in this folder
+        after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
+        before = run_of(record_file(folder, 0))
+    [run] = broadcast_object_list([uuid.uuid4().hex if before is None else before])
+    gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= training.world_size]
     return Recorder(
-        record_file(Path(training.output_dir), training.process_index),
+        record_file(folder, training.process_index),
         keep=telemetry.keep_samples,
         most_bytes=int(telemetry.record_gib * 2**30),
         clean=telemetry.record_clean(),
-        meta={"salesrl_trl": __version__, "process": str(training.process_index), "output_dir": training.output_dir},
-        goes_on=training.resume_from_checkpoint is not None,
+        meta={
+            "run": run,
+            "salesrl_trl": __version__,
+            "process": str(training.process_index),
+            "output_dir": training.output_dir,
+        },
+        after=after,
+        others=gone if training.local_process_index == 0 else (),
     )
 
 
@@ -70,6 +95,7 @@ def take_policy(plan: Plan, instruments: Instruments) -> None:
             if PartialState().is_main_process:
                 for line in _banner(plan):
                     logger.info(line)
+                plan.config.training.machine_notes.clear()  # the trainer logs those that were not told
             plan.policy = load_policy(plan.config, plan.dtype)
 
 

@@ -134,8 +134,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "For training take torch's own: `--attn_implementation sdpa`, which always works.",
-            "For vLLM leave the choice to it: remove `VLLM_ATTENTION_BACKEND` from the environment and "
-            "`attention_backend` from `--vllm_engine_kwargs`.",
+            "For vLLM leave the choice to it: remove `attention_backend` from `--vllm_engine_kwargs`. vLLM does not "
+            "read `VLLM_ATTENTION_BACKEND` any more.",
             "For FlashAttention: `scripts/install_flash_attn.sh`. It needs an Ampere GPU or later, and `bf16: true`.",
         ),
     ),

@@ -55,7 +55,7 @@ class Words:
     follows: bool = False
     """Whether the error follows from that of another process, which then is the one to report."""
     at: float = 0.0
-    """Seconds since the epoch."""
+    """Seconds of the machine's monotonic clock, which its processes share."""
 
 
 def speak(words: Words, terminal: int = 2) -> None:
@@ -76,7 +76,7 @@ def speak(words: Words, terminal: int = 2) -> None:
         folder = Path(given) if given else Path(tempfile.gettempdir()) / f"salesrl_trl-{launcher}-{_started(launcher)}"
         folder.mkdir(mode=0o700, exist_ok=True)
         unfinished = folder / f"{os.getpid()}.part"
-        unfinished.write_text(json.dumps({**asdict(words), "at": time.time()}), encoding="utf-8")
+        unfinished.write_text(json.dumps({**asdict(words), "at": time.monotonic()}), encoding="utf-8")
         unfinished.rename(unfinished.with_suffix(".json"))
         with contextlib.suppress(FileExistsError):
             (folder / f"spoken-{words.follows}").touch(exist_ok=False)

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.run.settings import RunConfig
+from salesrl_trl.telemetry.trackers import spared
 
 Settings = Mapping[str, object]
 
@@ -45,7 +46,8 @@ class RunSettings(TrainerCallback):
     ) -> None:
         if state.is_world_process_zero:
             for name in args.report_to:
-                _configured(name, self._settings)
+                with spared(f"the settings for {name}"):
+                    _configured(name, self._settings)
 
 
 def _configured(tracker: str, settings: Settings) -> None:

@@ -97,7 +97,7 @@ class Ahead:
         self._left = 0
 
     def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool) -> None:
-        """Begin a micro-batch.
+        """Begin a micro-batch. The first of an update: a collective, as `SharedPrompts.begin_update`.
 
         Args:
             batches (`Sequence[MicroBatch]`):
@@ -109,6 +109,8 @@ class Ahead:
         """
         if self._held and self._held[0].batch is not batches[0]:
             raise RuntimeError("another micro-batch came than the one whose pass was made: its gradient would be lost")
+        if not self._left:
+            self._prompts.begin_update()
         self._left = 0 if is_last else (self._left or update) - 1
         self._batches = [*batches[: self._left + 1]]
 

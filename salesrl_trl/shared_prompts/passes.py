@@ -6,6 +6,7 @@ fused head gives log-probs and entropies of the row, at its temperature, in its 
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +21,14 @@ from salesrl_trl.replaced import replaced
 from salesrl_trl.shared_prompts.attention import LAYOUT, LayoutLostError, install, stand_in_mask
 from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.layout import Group, Layout, Row, groups_of, layout_of
-from salesrl_trl.shared_prompts.support import attention_of, has_dropout, rope_limit_of, why_not_shared, window_of
+from salesrl_trl.shared_prompts.support import (
+    attention_of,
+    draws_beyond_dropout,
+    has_dropout,
+    rope_limit_of,
+    why_not_shared,
+    window_of,
+)
 
 logger = get_logger(__name__)
 
@@ -35,6 +43,12 @@ MORE_PADDING = 8
 positions without it. In 16 bits TRL's own log-probs without these columns show how much rounding matters."""
 TIMES_THE_ROUNDING = 4.0
 """How much farther than that from TRL's log-probs the row's may be."""
+AGAIN_AFTER = (1, 2)
+"""Updates after which both ways are compared once more: a fresh adapter changes nothing, so that the first comparison
+does not see it. With a warm-up the first update has a learning rate of 0."""
+MOST_OF_AN_ERROR = 200
+"""Characters of an error in the line that names it."""
+_ON_ANOTHER_RANK = "another rank found that it can't"
 _COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
 
 
@@ -52,6 +66,8 @@ class PassSettings:
     """Tokens of a pass without gradients, at most. `MOST_TOKENS` when not given."""
     highest: Callable[[int], int]
     """The highest number of the ranks that make their passes together; a collective if there are several."""
+    highest_of_all: Callable[[int], int] = int
+    """The highest number of all ranks; a collective if there are several."""
 
 
 class SharedPrompts:
@@ -72,16 +88,33 @@ class SharedPrompts:
         self._has_dropout = has_dropout(model)
         self.is_checked = False
         """Whether a batch was compared with TRL's way."""
+        self._is_due = True
+        """Whether the next batch with a shared prompt is compared."""
+        self._updates = 0
         self._told: set[str] = set()
         reason = settings.hindrance or why_not_shared(model) if settings.is_on else None
         self.is_on = settings.is_on and reason is None
         """Whether batches go this way."""
+        self._is_agreed = not self.is_on
         if reason is not None:
             self._tell(reason)
         if self.is_on:
             self._window, self._rope_limit = window_of(model), rope_limit_of(model)
             self._attention = attention_of(model)
             install(self._attention)
+
+    def begin_update(self) -> None:
+        """Begin an update; a collective, until all ranks have compared. One that can't share prompts stops all."""
+        self._updates += 1
+        self._is_due |= self._updates - 1 in AGAIN_AFTER
+        if self._is_agreed:
+            return
+        is_open = not self.is_checked or self._updates <= max(AGAIN_AFTER) + 1
+        stage = self._settings.highest_of_all(int(is_open) if self.is_on else 2)
+        self._is_agreed = stage != 1
+        if stage == 2 and self.is_on:
+            self.is_on = False
+            self._tell(_ON_ANOTHER_RANK)
 
     def log_probs(
         self,
@@ -122,7 +155,8 @@ class SharedPrompts:
     def groups(
         self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", vision: Mapping[str, Any]
     ) -> list[Group] | None:
-        """The groups of a batch; `None` if it goes TRL's way. The first one is compared with TRL's way."""
+        """The groups of a batch; `None` if it goes TRL's way. The first one is compared with TRL's way, and one after
+        each of the first updates."""
         if not self.is_on or vision.get("pixel_values") is not None:
             return None
         groups = groups_of(*batch)
@@ -142,7 +176,7 @@ class SharedPrompts:
         if hindrance is not None or groups is None:
             self._tell(str(hindrance))
             return None
-        if not self.is_checked:
+        if self._is_due:
             self._compare(upstream, model, batch, groups)
         return groups if self.is_checked and self.is_on else None
 
@@ -187,8 +221,7 @@ class SharedPrompts:
     def _compare(
         self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", groups: Sequence[Group]
     ) -> None:
-        """Compare two completions of a prompt with TRL's way, at the first batch that has some. As many passes on
-        each rank."""
+        """Compare two completions of a prompt with TRL's way, where a batch has some. As many passes on each rank."""
         ids, mask, width = batch
         written = (group.only([i for i, tokens in enumerate(group.completions) if tokens]) for group in groups)
         shared = next((group.rows for group in written if len(group.rows) > 1 and group.prompt > 1), None)
@@ -203,35 +236,53 @@ class SharedPrompts:
         with self._settings.autocast():
             kind = _format(model)
         bound = ROUNDING.get(kind, max(ROUNDING.values()))
-        was_training = model.training
+        was_training, ours, fault = model.training, None, None
         model.eval()  # dropout would make all of them differ
         try:
             trl = upstream(model, ids, mask, width)[0]
-            ours = self.of(model, Columns(ids, mask, width), groups_of(ids, mask, width) or ())[0]
             if kind in HALVES:  # positions further left: other roundings of rotary embeddings
                 again = upstream(model, ids[:, hidden:], mask[:, hidden:], width)[0]
                 bound = max(bound, TIMES_THE_ROUNDING * _apart(again, trl, counted))
-        except LayoutLostError as error:
-            self.is_checked, self.is_on = True, False
-            self._tell(str(error))
-            return
+            ours, fault = self._tried(model, Columns(ids, mask, width))
         finally:
             model.train(was_training)
-        apart = _apart(ours, trl, counted)
-        self.is_checked = True
-        self.is_on = not self._settings.highest(not apart <= bound)
-        if self.is_on:
+        apart = math.nan if ours is None else _apart(ours, trl, counted)
+        if fault is None and not apart <= bound:
+            fault = f"{_COMPARED.format(apart)}, expected at most {bound:.2g}"
+        is_first, self.is_checked, self._is_due = not self.is_checked, True, False
+        self.is_on = not self._settings.highest(fault is not None)
+        if not self.is_on:
+            self._tell(fault or _ON_ANOTHER_RANK, everywhere=fault is not None)
+        elif is_first:
             dropout = "; dropout is drawn once for all of them" if self._has_dropout else ""
             line = f"completions of a prompt go through the model with one copy of it{dropout}"
             logger.info(f"[Prompts] {line}; {_COMPARED.format(apart)}")
-        else:
-            self._tell(f"{_COMPARED.format(apart)}, expected at most {bound:.2g}")
 
-    def _tell(self, reason: str) -> None:
+    def _tried(self, model: nn.Module, pair: "Columns") -> tuple[torch.Tensor | None, str | None]:
+        """The log-probs of a pass over two completions, and what speaks against such passes. An error does: TRL's own
+        may be possible. Memory that is too small does not: TRL's take no less."""
+        groups = groups_of(*pair) or ()
+        try:
+            ours = self.of(model, pair, groups)[0]
+            is_first = not self.is_checked
+            if is_first and draws_beyond_dropout(model, ours, lambda: self.of(model, pair, groups)[0]):
+                return ours, "the model draws random numbers in training, and completions of a prompt would share them"
+            return ours, None
+        except torch.OutOfMemoryError:
+            raise
+        except LayoutLostError as error:
+            return None, str(error)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return None, f"such a pass fails ({said[:MOST_OF_AN_ERROR]})"
+
+    def _tell(self, reason: str, *, everywhere: bool = False) -> None:
+        """Say it once. `everywhere`: on this rank, whichever it is; else on the main one."""
         if reason not in self._told:
             self._told.add(reason)
             what = "for such a batch" if self.is_on else "from here on"
-            logger.info(f"off: one pass for a group's prompt, because {reason}. TRL's own passes are made {what}")
+            line = f"off: one pass for a group's prompt, because {reason}. TRL's own passes are made {what}"
+            logger.info(line, main_process_only=not everywhere)
 
 
 class Columns(NamedTuple):

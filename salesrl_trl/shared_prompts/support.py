@@ -3,10 +3,12 @@
 Owns the reasons. What no reason foresees, the comparison at first use finds (`passes`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from salesrl_trl.shared_prompts.attention import SDPA
 
@@ -58,6 +60,37 @@ def has_dropout(model: nn.Module) -> bool:
     return layers or bool(getattr(_base(model).config, "attention_dropout", 0.0))
 
 
+def draws_beyond_dropout(model: nn.Module, calm: torch.Tensor, found: Callable[[], torch.Tensor]) -> bool:
+    """Whether a pass in training depends on random numbers that are no dropout: noise on embeddings, jitter of a
+    router, layers that are left out. Where attention has dropout, this can't be told.
+
+    Args:
+        model (`nn.Module`):
+            In evaluation mode, and left in it.
+        calm (`torch.Tensor`):
+            What a pass in that mode gives.
+        found (`Callable[[], torch.Tensor]`):
+            Makes the same pass. Afterwards the random generators are where they were.
+    """
+    if getattr(_base(model).config, "attention_dropout", 0.0):
+        return False
+    gpus = [each for each in {parameter.device for parameter in model.parameters()} if each.type == "cuda"]
+    with torch.random.fork_rng(gpus):
+        before = _random_states(gpus)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, (nn.modules.dropout._DropoutNd, GradientCheckpointingLayer)):
+                module.training = False
+        drawn = found()
+        model.eval()
+        has_drawn = any(not torch.equal(*each) for each in zip(before, _random_states(gpus), strict=True))
+    return has_drawn and not torch.equal(calm, drawn)
+
+
+def _random_states(gpus: Sequence[torch.device]) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+
+
 def _base(model: nn.Module) -> PreTrainedModel:
     get = getattr(model, "get_base_model", None)
     base: PreTrainedModel = model if get is None else get()
@@ -72,6 +105,8 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "the model's adapter follows the tokens of a whole sequence"
     if hasattr(model, "_orig_mod"):
         yield "the model is compiled"
+    if len({each.device for each in model.parameters()}) > 1:
+        yield "the model is split over devices"
     base = _base(model)
     config = base.config
     if config.get_text_config() is not config:

@@ -1,7 +1,7 @@
-"""One line at the end of each epoch, and at the end of the run: its totals.
+"""The totals of an epoch, at its end and at the end of the run: one line, and figures for the trackers.
 
-Owns the sums and their wording. The figures come from the trainer's log lines. Steps after an epoch's last log line
-count in the next epoch.
+Owns the sums, their names and their wording. The figures come from the trainer's log lines. Steps after an epoch's
+last log line count in the next epoch.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from salesrl_trl.names import STEP_SECONDS, Phase, reward_of, time_of
+from salesrl_trl.names import EPOCH_TOTALS, FAILURE_REASONS, STEP_SECONDS, Phase, reward_of, time_of
 from salesrl_trl.telemetry.step_lines import Logs, clock, figure, shares
 
 logger = logging.getLogger(__name__)
@@ -21,16 +21,27 @@ TOKENS = "num_tokens"
 class EpochLine(TrainerCallback):
     """Logs the totals of an epoch: steps, mean reward of each branch, tokens, seconds by phase, failures by reason.
 
+    Every rank logs the same figures: under the same names at each epoch, and failures by reason in an entry of their
+    own, because new reasons may come.
+
     Args:
         branches (`Sequence[str]`):
             Branch names.
         failures (`Callable[[], Mapping[str, int]]`):
             Returns the failures since the last line, by reason.
+        log (`Callable[[dict[str, float | None]], None]`):
+            Gives figures to the trackers.
     """
 
-    def __init__(self, branches: Sequence[str], failures: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(
+        self,
+        branches: Sequence[str],
+        failures: Callable[[], Mapping[str, int]],
+        log: Callable[[dict[str, float | None]], None],
+    ) -> None:
         self._branches = branches
         self._failures = failures
+        self._log = log
         self._last_step, self._tokens = 0, 0.0
         self._start_over()
 
@@ -67,14 +78,31 @@ class EpochLine(TrainerCallback):
         self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        if state.is_world_process_zero and self._last_step > self._first_step:
-            logger.info(self._line(state.epoch or 0.0))
+        if self._last_step > self._first_step:
+            if state.is_world_process_zero:
+                logger.info(self._line(state.epoch or 0.0))
+            self._log({f"{EPOCH_TOTALS}{name}": value for name, value in self._totals().items()})
+            if self._counts:
+                reasons = {f"{EPOCH_TOTALS}{FAILURE_REASONS}{name}": float(n) for name, n in self._counts.items()}
+                self._log({**reasons})
         self._start_over()
+
+    def _means(self) -> dict[str, float | None]:
+        return {name: total / count if count else None for name, (total, count) in self._rewards.items()}
+
+    def _totals(self) -> dict[str, float | None]:
+        return {
+            "steps": float(self._last_step - self._first_step),
+            "tokens": self._tokens - self._first_tokens,
+            "failures": float(self._counts.total()),
+            **self._means(),
+            **self._seconds,
+        }
 
     def _line(self, epoch: float) -> str:
         """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 1.2 M tokens | 4:12, generation 60% | failures none`."""
-        means = (figure(total / count if count else None) for total, count in self._rewards.values())
-        rewards = " ".join(f"{branch}={mean}" for branch, mean in zip(self._branches, means, strict=True))
+        means = zip(self._branches, self._means().values(), strict=True)
+        rewards = " ".join(f"{branch}={figure(mean)}" for branch, mean in means)
         failed = " ".join(f"{reason}={count}" for reason, count in sorted(self._counts.items())) or "none"
         wall = self._seconds[STEP_SECONDS]
         time = f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured"

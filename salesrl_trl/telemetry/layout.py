@@ -39,6 +39,7 @@ from salesrl_trl.names import (
     reward_of,
     time_of,
 )
+from salesrl_trl.telemetry.trackers import spared
 from salesrl_trl.types import Outcome
 
 Chart = list[str | list[str]]
@@ -127,4 +128,5 @@ class ScalarLayout(TrainerCallback):
     ) -> None:
         for callback in self._callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                callback.tb_writer.add_custom_scalars(self._layout)
+                with spared("TensorBoard"):
+                    callback.tb_writer.add_custom_scalars(self._layout)

@@ -1,19 +1,75 @@
 """What trackers get beside the figures, which transformers hands to them: tables of completions.
 
-Owns how MLflow and SwanLab take them, and the end of a tracker's run. TRL itself hands tables to Weights & Biases and
-trackio. `run.trackers` has the settings. A tracker that `report_to` does not name is not imported.
+Owns how MLflow and SwanLab take them, the end of a tracker's run, and that no tracker ends a training. TRL itself
+hands tables to Weights & Biases and trackio. `run.trackers` has the settings. A tracker that `report_to` does not name
+is not imported.
 """
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow.parquet  # type: ignore[import-untyped]
 from transformers import TrainerCallback
-from transformers.integrations.integration_utils import MLflowCallback, SwanLabCallback, TrackioCallback
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    MLflowCallback,
+    SwanLabCallback,
+    TrackioCallback,
+)
+from trl.extras.profiling import ProfilingContext
 
 from salesrl_trl.replaced import replaced
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def spared(what: str, errors: type[Exception] = Exception) -> Iterator[None]:
+    """Inside the block an error ends the block alone, not the run. One line says so, the first time.
+
+    Args:
+        what (`str`):
+            What gets figures or tables here, such as `"TensorBoard"`.
+        errors (`type[Exception]`, *optional*, defaults to `Exception`):
+            The errors that are meant.
+    """
+    try:
+        yield
+    except errors as error:
+        tell(what, error)
+
+
+def tell(what: str, error: Exception) -> None:
+    """Log that entries of this are missing, the first time."""
+    reason = f": {os.strerror(error.errno)}" if isinstance(error, OSError) and error.errno else ""  # without addresses
+    _tell(f"{what} can't be written ({type(error).__name__}{reason}): entries are missing there. Training goes on")
+
+
+@functools.cache
+def _tell(text: str) -> None:
+    logger.warning(text)
+
+
+def _sparing(
+    what: str, errors: type[Exception], call: Callable[..., object], *given: object, **named: object
+) -> object:
+    with spared(what, errors):
+        return call(*given, **named)
+
+
+def _spare(callback: TrainerCallback) -> None:
+    """Let no event of a tracker's callback end the run. At its beginning the disk and the network alone are spared: a
+    wrong setting or key then costs no step."""
+    what = type(callback).__name__.removesuffix("Callback")
+    for event in (each for each in dir(TrainerCallback) if each.startswith("on_")):
+        errors = OSError if event == "on_train_begin" else Exception
+        setattr(callback, event, functools.partial(_sparing, what, errors, getattr(callback, event)))
 
 
 def _tabled(tracker: str, rows: Sequence[Mapping[str, object]], mode: str, step: int) -> None:
@@ -49,7 +105,16 @@ class Trackers:
     def __init__(self, names: Iterable[str], callbacks: Iterable[TrainerCallback]) -> None:
         self._names = [*names]
         self._ends: dict[TrainerCallback, Callable[[], None]] = {}
+        self._replaced = contextlib.ExitStack()
+        _tell.cache_clear()
+        if {"wandb", "mlflow", "trackio"}.intersection(self._names):
+            profiled = functools.partialmethod(_profiled, ProfilingContext._log_metrics)
+            self._replaced.enter_context(replaced(ProfilingContext, "_log_metrics", profiled))
+        quiet = functools.partial(_without_writers, threading.excepthook)
+        self._replaced.enter_context(replaced(threading, "excepthook", quiet))
         for each in callbacks:
+            if isinstance(each, (*INTEGRATION_TO_CALLBACK.values(),)):
+                _spare(each)
             if isinstance(each, MLflowCallback | TrackioCallback):
                 each.on_train_end = functools.partial(self._end_later, each, each.on_train_end)
             elif isinstance(each, SwanLabCallback):
@@ -85,6 +150,18 @@ class Trackers:
         """End the runs whose training has ended."""
         while self._ends:
             self._ends.popitem()[1]()
+        self._replaced.close()
+
+
+def _profiled(context: ProfilingContext, log: Callable[..., None], seconds: float) -> None:
+    with spared("`profiling/...` of a tracker"):
+        log(context, seconds)
+
+
+def _without_writers(usual: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs) -> None:
+    """An error of TensorBoard's thread comes again where the next figure is logged: without a traceback here."""
+    if type(failed.thread).__name__ != "_AsyncWriterThread":
+        usual(failed)
 
 
 def _set_up_swanlab(swanlab: object, set_up: Callable[..., None], *given: object, **named: object) -> None:

@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from salesrl_trl.errors import BudgetSpent, DivergedError, RunStopped, SalesRLError, TooFewRewardsError
@@ -48,6 +48,8 @@ class RunControl:
             Folder of the checkpoints.
         spent (`Callable[[], str]`, *optional*):
             Says what was spent, and which limits of the budget are reached.
+        is_reached (`Callable[[], bool]`, *optional*):
+            Whether one of them is, by the account. Without it none is.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class RunControl:
         output_dir: Path = Path(),
         max_outage_s: float = math.inf,
         spent: Callable[[], str] = str,
+        is_reached: Callable[[], bool] = bool,
     ) -> None:
         self._spent = spent
+        self._is_reached = is_reached
         self.wanted_fraction = min_valid_reward_fraction
         """Share of completions below which a batch is skipped."""
         self._most = max_skipped_generations
@@ -114,7 +118,7 @@ class RunControl:
             told = "".join(f"; of rank {rank} none could ({_counted(own)})" for rank, own in self._failures.items())
             return f"{scored_fraction:.0%} of the completions could be scored{told}" if told else None
         if not self._skipped_in_a_row:
-            self._skips_since = time.time()
+            self._skips_since = time.monotonic()
         self._skipped_in_a_row += 1
         self._missing = missing
         return (
@@ -122,14 +126,19 @@ class RunControl:
             f"({_counted(missing)})"
         )
 
-    def record_reasons(self, reasons: Iterable[str]) -> None:
-        """Record why completions have no reward, of training or of an evaluation: reason codes of all ranks."""
-        self.is_spent = self.is_spent or BudgetSpent.default_code in reasons
+    def is_refused(self, reasons: Iterable[str]) -> bool:
+        """Whether the budget left completions of this rank without a reward, by their reason codes and by the account.
+        The code alone says nothing: a function may return it, and a replayed record may hold it."""
+        return BudgetSpent.default_code in reasons and self._is_reached()
+
+    def record_refusal(self, is_refused: bool) -> None:
+        """Record whether `is_refused` holds on any rank, of training or of an evaluation."""
+        self.is_spent = self.is_spent or is_refused
 
     def urgency(self) -> int:
         """This rank's reason to end the run, for the highest of all ranks: 2 if it was asked to stop, 1 if batches are
         skipped for too long, else 0."""
-        is_long = self._skipped_in_a_row > 0 and time.time() - self._skips_since >= self._max_outage_s
+        is_long = self._skipped_in_a_row > 0 and time.monotonic() - self._skips_since >= self._max_outage_s
         return 2 if self.requested is not None else int(is_long)
 
     def record_urgency(self, urgency: int) -> None:
@@ -155,7 +164,8 @@ class RunControl:
             return
         last = more = ""
         if is_skipped:
-            since = f"{datetime.fromtimestamp(self._skips_since):%Y-%m-%d %H:%M:%S}"
+            began = datetime.now() - timedelta(seconds=time.monotonic() - self._skips_since)
+            since = f"{began:%Y-%m-%d %H:%M:%S}"
             what = (
                 f"{skipped} generation batches in a row had fewer than {self.wanted_fraction:.0%} of their "
                 f"completions scored, since {since}"

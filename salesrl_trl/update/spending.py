@@ -58,6 +58,10 @@ class Spending:
         account = self.account()
         return told(account, account.reached(self.limits))
 
+    def is_reached(self) -> bool:
+        """Whether a limit is reached."""
+        return bool(self.account().reached(self.limits))
+
     @property
     def limits(self) -> tuple[Limit, ...]:
         """The limits of the run."""

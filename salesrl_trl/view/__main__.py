@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.process import make_private
 from salesrl_trl.tidy_end import end_tidily
 from salesrl_trl.view.alone import MOST, data
 from salesrl_trl.view.index import Index
@@ -60,6 +61,7 @@ def _write(index: Index, path: Path, most: int) -> int:
     index.refresh()
     found = data(index, most)
     path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path)  # as the record
     path.write_text(page(found).html, encoding="utf-8", errors="replace")
     print(f"Page: {path}\n{found['state']['sample']:,} of {found['state']['total']:,} completions are in it.")
     return 0

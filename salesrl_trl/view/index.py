@@ -6,7 +6,6 @@ said lies in two haystacks.
 """
 
 import json
-import os
 import sqlite3
 import threading
 import zlib
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.schema import VERSION, record_files
+from salesrl_trl.recording.reader import address, record_files
+from salesrl_trl.recording.schema import VERSION, rank_of
 from salesrl_trl.view.haystack import Haystack
 
 CHUNK = 4000
@@ -63,13 +63,6 @@ class Source:
     """Its time: another one means that the file was written anew."""
     dropped: str = ""
     """The last step that its writer has taken out of it, to keep to its size."""
-
-
-def address(path: Path) -> str:
-    """SQLite's address of a file that is only read. Where nothing can be written beside it, and nobody writes it,
-    SQLite is told so: it would want to make a file for its readers."""
-    still = not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
-    return f"{path.resolve().as_uri()}?{'immutable=1' if still else 'mode=ro'}"
 
 
 @contextmanager
@@ -164,11 +157,13 @@ class Index:
         return read
 
     def _found(self) -> list[Source]:
-        for number, run in enumerate(self.runs):
-            for path in record_files(run):
-                if (number, path) not in self._sources:
-                    rank = int(path.stem.rpartition("-")[2])
-                    self._sources[number, path] = Source(run=number, rank=rank, path=path)
+        """The files as they are now. What was read from one that is no longer the run's is forgotten."""
+        found = [(number, path) for number, run in enumerate(self.runs) for path in record_files(run)]
+        for gone in [each for each in self._sources if each not in found]:
+            with self.lock:
+                self._forget(self._sources.pop(gone))
+        for number, path in found:
+            self._sources.setdefault((number, path), Source(run=number, rank=rank_of(path) or 0, path=path))
         return list(self._sources.values())
 
     def _read(self, source: Source) -> int:

@@ -53,6 +53,8 @@ class Viewer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128
+    """Connections that wait to be accepted. A page asks for much at once, and Python's own number is 5."""
 
     def __init__(self, index: Index, port: int = 0) -> None:
         super().__init__((HOST, port), _Handler)

@@ -31,10 +31,12 @@ class Hanging(Services):
         self.hangs = threading.Event()
         self.asked_to_hang = threading.Event()
         self.let_go = threading.Event()
+        self.hung = 0
 
     def _respond(self, name, request):
         if name == "judge" and self.hangs.is_set():
             self.asked_to_hang.set()
+            self.hung += 1
             self.let_go.wait(HANGS_S)
         return super()._respond(name, request)
 
@@ -84,6 +86,12 @@ def trainer_of(tiny, services, tmp_path):
     services.let_go.set()
     for trainer in built:
         trainer.finish()  # may have been before
+
+
+def process_of(reward):
+    """The reward's child that was started last."""
+    (child,) = reward._children._made.values()
+    return child._process
 
 
 def pending(trainer):
@@ -165,6 +173,44 @@ def test_a_service_that_stays_away_ends_the_run_with_a_checkpoint_and_nothing_le
     assert 5 <= done <= 5 + lookahead  # rollouts that were scored before are trained on
     assert sum(entry[SKIPPED] for entry in steps_of(trainer)) == 3
     assert (Path(trainer.args.output_dir) / f"checkpoint-{done}" / "model.safetensors").is_file()
+    assert_nothing_is_left(trainer, caplog)
+
+
+@pytest.mark.timeout(120)
+def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer_of, services, caplog):
+    """Each time with three batches in its hands. By default the third skipped batch in a row ends a run."""
+    steps, size = 11, 4
+    at_once = {"initial_concurrency": 16, "max_concurrency": 16}
+    trainer = trainer_of(at_once, max_steps=steps, reward_process=True, max_skipped_generations=3)
+
+    def kill():
+        before = services.hung
+        services.hangs.set()
+        until = time.monotonic() + HANGS_S / 2
+        while services.hung < before + 3 * size and time.monotonic() < until:
+            time.sleep(0.02)
+        process_of(trainer.rooms.reward).kill()
+        services.hangs.clear()
+        services.let_go.set()
+
+    def begin_to_hang():  # two steps before the one that waits: all that is in flight then hangs
+        while trainer.rooms.reward._asked or trainer.rooms.reward._again:  # for the second time since the last kill
+            time.sleep(0.02)
+        services.let_go.clear()
+        killers.append(threading.Thread(target=kill))
+        killers[-1].start()
+
+    killers = []
+    trainer.add_callback(AtStep(at_0=begin_to_hang, at_3=begin_to_hang, at_6=begin_to_hang))
+    trainer.train()
+    assert not any(killer.is_alive() for killer in killers)
+    lost = [
+        each.getMessage() for each in caplog.records if "the reward process ended with code -9" in each.getMessage()
+    ]
+    assert len(lost) == 3
+    assert all(f"({3 * size} calls)" in line for line in lost)
+    assert [entry[SKIPPED] for entry in steps_of(trainer)] == [0] * steps
+    assert [entry["outcome/infra"] for entry in steps_of(trainer)] == [0] * steps
     assert_nothing_is_left(trainer, caplog)
 
 

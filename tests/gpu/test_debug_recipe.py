@@ -14,11 +14,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("eager", ["true", "false"])
 def test_the_pushed_weights_are_the_ones_sampled_from(tmp_path, eager):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/debug.yaml"]
-    command += ["recipes/debug.py", "--max_steps", "3", "--held_out_eval", "false"]
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"{ROOT}/accelerate_configs/debug.yaml", f"{ROOT}/recipes/debug.py"]
+    command += ["--max_steps", "3", "--held_out_eval", "false"]
     command += ["--vllm_enforce_eager", eager, "--output_dir", str(tmp_path / "run")]
     environment = {**os.environ, "SALESRL_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
     accumulator = EventAccumulator(str(events))

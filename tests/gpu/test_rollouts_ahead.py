@@ -13,8 +13,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_the_debug_recipe_runs_ahead_with_its_chains_in_a_process_of_their_own(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/debug.yaml"]
-    command += ["recipes/debug.py", "--max_steps", "12", "--max_eval_rows", "16", "--output_dir", str(tmp_path)]
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"{ROOT}/accelerate_configs/debug.yaml", f"{ROOT}/recipes/debug.py"]
+    command += ["--max_steps", "12", "--max_eval_rows", "16", "--output_dir", str(tmp_path)]
     command += ["--rollout_lookahead", "2", "--vllm_importance_sampling_mode", "token_truncate"]
     command += [
         "--per_device_train_batch_size",
@@ -24,7 +25,7 @@ def test_the_debug_recipe_runs_ahead_with_its_chains_in_a_process_of_their_own(t
         "--reward_process",
         "true",
     ]
-    subprocess.run(command, cwd=ROOT, check=True)
+    subprocess.run(command, check=True)
     check_times(tmp_path, 12)
     logged = scalars(tmp_path)
     assert logged["train/rollout/staleness"] == [0, 1, *[2] * 10]
@@ -35,7 +36,7 @@ def test_the_debug_recipe_runs_ahead_with_its_chains_in_a_process_of_their_own(t
 def test_streaming_is_faster_than_stock_and_lookahead_faster_than_streaming(tmp_path):
     figures = tmp_path / "figures.json"
     arms = ("--arms", "stock", "exact", "lookahead_2", "floor", "--steps", "2", "--latency", "2", "1")
-    subprocess.run([sys.executable, "-m", "benchmarks.pipeline", *arms, "--json", str(figures)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.pipeline", *arms, "--json", str(figures)], check=True)
     told = json.loads(figures.read_text())
     seconds = {arm: each["step_s_mean"] for arm, each in told["arms"].items()}
     assert told["floor_s"] < seconds["lookahead_2"] * 1.1

@@ -29,13 +29,13 @@ def test_the_server_samples_from_the_weights_in_training(tmp_path, lookahead):
     options = ("--gpu-memory-utilization", "0.3", *for_training(320))
     with serve(PACKAGED, tmp_path / "server.log", *options, CUDA_VISIBLE_DEVICES="1") as url:
         command = [sys.executable, "-m", "accelerate.commands.launch"]
-        command += ["--config_file", "accelerate_configs/debug.yaml", "recipes/debug.py"]
+        command += ["--config_file", f"{ROOT}/accelerate_configs/debug.yaml", f"{ROOT}/recipes/debug.py"]
         command += ["--max_steps", str(STEPS), "--model_name_or_path", str(PACKAGED)]
         command += ["--vllm_mode", "server", "--vllm_server_base_url", url, "--held_out_eval", "false"]
         command += ["--rollout_lookahead", str(lookahead), "--vllm_importance_sampling_mode", "token_truncate"]
         command += ["--quick_eval_steps", "0", "--output_dir", str(tmp_path / "run")]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     check_times(tmp_path / "run", STEPS)
     logged = scalars(tmp_path / "run")
@@ -53,7 +53,7 @@ def test_a_server_that_generates_while_the_trainer_trains_makes_shorter_steps(tm
     command = [sys.executable, "-m", "benchmarks.pipeline", "--server", "1", "--shape", "0.5b", "--steps", "2"]
     command += ["--arms", "exact", "lookahead_2", "floor", "--latency", "0.64", "0.36", "--json", str(out)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     print(done.stdout)
     figures = json.loads(out.read_text())

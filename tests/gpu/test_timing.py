@@ -60,9 +60,10 @@ def test_a_phase_lasts_as_long_as_the_device_works_on_it_without_a_synchronise()
 
 
 def test_the_phases_of_a_real_run_add_up(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/debug.yaml"]
-    command += ["recipes/debug.py", "--max_steps", "12", "--max_eval_rows", "16", "--output_dir", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"{ROOT}/accelerate_configs/debug.yaml", f"{ROOT}/recipes/debug.py"]
+    command += ["--max_steps", "12", "--max_eval_rows", "16", "--output_dir", str(tmp_path)]
+    subprocess.run(command, check=True)
     for step in check_times(tmp_path, 12):
         print({phase: round(seconds, 4) for phase, seconds in step.items() if seconds > 1e-4})
     logged = scalars(tmp_path)
@@ -77,6 +78,6 @@ def test_measuring_costs_at_most_a_hundredth_of_a_step_that_only_trains(tmp_path
     than what is looked for."""
     path = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.timing", "--updates", "4", "--rounds", "4", "--json", str(path)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    subprocess.run(command, check=True)
     figures = json.loads(path.read_text())
     assert figures["own_s"] <= 0.01 * figures["median_s"]["without"]

@@ -1,5 +1,6 @@
 """A trainer with reward functions of a user's own: against stock TRL, and where they fail."""
 
+import itertools
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.errors import ConfigError, TooFewRewardsError
+from salesrl_trl.errors import BudgetSpent, ConfigError, TooFewRewardsError
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group
 from salesrl_trl.reward.given import GivenRewards
@@ -261,3 +262,17 @@ def test_a_reference_in_the_baseline_wants_the_packaged_reward_alone(tiny, tmp_p
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, [length, words], tmp_path, hybrid_reference_weight=0.5)
     with pytest.raises(ConfigError, match="`hybrid_reference_weight` is more than 0 with `reward_funcs`"):
         read_reward(RewardConfig(reward_funcs=["seams.own_reward.shortness"]), ["fairness"], hybrid_baseline=True)
+
+
+def test_a_function_does_not_end_a_run_by_saying_that_a_budget_is_spent(tiny, tmp_path):
+    """There is none. Of the 8 completions of a step it says so for every other one."""
+    numbers = itertools.count()
+
+    @per_completion
+    def spent(completion):
+        if (number := next(numbers)) % 2:
+            raise BudgetSpent("says a function")
+        return number % 8 / 8
+
+    _, steps = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, [spent], tmp_path)
+    assert [line["outcome/infra"] for line in steps] == [0.5] * 3

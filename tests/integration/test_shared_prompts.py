@@ -1,6 +1,7 @@
 """Training with each prompt once through the model, and without a pass for old log-probs: stock TRL's figures."""
 
 import itertools
+import logging
 import os
 import random
 import re
@@ -174,6 +175,15 @@ def test_off_is_trls_own_to_the_bit(policy, tmp_path):
     _, mine = train(ScriptedTrainer, policy, tmp_path / "ours", beta=0.0, shared_prompts="off")
     assert all(map(torch.equal, mine.found, theirs.found))
     assert mine.passes == theirs.passes
+
+
+def test_noise_of_neftune_and_a_precision_that_is_not_taken_are_told_once(policy, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        ours, _ = train(ScriptedTrainer, policy, tmp_path, neftune_noise_alpha=5.0, bf16=True)
+    assert not ours.rooms.passes.shares_prompts
+    assert caplog.text.count("off: one pass for a group's prompt, because `neftune_noise_alpha` adds noise") == 1
+    assert not ours.args.bf16
+    assert caplog.text.count("precision: float32. The settings ask for bf16, and this run is on a CPU") == 1
 
 
 def test_layers_that_fsdp_shards_give_the_same():

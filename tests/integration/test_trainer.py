@@ -139,6 +139,23 @@ def test_momentum_does_not_move_the_policy_on_a_skipped_batch(scripted_trainer, 
     assert not moved(seen[2], seen[3])
 
 
+@pytest.mark.parametrize("unscales", [True, False], ids=["clipping unscales", "nothing unscales"])
+def test_a_skipped_batch_is_no_fault_to_a_gradient_scaler(scripted_trainer, services, monkeypatch, unscales):
+    """fp16's scaler refuses a step in which it saw no gradient. It looks for overflows when gradients are unscaled:
+    while they are clipped, else inside of the optimizer's step, when those of a skipped batch are gone."""
+    trainer = scripted_trainer(texts=DIFFERENT, max_steps=3, max_skipped_generations=5, max_grad_norm=0.0)
+    accelerator = trainer.accelerator
+    accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=64.0), True
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp16")  # all trainers share it
+    if not unscales:
+        trainer._get_grad_norm = lambda *_, **__: 0.0
+    seen = []
+    trainer.add_callback(_AfterEachStep(lambda: seen.append(weights(trainer)), at=1, then=lambda: _break(services)))
+    with pytest.raises(TooFewRewardsError):
+        trainer.train()
+    assert not moved(seen[0], seen[1])
+
+
 @pytest.mark.parametrize(
     "broken", [{"q0", "q1"}, {"q2", "q3"}, {"q0", "q1", "q2", "q3"}], ids=["first", "last", "both"]
 )

@@ -20,8 +20,8 @@ ONE_RANK = {**COMMON, "per_device_train_batch_size": 12}
 TWO_RANKS = {**COMMON, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
 CHECKPOINT = 9
 """In the middle of a window of two steps."""
-ON_TWO_MACHINES = ("accelerate.commands.launch", "--config_file", "accelerate_configs/two_machines.yaml")
-WITH_DEEPSPEED = ("accelerate.commands.launch", "--config_file", "accelerate_configs/full.yaml")
+ON_TWO_MACHINES = ("accelerate.commands.launch", "--config_file", f"{ROOT}/accelerate_configs/two_machines.yaml")
+WITH_DEEPSPEED = ("accelerate.commands.launch", "--config_file", f"{ROOT}/accelerate_configs/full.yaml")
 LAUNCH_LIMIT_S = 240
 """A launch takes about 30 s on two idle cores."""
 WEIGHT_TOLERANCE = 1e-4

@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig
 from support.keyed import BRANCH_KL, StopAt, betas_of, build_keyed, course_of
 from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.errors import ConfigError, RunStopped
 from salesrl_trl.kl.figures import kl_names
-from salesrl_trl.names import KL_STATE_FILE, beta_of
+from salesrl_trl.names import KL_STATE_FILE, beta_of, kl_of
 from salesrl_trl.types import DEFAULT_BRANCHES
 
 COOLDOWN = 1
@@ -80,6 +81,31 @@ def test_a_resumed_run_goes_the_very_same_way_as_one_that_did_not_stop(train, wh
     for a, b in zip([*first["steps"], *second["steps"]], whole["steps"], strict=True):
         assert {name: a[name] for name in names} == {name: b[name] for name in names}, a["step"]
     assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
+
+
+def test_an_adapter_on_a_base_in_16_bits_resumes_the_very_same_way(train, tmp_path):
+    """Though the run that did not stop has pushed 200 times more."""
+    given = {"max_steps": 4, "kl_update_steps": 2, "lora": LoraConfig(target_modules="all-linear")}
+    given |= {"dtype": torch.bfloat16, **EVERY_STEP}
+    whole = train(output_dir=tmp_path, **given)
+    second = train(resume_from=tmp_path / "checkpoint-3", **given)
+    assert second["after"] == {at: state for at, state in whole["after"].items() if int(at) > 3}
+    for name in ("loss", "grad_norm", *kl_names(DEFAULT_BRANCHES)):
+        assert second["steps"][0][name] == whole["steps"][3][name], name
+    assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
+
+
+def test_the_kl_to_an_adapters_base_is_the_same_after_300_pushes(train):
+    """With a learning rate of 0, and a batch that is the same at each step."""
+    course = train(
+        max_steps=4, learning_rate=0.0, branches=DEFAULT_BRANCHES, dtype=torch.bfloat16,
+        lora=LoraConfig(target_modules="all-linear", init_lora_weights=False),
+        text_of=lambda prompt, step, place: f"{prompt[-20:]} {'price ' * place}",
+    )  # fmt: skip
+    for branch in DEFAULT_BRANCHES:
+        first, *_, last = (entry[kl_of(branch)] for entry in course["steps"])
+        assert first > 1e-3
+        assert last == pytest.approx(first, rel=1e-6)  # the order of prompts changes sums
 
 
 WINDOWS = {

@@ -3,11 +3,11 @@
 import asyncio
 import math
 
-from salesrl_trl.errors import JudgeInvalid
+from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.reward.functions import per_completion, per_group
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.stage import Added, Case, Missing, RewardStage
-from salesrl_trl.types import InvalidAction, Reward, Verdict
+from salesrl_trl.types import InvalidAction, Outcome, Reward, Verdict
 
 LONG = 400
 """Characters of an answer that is not brief."""
@@ -129,6 +129,10 @@ async def shortness(prompt, completion, limit=10):
             return Reward.missing("judge_busy")
         case "gone with words":
             return Reward.missing("the customer said no")
+        case "gone with a word of the package":
+            return Reward(outcome=Outcome.INFRA, value=None, reason="budget_spent")
+        case "raises a word of the package":
+            raise ServiceError("does not apply", "not_applicable")
         case "parts":
             return Reward.scored(0.5, reason="brief", brevity=0.75)
     return 1 / len(text) if len(text) <= limit else Reward.missing("too_long")

@@ -28,6 +28,8 @@ FAULTS = {
     "none": "not_applicable",
     "gone": "judge_busy",
     "gone with words": "shortness_missing",
+    "gone with a word of the package": "shortness_missing",
+    "raises a word of the package": "shortness_missing",
     "much too long a text": "too_long",
 }
 """What a completion makes the function do, and the reason under which the completion is missing."""
@@ -284,3 +286,6 @@ def test_trls_own_trainer_calls_each_kind_as_any_async_function():
 def test_a_reward_with_a_name_for_its_reason_is_short():
     assert Reward.scored(0.5, brevity=1.0) == Reward(outcome=Outcome.OK, value=0.5, components={"brevity": 1.0})
     assert Reward.missing("late") == Reward(outcome=Outcome.INFRA, value=None, reason="late")
+    for reason in ("budget_spent", "not_applicable", "deadline", "no_passages"):
+        with pytest.raises(ValueError, match="a reason of the package's own"):
+            Reward.missing(reason)

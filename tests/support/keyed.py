@@ -19,6 +19,7 @@ from salesrl_trl.names import beta_of, kl_of
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Message, SalesRow
 from support.loopback import VERDICT, action, build_reward
+from support.pushing import generation_of
 from support.scripted import settings
 
 WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening", "online", "teacher", "trial", "python")
@@ -36,6 +37,7 @@ around 8 is rounded by 5e-7 in float32, so that sums in another order differ by 
 add to that (up to 9e-7 was seen). A sum that lacks a micro-batch or a rank is off by more than 1e-2."""
 GRAD_NORM_TOLERANCE = 1e-4
 """Torch sums the 100 000 squares of a head's gradient in float32, DeepSpeed in float64; 3e-5 was seen."""
+PUSHES = 100
 EXACT = ("_tokens", "_in_band", "_clamped")
 """Ends of the names of what is counted."""
 
@@ -69,6 +71,16 @@ class KeyedTrainer(SalesGRPOTrainer):
             text = self.text_of(self._tokenizer.decode(ids), self.state.global_step, place % group)
             completions.append([*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id])
         return completions, None
+
+
+class PushingTrainer(KeyedTrainer):
+    """Pushes its weights before each rollout, as with vLLM: `PUSHES` times from the second step on."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        generation = generation_of(self.model)
+        for _ in range(PUSHES if self.state.global_step else 1):
+            generation.sync_weights()
+        return super()._generate_single_turn(*args, **kwargs)
 
 
 class States(TrainerCallback):
@@ -133,18 +145,22 @@ def keyed_rows(branches):
     ]
 
 
-def build_keyed(policy, url, output_dir, branches=DEFAULT_BRANCHES * 30, **given):
-    """A trainer of rows of `branches`, whose coefficients may move every two steps unless `given` otherwise."""
+def build_keyed(policy, url, output_dir, branches=DEFAULT_BRANCHES * 30, lora=None, dtype=None, **given):
+    """A trainer of rows of `branches`, whose coefficients may move every two steps unless `given` otherwise.
+
+    With `lora` it trains an adapter, and pushes its weights before each rollout.
+    """
     rows = keyed_rows(branches)
     defaults = {"num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 20, "held_out_eval": False}
     defaults |= {"beta": 0.0, "branch_kl": BRANCH_KL, "loss_type": "dapo", "kl_update_steps": 2}
-    return KeyedTrainer(
-        AutoModelForCausalLM.from_pretrained(policy),
+    return (PushingTrainer if lora else KeyedTrainer)(
+        AutoModelForCausalLM.from_pretrained(policy, dtype=dtype),
         build_reward(url, rows, invalid_action_reward=0.0),
         SalesGRPOConfig(**settings(output_dir, **{**defaults, **given})),
         train_dataset=build_dataset(rows, "compact"),
         eval_dataset=build_dataset(rows[:4], "compact"),
         processing_class=AutoTokenizer.from_pretrained(policy),
+        peft_config=lora,
     )
 
 

@@ -31,7 +31,6 @@ def run_ranks(launchers, arguments, out, limit_s, **env):
             started.append(
                 subprocess.Popen(
                     [sys.executable, *words, *map(str, arguments)],
-                    cwd=ROOT,
                     env={**os.environ, "PYTHONPATH": paths, **env, **{name: str(each) for name, each in own.items()}},
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,

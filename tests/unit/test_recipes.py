@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import TrainerState
 
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.process import remember_packages
+from salesrl_trl.recording.reader import recorded, run_of
+from salesrl_trl.recording.schema import record_file
+from salesrl_trl.recording.writer import Batch, Entry
 from salesrl_trl.run.building import build_instruments
 from salesrl_trl.run.checks.folders import claim_output_dir
 from salesrl_trl.run.memory.cards import Card
@@ -224,9 +228,9 @@ def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, m
 
 
 def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps(tmp_path):
-    command = [sys.executable, "-X", "importtime", "recipes/debug.py", "--dataset", "absent.jsonl"]
+    command = [sys.executable, "-X", "importtime", f"{ROOT}/recipes/debug.py", "--dataset", "absent.jsonl"]
     command += ["--output_dir", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     assert "DataError: there is no dataset file" in done.stderr
     assert "Traceback" not in done.stderr
@@ -246,6 +250,36 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
     assert instruments._settings == InstrumentSettings(
         enabled=False, perf_steps=3, trace_steps=range(4, 7), trace_bytes=2_500_000, heartbeat_s=7.0, peak_flops=4e14
     )
+
+
+def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_own(tmp_path):
+    config = parse(["--output_dir", str(tmp_path)], ROOT / "recipes/debug.yaml")
+
+    def wrote(checkpoint, *steps):
+        """The steps of the record after a run from this checkpoint, and its id."""
+        config.training.resume_from_checkpoint = checkpoint
+        recorder = build_instruments(config, records=True).recorder
+        for step in steps:
+            recorder.record(Batch(step=step, mode="train", number=0, staleness=0, entries=[ENTRY],
+                                  advantages=lambda: [0.0]))  # fmt: skip
+        recorder.close()
+        return [each.step for each in recorded(tmp_path)], run_of(record_file(tmp_path, 0))
+
+    here, elsewhere = tmp_path / "checkpoint-2", tmp_path / "other" / "checkpoint-2"
+    for folder in (here, elsewhere):
+        folder.mkdir(parents=True)
+        TrainerState(global_step=2).save_to_json(str(folder / "trainer_state.json"))
+    steps, first = wrote(None, 1, 2, 3)
+    record_file(tmp_path, 1).write_bytes(record_file(tmp_path, 0).read_bytes())  # of a rank that is no more
+    assert wrote(str(here), 3) == ([1, 2, 3, 1, 2], first)
+    for checkpoint in (str(elsewhere), None):  # of another run, or none
+        steps, other = wrote(checkpoint, 3)
+        assert steps == [3]
+        assert other != first
+
+
+ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0, outcome="ok", reason="",
+              reward=1.0, reference_reward=None, parts={}, functions={}, seconds={}, trail=None)  # fmt: skip
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])

@@ -20,7 +20,7 @@ def ended(*command, folder=None, **options):
         environment["PYTHONPATH"] = f"{folder}:{environment['PYTHONPATH']}"
     command = [sys.executable, *command]
     options = {"stdout": subprocess.PIPE, **options}
-    return subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, **options)
 
 
 RAISED, WRAPPED = "signal.raise_signal(signal.SIGINT)", "raise ImportError('KeyboardInterrupt: ')"
@@ -31,10 +31,10 @@ RAISED, WRAPPED = "signal.raise_signal(signal.SIGINT)", "raise ImportError('Keyb
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        (("recipes/debug.py",), WRAPPED),
+        ((f"{ROOT}/recipes/debug.py",), WRAPPED),
         (("-m", "salesrl_trl.preflight"), RAISED),
-        (("-m", "salesrl_trl.env", "--config", "recipes/debug.yaml"), RAISED),
-        *(((f"scripts/{name}.py",), RAISED) for name in (
+        (("-m", "salesrl_trl.env", "--config", f"{ROOT}/recipes/debug.yaml"), RAISED),
+        *(((f"{ROOT}/scripts/{name}.py",), RAISED) for name in (
             "warmup_model", "check_gpu_memory", "simulate_training_rewards", "test_components", "build_vector_store",
             "create_tiny_dataset",
         )),
@@ -53,7 +53,7 @@ def test_ctrl_c_during_the_imports_is_one_line_and_130(command, error, tmp_path)
 def test_a_signal_during_the_imports_of_a_recipe_is_one_line_and_75(number, named, tmp_path):
     for name in SLOW:
         (tmp_path / f"{name}.py").write_text(f"import signal\nsignal.raise_signal(signal.{number})\n")
-    end = ended("recipes/debug.py", folder=tmp_path)
+    end = ended(f"{ROOT}/recipes/debug.py", folder=tmp_path)
     told = f"\nstopped by {named} before the run began. The same command starts it again.\n"
     assert (end.returncode, end.stderr, end.stdout) == (75, told, "")
 
@@ -64,8 +64,8 @@ def test_a_signal_during_the_imports_of_a_recipe_is_one_line_and_75(number, name
         ("-m", "salesrl_trl.env"),
         ("-u", "-m", "salesrl_trl.env"),
         ("-m", "salesrl_trl.preflight", "--stage", "absent"),
-        ("scripts/quick_test_rag_8b.py", *ADDRESS),
-        ("scripts/test_rag_endpoints.py", *ADDRESS),
+        (f"{ROOT}/scripts/quick_test_rag_8b.py", *ADDRESS),
+        (f"{ROOT}/scripts/test_rag_endpoints.py", *ADDRESS),
     ],
     ids=" ".join,
 )

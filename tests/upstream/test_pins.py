@@ -81,7 +81,10 @@ PINS = {
     (VLLMGeneration, "_init_vllm"): "90ee5e82844d",
     # SalesVLLMGeneration.sync_weights replaces the colocate branch on a CPU
     (VLLMGeneration, "sync_weights"): "9c4671d678ef",
+    # merged_beside: with an adapter they read `model.named_parameters()` between `merge_adapter` and
+    # `unmerge_adapter`, and nothing else of the model but `parameters()` before; they take ".base_layer" off names
     (VLLMGeneration, "_iter_named_params"): "6d5a7763acd5",
+    (VLLMGeneration, "_iter_fsdp2_params"): "220255536cae",
     # the phases of a step: what each of these holds, and that the optimizer steps between the last training_step and
     # on_step_end (in `backward` under DeepSpeed)
     (GRPOTrainer, "_generate"): "c43183674d09",

@@ -5,7 +5,6 @@ owns the message and which text counts as a verdict. `client` owns which provide
 """
 
 import functools
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from salesrl_trl.reward.judge.base import ProviderUsage
 from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, response_format, signed_rubric
 from salesrl_trl.reward.service.http import HttpClient, refuse_stated_error
 from salesrl_trl.reward.service.meter import Bill
+from salesrl_trl.reward.service.reply import read_json
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
@@ -50,6 +50,9 @@ WITHHELD = frozenset(
 """Values for a text that a filter or the model itself held back: of OpenAI, Anthropic, Gemini, GLM."""
 BROKEN_OFF = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
 """Values for a text that the server gave up: of OpenRouter, vLLM, SGLang, GLM, DeepSeek."""
+
+ASKING = frozenset({"user", "system", "developer", "tool"})
+"""Roles of messages that are sent to a model. A reply in one of them is an echo, or was mixed up."""
 
 _UNHELD = frozenset({"judge_empty", "judge_not_json"})
 """Codes of answers after which `auto` tries text."""
@@ -87,6 +90,7 @@ class JudgeProvider:
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
+    role: object = None
     content: str | None = None
     refusal: object = None
 
@@ -228,10 +232,11 @@ class ProviderClient:
         """The body of a reply as JSON. Raises `ServiceError` if it is no JSON, or says that it is an error."""
         service = self.settings.transport.service
         try:
-            value = json.loads(answer)
-        except (ValueError, RecursionError):
+            value = read_json(answer)
+        except ValueError:
             raise BadServiceResponse(
-                f"{service} answered with a body of {len(answer)} bytes that is not JSON. Expected a chat completion.",
+                f"{service} answered with a body of {len(answer)} bytes that is not JSON in UTF-8, each key once. "
+                "Expected a chat completion.",
                 code=f"{service}_bad_response",
             ) from None
         refuse_stated_error(service, value)
@@ -265,6 +270,8 @@ def _text_of(completion: object) -> str:
     if not choices:
         raise JudgeInvalid("the judge answered 200 without any choice. Expected a chat completion.", "judge_empty")
     end, message = str(choices[0].finish_reason).lower(), choices[0].message
+    if message.role in ASKING:
+        raise JudgeInvalid("the judge's message has the role of one who asks. Expected `assistant`.", "judge_role")
     if end in CUT_OFF:
         where = "in" if message.content else "before"
         raise JudgeInvalid(

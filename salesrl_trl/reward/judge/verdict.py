@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.fencing import fence, is_nonce
+from salesrl_trl.reward.service.reply import has_twice
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
 if TYPE_CHECKING:  # importing openai takes half a second, which every reward process would pay for one type
@@ -29,6 +30,9 @@ MAX_VERDICT_CHARS = 65_536
 """Characters of a judge's text that are read, from its end. A judge may think aloud before the verdict."""
 MAX_OBJECT_STARTS = 64
 """Most opening braces that are tried, from the end of the text. The reason in a verdict holds fewer."""
+
+_TWICE: dict[str, object] = {}
+"""Stands for an object in which a key comes twice."""
 
 
 class _VerdictBody(BaseModel):
@@ -122,6 +126,8 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict
     """
     text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
     last = _last_object(text)
+    if last is _TWICE:
+        raise _invalid("a verdict with a field twice", "judge_outside_schema")
     if last is None:
         raise _invalid(f"{len(content)} characters that do not end with a JSON object", "judge_not_json")
     if last.get("nonce") != nonce:
@@ -151,7 +157,9 @@ def verdict_from_json(value: object) -> Verdict:
 
 
 def _last_object(text: str) -> dict[str, object] | None:
-    decoder, start = json.JSONDecoder(), len(text)
+    """The object at the end of a text, or `_TWICE`. `None` if there is none."""
+    decoder = json.JSONDecoder(object_pairs_hook=lambda pairs: _TWICE if has_twice(pairs) else dict(pairs))
+    start = len(text)
     value: dict[str, object]
     for _ in range(MAX_OBJECT_STARTS):
         start = text.rfind("{", 0, start)

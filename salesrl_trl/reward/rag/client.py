@@ -5,7 +5,6 @@ of its own, in the header and in the body. An answer with the id of another requ
 owns retries, time-outs and limits.
 """
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import BadServiceResponse
 from salesrl_trl.reward.service.http import HttpClient, check_echo, make_request_id, refuse_stated_error
+from salesrl_trl.reward.service.reply import read_json
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, Passage, RequestIds
 
@@ -151,14 +151,17 @@ class _Endpoint:
 
 def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
     try:
-        body = _AnswerBody.model_validate_json(content)
-    except ValidationError as error:
-        refuse_stated_error(service, _json_or_none(content))
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the body"
+        value = read_json(content)
+        body = _AnswerBody.model_validate(value)
+    except ValueError as error:
+        place, fault = "the body", "no JSON in UTF-8, each key once"
+        if isinstance(error, ValidationError):
+            refuse_stated_error(service, value)
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place, fault = ".".join(str(part) for part in first["loc"]) or place, first["type"]
         raise BadServiceResponse(
             f"{service} answered with a body of {len(content)} bytes outside its contract, at first {place!r} "
-            f"({first['type']}). Expected {{answer, passages: [{{id, text, score in [0, 1]}}], took_ms}}. "
+            f"({fault}). Expected {{answer, passages: [{{id, text, score in [0, 1]}}], took_ms}}. "
             "scripts/test_rag_endpoints.py lists every fault.",
             code=f"{service}_bad_response",
         ) from None
@@ -170,13 +173,6 @@ def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
 def _answer(body: _AnswerBody) -> Answer:
     passages = tuple(Passage(id=item.id, text=item.text, score=item.score) for item in body.passages)
     return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
-
-
-def _json_or_none(content: bytes) -> object:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
 
 
 def answer_to_json(answer: Answer) -> object:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from salesrl_trl.errors import BadServiceResponse
 from salesrl_trl.reward.service.http import HttpClient
+from salesrl_trl.reward.service.reply import read_json
 from salesrl_trl.reward.service.transport import Transport
 
 SERVICE = "embedding"
@@ -78,9 +79,10 @@ class Embedder:
 
     def _read(self, content: bytes, count: int) -> NDArray[np.float32]:
         try:
-            entries = _EmbeddingsBody.model_validate_json(content).data
-        except ValidationError as error:
-            raise _bad_response(f"a body of {len(content)} bytes that has {error.error_count()} faults") from None
+            entries = _EmbeddingsBody.model_validate(read_json(content)).data
+        except ValueError as error:
+            faults = error.error_count() if isinstance(error, ValidationError) else 1
+            raise _bad_response(f"a body of {len(content)} bytes that has {faults} faults") from None
         if sorted(entry.index for entry in entries) != list(range(count)):
             raise _bad_response(f"{len(entries)} embeddings that are not one for each of {count} texts")
         dimension = self.dimension or len(entries[0].embedding)

@@ -294,7 +294,7 @@ def _is_failed_status(value: object) -> bool:
 
 def address_fault(url: str) -> str | None:
     """Names what an address must not hold, without showing it; `None` if there is nothing of that kind."""
-    if re.search(r"(?<!/)@|[?#]", url) is None:
+    if re.search(r"[@?#]", url) is None:
         return None
     return (
         "credentials or a query (an @, ? or #). Expected an address without them, which a path is appended to, and "

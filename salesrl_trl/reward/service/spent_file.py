@@ -7,13 +7,13 @@ The file holds numbers and names of services and settings, nothing else.
 """
 
 import contextlib
-import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.process import make_private
 from salesrl_trl.reward.service.budget import NOTHING_SPENT, Account, Limit, Spent, granted
 
 LOCK_TIMEOUT_S = 20.0
@@ -97,7 +97,7 @@ class SpentFile:
     def _opened(self) -> sqlite3.Connection:
         if self._open is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            make_private(self.path)
             file = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             try:
                 file.execute("PRAGMA journal_mode = TRUNCATE")

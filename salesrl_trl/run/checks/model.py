@@ -80,7 +80,7 @@ def _reach_hub(name: str, revision: str | None) -> None:
     except (OSError, http.client.HTTPException) as error:
         if isinstance(getattr(error, "reason", error), ssl.SSLError):
             return
-        shown = re.sub("//[^/@]*@", "//", hub)  # without a password
+        shown = re.sub("//.*@", "//", hub)  # without a password
         raise ModelNotFoundError(
             f"`model_name_or_path` is {name!r}, which is not on this machine, and the hub can't be reached at "
             f"{shown} ({type(error).__name__}). Expected a folder that `save_pretrained` wrote, or a hub that this "

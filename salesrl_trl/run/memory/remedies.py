@@ -114,15 +114,17 @@ def _halves(setup: Setup) -> Iterator[Setup]:
         yield setup
 
 
-def _smaller_share(shape: ModelShape, setup: Setup, card_gib: float) -> _Change:
-    """The least share of vLLM that has room for some completions."""
+def _other_share(shape: ModelShape, setup: Setup, card_gib: float) -> _Change:
+    """The least share of vLLM with room for some completions: a smaller one, or a larger where vLLM can't start."""
     if setup.engine is None:
         return None
     wanted = min(SEQUENCES, setup.rollouts)
-    for steps in range(1, math.ceil(setup.engine.share / STEP)):
-        less = replace(setup, engine=replace(setup.engine, share=round(steps * STEP, 2)))
-        if (estimate(shape, less, card_gib).sequences or 0) >= wanted:
-            return f"vllm_gpu_memory_utilization: {steps * STEP:.2f}", "vLLM generates fewer completions at once", less
+    starts = estimate(shape, setup, card_gib).starts_engine
+    cost = "vLLM generates fewer completions at once" if starts else "vLLM does not start with less"
+    for steps in range(1, math.ceil((setup.engine.share if starts else 1.0) / STEP)):
+        other = replace(setup, engine=replace(setup.engine, share=round(steps * STEP, 2)))
+        if (estimate(shape, other, card_gib).sequences or 0) >= wanted:
+            return f"vllm_gpu_memory_utilization: {steps * STEP:.2f}", cost, other
     return None
 
 
@@ -163,6 +165,6 @@ def _zero(setup: Setup, sharding: Sharding) -> tuple[str, str, Setup]:
 
 
 _CHANGES: tuple[_Changes, ...] = (
-    _smaller_evaluation, _smaller_pass, _checkpointing, _smaller_batch, _smaller_share, _sleep, _rounding, _lora,
+    _smaller_evaluation, _smaller_pass, _checkpointing, _smaller_batch, _other_share, _sleep, _rounding, _lora,
     _zero2, _zero3,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """The stage `environment`: does this machine have what the run needs?"""
 
 import contextlib
+import difflib
 import importlib.metadata
 import importlib.util
 import os
@@ -21,6 +22,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.compiling import Start, engine_start
 from salesrl_trl.process import installed
 from salesrl_trl.run import software
+from salesrl_trl.run.checks import vllm_names
 from salesrl_trl.run.checks.folders import check_output_dir, free_gib
 from salesrl_trl.run.preflight.plan import Plan
 from salesrl_trl.run.preflight.stage import Findings
@@ -56,6 +58,7 @@ class EnvironmentStage:
         training, findings = plan.config.training, Findings()
         _versions(training, findings)
         _extras(plan.config, findings)
+        _vllm_names(training, findings)
         _devices(training, plan.in_depth, findings)
         _disk(training.output_dir, plan.in_depth, findings)
         _shared_memory(training, findings)
@@ -112,6 +115,38 @@ def _extras(config: RunConfig, findings: Findings) -> None:
                 f"Install it (pip install {module.replace('_', '-')}), or leave out `load_in_4bit`, `load_in_8bit`, "
                 f"`use_liger_kernel` and `optim: {training.optim.value}`.",
             )
+
+
+def _vllm_names(training: SalesGRPOConfig, findings: Findings) -> None:
+    """Check the names that vLLM gets. It would refuse them after minutes, or not read them."""
+    if not _in_process_vllm(training):
+        return
+    given, backends = training.parsed_engine_kwargs(), vllm_names.attention_backends()
+    known = vllm_names.engine_arguments() if given else frozenset()
+    for name in sorted(given.keys() - known if known else ()):
+        near = "".join(f" Did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))
+        findings.fail(
+            f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine.{near}",
+            "Expected arguments of `vllm.LLM`: see its documentation, or leave this one out.",
+        )
+    config = given.get("attention_config")
+    for backend in (given.get("attention_backend"), config.get("backend") if isinstance(config, dict) else None):
+        if isinstance(backend, str) and backends and backend.upper() not in (*backends, "AUTO"):
+            findings.fail(
+                f"`vllm_engine_kwargs` has the attention backend {backend!r}, which the installed vLLM does not have. "
+                f"Expected one of: {', '.join(backends)}.",
+                "Leave it out, and vLLM chooses one.",
+            )
+    asked = {name for name in os.environ if name.startswith("VLLM_")}
+    read = vllm_names.environment_variables() if asked else frozenset()
+    for name in sorted(asked - read if read else ()):
+        remedy = "Remove it, or correct its name."
+        if name == "VLLM_ATTENTION_BACKEND":
+            remedy = (
+                'Set `vllm_engine_kwargs: \'{"attention_backend": "NAME"}\'` with one of '
+                f"{', '.join(backends)}; or remove it, and vLLM chooses one."
+            )
+        findings.note(f"The environment variable {name} is set, and the installed vLLM does not read it.", remedy)
 
 
 def _torch_of_vllm() -> list[Requirement]:

@@ -13,10 +13,13 @@ from pathlib import Path
 import stamina
 
 from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.sources import check_rows
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.reader import Recorded, as_json, recorded
-from salesrl_trl.recording.schema import FOLDER, record_files
+from salesrl_trl.names import Stage
+from salesrl_trl.process import make_private
+from salesrl_trl.recording.reader import Recorded, as_json, open_record, record_files, recorded
+from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.trail import Trail
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.reward.answer_store import AnswerStore
@@ -29,7 +32,7 @@ from salesrl_trl.run.rejudging.answers import RecordedRag
 from salesrl_trl.run.rejudging.comparison import Baseline, Change, Judgement, Pair, advantages, changes
 from salesrl_trl.run.settings import parse_part
 from salesrl_trl.run.tools import exit_code_of, strict_json
-from salesrl_trl.types import Reward, SalesRow
+from salesrl_trl.types import Outcome, Reward, SalesRow
 
 AT_ONCE = 256
 """Completions that are begun together. The judge's own limits hold beside it."""
@@ -71,10 +74,15 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     completions = [*recorded(run, "train")]
     branches = sorted({each.branch for each in completions})
     rows = check_rows(training_records(data, own_records(data)), branches, data.max_train_rows)
-    _check(own, run, completions, rows)
+    _check(own, run, completions, rows, reward)
+    functions = reward.reward_funcs or [SALES]
+    weights = [*map(float, others.reward_weights or [1.0] * len(functions))]
 
     def work() -> int:
-        found = rejudged(reward, completions, rows, branches)
+        found = [
+            (of_all_functions(each, new, weights), trail)
+            for each, (new, trail) in zip(completions, rejudged(reward, completions, rows, branches), strict=True)
+        ]
         pairs = [_pair(each, new) for each, (new, _) in zip(completions, found, strict=True)]
         compared = changes(pairs, baseline)
         if own.output is not None:
@@ -99,7 +107,14 @@ def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
     return run, [*own, *given]
 
 
-def _check(own: RejudgeConfig, run: Path, completions: Sequence[Recorded], rows: Sequence[SalesRow]) -> None:
+def _check(
+    own: RejudgeConfig, run: Path, completions: Sequence[Recorded], rows: Sequence[SalesRow], reward: RewardConfig
+) -> None:
+    if reward.reward_funcs and SALES not in reward.reward_funcs:
+        raise ConfigError(
+            f"`reward_funcs` is {reward.reward_funcs}, functions of your own alone. Expected `{SALES}` among them: "
+            "the packaged reward is what is judged again."
+        )
     unknown = sorted({each.row for each in completions} - {row.row_id for row in rows})
     if not completions:
         raise ConfigError(f"the record of {run} has no completion of training. Expected some.")
@@ -143,6 +158,35 @@ def rejudged(
     return found
 
 
+def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float]) -> Reward:
+    """The reward of several functions, of which the packaged one was judged again; the only one's as it is.
+
+    Args:
+        old (`Recorded`):
+            The completion, with the numbers of all functions.
+        new (`Reward`):
+            Of the packaged function.
+        weights (`Sequence[float]`):
+            By function, in their order.
+    """
+    if len(weights) == 1:
+        return new
+    if old.reward is not None and not old.functions:
+        raise ConfigError("the record has numbers of one reward function. Expected those of all in `reward_funcs`.")
+    numbers = {**old.functions, SALES: new.value}
+    is_known = old.reward is not None or all(each is not None for name, each in numbers.items() if name != SALES)
+    if not old.functions or not is_known:  # another function failed: nobody knows its number now either
+        return Reward(outcome=Outcome(old.outcome), value=None, reason=old.reason, by_function=old.functions)
+    known = ((weight, each) for weight, each in zip(weights, numbers.values(), strict=True) if each is not None)
+    return dataclasses.replace(
+        new,
+        value=None if new.value is None else sum(weight * each for weight, each in known),
+        reference_value=None,
+        components={**old.parts, **new.components},
+        by_function=numbers,
+    )
+
+
 def _pair(completion: Recorded, new: Reward) -> Pair:
     return Pair(
         branch=completion.branch,
@@ -161,34 +205,38 @@ def write(
     new: Sequence[float | None],
 ) -> None:
     """A copy of the record, with these rewards, verdicts and advantages in place of the recorded ones."""
-    (output / FOLDER).mkdir(parents=True, exist_ok=True)
     for number, path in enumerate(record_files(run)):
-        copy = output / FOLDER / path.name
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as old, closing(sqlite3.connect(copy)) as file:
+        copy = record_file(output, rank_of(path) or 0)
+        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(copy)
+        with closing(open_record(path)) as old, closing(sqlite3.connect(copy)) as file:
             old.backup(file)
             with file:
                 for each, (reward, trail), advantage in zip(completions, found, new, strict=True):
                     if each.file == number:
-                        _replace(file, each.id, reward, trail, advantage)
+                        _replace(file, each, reward, trail, advantage)
     for name in ("config.yaml", "run.json"):
         if (run / name).is_file():
             shutil.copy(run / name, output / name)
 
 
-def _replace(file: sqlite3.Connection, completion: int, reward: Reward, trail: Trail, advantage: float | None) -> None:
+def _replace(file: sqlite3.Connection, old: Recorded, reward: Reward, trail: Trail, advantage: float | None) -> None:
+    again = {name: each for name, each in reward.seconds.items() if name not in (Stage.RAG_8B, Stage.RAG_32B)}
     values = {
         "outcome": reward.outcome.value,
         "reason": reward.reason,
         "reward": reward.value,
         "reference_reward": reward.reference_value,
         "parts": as_json(dict(reward.components)),
+        "functions": as_json(dict(reward.by_function)),
+        "seconds": as_json({**old.seconds, **again}),
         "advantage": advantage,
         **judge_columns(trail, reward.seconds),
     }
     columns = ", ".join(f"{name} = ?" for name in values)
-    file.execute(f"UPDATE completions SET {columns} WHERE id = ?", (*values.values(), completion))
-    file.execute("DELETE FROM verdicts WHERE completion = ?", (completion,))
-    add_verdicts(file, completion, trail.verdicts)
+    file.execute(f"UPDATE completions SET {columns} WHERE id = ?", (*values.values(), old.id))
+    file.execute("DELETE FROM verdicts WHERE completion = ?", (old.id,))
+    add_verdicts(file, old.id, trail.verdicts)
 
 
 def text_of(compared: Sequence[Change]) -> str:

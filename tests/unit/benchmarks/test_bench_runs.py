@@ -17,8 +17,6 @@ from torch.utils.tensorboard import SummaryWriter
 from benchmarks import kl_control, policies, sharding
 from salesrl_trl.data.sources import load_rows
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.mark.parametrize(
     ("name", "updates", "rounds"), [pytest.param("kl", 2, 1, id="kl"), pytest.param("timing", 2, 2, id="timing")]
@@ -63,7 +61,7 @@ def test_the_benches_around_an_engine_of_vllm(tmp_path):
     given = {name: [*words, "--json", str(tmp_path / name)] for name, words in AROUND_AN_ENGINE.items()}
     command = [sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps(given)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     check_rewards_that_nobody_waits_for_make_shorter_steps(json.loads((tmp_path / "pipeline").read_text()))
     check_a_function_called_beside_training_makes_shorter_steps(json.loads((tmp_path / "functions").read_text()))

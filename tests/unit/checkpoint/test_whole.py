@@ -1,11 +1,13 @@
 """Which folders are whole checkpoints, and which of them a run goes on from."""
 
+import itertools
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +50,12 @@ DAMAGES = {
     "an empty file": (lambda folder: os.truncate(folder / "global_step3/mp_rank_00.pt", 0), "mp_rank_00.pt is not as"),
     "a missing file": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
     "missing files": (lambda folder: [(folder / name).unlink() for name in FILES], "and 3 more files are missing"),
-    "a foreign file": (lambda folder: (folder / "scheduler.pt").touch(), "scheduler.pt is no part of it"),
+    "other weights": (lambda folder: (folder / "pytorch_model.bin").touch(), "pytorch_model.bin is no part of it"),
+    "another's adapter": (
+        lambda folder: (folder / "global_step3/adapter_model.safetensors").touch(),
+        "adapter_model.safetensors is no part of it, and would be read",
+    ),
+    "another's rollouts": (lambda folder: (folder / "rollouts_1.pt").touch(), "rollouts_1.pt is no part of it"),
     "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "it has no manifest.json"),
     "a torn manifest": (lambda folder: os.truncate(folder / MANIFEST_FILE, 40), "its manifest.json can't be read"),
     "another manifest": (lambda folder: (folder / MANIFEST_FILE).write_text("[1]"), "its manifest.json can't be read"),
@@ -71,9 +78,52 @@ def test_the_model_alone_is_no_checkpoint_to_go_on_from(tmp_path):
     assert "`save_only_model`" in fault_of(checkpoint(tmp_path, 20, has_optimizer=False))
 
 
-def test_of_two_runs_in_a_folder_the_later_one_goes_on(tmp_path):
+def test_a_foreign_file_is_told_and_its_checkpoint_is_taken(tmp_path, caplog):
+    checkpoint(tmp_path, 20)
+    last = checkpoint(tmp_path, 40)
+    (last / "notes.md").touch()
+    (last / ".nfs0001").symlink_to(last / "gone")
+    for asked in ("auto", last):
+        caplog.clear()
+        assert find(asked, str(tmp_path)) == last
+        assert "checkpoint-40 is taken: .nfs0001 and 1 more files are no part of it, and not read" in caplog.text
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the machine is set back by an hour before each look at it."""
+    shown = itertools.count(1e9, -3600)
+    monkeypatch.setattr(time, "time", lambda: next(shown))
+
+
+def test_a_clock_that_is_set_back_decides_nothing(tmp_path, keeper, clock):
+    for step in (4, 6, 8):
+        save(keeper, step)
+    assert find("auto", str(tmp_path)) == tmp_path / "checkpoint-8"
+    keeper.args.save_total_limit = 2
+    save(keeper, 10)  # of 4, 6, 8 and 10 the last two stay
+    assert sorted(each.name for each in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-8"]
+
+
+def test_of_two_runs_in_a_folder_the_later_one_goes_on_and_the_earlier_ones_checkpoints_go(tmp_path, keeper, clock):
     checkpoint(tmp_path, 40)
-    later = checkpoint(tmp_path, 5)
+    checkpoint(tmp_path, 60)
+    keeper.args.save_total_limit = 2
+    save(keeper, 5)
+    assert newest(tmp_path) == tmp_path / "checkpoint-5"  # saved last, by the manifests' numbers: 1, 2, 3
+    assert sorted(each.name for each in tmp_path.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-60"]
+    flip(tmp_path / "checkpoint-5/model.safetensors")
+    save(keeper, 7)  # a damaged one counts: 4, not 3 again
+    assert newest(tmp_path) == tmp_path / "checkpoint-7"
+
+
+def test_without_numbers_steps_order_the_checkpoints(tmp_path):
+    for step in (8, 4, 10):
+        manifest = checkpoint(tmp_path, step) / MANIFEST_FILE
+        text = {name: value for name, value in json.loads(manifest.read_text()).items() if name != "number"}
+        manifest.write_text(json.dumps(text))
+    assert newest(tmp_path) == tmp_path / "checkpoint-10"
+    later = checkpoint(tmp_path, 6)  # with a number, which is above none
     assert newest(tmp_path) == later
 
 

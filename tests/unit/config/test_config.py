@@ -1,10 +1,13 @@
 """Settings that cannot work are refused with what was got, what was expected and what to do."""
 
+import dataclasses
 import math
+import typing
 
 import pytest
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
+from salesrl_trl.config.judge import JudgeProviderConfig
 from salesrl_trl.config.machine import Settled
 from salesrl_trl.config.order import why_in_trls_order
 from salesrl_trl.config.rollouts import why_not_divisible
@@ -196,6 +199,8 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
         (RewardConfig, {"rag_max_concurrency": 0}, "`rag_max_concurrency`"),
         (RewardConfig, {"judge_max_concurrency": 0}, "`judge_max_concurrency`"),
         (RewardConfig, {"preflight_calls": 4}, "`preflight_calls` is 4. Expected 0, or 8 or more"),
+        (RewardConfig, {"judge_repeats": 1.5}, "`judge_repeats` is 1.5. Expected a whole number"),
+        (RewardConfig, {"judge_max_attempts": True}, "`judge_max_attempts` is True. Expected a whole number"),
         (RewardConfig, {"rag_base_url": "rag.internal:8801"}, "starts with http:// or https://"),
         (RewardConfig, {"judge_base_url": "localhost"}, "starts with http:// or https://"),
         (SalesGRPOConfig, {"vllm_server_base_url": "http://user:pw@vllm"}, "`vllm_server_base_url` holds credentials"),
@@ -213,6 +218,55 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
 def test_a_setting_that_cannot_work_is_refused(config, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         config(**kwargs)
+
+
+PROVIDER = {"name": "a", "base_url": "http://judge/v1", "model": "m"}
+WRONG = {int: (1.5, True, "2"), float: (True, "0.5"), bool: (1, "false")}
+"""Values of another type, by the type of a setting."""
+TYPED = [
+    (config, given, field.name, value)
+    for config, given in (
+        *((kind, {}) for kind in (RewardConfig, TelemetryConfig, DataConfig, SalesGRPOConfig)),
+        (JudgeProviderConfig, PROVIDER),
+    )
+    for field in dataclasses.fields(config)
+    if config is not SalesGRPOConfig or field.name in SalesGRPOConfig.__annotations__
+    for kind in WRONG.keys() & {field.type, *typing.get_args(field.type)}
+    for value in WRONG[kind]
+]  # fmt: skip
+
+
+def test_every_number_and_switch_of_the_package_is_of_its_type():
+    """Half a verdict would be one or none, and each text is a true switch."""
+    assert len({(config, name) for config, _, name, _ in TYPED}) > 70
+    for config, given, name, value in TYPED:
+        with pytest.raises(ConfigError, match=rf"{name}` is {value!r}\. Expected (a (whole )?number|true or false)"):
+            config(**given, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "user:sk-1@host",
+        "http://user:sk-1@host",
+        "http://user:sk-1/@host",
+        "http://sk-1:x/v1",
+        "http://user:sk-1%40host",
+        "http://host/v1?key=sk-1",
+        "sk-1",
+    ],
+)
+def test_an_address_that_is_refused_is_not_shown(address):
+    """A key may stand in it."""
+    for setting in (
+        {"rag_base_url": address},
+        {"judge_base_url": address},
+        {"judge_providers": [{**PROVIDER, "base_url": address}]},
+        {"judge_providers": [{**PROVIDER, "name": f"{address} "}]},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            RewardConfig(**setting)
+        assert "sk-1" not in str(caught.value)
 
 
 def test_what_is_searched_with_is_named_or_the_usual_field_or_the_first():
@@ -242,6 +296,10 @@ def test_the_best_policy_is_found_by_something_that_there_is():
         TelemetryConfig(quick_eval_best="honesty").check_branches(["fairness", "tone"])
 
 
+TWO_GENERATIONS = {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
+"""In an update."""
+
+
 @pytest.mark.parametrize(
     ("given", "hindrance"),
     [
@@ -250,6 +308,9 @@ def test_the_best_policy_is_found_by_something_that_there_is():
         ({"per_device_train_batch_size": 2, "num_generations": 8}, "a micro-batch and a group share no border"),
         ({"num_iterations": 2}, "`num_iterations`"),
         ({"loss_type": "bnpo"}, "`loss_type` bnpo"),
+        (TWO_GENERATIONS, "`loss_type` dapo divides by the tokens"),
+        ({**TWO_GENERATIONS, "loss_type": "grpo"}, None),
+        ({**TWO_GENERATIONS, "failed_completions": "as_trl"}, None),
         ({"scale_rewards": "batch"}, "`scale_rewards: batch`"),
         ({"hybrid_reference_weight": 0.5}, "`hybrid_reference_weight`"),
         ({"hybrid_reference_weight": 0.5, "scale_rewards": "none"}, None),

@@ -41,7 +41,14 @@ def gpus(monkeypatch):
     ("count", "capability", "wish", "expected", "note"),
     [
         (0, None, {"use_cpu": False, "bf16": True, "fp16": False}, (True, False, False), "on a CPU"),
-        (0, None, {"use_cpu": False, "bf16": None, "fp16": True}, (True, False, False), ""),
+        (
+            0,
+            None,
+            {"use_cpu": False, "bf16": None, "fp16": True},
+            (True, False, False),
+            "ask for fp16, and this run is on a CPU",
+        ),
+        (0, None, {"use_cpu": False, "bf16": None, "fp16": False}, (True, False, False), ""),
         (0, None, {"use_cpu": False, "bf16": False, "fp16": False}, (True, False, False), ""),
         (1, (9, 0), {"use_cpu": False, "bf16": True, "fp16": False}, (False, True, False), ""),
         (1, (9, 0), {"use_cpu": False, "bf16": None, "fp16": False}, (False, True, False), ""),
@@ -91,6 +98,18 @@ def test_accelerates_precision_becomes_the_recipes(gpus, monkeypatch, told, wish
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == then
     assert os.environ["ACCELERATE_CONFIG_DS_FIELDS"] == "zero_stage,gradient_clipping"
     assert ["not used" in note for note in settled.notes] == ([] if told in ("no", then) else [True])
+
+
+def test_accelerates_precision_is_not_dropped_on_a_cpu_without_a_word(gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert settle(False, None, False).notes == [
+        "accelerate's configuration has mixed_precision bf16: not used, this run is on a CPU"
+    ]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert settle(False, True, False).notes == [
+        "precision: float32. The settings ask for bf16, and this run is on a CPU"
+    ]
 
 
 def test_more_processes_than_gpus_are_refused_before_cuda_is(gpus, monkeypatch):

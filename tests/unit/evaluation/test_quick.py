@@ -166,6 +166,22 @@ def test_a_full_disk_ends_no_run(evaluator, tmp_path, caplog, monkeypatch):
     assert list(subject.logged) == [2, 4]
 
 
+def test_a_best_policy_that_cannot_be_saved_leaves_the_one_before_as_the_one_to_beat(evaluator, tmp_path, caplog):
+    subject = WrittenSubject({2: script(0.1, 0.1), 4: script(0.9, 0.9), 6: script(0.5, 0.5)})
+    save = subject.save
+
+    def save_or_fail(folder):
+        save(folder)
+        if subject.step == 4:
+            raise OSError(28, "No space left on device")
+
+    subject.save = save_or_fail
+    evaluator(subject)(0, 6)
+    assert "the best policy was not kept: it can't be saved (OSError)" in caplog.text
+    assert kept(tmp_path) == (6, "step 6")  # 0.5 is above the 0.1 of step 2, which was in the folder
+    assert not list(tmp_path.glob("best.*"))
+
+
 class Meeting:
     """Two ranks, one after the other: what the main one handed out is there when the second one asks."""
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from salesrl_trl.generation.sampler import Handle, Sampled, Sampler, Upstream, WholeBatch, why_not_streamed
 
@@ -23,12 +24,13 @@ def test_a_whole_batch_is_ready_when_it_was_started():
 
 
 def test_greedy_sampling_ends_with_its_block_also_by_an_error():
-    settings = SimpleNamespace(do_sample=True)
-    sampler = WholeBatch(lambda prompts, tokens=None: sampled(prompts), settings)
+    settings = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, min_p=0.1, typical_p=0.5)
+    before, sampler = settings.to_dict(), WholeBatch(lambda prompts, tokens=None: sampled(prompts), settings)
     with pytest.raises(ZeroDivisionError), sampler.greedily():
         assert not settings.do_sample
+        settings.validate(strict=True)  # an error for each flag that only sampling heeds
         1 / 0  # noqa: B018
-    assert settings.do_sample
+    assert settings.to_dict() == before
 
 
 def test_completions_are_padded_as_trl_pads_them():

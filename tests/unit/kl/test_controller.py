@@ -8,7 +8,7 @@ import pytest
 from benchmarks.kl_laws import RISE_PATIENCE, FactorLaw
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import BranchController, KLControl, WindowSettings
-from salesrl_trl.kl.law import FAR, AdaptiveLaw, KLTarget
+from salesrl_trl.kl.law import FAR, LEAST_BETA, AdaptiveLaw, KLTarget
 
 BARE = {"recentre": 0.0, "trend_windows": 0.0}
 TARGET = KLTarget(beta=0.1, low=0.02, high=0.08)  # centre sqrt(0.02 * 0.08) = 0.04, half-width ln(2)
@@ -213,6 +213,20 @@ def test_a_coefficient_stays_within_its_bounds():
     for _ in range(5):
         branch.observe(1e-5, 1)
     assert branch.beta == 0.09
+
+
+def test_without_a_least_coefficient_one_that_fell_for_long_comes_back():
+    """The KL lies far below its band for 3,000 windows, and a factor of 2 a window would leave no number of more than
+    0. Then it is too high: from 1e-9 to 0.1 a factor of 1e8 is missing, which is 27 doublings."""
+    target = KLTarget(beta=0.1, low=0.02, high=0.08, beta_min=0.0)
+    branch = BranchController("fairness", target, AdaptiveLaw(), EVERY_STEP)
+    branch.observe(0.04, 1)  # a fresh policy's first rise is over
+    for _ in range(3000):
+        branch.observe(1e-9, 1)
+    assert branch.beta == LEAST_BETA
+    for _ in range(30):
+        branch.observe(1.0, 1)
+    assert branch.beta > 0.1
 
 
 def test_beyond_its_bound_a_coefficient_becomes_a_smaller_share_of_the_rewards():

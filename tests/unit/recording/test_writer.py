@@ -1,20 +1,26 @@
 """The record: what goes in comes back, whole after a kill, bounded, filtered, and never waited for."""
 
 import logging
+import os
+import random
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
+import time
 import zlib
+from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording import writer
-from salesrl_trl.recording.reader import digest_of, open_record, recorded
-from salesrl_trl.recording.schema import TABLES, record_file, record_files
+from salesrl_trl.recording.reader import digest_of, open_record, record_files, recorded, run_of
+from salesrl_trl.recording.schema import TABLES, record_file
 from salesrl_trl.recording.trail import Call, Judged, Trail
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
 
@@ -134,11 +140,121 @@ def test_a_full_file_drops_its_oldest_steps_and_says_so_once(tmp_path, caplog, m
     assert rows(tmp_path, "SELECT value FROM meta WHERE name = 'dropped_up_to_step'") == [(str(steps[0] - 1),)]
 
 
+def steps_of(found):
+    return [(each.step, each.mode, each.text) for each in found]
+
+
 def test_a_run_that_goes_on_replaces_the_steps_that_it_takes_again(tmp_path):
-    write(tmp_path, [batch(step=step) for step in (1, 2, 3)])
-    found = write(tmp_path, [batch(step=3, entries=[entry(text="again")])], goes_on=True)
-    assert [(each.step, each.text) for each in found] == [(1, "an action"), (2, "an action"), (3, "again")]
+    ahead = [call(time=time.time()) for _ in range(4)]
+    first = [batch(step, calls=[replace(ahead[step], time=float(step))], time=float(step)) for step in (1, 2, 3)]
+    write(tmp_path, [*first[:2], batch(2, mode="eval", time=2.5), first[2], batch(3, mode="eval", time=3.5)])
+    # from an older checkpoint: later steps have not happened, even if none is trained on again
+    assert steps_of(write(tmp_path, [], after=2)) == steps_of(recorded(tmp_path))
+    again = [batch(2, [entry(text="evaluated again")], mode="eval"), batch(3, [entry(text="again")])]
+    assert steps_of(write(tmp_path, again, after=2)) == [
+        (1, "train", "an action"),
+        (2, "train", "an action"),
+        (2, "eval", "evaluated again"),
+        (3, "train", "again"),
+    ]
+    assert rows(tmp_path, "SELECT time FROM calls WHERE completion IS NULL") == [(1.0,), (2.0,)]
     assert [each.step for each in write(tmp_path, [batch(step=1)])] == [1]  # a new run
+
+
+def test_what_ranks_of_another_run_wrote_is_left_out_and_told_once(tmp_path, caplog):
+    """Four processes, then a new run of two, then a resume on one and on four."""
+
+    def run(name, ranks, steps, **given):
+        gone = [record_file(tmp_path, rank) for rank in range(ranks, 4)] if given else []
+        for rank in range(ranks):
+            with closing(Recorder(record_file(tmp_path, rank), meta={"run": name}, others=gone, **given)) as recorder:
+                for step in steps:
+                    recorder.record(batch(step, [entry(text=f"{name} {rank}")]))
+        return Counter((each.text, each.step) for each in recorded(tmp_path))
+
+    assert len(run("a", 4, [1, 2, 3])) == 12
+    (tmp_path / "record" / "rank-0-backup.sqlite").write_bytes(b"a copy that somebody made")
+    assert run("b", 2, [1, 2, 3]) == Counter((f"b {rank}", step) for rank in range(2) for step in (1, 2, 3))
+    [line] = [each.message for each in caplog.records]
+    assert "rank-2.sqlite, rank-3.sqlite" in line
+    # of rank 1 the steps up to the checkpoint are the run's, and the third is not
+    shared = {(f"b {rank}", step): 1 for rank in range(2) for step in (1, 2)}
+    assert run("b", 1, [3], after=2) == Counter({**shared, ("b 0", 3): 1})
+    of_four = {(f"b {rank}", 4): 1 for rank in range(4)}
+    assert run("b", 4, [4], after=3) == Counter({**shared, ("b 0", 3): 1, **of_four})
+    assert len(caplog.records) == 1
+
+
+def test_a_locked_file_is_written_when_it_is_free_and_batches_wait_within_a_bound(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(writer, "LOCK_PAUSE_S", 0.01)
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *given, **named: connect(*given, **{**named, "timeout": 0.01}))
+    recorder = Recorder(record_file(tmp_path, 0), meta={"run": "a"})
+    recorder.record(batch(1))
+    until(lambda: run_of(record_file(tmp_path, 0)) == "a" and [*recorded(tmp_path)])
+    with closing(connect(record_file(tmp_path, 0), isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        recorder.record(batch(2))
+        until(lambda: "locked by another process" in caplog.text)
+        for step in range(3, 100):
+            recorder.record(batch(step))
+        other.execute("COMMIT")
+    recorder.close()
+    # one was being written, the next ones waited, and the others are counted
+    kept = [1, *range(2, 3 + writer.WAITING_BATCHES)]
+    assert [each.step for each in recorded(tmp_path)] == kept
+    assert f"{99 - len(kept)} batches are not in" in caplog.text
+    assert caplog.text.count("locked by") == 1
+
+
+def until(holds):
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("steps", [300, 1])
+def test_a_record_stays_within_its_size_whatever_fills_it(tmp_path, steps):
+    """Calls of no completion are most of the file, or one step alone has more than there is room for."""
+    limit, number = 400_000, 300
+
+    def noise(size):
+        return random.randbytes(size).hex()
+
+    with closing(Recorder(record_file(tmp_path, 0), most_bytes=limit)) as recorder:
+        for count in range(number):
+            ahead = [call(time=time.time(), request=noise(1500).encode(), answer=noise(1500).encode())] * 2
+            entries = [entry(place, text=noise(200), trail=Trail()) for place in range(8)]
+            until(lambda: not recorder._queue.full())
+            recorder.record(batch(1 + count * steps // number, entries, calls=ahead))
+    assert record_file(tmp_path, 0).stat().st_size <= limit
+    found = [*recorded(tmp_path)]
+    # A batch takes 8 x 0.4 kB of texts, as much again for columns, and 3 kB for calls: 400 kB hold dozens of them.
+    assert len(found) > 8 * 20
+    [[lone]] = rows(tmp_path, "SELECT count(*) FROM calls")
+    assert lone == pytest.approx(2 * len(found) / 8, abs=2)  # calls go with their batch
+
+
+@pytest.mark.parametrize("name", ["lr=1e-6 #2", "why?", "50%25"])
+def test_a_run_may_have_any_name_and_its_record_is_its_owners_alone(tmp_path, name):
+    folder = tmp_path / name
+    before = os.umask(0o022)
+    try:
+        assert [each.step for each in write(folder, [batch()])] == [1]
+    finally:
+        os.umask(before)
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+    modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in (folder / "record", record_file(folder, 0))}
+    assert modes == {"record": 0o700, "rank-0.sqlite": 0o600}
+
+
+def test_a_new_record_leaves_files_beside_it(tmp_path):
+    write(tmp_path, [batch()])
+    kept = record_file(tmp_path, 0).with_name("rank-0.sqlite.gz")
+    kept.write_bytes(b"packed by its owner")
+    write(tmp_path, [batch()])
+    assert kept.read_bytes() == b"packed by its owner"
 
 
 def test_after_a_kill_each_batch_is_there_or_not(tmp_path):
@@ -176,13 +292,29 @@ def test_a_disk_that_does_not_take_it_ends_the_record_and_not_the_run(tmp_path, 
     assert "Training goes on without" in line
 
 
-def test_a_filter_that_fails_ends_the_record_without_a_word_of_the_text(tmp_path, caplog):
-    def clean(text):
-        raise ValueError(text)
+def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(tmp_path, caplog):
+    """Half a surrogate pair has no UTF-8, a filter may fail, and a GPU may not give the advantages."""
 
-    assert write(tmp_path, [batch()], clean=clean) == []
-    assert "ValueError" in caplog.text
-    assert "action" not in caplog.text
+    def clean(text):
+        if text == "bad for the filter":
+            raise ValueError(text)
+        return text
+
+    def fails():
+        raise RuntimeError("a GPU")
+
+    half = Trail(verdicts={"judge": Judged(candidate=0.5, reference=None, reason="half \ud83d", provider="judge")})
+    entries = [entry(0), entry(1, trail=half), entry(2, text="bad for the filter"), entry(3, reason="\ud83d")]
+    lost = Batch(step=2, mode="train", number=2, staleness=0, entries=[entry()], advantages=fails)
+    caplog.set_level(logging.WARNING)
+    found = write(tmp_path, [batch(1, entries), lost, batch(3)], clean=clean)
+    assert [(each.step, each.text) for each in found] == [(1, "an action"), (3, "an action")]
+    assert rows(tmp_path, "SELECT DISTINCT completion FROM verdicts") == [(1,), (2,)]  # nothing of one that is out
+    first, last = (each.message for each in caplog.records)
+    assert "an entry of step 1 is left out" in first
+    assert "UnicodeEncodeError" in first
+    assert "4 entries" in last  # three of the first batch, and the second batch's
+    assert "bad for" not in caplog.text
 
 
 def test_a_prompt_may_hold_a_picture(tmp_path):

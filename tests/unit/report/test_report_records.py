@@ -47,6 +47,11 @@ def test_of_a_step_that_a_resume_repeats_the_later_figure_counts_whatever_the_or
     assert run.seconds == (1_700_000_000.0, 1_700_009_040.0)
 
 
+def test_a_clock_that_is_set_back_in_a_run_costs_no_figure(run_folder):
+    run_folder.events({1: {"reward": 0.1}, 2: {"reward": 0.2}, 3: {"reward": 0.3}}, seconds_per_step=-3600.0)
+    assert read_run(run_folder.path).of("reward") == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
+
+
 def test_a_later_nan_takes_the_place_of_an_earlier_figure(run_folder):
     run_folder.events({1: {"reward": 0.1}, 2: {"reward": 0.2}})
     run_folder.events({2: {"reward": math.nan}}, started_s=1_700_009_000.0)

@@ -1,6 +1,7 @@
 """The cache: what is kept, what is shared, and what no failure may do."""
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 import stat
@@ -78,7 +79,30 @@ def test_values_are_json_and_keys_are_hashes(tmp_path):
     store.put(cache_key("a customer's words"), {"a": [1, None]})
     store.close()
     ((key, value),) = sqlite3.connect(path).execute("SELECT key, value FROM answers").fetchall()
-    assert (len(key), json.loads(value)) == (64, {"a": [1, None]})
+    assert (len(key), json.loads(value.partition(" ")[2])) == (64, {"a": [1, None]})  # behind its checksum
+
+
+@pytest.mark.parametrize(
+    ("change", "asked"),
+    [
+        ("replace(value, '0.75', '0.95')", 1),  # in [0, 1] as before
+        ("replace(value, substr(value, 1, 1), 'g')", 1),  # a checksum that is none
+        ("(SELECT value FROM answers WHERE key = 'another')", 1),
+        ("value", 0),
+        ("'0.75'", 0),  # as an earlier version wrote it
+    ],
+)
+def test_a_value_that_has_changed_on_the_disk_is_asked_for_again(tmp_path, change, asked):
+    path = tmp_path / "c.sqlite"
+    store = AnswerStore(path)
+    store.put("k", 0.75)
+    store.put("another", 0.5)
+    store.close()
+    with contextlib.closing(sqlite3.connect(path)) as file, file:
+        file.execute(f"UPDATE answers SET value = {change} WHERE key = 'k'")
+    ask = asker(0.75)
+    assert asyncio.run(memo(AnswerStore(path)).get("k", ask)) == 0.75
+    assert ask.times == asked
 
 
 def test_a_failure_is_not_kept(tmp_path):

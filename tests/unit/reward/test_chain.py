@@ -170,6 +170,7 @@ def test_what_a_backend_raised_for_a_reference_that_nobody_needs_is_not_told(sco
         (200, '"a string"', "rag_8b_bad_response"),
         (200, {**ANSWER, "passages": None}, "rag_8b_bad_response"),
         (200, {**ANSWER, "took_ms": -1}, "rag_8b_bad_response"),
+        (200, json.dumps(ANSWER).replace('"answer":', '"answer": "", "answer":'), "rag_8b_bad_response"),
     ],
 )
 def test_a_failed_8b_call_is_never_a_number(score, services, status, body, reason):

@@ -7,9 +7,14 @@ import pytest
 from support.in_memory import Reply, Services, score_batch
 from support.loopback import ANSWER, VERDICT, action, build_reward, chat_completion, row, sign
 
+from salesrl_trl.errors import BadServiceResponse
 from salesrl_trl.fencing import read_sections
 from salesrl_trl.reward.judge.client import load_rubrics
+from salesrl_trl.reward.judge.provider import JudgeProvider, ProviderClient
+from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Outcome
+
+COMPLETION = json.dumps(chat_completion("1"))
 
 
 @pytest.fixture
@@ -280,16 +285,39 @@ def test_rubrics_of_weights_are_loaded_too(tmp_path):
         ({"finish_reason": "length"}, "judge_cut_off"),
         ({"finish_reason": "MAX_TOKENS"}, "judge_cut_off"),
         ({"finish_reason": "abort"}, "judge_broken_off"),
+        ({"role": "user"}, "judge_role"),
+        ({"role": "system"}, "judge_role"),
     ],
     ids=str,
 )
 def test_a_verdict_beside_a_refusal_or_another_end_is_none(score_many, services, change, code):
     body = chat_completion(json.dumps(VERDICT))
     choice = body["choices"][0]
-    (choice["message"] if "refusal" in change else choice).update(change)
+    (choice if "finish_reason" in change else choice["message"]).update(change)
     services.set("judge", body)
     (reward,) = score_many(1).rewards
     assert (reward.outcome, reward.value, reward.reason) == (Outcome.JUDGE_INVALID, None, code)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        COMPLETION.replace('"choices":', '"choices": [], "choices":').encode(),
+        COMPLETION.replace('"content":', '"content": "0", "content":').encode(),
+        COMPLETION.encode("utf-16"),
+        COMPLETION.encode("utf-32"),
+        b"[" * 100_000,
+    ],
+    ids=["choices twice", "content twice", "utf-16", "utf-32", "nested"],
+)
+def test_a_reply_that_may_be_read_in_two_ways_is_none(content):
+    """As the first of two fields, or the last; as this encoding, or another."""
+    transport = Transport("judge", max_concurrency=1, attempt_timeout_s=1.0, max_attempts=1)
+    provider = ProviderClient(JudgeProvider(name="a", base_url="http://judge/v1", model="m", transport=transport))
+    assert provider._completion(b"\xef\xbb\xbf" + COMPLETION.encode()) == json.loads(COMPLETION)
+    with pytest.raises(BadServiceResponse) as caught:
+        provider._completion(content)
+    assert caught.value.code == "judge_bad_response"
 
 
 def test_a_verdict_with_another_requests_nonce_is_asked_for_again_with_another_nonce(score_many, services):

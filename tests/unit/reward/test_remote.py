@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+from support import deadly
 from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, row
 
 from salesrl_trl.config import RewardConfig
@@ -30,7 +31,11 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.process import NO_ACCELERATOR
 from salesrl_trl.reward import worker
 from salesrl_trl.reward.batch import NOTHING_SCORED
-from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward
+from salesrl_trl.reward.service.budget import Limit, Terms
+from salesrl_trl.reward.service.meter import Budget
+from salesrl_trl.reward.service.spent_file import read_account
 from salesrl_trl.run import assembly
 from salesrl_trl.types import DEFAULT_BRANCHES, Outcome
 
@@ -455,44 +460,107 @@ def test_what_is_given_up_before_the_child_has_come_to_it_is_not_asked_for(servi
 # The child's life
 
 
-def test_what_a_killed_child_had_in_hand_is_missing_and_the_next_batch_has_a_new_one(
-    services, remote_process, go, caplog
+def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(
+    services, remote_process, go, loop, caplog, tmp_path
 ):
-    reward = remote_process(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    chain = build_reward(services.url, [row()], timeout_s=PATIENCE_S, deadline_s=PATIENCE_S, records=True)
+    limit = Limit(name="max_calls", kind="calls", most=1000)
+    chain.budget = Budget(Terms(path=tmp_path / "spent.sqlite", limits=(limit,)))
+    for name, transport in chain._transports().items():
+        transport.count_by(chain.budget.meter(name))
+    reward = remote_process(chain=chain)
     services.hangs.add("judge")
-    scoring = go.soon(result_of(reward, ["hello", action(query="a"), action(query="b")]))
+    texts = ["hello", action(query="a"), action(query="b")]
+    batch = reward.batches.begin([0, 0, 0])
+    loop.call_soon_threadsafe(batch.start_all, texts)
     until(lambda: services.calls["judge"] == 2)
     killed = process_of(reward)
     killed.kill()
-    lost = scoring.result(PATIENCE_S)
-    assert lost.values == [-0.25, None, None]
-    assert reasons(lost) == ["not_json", "reward_process_ended", "reward_process_ended"]
-    assert [each.outcome for each in lost.rewards[1:]] == [Outcome.INFRA] * 2
-    assert lost.report.traffic.keys() == {"rag_8b", "rag_32b", "judge"}
     services.let_go.set()
-    again = go(result_of(reward, [action(query="c"), "hello"]))
-    assert again.values == [0.75, -0.25]
+    result = go(reward.result(batch, texts))
+    assert result.values == [-0.25, 0.75, 0.75]
     assert process_of(reward).pid != killed.pid
     assert process_of(reward).poll() is None
-    assert again.report.traffic["judge"]["calls"] == 1
-    assert own_words(caplog) == ["the reward process ended with code -9; 2 calls are lost, the next starts anew"]
+    assert services.calls == {"8b": 4, "32b": 2, "judge": 4}
+    assert result.report.traffic["judge"]["calls"] == 2  # of the new one: the other can't tell any more
+    assert [stages.trail.verdicts["judge"].candidate for stages in batch.stages[1:]] == [0.75, 0.75]
+    assert read_account(tmp_path / "spent.sqlite").taken["max_calls"] >= sum(services.calls.values())  # of both
+    assert own_words(caplog) == [
+        "the reward process ended with code -9; what it had in hand (2 calls) is asked again of the next, once"
+    ]
 
 
-def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(
-    services, remote_process, go, monkeypatch
-):
-    """Nor is anything complained about when it ends in the end: see the fixture of the loop."""
+def test_what_two_children_had_in_hand_is_missing_and_the_next_batch_has_a_new_one(services, remote_process, go):
+    reward = remote_process(timeout_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    services.hangs.add("judge")
+    scoring = go.soon(result_of(reward, ["hello", action(query="a")]))
+    for asked in (1, 2):
+        until(lambda: services.calls["judge"] == asked)  # noqa: B023
+        process_of(reward).kill()
+    lost = scoring.result(PATIENCE_S)
+    assert lost.values == [-0.25, None]
+    assert reasons(lost) == ["not_json", "reward_process_ended"]
+    assert lost.rewards[1].outcome is Outcome.INFRA
+    services.let_go.set()
+    assert go(score(reward, [action(query="c"), "hello"])) == [0.75, -0.25]
+
+
+def test_a_text_that_ends_each_child_costs_its_own_batch_alone(remote_process, go, caplog):
+    reward = remote_process(chain=deadly.poisoned)
+    texts = (["a", "b"], ["c", deadly.POISON], ["d", "e"])
+
+    async def all_at_once():
+        return await asyncio.gather(*(reward.score_all([{"prompt": ""}] * 2, each) for each in texts))
+
+    assert [result.values for result in go(all_at_once())] == [[1.0, 1.0], [None, None], [1.0, 1.0]]
+    assert sum("the reward process ended with code 1" in line for line in own_words(caplog)) == 2
+    assert go(reward.score_all([{"prompt": ""}], ["f"])).values == [1.0]
+
+
+def test_those_that_are_scored_together_are_together_in_the_next_child_too(remote_process, go, loop):
+    """One of them had its reward from the child that ended."""
+    reward = remote_process(chain=MixedReward([deadly.together, deadly.one_by_one], [1.0, 1.0]))
+    reward.deadline_s = PATIENCE_S / 2
+    row = reward.row_of({"prompt": ""})
+    batch = reward.batches.begin([row] * 4, 2)
+    loop.call_soon_threadsafe(batch.start_all, ["a", deadly.SLOW, "b", "c"])
+    until(lambda: [each is None for each in batch.rewards] == [False, True, False, False])
+    process_of(reward).kill()
+    # Two completions of a prompt, and 0: also in the child that had only one of them to score.
+    assert go(reward.result(batch, ["a", deadly.SLOW, "b", "c"])).values == [2.0] * 4
+
+
+def test_what_is_asked_again_has_the_time_that_is_left(services, remote_process, go):
+    reward = remote_process(timeout_s=LONG_S, deadline_s=LONG_S)
+    services.let_go.set()
+    go(reward.warm_up())
+    services.let_go.clear()
+    services.hangs.add("judge")
+    reward.deadline_s, began = 6.0, time.monotonic()
+    scoring = go.soon(result_of(reward, [ACTION]))
+    until(lambda: services.calls["judge"] == 2)
+    time.sleep(3.0)
+    process_of(reward).kill()
+    assert reasons(scoring.result(PATIENCE_S)) == ["deadline"]
+    assert time.monotonic() - began < 6.0 + 2.0  # anew it would be 9
+
+
+def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(services, remote_process, go):
+    """Not for what it has counted either. Nor is anything complained about when it ends in the end: see the fixture of
+    the loop."""
     reward = remote_process(deadline_s=LONG_S)
     go(reward.warm_up())
     reward.deadline_s = 0.5
-    monkeypatch.setattr("salesrl_trl.reward.remote.ANSWER_S", 0.1)  # for its counts, which it does not tell either
     process_of(reward).send_signal(signal.SIGSTOP)
-    assert reasons(go(result_of(reward, [ACTION]))) == ["deadline"]
-    monkeypatch.undo()
-    process_of(reward).kill()
-    until(lambda: child_of(reward)._channel is None)  # the parent has seen the end; what it sent before is lost
+    for _ in range(2):
+        began = time.monotonic()
+        assert reasons(go(result_of(reward, [ACTION]))) == ["deadline"]
+        assert time.monotonic() - began < 0.5 + LAST_WORD_S + 2.0
+    process_of(reward).send_signal(signal.SIGCONT)
     reward.deadline_s = PATIENCE_S
-    assert go(score(reward, [ACTION])) == [0.75]
+    result = go(result_of(reward, [ACTION]))
+    assert result.values == [0.75]
+    assert result.report.traffic["judge"]["calls"] == 1  # it is heard again, and tells what it has counted
 
 
 @pytest.fixture
@@ -505,7 +573,7 @@ def often_pinged(monkeypatch):
     return patch
 
 
-def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_missing(
+def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     services, remote_process, go, caplog, often_pinged
 ):
     often_pinged(ping_s=0.1, most_silent=20)
@@ -513,15 +581,12 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_missing(
     assert go(score(reward, [ACTION])) == [0.75]
     stopped = process_of(reward)
     stopped.send_signal(signal.SIGSTOP)
-    lost = go(result_of(reward, [action(query="a"), action(query="b")]))
-    assert reasons(lost) == ["reward_process_ended"] * 2
-    assert [each.outcome for each in lost.rewards] == [Outcome.INFRA] * 2
-    assert go(score(reward, [action(query="c")])) == [0.75]
+    assert go(score(reward, [action(query="a"), action(query="b")])) == [0.75, 0.75]
     assert process_of(reward).pid != stopped.pid
     assert is_gone(stopped.pid)
     assert own_words(caplog) == [
         "the reward process has not answered for 2 s, and is ended",
-        "the reward process ended with code -9; 2 calls are lost, the next starts anew",
+        "the reward process ended with code -9; what it had in hand (2 calls) is asked again of the next, once",
     ]
 
 

@@ -5,16 +5,24 @@ import json
 import sqlite3
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
+from PIL import Image
 from support.loopback import ACTION, BAD, Services, action, build_reward, chat_completion, row
 
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.recording.reader import row_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
-from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.base import ORIGIN, Origin
+from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.functions import per_completion, reward_of
+from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.reward.replay import NOT_RECORDED, ReplayReward
-from salesrl_trl.types import Outcome
+from salesrl_trl.reward.replay import NOT_RECORDED, ReplayReward, recorded_name
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.types import Outcome, Reward
 
 PROMPTS = {0: "first", 1: "second"}
 EXAMPLES = [{"row": number, "prompt": prompt} for number, prompt in PROMPTS.items()]
@@ -25,20 +33,20 @@ def rows():
     return [row("r1"), row("r2", "hallucination")]
 
 
-def record(folder, scored, **given):
+def record(folder, scored, names=("r1", "r2"), rank=0, after=None, **given):
     """A record in which (row, text) earned these rewards, in this order."""
     entries = [
         Entry(
-            row=f"r{number + 1}", branch="fairness", prompt=PROMPTS[number], text=text, tokens=None, place=place,
+            row=names[number], branch="fairness", prompt=PROMPTS[number], text=text, tokens=None, place=place,
             prompt_group=place, outcome=reward.outcome.value, reason=reward.reason, reward=reward.value,
-            reference_reward=reward.reference_value, parts=dict(reward.components), functions={},
-            seconds=dict(reward.seconds), trail=trail,
+            reference_reward=reward.reference_value, parts=dict(reward.components),
+            functions=dict(reward.by_function), seconds=dict(reward.seconds), trail=trail,
         )
         for place, (number, text, reward, trail) in enumerate(scored)
     ]  # fmt: skip
-    recorder = Recorder(record_file(folder, 0), **given)
-    nothing = [None] * len(entries)
-    recorder.record(Batch(step=1, mode="train", number=0, staleness=0, entries=entries, advantages=lambda: nothing))
+    batch = {"step": 1, "mode": "train", "number": 0, "staleness": 0, **given}
+    recorder = Recorder(record_file(folder, rank), after=after)
+    recorder.record(Batch(**batch, entries=entries, advantages=lambda: [None] * len(entries)))
     recorder.close()
     return folder
 
@@ -134,12 +142,77 @@ def test_a_function_of_a_users_own_is_replayed_too(tmp_path):
         asked.extend(completions)
         return [float(len(text)) for text in completions]
 
-    rewards, _, _ = score(reward_of(length), [(0, "four"), (1, "seven77")])
-    run = record(tmp_path, [(n, t, r, None) for (n, t), r in zip([(0, "four"), (1, "seven77")], rewards, strict=True)])
+    texts = [(0, "four"), (1, "seven77")]
+    rewards, _, _ = score(reward_of(length), texts)
+    entries = [(*text, reward, None) for text, reward in zip(texts, rewards, strict=True)]
+    names = [recorded_name(reward_of(length), None, example) for example in EXAMPLES]
+    run = record(tmp_path, entries, names)
     asked.clear()
-    found, _, _ = score(ReplayReward(reward_of(length), run, "fail"), [(1, "seven77"), (0, "four")])
+    found, _, _ = score(ReplayReward(reward_of(length), run, "fail"), texts[::-1])
     assert [each.value for each in found] == [7.0, 4.0]
     assert not asked
+
+
+@per_completion
+def own(prompt, completion):
+    raise AssertionError("it was asked")
+
+
+def looked_up(reward, text="same", place=0, mode="train", step=0, **columns):
+    """The number of a completion of this place, sampled after so many steps."""
+    example = {"prompt": PROMPTS[0], **columns}
+    row = reward.row_of({**example, "more": object(), ORIGIN: Origin(row=example, mode=mode, step=step)})
+    return asyncio.run(reward.score(Sample(row=row, completion=text, place=place), StageTimes("x"))).value
+
+
+def test_each_process_gets_what_it_recorded_for_the_same_place_of_the_same_step(tmp_path):
+    """One text everywhere. The order of look-ups does not count, so that a replay may be stopped and go on."""
+    name = row_of(PROMPTS[0])
+    expected = {}
+    for rank in range(2):
+        for step in range(2):
+            values = [rank + step / 10 + place / 100 for place in range(2)]
+            expected |= {(rank, step, place): value for place, value in enumerate(values)}
+            scored = [(0, "same", Reward.scored(each), None) for each in values]
+            record(tmp_path, scored, (name,), rank, after=step, step=step + 1)
+    for rank, step, place in [*expected][::-1]:
+        reward = ReplayReward(own, tmp_path, "fail", rank=rank)
+        assert looked_up(reward, place=place, step=step) == expected[rank, step, place]
+    # what was not recorded there stands for it all the same, from the first on
+    assert looked_up(ReplayReward(own, tmp_path, "fail"), step=7) == expected[0, 0, 0]
+    assert looked_up(ReplayReward(own, tmp_path, "fail"), mode="eval") == expected[0, 0, 0]
+
+
+def test_several_batches_of_a_step_are_taken_in_their_order(tmp_path):
+    entries = [(0, "same", Reward.scored(value), None) for value in (0.25, 0.5)]
+    record(tmp_path, entries, (row_of(PROMPTS[0]),))
+    with closing(sqlite3.connect(record_file(tmp_path, 0))) as file, file:
+        file.execute("UPDATE completions SET place = 0")
+    reward = ReplayReward(own, tmp_path, "fail")
+    assert [looked_up(reward) for _ in range(3)] == [0.25, 0.5, 0.25]  # a third one was not recorded
+
+
+def test_equal_prompts_of_rows_with_other_columns_or_pictures_are_other_rows(tmp_path):
+    red, blue = (Image.new("RGB", (4, 4), color) for color in ("red", "blue"))
+    kinds = [{"answer": "A"}, {"answer": "B"}, {"images": [red]}, {"images": [blue]}]
+    for number, columns in enumerate(kinds):
+        name = recorded_name(own, None, {"prompt": PROMPTS[0], **columns})
+        run = record(tmp_path / str(number), [(0, "same", Reward.scored(0.75), None)], (name,))
+        found = [looked_up(ReplayReward(own, run, "fail"), step=9, **each) for each in kinds]
+        assert found == [0.75 if each == columns else None for each in kinds]
+
+
+def test_numbers_of_other_reward_functions_are_refused(tmp_path):
+    """Else the one recorded number would count once for each of this run's functions."""
+    both = MixedReward([own, per_completion(lambda prompt, completion: 0.0)], [1.0, 1.0])
+    alone = record(tmp_path / "alone", [(0, "same", Reward.scored(0.5), None)])
+    with pytest.raises(ConfigError, match="numbers of one reward function"):
+        ReplayReward(both, alone, "fail")
+    numbers = dict.fromkeys(both.function_names, 0.5)
+    together = record(tmp_path / "both", [(0, "same", replace(Reward.scored(1.0), by_function=numbers), None)])
+    with pytest.raises(ConfigError, match="Give the functions of the recorded run"):
+        ReplayReward(own, together, "fail")
+    ReplayReward(both, together, "fail")
 
 
 @pytest.mark.parametrize("place", ["here", "in a process"])

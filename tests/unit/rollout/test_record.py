@@ -22,6 +22,6 @@ def test_a_group_has_one_number_on_all_ranks(rank, groups, monkeypatch):
         inputs=[{"prompt": "p"}] * EACH, completions=["c"] * EACH, rewards=rewards, result=result, sampled=None,
         group=GROUP, is_trained_on=True, mode="train", step=4,
     )  # fmt: skip
-    found = batch_of(rollout, None, 5, SimpleNamespace(), Branches(("only",), "branch"))
+    found = batch_of(rollout, None, 5, SimpleNamespace(row_id=str), Branches(("only",), "branch"))
     assert [entry.prompt_group for entry in found.entries] == groups
     assert (found.step, found.number, found.staleness) == (6, 3, 1)

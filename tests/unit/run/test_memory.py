@@ -190,6 +190,14 @@ def test_where_nothing_is_enough_the_smallest_card_that_is_is_named(seven):
     assert enough.startswith("Set `per_device_train_batch_size: 1, ") and "use_peft" not in enough
 
 
+def test_a_share_in_which_vllm_can_t_start_becomes_larger_and_the_same_card_is_enough(seven):
+    # Of 37.25 GiB, 0.35 are 13.0, and the weights in 16 bits are 14.2. Eight completions of 4096 tokens of 56 KiB are
+    # 1.75 more, and vLLM's batch works in 0.7: 16.7 GiB, which 0.45 has.
+    engine = Engine(share=0.35, sleeps=False, number_bytes=2, processes=1, length=4096)
+    told = advice(seven, setup(micro_batch=1, engine=engine), named_card("40gb").gib)
+    assert told.startswith("Set `vllm_gpu_memory_utilization: 0.45` (+1.9 GiB): then about ")
+
+
 SHARED = {"group": 8, "parameters": 10**10, "prompt_tokens": 1024, "completion_tokens": 256}
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -28,6 +30,7 @@ from salesrl_trl.data import sources
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.preflight import main
 from salesrl_trl.run import software
+from salesrl_trl.run.checks import vllm_names
 from salesrl_trl.run.checks.addresses import PROBE_TIMEOUT_S
 from salesrl_trl.run.memory import command
 from salesrl_trl.run.memory.cards import Card
@@ -121,6 +124,46 @@ def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, ar
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in ABSENT else real(name, *rest))
     assert message in told(*arguments, stages=CHEAP[:1])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{"max_num_batched_token": 9}', "'max_num_batched_token', which is no argument .* Did you mean max_num_batc"),
+        (
+            '{"attention_backend": "XFORMERS"}',
+            "the attention backend 'XFORMERS', which .* Expected one of: .*FLASHINF",
+        ),
+        ('{"attention_config": {"backend": "XFORMERS"}}', "the attention backend 'XFORMERS', which the installed"),
+        ('{"attention_backend": "flash_attn", "seed": 1}', None),
+    ],
+)
+def test_names_that_vllm_does_not_have_are_told(told, given, message):
+    found = told("--vllm_engine_kwargs", given, stages=CHEAP[:1])
+    assert re.search(message, found) if message else found == ""
+
+
+def test_the_names_of_vllm_are_those_that_it_has(monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.envs import environment_variables as variables
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    assert {each.name for each in fields(EngineArgs)} <= vllm_names.engine_arguments()
+    assert vllm_names.attention_backends() == tuple(AttentionBackendEnum.__members__)
+    assert {name for name in variables if name.startswith("VLLM_")} <= vllm_names.environment_variables()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not vllm_names.engine_arguments() and not vllm_names.environment_variables()  # then nothing is compared
+
+
+def test_variables_that_vllm_does_not_read_are_told(told, monkeypatch):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
+    monkeypatch.setenv("VLLM_LOGING_LEVEL", "a-key")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    one, other = told(stages=CHEAP[:1]).splitlines()
+    assert re.search(r"VLLM_ATTENTION_BACKEND is set, and .* does not read it. Set .*attention_backend.*FLASH_A", one)
+    assert other.startswith("The environment variable VLLM_LOGING_LEVEL is set")
+    assert "a-key" not in other
+    assert told("--use_vllm", "false", stages=CHEAP[:1]) == ""
 
 
 def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
@@ -249,7 +292,9 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
         (["--learning_rate", "nan"], "`learning_rate` is nan. Expected a number, 0 or more"),
         (["--learning_rate=-1e-6"], "`learning_rate` is -1e-06. Expected a number, 0 or more"),
         (["--max_steps", "0"], "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
-        (["--num_train_epochs", "0"], "`num_train_epochs` is 0.0. Expected a number, more than 0"),
+        (["--max_steps", "0"], "says. Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores"),
+        (["--num_train_epochs", "0"], "is 0.0. Expected a number, more than 0. Without updates: `mode: rollouts` "),
+        (["--num_train_epochs=-1"], "`num_train_epochs` is -1.0. Expected a number, more than 0."),
         (["--save_strategy", "steps", "--save_steps", "-1"], "`save_steps` is -1.0. Expected a number, more than 0"),
         (["--use_peft", "true", "--lora_r", "0"], "`lora_r` is 0. Expected a number, at least 1"),
     ],

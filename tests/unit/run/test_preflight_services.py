@@ -5,6 +5,8 @@ import dataclasses
 import itertools
 import json
 import random
+import runpy
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -347,6 +349,7 @@ def test_what_a_preflight_asks_counts_in_the_run_s_budget_and_stops_at_its_limit
 
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+SCRIPT = Path(__file__).parents[3] / "scripts/test_components.py"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -382,6 +385,19 @@ def test_the_command_runs_a_stage_alone_against_the_configured_services(services
     assert services.calls["8b"] == services.calls["judge"] == 9
     assert main(["--stage", "judge", "--max_step", "3"]) == 2
     assert "did you mean --max_steps?" in capsys.readouterr().out
+
+
+def test_the_script_for_components_begins_with_the_machine(services, capsys, monkeypatch, tmp_path):
+    given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--preflight_calls", "8"]
+    given += ["--config", str(RECIPES[0]), "--output_dir", str(tmp_path), "--json"]
+    monkeypatch.setattr(sys, "argv", ["test_components.py", *given])
+    monkeypatch.setattr("salesrl_trl.run.launcher.end_tidily", lambda: None)  # it is for a whole process
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    found = json.loads(capsys.readouterr().out)
+    assert (ended.value.code, [each["stage"] for each in found["stages"]]) == (
+        0, ["environment", "config", "data", "rag", "judge"],
+    )  # fmt: skip
 
 
 def test_stand_ins_score_no_rows_of_ones_own_alone_either(tmp_path):

@@ -1,8 +1,12 @@
 """A recorded run judged again: the same judge changes nothing, another one what it should. The copy is a record."""
 
+import asyncio
 import itertools
 import json
 import math
+import sqlite3
+import stat
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -13,8 +17,13 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.recording.reader import recorded
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Sample
 from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.run.rejudging.command import main, rejudged, text_of, write
+from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.replay import ReplayReward
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.run.rejudging.command import main, of_all_functions, rejudged, text_of, write
 from salesrl_trl.run.rejudging.comparison import Baseline, Judgement, Pair, advantages, changes, rank_correlation
 from salesrl_trl.update.advantages import hybrid_advantages
 
@@ -93,6 +102,51 @@ def test_another_judge_changes_ranks_and_the_copy_is_a_record_of_its_own(service
     assert [each.answer for each in again] == [each.answer for each in completions]
     assert again[2].verdicts["judge"].candidate == 0.6
     assert [each.reward for each in recorded(run)] == [each.reward for each in completions]
+
+
+def test_the_new_numbers_stand_among_those_of_other_functions_and_a_replay_takes_them(services, rows, run, tmp_path):
+    """The reward is 1 x the packaged one + 2 x a function of the user's own, which failed for the second completion
+    and does not apply to the third."""
+    before = [0.3, 0.0, None, 0.9]
+    own = [0.25, None, None, 0.5]
+    whole = [0.8, None, None, 1.9]
+    with closing(sqlite3.connect(record_file(run, 0))) as file, file:
+        for place in range(8):
+            numbers = json.dumps({"sales": before[place % 4], "own": own[place % 4]})
+            given = (numbers, whole[place % 4], "ok" if whole[place % 4] else "infra", f"was {place % 4}", place + 1)
+            file.execute(
+                "UPDATE completions SET functions = ?, reward = ?, outcome = ?, reason = ? WHERE id = ?", given
+            )
+    completions = [*recorded(run)]
+    services.functions["judge"] = lambda request: (200, services_verdict(0.6))
+    judged = rejudged(config(services), completions, rows, BRANCHES)
+    assert [reward.value for reward, _ in judged[:4]] == [0.6, 0.0, 0.6, 0.6]
+    found = [
+        (of_all_functions(old, new, [1.0, 2.0]), trail) for old, (new, trail) in zip(completions, judged, strict=True)
+    ]
+    # 0.6 + 2 x 0.25; nobody knows the failed number; nor whether it failed or did not apply; 0.6 + 2 x 0.5
+    expected = [pytest.approx(1.1), None, None, pytest.approx(1.6)]
+    assert [reward.value for reward, _ in found[:4]] == expected
+    assert [reward.reason for reward, _ in found[1:3]] == ["was 1", "was 2"]
+    write(run, tmp_path / "again", completions, found, [0.25] * 8)
+    names = ("sales", "own")
+    rewards = [reward_of(named(name)) for name in names]
+    replay = ReplayReward(MixedReward(rewards, [1.0, 2.0]), tmp_path / "again", "fail")
+    row = replay.row_of({"prompt": "p", "row": 0, "id": "r1"})
+    scored = [asyncio.run(replay.score(Sample(row=row, completion=text), StageTimes("x"))) for text in TEXTS]
+    assert [each.value for each in scored] == expected
+    result = BatchResult(rewards=tuple(scored), report=NOTHING_SCORED)
+    assert result.column("sales") == [0.6, None, None, 0.6]  # what TRL weighs
+    assert result.column("own") == [0.25, None, None, 0.5]
+    assert stat.S_IMODE(record_file(tmp_path / "again", 0).stat().st_mode) == 0o600
+
+
+def named(name):
+    def function(completions, **_):
+        raise AssertionError("it was asked")
+
+    function.__name__ = name
+    return function
 
 
 def test_other_weights_are_applied_to_the_same_verdicts(services, rows, run):

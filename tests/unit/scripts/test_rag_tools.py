@@ -562,6 +562,7 @@ def with_scores(*scores: float) -> dict[str, Any]:
             ["the body of 4 bytes is not UTF-8, expected JSON in UTF-8; it is compressed, which was not asked for"],
         ),
         (b"[" * 100_000, ["the body of 100000 bytes is not JSON, expected a JSON object"]),
+        (b'{"answer": "", "answer": "a"}', ["the body of 29 bytes has a key twice, expected a JSON object"]),
     ],
     ids=[
         "wrong-types",
@@ -576,6 +577,7 @@ def with_scores(*scores: float) -> dict[str, Any]:
         "not-utf8",
         "compressed",
         "nested",
+        "key-twice",
     ],
 )
 def test_every_fault_of_a_body_is_named(body: Any, faults: list[str]) -> None:

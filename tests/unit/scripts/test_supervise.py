@@ -126,6 +126,10 @@ def test_what_is_left_of_an_attempt_has_ended_before_the_next_one_begins(tmp_pat
     ("options", "resumes", "message"),
     [
         ((), (), "has no --resume_from_checkpoint, so that each restart would begin from the start"),
+        *(
+            ((), ("--resume_from_checkpoint", "auto", *value), "each restart would begin at the same step again")
+            for value in (("--resume_from_checkpoint", "false"), ("--resume_from_checkpoint=runs/a/checkpoint-8",))
+        ),
         (("--backoff", "soon"), RESUMES, "--backoff is 'soon'. Expected seconds."),
         (("--max-restarts", "1.5"), RESUMES, "--max-restarts is '1.5'. Expected a whole number."),
         (("--tries", "1"), RESUMES, "unknown argument '--tries'"),
@@ -145,10 +149,11 @@ def test_the_job_of_slurm_is_queued_again_when_its_time_is_over_and_only_then(tm
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{body}\n")
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "scripts").symlink_to(SCRIPTS)  # the job is submitted from a checkout
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
     for came in (signal.SIGTERM, signal.SIGUSR1):
         job = ["bash", str(SCRIPTS / "supervise.slurm")]
-        with subprocess.Popen(job, cwd=SCRIPTS.parent, env=variables, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(job, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             assert not (tmp_path / "queued").exists()

@@ -141,6 +141,121 @@ def test_a_reference_with_another_attention_goes_trls_way(caplog):
     assert "the reference's attention is `eager`" in caplog.text
 
 
+def noisy(model):
+    """As NEFTune's hook, at work in training alone."""
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, _, out: out + torch.empty_like(out).uniform_(-1, 1) if module.training else out
+    )
+    return model
+
+
+JITTER = {"num_local_experts": 4, "router_jitter_noise": 0.1, "sliding_window": None}
+LORA = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize(
+    ("build", "draws"),
+    [
+        (lambda: small("phimoe", **SMALL, **JITTER), True),
+        (lambda: small("mixtral", **SMALL, **JITTER), True),
+        (lambda: noisy(small("qwen2", **SMALL)), True),
+        (lambda: get_peft_model(noisy(small("qwen2", **SMALL)), LORA), True),
+        (lambda: get_peft_model(small("qwen2", **SMALL), LORA), False),
+        (lambda: small("mixtral", **{**SMALL, **JITTER, "router_jitter_noise": 0.0}), False),
+    ],
+    ids=["phimoe", "mixtral", "noise", "noise beside dropout", "dropout", "no jitter"],
+)
+def test_a_model_that_draws_in_training_goes_trls_way_to_the_bit(build, draws, caplog):
+    """One draw for a shared prompt is another training: noise is the same for all completions, or weaker by length."""
+    model, batch = build(), padded_batch()
+    prompts = shared(model)
+    results = []
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        for way in (functools.partial(prompts.log_probs, trls_own), trls_own):
+            torch.manual_seed(3)  # the comparison draws none of the run's numbers
+            results.append(way(model, *batch, WIDTH)[0])
+    assert prompts.is_on == (not draws)
+    assert caplog.text.count("draws random numbers in training") == draws
+    assert torch.equal(*results) == draws
+    assert all(module.training for module in model.modules())
+
+
+def fails_on_rows(error):
+    """A model that fails where all completions are one row, which is what no reason foresees."""
+    model = small("qwen2", **SMALL)
+
+    def refuse(_, args):
+        if len(args[0]) == 1:
+            raise error
+
+    model.model.layers[1].register_forward_pre_hook(refuse)
+    return model
+
+
+def test_a_pass_that_fails_is_no_end_but_memory_that_is_too_small_is(caplog):
+    model, batch = (
+        fails_on_rows(RuntimeError("Expected all tensors to be on the same device\nat once")),
+        padded_batch(),
+    )
+    prompts = shared(model)
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(prompts.log_probs(trls_own, model, *batch, WIDTH)[0], trls_own(model, *batch, WIDTH)[0])
+    assert caplog.text.count("such a pass fails (RuntimeError: Expected all tensors to be on the same device)") == 1
+    assert not prompts.is_on
+    assert model.training
+    short = fails_on_rows(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+        shared(short).log_probs(trls_own, short, *batch, WIDTH)
+
+
+def test_a_policy_that_is_split_over_devices_goes_trls_way(caplog):
+    model = small("qwen2", **SMALL)
+    model.model.layers[1].to("meta")
+    with caplog.at_level(logging.INFO):
+        assert not shared(model).is_on
+    assert "the model is split over devices" in caplog.text
+
+
+@pytest.mark.parametrize("updates", [1, 2])  # 2: a warm-up's first one has a learning rate of 0
+def test_an_adapter_that_begins_as_nothing_is_compared_again_once_it_has_moved(updates, caplog):
+    model, batch = get_peft_model(small("qwen2", **SMALL), LoraConfig(r=4, task_type="CAUSAL_LM")), padded_batch()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    weight = layer.lora_B["default"].weight
+    # follows the place in the batch, in which a row and TRL's batch differ
+    layer.register_forward_hook(lambda _, __, out: out + weight.mean() * torch.arange(out.size(1))[:, None])
+    prompts = shared(model)
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        for update in range(updates + 1):
+            prompts.begin_update()
+            if update == updates:
+                weight.fill_(1.0)
+            ours = prompts.log_probs(trls_own, model, *batch, WIDTH)[0]
+            assert prompts.is_on == (update < updates)
+    assert torch.equal(ours, trls_own(model, *batch, WIDTH)[0])
+    assert caplog.text.count("off: one pass for a group's prompt") == 1
+    assert "log-probs differ" in caplog.text
+
+
+def test_what_one_rank_finds_stops_all_at_the_next_update(caplog):
+    """Ranks compare when they have a shared prompt, so that they agree where all begin an update. Until each has."""
+    asked, others = [], iter((1, 2))
+
+    def of_all(number):
+        asked.append(number)
+        return max(number, next(others))
+
+    model, batch = small("qwen2", **SMALL), padded_batch()
+    prompts = shared(model, highest_of_all=of_all)
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        for is_on in (True, False, False):
+            prompts.begin_update()
+            assert prompts.is_on == is_on
+            prompts.log_probs(trls_own, model, *batch, WIDTH)
+    assert asked == [1, 1]
+    assert caplog.text.count("another rank found that it can't") == 1
+
+
 def test_completions_without_a_token_are_not_compared():
     model = small("qwen2", **SMALL).eval()
     prompts = shared(model)

@@ -41,6 +41,17 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_ones_failures_the_most_
     assert told.endswith("go on with --resume_from_checkpoint runs/a/checkpoint-7.")
 
 
+@pytest.mark.parametrize(
+    ("reasons", "is_reached", "is_refused"),
+    [(["budget_spent"], True, True), (["budget_spent"], False, False), (["deadline"], True, False)],
+)
+def test_only_the_account_says_that_a_budget_is_spent(reasons, is_reached, is_refused):
+    """A function may return that reason, and a record may hold it."""
+    control = RunControl(0.5, 3, is_reached=lambda: is_reached)
+    assert control.is_refused(reasons) is is_refused
+    assert not RunControl(0.5, 3).is_refused(reasons)  # without a budget
+
+
 @pytest.mark.parametrize(("skipped", "fails"), [(1, False), (2, True)])
 def test_a_run_whose_services_stay_away_until_its_last_step_has_failed(skipped, fails):
     """No later batch shows that they are back. One batch may be an odd one."""
@@ -91,7 +102,8 @@ def test_a_run_that_is_asked_to_stop_says_by_what_and_when(control, requested, n
 def test_an_outage_that_lasts_too_long_ends_the_run_and_says_since_when(monkeypatch):
     control = RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=99, max_outage_s=60)
     clock = 1_000_000.0
-    monkeypatch.setattr("time.time", lambda: clock)
+    monkeypatch.setattr("time.monotonic", lambda: clock)
+    monkeypatch.setattr("time.time", lambda: -clock)  # the machine's clock may be set back: it counts no outage
     for seconds, urgency in ((0, 0), (30, 0), (30, 1)):
         clock += seconds
         control.record_batch(0.4, Counter({"judge_http_500": 3}))
@@ -101,10 +113,9 @@ def test_an_outage_that_lasts_too_long_ends_the_run_and_says_since_when(monkeypa
     assert control.error is None
     control.record_urgency(1)  # by the clock of any rank
     control.end_step(3, is_last=False)
-    since = f"{datetime.fromtimestamp(1_000_000):%Y-%m-%d %H:%M:%S}"
-    assert f"3 generation batches in a row had fewer than 50% of their completions scored, since {since}." in str(
-        control.error
-    )
+    told = "3 generation batches in a row had fewer than 50% of their completions scored, since "
+    since = datetime.fromisoformat(str(control.error).partition(told)[2][: len("2026-11-25 01:00:00")])
+    assert abs((datetime.now() - since).total_seconds() - 60) < 30  # 0 + 30 + 30 s
     assert control.error.is_resumable
 
 

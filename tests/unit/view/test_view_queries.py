@@ -8,7 +8,8 @@ import pytest
 from support.synthetic_record import Maker, Rank
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.schema import record_file, record_files
+from salesrl_trl.recording.reader import record_files
+from salesrl_trl.recording.schema import record_file
 from salesrl_trl.view import queries
 from salesrl_trl.view.alone import data
 from salesrl_trl.view.detail import completion

@@ -77,10 +77,23 @@ def test_steps_that_are_taken_again_from_a_checkpoint_take_the_place_of_the_firs
     write(tmp_path, *(batch(step, entry(text=f"first {step}")) for step in (1, 2, 3)))
     with closing(Index([tmp_path])) as index:
         assert listed(index) == [(1, "first 1"), (2, "first 2"), (3, "first 3")]
-        write(tmp_path, batch(2, entry(text="again 2")), batch(3, entry(text="again 3")), goes_on=True)
+        write(tmp_path, batch(2, entry(text="again 2")), batch(3, entry(text="again 3")), after=1)
         assert listed(index) == [(1, "first 1"), (2, "again 2"), (3, "again 3")]
         assert queries.listing(index, {"text": "first 3"})["total"] == 0
         assert [item["text"] for item in queries.listing(index, {"text": "again 3"})["items"]] == ["again 3"]
+
+
+def test_a_rank_of_an_earlier_run_leaves_the_lists(tmp_path):
+    def run(name, ranks):
+        for rank in range(ranks):
+            with closing(Recorder(record_file(tmp_path, rank), meta={"run": name})) as recorder:
+                recorder.record(batch(1, entry(text=f"{name} {rank}")))
+
+    run("first", 2)
+    with closing(Index([tmp_path])) as index:
+        assert listed(index) == [(1, "first 0"), (1, "first 1")]
+        run("second", 1)
+        assert listed(index) == [(1, "second 0")]
 
 
 def test_steps_that_a_full_record_drops_leave_the_lists(tmp_path):

@@ -1,7 +1,9 @@
 """The viewer's server refuses what is not its own page on this machine, and its page is one file."""
 
+import contextlib
 import hashlib
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from support.viewing import asked, served
 
 from salesrl_trl.view import __main__ as command
 from salesrl_trl.view import server
+from salesrl_trl.view.index import Index
 from salesrl_trl.view.page import ASSETS, PREACT, page
 
 RELEASED = "bdcbd9abdf2c77c5c45326eab42191e949222d479d0d5f69467387a77040cb55"
@@ -37,6 +40,16 @@ def test_another_host_is_refused(viewer, host):
     for path in ("", "api/state", "api/list"):
         status, _, body = asked(viewer, path, host=host)
         assert (status, "error" in body) == (403, True)
+
+
+def test_many_browsers_may_ask_at_once(two_runs):
+    """More than 5 wait to be accepted, while the server is held up."""
+    with contextlib.ExitStack() as stack:
+        viewer = server.Viewer(stack.enter_context(contextlib.closing(Index(list(two_runs)))))
+        stack.callback(viewer.server_close)
+        for _ in range(100):
+            address = (server.HOST, viewer.server_port)
+            stack.enter_context(socket.create_connection(address, timeout=0.5))
 
 
 def test_without_the_key_nothing_is_told(viewer):
@@ -136,6 +149,7 @@ def wait_for(holds):
 
 def test_the_command_writes_a_page_alone_and_says_what_was_left_out(two_runs, tmp_path, capsys):
     assert command.main([str(two_runs[0]), "--html", str(tmp_path / "deep/page.html"), "--most", "30"]) == 0
+    assert (tmp_path / "deep/page.html").stat().st_mode & 0o777 == 0o600
     told = capsys.readouterr().out
     assert re.search(r"(2\d|30) of 1,664 completions are in it", told)
     assert "<!DOCTYPE html>" in (tmp_path / "deep/page.html").read_text("utf-8")

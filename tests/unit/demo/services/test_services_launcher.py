@@ -13,14 +13,12 @@ from pathlib import Path
 
 import pytest
 
-import salesrl_trl
 from salesrl_trl import process
 from salesrl_trl.demo.services import launcher
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.demo.services.server import main
 from salesrl_trl.errors import ServiceUnavailable
 
-ROOT = Path(salesrl_trl.__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-port=0"]
 WAIT_S = 15
 """Patience with a child, in seconds; its start takes about one."""
@@ -46,7 +44,6 @@ def fixture_child(options: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        cwd=ROOT,
     )
     with child:
         yield child
@@ -145,7 +142,7 @@ def test_killed_parent_takes_the_services_along(files: dict[str, Path]) -> None:
         "sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", script, str(files["documents"]), str(files["protected_terms"])]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as parent:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         port = int(parent.stdout.readline().decode().rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -159,7 +156,7 @@ def test_killed_parent_takes_the_services_along_though_stdin_stays_open(options:
     # Another process may have inherited the writing end of stdin. Here the test itself holds it.
     script = "import subprocess, sys; subprocess.run(sys.argv[1:])"
     command = [sys.executable, "-c", script, *COMMAND, *options, "--exit-with-parent"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as parent:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         port = port_of(read_addresses(parent))
         parent.kill()
@@ -224,7 +221,7 @@ def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(
             environment = json.loads(seen.read_text())
     else:
         with subprocess.Popen(
-            [*COMMAND, *options, "--exit-with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+            [*COMMAND, *options, "--exit-with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as child:
             read_addresses(child)
             environment = json.loads(seen.read_text())
@@ -237,7 +234,7 @@ def test_services_start_without_the_heavy_libraries() -> None:
         "import sys, salesrl_trl.demo.services.server\n"
         "sys.exit(bool({'torch', 'transformers', 'trl', 'openai'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_packaged_demo_starts() -> None:

@@ -1,0 +1,141 @@
+"""The policy's weights with its adapter, computed beside its base model.
+
+Owns how an adapter is merged for a push to vLLM. Refuses to push, and to write the base.
+
+TRL merges the adapter into the base in place, and subtracts it after the push. In 16 bits both round, so the base
+drifts from push to push. The base is the reference of the KL, and what a saved adapter is loaded onto.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.tensor import DTensor, Replicate
+
+from salesrl_trl.replaced import replaced
+
+_Place = tuple[Any, str]
+"""A layer with an adapter, and the name of a parameter in its base layer. peft publishes no types."""
+
+
+@contextlib.contextmanager
+def merged_beside(model: Any) -> Iterator[None]:
+    """While active, a merge of the adapter leaves the base as it is.
+
+    Between `merge_adapter` and `unmerge_adapter`, `named_parameters` yields the base's parameters, with merged weights
+    in their places. Each is computed when it is asked for, by peft's own `merge` on float32 copies of its layer. So it
+    is `W + delta` in float32, rounded once to the number format of `W`. Parameters of adapters are not yielded.
+
+    Of quantised weights (bitsandbytes' 4 bits), it is what peft's `merge` makes: `W + delta`, quantised again.
+
+    Args:
+        model (`PeftModel`):
+            The policy.
+    """
+    merge, named_parameters = model.merge_adapter, model.named_parameters
+
+    def merged(*args: object, **kwargs: object) -> Iterator[tuple[str, torch.Tensor]]:
+        return _merged(named_parameters(*args, **kwargs), model)
+
+    with contextlib.ExitStack() as until_unmerged:
+
+        def begin() -> None:
+            merge(adapter_names=[])  # merges nothing, and raises peft's errors of a model that can't be merged
+            until_unmerged.enter_context(replaced(model, "named_parameters", merged))
+
+        with replaced(model, "merge_adapter", begin), replaced(model, "unmerge_adapter", until_unmerged.close):
+            yield
+
+
+def why_in_place(model: Any, fsdp_version: int | None) -> str | None:
+    """The reason why `merged_beside` does not hold for a policy, if there is one.
+
+    Args:
+        model (`PeftModel`):
+            The policy.
+        fsdp_version (`int`, *optional*):
+            1 or 2 where FSDP shards it.
+    """
+    if fsdp_version == 1:
+        return "FSDP1 keeps the weights of many layers in one flat tensor (FSDP2 does not)"
+    if getattr(model, "is_quantized", False) and not getattr(model, "is_loaded_in_4bit", False):
+        return "of quantised bases only those in bitsandbytes' 4 bits can be copied layer by layer"
+    return None
+
+
+def _merged(
+    parameters: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module
+) -> Iterator[tuple[str, torch.Tensor]]:
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    adapters: set[torch.Tensor] = set()
+    for layer in layers:
+        adapters |= set(layer.parameters()).difference(layer.base_layer.parameters())
+    places: dict[torch.Tensor, list[_Place]] = {}
+    for layer in layers:
+        for name, parameter in layer.get_base_layer().named_parameters(recurse=False):
+            if _is_changed(layer, name):
+                places.setdefault(parameter, []).append((layer, name))
+    for name, parameter in parameters:
+        if parameter in places:
+            # peft has an embedding with trainable tokens under a further name, which TRL does not take off
+            yield name.replace(".token_adapter", ""), _merged_weight(parameter, places[parameter])
+        elif parameter not in adapters:
+            yield name, parameter
+
+
+def _is_changed(layer: Any, name: str) -> bool:
+    """Whether a merge of the layer changes this parameter of its base."""
+    if name == "bias" and not any(getattr(layer, "lora_bias", {"": True}).values()):
+        return False
+    return bool(getattr(layer, "parameter_name", name) == name)
+
+
+@torch.no_grad()
+def _merged_weight(parameter: torch.Tensor, places: Sequence[_Place]) -> torch.Tensor:
+    """The parameter with the adapters of these layers. They are several where layers share it."""
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    for layer, name in places:
+        apart = _apart(layer, copies)
+        apart.merge()
+        merged: torch.Tensor = getattr(apart.get_base_layer(), name)
+    merged = merged.detach().to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        return DTensor.from_local(merged, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
+    return merged
+
+
+def _apart(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> Any:
+    """A module like this one, over float32 copies of its weights. What is done to it leaves this one as it is.
+
+    Args:
+        module (`torch.nn.Module`):
+            The module.
+        copies (`dict[torch.Tensor, torch.Tensor]`):
+            The copy of each weight so far; a weight that has one gets no other.
+    """
+    apart = object.__new__(type(module))  # by `copy.copy`, a module that FSDP2 shards would be initialised anew
+    for name, value in vars(module).items():
+        vars(apart)[name] = copy.copy(value) if isinstance(value, (list, dict)) else value
+    for held in (apart._parameters, apart._buffers):
+        for name, weight in held.items():
+            if weight is not None and weight not in copies:
+                copies[weight] = _wide(weight)
+            held[name] = copies.get(weight)
+    for name, child in module._modules.items():
+        apart._modules[name] = None if child is None else _apart(child, copies)
+    return apart
+
+
+def _wide(weight: torch.Tensor) -> torch.Tensor:
+    """A copy in float32, or in the weight's number format if that is wider."""
+    if not weight.is_floating_point():  # 4 bits: peft makes others from it, in their places
+        packed = copy.copy(weight)
+        vars(packed).update(dict.fromkeys(vars(packed).keys() & {"module"}))  # bitsandbytes would write its layer
+        return packed
+    if isinstance(weight, DTensor):  # peft assigns a merged weight to `data`, which a sharded tensor ignores
+        weight = weight.full_tensor()
+    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    return torch.nn.Parameter(wide, requires_grad=False)

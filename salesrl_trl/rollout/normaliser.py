@@ -1,0 +1,199 @@
+"""The size of an update whose failed completions are out of its loss.
+
+No token of a failed completion counts. But TRL's loss still divides by what an update holds: by completions, tokens or
+micro-batches (`UNITS`), over all ranks. Here the update becomes as large as that of the same batch without them:
+
+    factor = units of the update / units of what is left
+
+- Where the whole update is known when it begins, the factor is in the loss of each micro-batch.
+- Where it is not, the gradient is multiplied by it once, before it is clipped: scored groups came first, or an update
+  has several generation batches.
+
+Owns the factor. Refuses to decide which completions failed (`scoring`), and to compute a loss (TRL).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import NamedTuple
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
+
+from salesrl_trl.kl.penalty import MicroBatch, loss_mask
+
+FAILED = "is_failed"
+"""Name in a micro-batch: which completions are out, shape (B,), bool. Absent where none of the generation batch is."""
+COMPLETIONS, TOKENS, MICRO_BATCHES = "completions", "tokens", "micro-batches"
+UNITS = {
+    **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), COMPLETIONS),
+    **dict.fromkeys(("dapo", "cispo", "vespo"), TOKENS),
+    "bnpo": MICRO_BATCHES,
+}
+"""By TRL's `loss_type`: the units over which its loss is a mean. Those of tokens divide by `num_items_in_batch`, the
+tokens of a generation batch. With bnpo, each micro-batch has the mean of its tokens."""
+
+NO_MEANS_OF_TOKENS = ("entropy_coef", "aux_loss")
+"""Figures that TRL's loss records beside means over a micro-batch's tokens."""
+
+
+class Share(NamedTuple):
+    """What a micro-batch's loss is scaled by."""
+
+    policy: float = 1.0
+    """Factor of the advantages and of the KL coefficients. TRL's policy losses are in proportion to the advantages."""
+    micro_batches: float = 1.0
+    """Micro-batches of the update by those with something left, over all ranks: for the entropy bonus, a mean of
+    each. TRL divides every term by the number of micro-batches."""
+
+    def of(self, inputs: MicroBatch) -> MicroBatch:
+        """The micro-batch with scaled advantages."""
+        return inputs if self.policy == 1 else {**inputs, "advantages": inputs["advantages"] * self.policy}
+
+
+class Normaliser:
+    """The factor of one trainer's updates.
+
+    Args:
+        loss_type (`str`):
+            TRL's.
+        can_rescale (`bool`):
+            Whether a gradient may be multiplied as a whole, before it is clipped. Not with DeepSpeed, which steps
+            inside `backward`, and not where the loss has further terms. Each generation batch of an update then has a
+            factor of its own.
+        has_bonus (`bool`):
+            Whether the loss has an entropy bonus.
+    """
+
+    def __init__(self, loss_type: str, *, can_rescale: bool, has_bonus: bool) -> None:
+        self._unit = UNITS.get(loss_type, COMPLETIONS)
+        self._can_rescale = can_rescale
+        self._has_bonus = has_bonus
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget an update that was interrupted."""
+        self.share = Share()
+        """Of the micro-batch under way."""
+        self.is_empty = False
+        """Whether nothing of the update is left, on any rank. Known when its last micro-batch went backward."""
+        self._left = self._known = 0
+        self._counts: torch.Tensor | None = None
+        self._has_failed = False
+        self._loss: torch.Tensor | float = 0.0
+
+    def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool, in_parts: bool) -> None:
+        """Begin a micro-batch; a collective where completions of it failed.
+
+        Args:
+            batches (`Sequence[MicroBatch]`):
+                The micro-batch, and those of its generation batch that come after it, as far as they are known.
+            update (`int`):
+                Micro-batches of this update.
+            is_last (`bool`):
+                Whether the micro-batch is its last.
+            in_parts (`bool`):
+                Whether it was not known which completions of the generation batch failed when the first of its
+                micro-batches was trained on.
+        """
+        begins, left = not self._left, self._left or update
+        if begins:
+            self.forget()
+            self.is_empty = True
+        self._left = 0 if is_last else left - 1
+        if self._known:
+            self._known -= 1
+            return
+        part = batches[:left]
+        if not self._can_rescale or (begins and len(part) == left and not in_parts):
+            self._known = len(part) - 1
+            self.share = self._share(part)
+            return
+        counts = self._counts_of(batches[0], update if in_parts else None)
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._has_failed = self._has_failed or FAILED in batches[0]
+
+    def begin_evaluation(self, batch: MicroBatch) -> None:
+        """Begin a batch of an evaluation, which is no part of an update; a collective where completions failed."""
+        self.share = Share(self._share([batch]).policy)
+
+    def end(self, loss: torch.Tensor, weights: Iterable[torch.nn.Parameter], *, is_last: bool) -> torch.Tensor:
+        """A micro-batch went backward. After the last one of an update, the gradient gets its factor; a collective.
+
+        Args:
+            loss (`torch.Tensor`):
+                Of the micro-batch, for the log.
+            weights (`Iterable[torch.nn.Parameter]`):
+                With their gradients.
+            is_last (`bool`):
+                Whether it was the update's last.
+
+        Returns:
+            `torch.Tensor`: the loss for the log. The losses of an update add up to that of the gradient.
+        """
+        if self._counts is None:
+            return loss
+        self._loss = self._loss + loss
+        if not is_last:
+            return loss
+        if not self._has_failed:
+            self.is_empty = False
+            return loss
+        factor, _ = self._factors(self._counts)
+        if factor == 1:
+            return loss
+        for weight in weights:
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
+        return loss + (factor - 1) * self._loss
+
+    def _share(self, part: Sequence[MicroBatch]) -> Share:
+        """The share of micro-batches that are all known."""
+        if FAILED not in part[0]:
+            self.is_empty = False
+            return Share()
+        factor, more = self._factors(torch.stack([self._counts_of(each) for each in part]).sum(dim=0))
+        return Share(factor / more, more) if self._has_bonus else Share(factor)
+
+    def _factors(self, counts: torch.Tensor) -> tuple[float, float]:
+        """All units by those that are left, and all micro-batches by those with something left; a collective."""
+        every, kept, micro_batches, filled = reduce(counts, "sum").tolist()
+        if not filled:
+            return 1.0, 1.0
+        self.is_empty = False
+        return every / kept if kept else 1.0, micro_batches / filled
+
+    def _counts_of(self, batch: MicroBatch, update: int | None = None) -> torch.Tensor:
+        """Units of a micro-batch and of what is left of it; 1, and 1 if anything is. Shape (4,), float64.
+
+        `update`: the micro-batches of the update, where `num_items_in_batch` has the failed completions' tokens too.
+        """
+        mask = batch["completion_mask"]
+        failed = batch.get(FAILED, torch.zeros(len(mask), dtype=torch.bool, device=mask.device))  # (B,)
+        kept = (~failed).sum()
+        filled, items = kept > 0, batch["num_items_in_batch"]
+        if self._unit == COMPLETIONS:
+            units = (len(failed), kept)
+        elif self._unit == MICRO_BATCHES:
+            units = (1, filled)
+        elif update is None:  # TRL divides by the tokens of what is left
+            units = (1, items > 0)
+        else:  # all micro-batches' add up to the tokens' share
+            units = (1, loss_mask(batch).sum() * update * PartialState().num_processes / items.clamp(min=1))
+        return torch.stack([torch.as_tensor(each, device=mask.device).double() for each in (*units, 1, filled)])
+
+
+def leave_out_empty(metrics: MutableMapping[str, list[float]], before: Mapping[str, int]) -> None:
+    """Leave a micro-batch of which no token counts, on any rank, out of TRL's means over micro-batches: NaN for its 0.
+
+    Args:
+        metrics (`MutableMapping[str, list[float]]`):
+            TRL's figures by name, with those of the micro-batch.
+        before (`Mapping[str, int]`):
+            Number of values by name before it.
+    """
+    if metrics["entropy"][-1] != 0.0:  # the mean over tokens of all ranks; no token has none
+        return
+    for name, values in metrics.items():
+        if name not in NO_MEANS_OF_TOKENS:
+            values[before.get(name, 0) :] = [math.nan] * (len(values) - before.get(name, 0))

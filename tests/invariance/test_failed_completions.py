@@ -1,0 +1,136 @@
+"""Failed completions are out of the loss: the gradient is that of the same batch without them.
+
+The expected gradient is stock TRL's for the rows that are left of all ranks and micro-batches, as one batch. Where
+TRL takes a mean of means, it is the mean of the parts that have something left: of micro-batches with bnpo, of
+generation batches with losses of tokens.
+"""
+
+import pytest
+import torch
+from support.failed_update import CELLS, FAIL, update
+from support.ranks import ROOT, of_one_machine, run_ranks
+from support.scripted import build_upstream_trainer
+from transformers import AutoTokenizer
+
+from salesrl_trl.rollout.normaliser import UNITS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = 1e-6
+BETA = 0.2
+LAUNCH_LIMIT_S = 300
+ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "ref_per_token_logps")
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_policy, tmp_path_factory):
+    """TRL's own loss."""
+    return build_upstream_trainer(
+        tiny_policy, lambda **_: [0.0], (), tmp_path_factory.mktemp("stock"), beta=BETA, per_device_train_batch_size=2
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_policy):
+    return AutoTokenizer.from_pretrained(tiny_policy)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_policy, tmp_path_factory):
+    """The updates of two ranks, by loss type and arm."""
+    out = tmp_path_factory.mktemp("ranks")
+    run_ranks(of_one_machine(), (ROOT / "tests/support/failed_update.py", tiny_policy, out), out, LAUNCH_LIMIT_S)
+
+    def found(loss_type, arm):
+        return [torch.load(out / f"{loss_type}, {arm}, {rank}.pt") for rank in range(2)]
+
+    return found
+
+
+def without_failed(stock, tokenizer, ranks, loss_type, arm):
+    """The gradient, the loss and the tokens of what is left, by stock TRL."""
+    stock.model.load_state_dict(ranks[0]["weights"])
+    stock.loss_type = stock.args.loss_type = loss_type
+    stock.current_gradient_accumulation_steps = stock.args.steps_per_generation = 1
+    stock.model.train()
+    stock.model.zero_grad()
+    if UNITS[loss_type] == "micro-batches":
+        parts = [[batch] for rank in ranks for batch in rank["micro_batches"]]
+    else:
+        generations = 2 if UNITS[loss_type] == "tokens" and arm == "4, two generation batches" else 1
+        size = len(ranks[0]["micro_batches"]) // generations
+        parts = [
+            [batch for rank in ranks for batch in rank["micro_batches"][first * size :][:size]]
+            for first in range(generations)
+        ]
+    word = "no such word" if arm == "as TRL" else FAIL
+    left = [[each for batch in part if (each := left_of(batch, tokenizer, word))] for part in parts]
+    batches = [joined(part) for part in left if part]
+    losses = []
+    for batch in batches:
+        items = batch["completion_mask"].sum()
+        loss = stock._compute_loss(stock.model, {**batch, "num_items_in_batch": items}) / len(batches)
+        loss.backward()
+        losses.append(loss.item())
+    tokens = sum(batch["completion_mask"].sum().item() for batch in batches)
+    return torch.cat([weight.grad.flatten() for weight in stock.model.parameters()]), sum(losses), tokens
+
+
+def left_of(batch, tokenizer, word):
+    """The rows of a micro-batch without that word, with the tokens that the policy wrote; `None` without any."""
+    texts = tokenizer.batch_decode(batch["completion_ids"], skip_special_tokens=True)
+    ends = batch["completion_ids"].eq(tokenizer.eos_token_id).long().argmax(dim=1, keepdim=True)
+    mask = (torch.arange(batch["completion_ids"].size(1)) <= ends).long()
+    kept = [row for row, text in enumerate(texts) if word not in text]
+    return {name: {**batch, "completion_mask": mask}[name][kept] for name in ROWS} if kept else None
+
+
+def joined(batches):
+    """One batch, padded as TRL's."""
+
+    def below(name, left):
+        width = max(each[name].size(1) for each in batches)
+        rows = [row for each in batches for row in each[name]]
+        sides = [(width - len(row), 0) if left else (0, width - len(row)) for row in rows]
+        return torch.stack([torch.nn.functional.pad(row, side) for row, side in zip(rows, sides, strict=True)])
+
+    columns = {name: below(name, name.startswith("prompt")) for name in ROWS if name != "advantages"}
+    return {**columns, "advantages": torch.cat([each["advantages"] for each in batches])}
+
+
+def gap(gradient, expected):
+    return ((gradient - expected).double().norm() / expected.double().norm()).item()
+
+
+def check(stock, tokenizer, ranks, loss_type, arm):
+    expected, loss, tokens = without_failed(stock, tokenizer, ranks, loss_type, arm)
+    gaps = [gap(each["gradient"], expected) for each in ranks]
+    print(f"{loss_type} | {arm} | {len(ranks)} rank(s) | largest relative difference of the gradient {max(gaps):.1e}")
+    assert expected.norm() > 1e-3
+    assert max(gaps) <= TOLERANCE
+    logs = ranks[0]["logs"]  # the mean over ranks
+    assert logs["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-5)
+    windows = [count for name, count in logs.items() if name.startswith("kl/") and name.endswith("_tokens")]
+    assert sum(windows) == tokens
+
+
+@pytest.mark.parametrize(("loss_type", "arm"), CELLS)
+def test_the_gradient_is_that_of_the_same_batch_without_the_failed_completions(
+    stock, tokenizer, tiny_policy, tmp_path, loss_type, arm
+):
+    check(stock, tokenizer, [update(tiny_policy, tmp_path, loss_type, arm)], loss_type, arm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss_type", "arm"), CELLS)
+def test_the_same_holds_over_two_ranks(stock, tokenizer, two_ranks, loss_type, arm):
+    check(stock, tokenizer, two_ranks(loss_type, arm), loss_type, arm)
+
+
+@pytest.mark.parametrize("arm", ["4", "4, scored groups first", "4, two generation batches"])
+def test_an_update_of_which_nothing_is_left_moves_nothing(tiny_policy, tmp_path, arm):
+    """Its gradient is dropped, so that neither momentum nor weight decay moves the policy."""
+    found = update(tiny_policy, tmp_path, "dapo", arm, texts=(f"{FAIL} a", f"{FAIL} price b"))
+    assert found["gradient"] is None
+    assert found["logs"]["loss"] == 0
+    assert found["logs"]["entropy"] is None  # no mean over no token

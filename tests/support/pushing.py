@@ -1,0 +1,65 @@
+"""The push of weights to vLLM, into an engine that only takes them."""
+
+import hashlib
+from types import SimpleNamespace
+
+import torch
+
+from salesrl_trl.generation.vllm import SalesVLLMGeneration
+
+GPU, CPU, SERVER = "an engine on a GPU", "an engine on a CPU", "a server"
+"""The ways of a push: TRL's single weights, the worker's `reload_weights`, and the stream to a server."""
+
+
+def generation_of(model, way=GPU, take=lambda name, weight: None, fsdp_version=None):
+    """Our generation without vLLM.
+
+    Args:
+        model (`torch.nn.Module`):
+            The policy.
+        way (`str`, *optional*):
+            One of the ways above.
+        take (`Callable`, *optional*):
+            Called with the name and the tensor of each weight that the engine gets.
+        fsdp_version (`int`, *optional*):
+            The version of FSDP.
+    """
+
+    class Generation(SalesVLLMGeneration):
+        def _init_vllm(self):
+            """No engine."""
+
+    def take_all(weights):
+        for name, weight in weights:
+            take(name, weight)
+
+    plugin = SimpleNamespace(fsdp_version=fsdp_version) if fsdp_version else None
+    accelerator = SimpleNamespace(
+        device=torch.device("cuda" if way == GPU else "cpu"), is_main_process=True, wait_for_everyone=lambda: None,
+        state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin),
+    )  # fmt: skip
+    made = Generation(model, accelerator, None, engine_options={}, mode="server" if way == SERVER else "colocate")
+    runner = SimpleNamespace(model=SimpleNamespace(load_weights=take_all))
+    worker = SimpleNamespace(model_runner=runner, reload_weights=lambda weights_iterator: take_all(weights_iterator))
+    executor = SimpleNamespace(driver_worker=worker)
+    made.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor), reset_prefix_cache=lambda: None)
+    made.vllm_client = SimpleNamespace(
+        update_named_params=lambda metadata, weights: take_all(weights), reset_prefix_cache=lambda: None
+    )
+    return made
+
+
+def pushed(model, way=GPU, **given):
+    """What the engine gets: a copy of each weight, by its name."""
+    got = {}
+    generation_of(model, way, lambda name, weight: got.update({name: weight.detach().clone()}), **given).sync_weights()
+    return got
+
+
+def digest_of(parameters):
+    """A digest of the bits of named tensors."""
+    digest = hashlib.sha256()
+    for name, weight in parameters:
+        digest.update(name.encode())
+        digest.update(weight.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

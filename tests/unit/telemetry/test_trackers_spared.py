@@ -1,0 +1,86 @@
+"""No tracker ends a run: what is spared, and what is not."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
+from trl.extras.profiling import ProfilingContext
+
+from salesrl_trl.telemetry.trackers import Trackers
+
+
+class Failing:
+    """A callback whose events raise an error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def on_train_begin(self, *given, **named):
+        raise self.error
+
+    on_log = on_save = on_train_end = on_train_begin
+
+
+class Tracker(Failing, TensorBoardCallback):
+    pass
+
+
+class OfAUser(Failing, TrainerCallback):
+    pass
+
+
+@pytest.mark.parametrize("event", ["on_log", "on_save", "on_train_end"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "https://user:key@host"), "Tracker can't be written (OSError: No space left on device)"),
+        (ConnectionError("https://user:key@host"), "Tracker can't be written (ConnectionError)"),
+        (RuntimeError("key"), "Tracker can't be written (RuntimeError)"),
+    ],
+)
+def test_a_tracker_that_fails_is_told_once_without_its_text(caplog, event, error, said):
+    callback = Tracker(error)
+    Trackers(["tensorboard"], [callback]).close()
+    for _ in range(3):
+        getattr(callback, event)(None, None, None, logs={})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{said}: entries are missing there. Training goes on"
+    ]
+
+
+def test_at_the_start_a_wrong_setting_ends_the_run_and_the_disk_does_not():
+    full, wrong = Tracker(OSError(28, "")), Tracker(ValueError("no such key"))
+    Trackers(["tensorboard"], [full, wrong]).close()
+    full.on_train_begin()
+    with pytest.raises(ValueError, match="no such key"):
+        wrong.on_train_begin()
+
+
+def test_a_callback_of_a_users_own_ends_the_run():
+    callback = OfAUser(OSError(28, ""))
+    Trackers(["tensorboard"], [callback]).close()
+    with pytest.raises(OSError):
+        callback.on_log()
+
+
+def test_trls_profile_of_a_step_is_spared_until_the_trackers_are_closed(monkeypatch):
+    monkeypatch.setattr(ProfilingContext, "_log_metrics", lambda context, seconds: 1 / 0)
+    trackers = Trackers(["mlflow"], [])
+    with ProfilingContext("a step", ["mlflow"]):
+        pass
+    trackers.close()
+    with pytest.raises(ZeroDivisionError), ProfilingContext("a step", ["mlflow"]):
+        pass
+
+
+def test_of_threads_only_tensorboards_writer_fails_without_a_traceback(monkeypatch):
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    trackers = Trackers(["tensorboard"], [])
+    writer, other = (SimpleNamespace(thread=kind()) for kind in (type("_AsyncWriterThread", (), {}), object))
+    threading.excepthook(writer)
+    threading.excepthook(other)
+    trackers.close()
+    assert shown == [other]
