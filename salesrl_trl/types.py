@@ -4,7 +4,6 @@ Owns the vocabulary alone: no parsing, no I/O, standard library only. All values
 thread and the thread of the reward's event loop may share them.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -217,6 +216,11 @@ class Verdict:
             raise ValueError("a verdict's score is no number in [0, 1]")
 
 
+LARGEST_REWARD = 1e18
+"""TRL has rewards in float32, and squares them for a group's standard deviation. One that becomes infinite there takes
+the advantages of its whole group with it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
     """The result of the chain for one completion.
@@ -224,7 +228,7 @@ class Reward:
     Raises:
         `ValueError`: `value` and `outcome` disagree (a failed call never has a number, and a scored one always has),
         or
-            a number is infinite or NaN.
+            a number is NaN, infinite or beyond `LARGEST_REWARD`.
     """
 
     outcome: Outcome
@@ -264,5 +268,5 @@ class Reward:
         if (self.value is not None) != (self.outcome in (Outcome.OK, Outcome.INVALID_ACTION)):
             raise ValueError(f"outcome {self.outcome.value!r} does not go with value {self.value!r}")
         numbers = (self.value, self.reference_value, *self.components.values())
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            raise ValueError("a reward, or a part of it, is no finite number")
+        if not all(number is None or abs(number) <= LARGEST_REWARD for number in numbers):
+            raise ValueError(f"a reward, or a part of it, is no number of at most {LARGEST_REWARD:g}")

@@ -24,6 +24,7 @@ from salesrl_trl.process import is_locked, make_private
 from salesrl_trl.recording.reader import as_json, digest, digest_of, run_of
 from salesrl_trl.recording.schema import TABLES, VERSION
 from salesrl_trl.recording.trail import Call, Judged, Trail
+from salesrl_trl.surroundings import enter, here
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class Recorder:
         if self._is_broken:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="record", daemon=True)
+            self._thread = threading.Thread(target=here().run, args=(self._work,), name="record", daemon=True)
             self._thread.start()
         try:
             self._queue.put_nowait(batch)
@@ -166,6 +167,7 @@ class Recorder:
 
     def _work(self) -> None:
         try:
+            enter()  # for the filter
             with closing(self._patiently(self._opened)) as file:
                 while (batch := self._queue.get()) is not None:
                     self._take(file, batch)

@@ -9,9 +9,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from salesrl_trl.errors import ServiceError
+from salesrl_trl.reward.apart import Apart
 from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, RewardBatch, Sample
 from salesrl_trl.reward.open_batches import OpenBatches
 from salesrl_trl.reward.sample_lines import SampleLines
@@ -25,6 +27,17 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_S = 300.0
 """Seconds that a completion may take by default."""
+DRAIN_S = 3.0
+"""Longest wait for the figures of services. They lie in this process."""
+_TIED = (
+    "SQLite objects created in a thread", "signal only works in main thread", "'_thread._local' object has no",
+    "a different event loop", "a different loop", "no current event loop", "no running event loop",
+)  # fmt: skip
+"""In messages of errors about an object that belongs to one thread, or to one event loop."""
+_OF_ONE_THREAD = (
+    ". It runs in another thread than the main one, and uses what belongs to one thread or event loop: make that "
+    "where it is used (docs/REWARDS.md, 'Threads')"
+)
 TRAINER_STATE = "trainer_state"
 """The trainer's state, beside the columns of a row."""
 ORIGIN = "_origin"
@@ -87,6 +100,8 @@ class BatchedReward(ABC):
         """Logs what happens to single completions."""
         self.budget: Budget | None = None
         """Limits what its services may be asked. It belongs to the reward's event loop, but for its `terms`."""
+        self.apart: Apart | None = None
+        """The event loop of `score` and of all that the reward owns, where it is another one than that of batches."""
         self._logged_faults: set[str] = set()
 
     @abstractmethod
@@ -216,9 +231,21 @@ class BatchedReward(ABC):
         """
         batch.start_all(completions)
         await batch.settled([range(len(batch))])
-        report = await self.drained(batch.report())
+        report = await self._report(batch.report())
         self.batches.close(batch)
         return BatchResult(rewards=tuple(reward for reward in batch.rewards if reward is not None), report=report)
+
+    async def _report(self, report: BatchReport) -> BatchReport:
+        if self.apart is None:
+            return await self.drained(report)
+        draining = asyncio.ensure_future(self.apart.call(self.drained, report))
+        try:
+            await asyncio.wait([draining], timeout=DRAIN_S)
+        finally:
+            draining.cancel()
+        if draining.done():
+            return draining.result()
+        return await self.drained(report)  # nothing else counts meanwhile: its loop is held up
 
     def conclude(self, scoring: "asyncio.Task[Reward]") -> Reward:
         """The reward of a `score` that returned, raised or was cancelled.
@@ -240,7 +267,8 @@ class BatchedReward(ABC):
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
-        self.log_once(f"{what} raised {name} at {place}; completions it happens to are missing")
+        hint = _OF_ONE_THREAD if any(phrase in str(error) for phrase in _TIED) else ""
+        self.log_once(f"{what} raised {name} at {place}; completions it happens to are missing{hint}")
 
     def log_once(self, line: str) -> None:
         """Log an error, the first time that it comes."""
@@ -252,7 +280,10 @@ class BatchedReward(ABC):
         def record(row: Any, completion: str | None, reward: Reward) -> None:
             self.lines.scored(self.row_id(row), completion, reward)
 
-        unit = max(self.unit(group, len(rows)), 1)
+        unit, apart = max(self.unit(group, len(rows)), 1), self.apart
+        chain, late = (
+            (self.score, lambda: "deadline") if apart is None else (partial(apart.call, self.score), apart.late)
+        )
         return RewardBatch(
-            rows, self.score, self.conclude, self.deadline_s, lane, record, number=number, group=group, unit=unit
+            rows, chain, self.conclude, self.deadline_s, lane, record, number=number, group=group, unit=unit, late=late
         )

@@ -19,6 +19,7 @@ from salesrl_trl.reward.judge.base import JudgeRecord, ProviderUsage
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.stage_times import StageTimes, TimeRange, time_of
+from salesrl_trl.surroundings import here
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 
@@ -169,6 +170,8 @@ class RewardBatch:
             Completions of a prompt.
         unit (`int`, *optional*, defaults to `1`):
             Neighbours that are scored together: 1, `group` or all.
+        late (`Callable[[], str]`, *optional*):
+            Returns the reason of a completion whose time is up. `"deadline"` when not given.
     """
 
     def __init__(
@@ -183,7 +186,10 @@ class RewardBatch:
         number: int = 0,
         group: int = 1,
         unit: int = 1,
+        late: Callable[[], str] = lambda: "deadline",
     ) -> None:
+        self._context = here()  # of the thread that begins the batch: the main one
+        self._late_reason = late
         self.lane = lane
         self.rows = tuple(rows)
         self.number = number
@@ -202,7 +208,7 @@ class RewardBatch:
         self._samples: list[Sample | None] = [None] * len(self.rows)
         self._chains: dict[int, asyncio.Task[Reward]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._late: set[int] = set()
+        self._late: dict[int, str] = {}  # the reason of each
         self._changed: asyncio.Future[None] | None = None
         self._cut_off: str | None = None
 
@@ -211,8 +217,10 @@ class RewardBatch:
 
     def is_settled(self, places: Sequence[int] | None = None) -> bool:
         """Whether the rewards at `places`, or all, are in. From any thread."""
-        rewards = self.rewards if places is None else [self.rewards[place] for place in places]
-        return all(reward is not None for reward in rewards)
+        # The last ones are usually the last to come: from the end, most looks see one that is not there at once.
+        return all(
+            self.rewards[place] is not None for place in reversed(range(len(self)) if places is None else places)
+        )
 
     def start(self, place: int, completion: Completion, token_ids: Sequence[int] = ()) -> None:
         """Begin to score the completion at `place`. Does nothing where this very one is under way or scored. Where it
@@ -237,7 +245,7 @@ class RewardBatch:
                     self._drop(each)
                     self.stages[each] = self._stages_of(each)
                 self._begin(each, sample)
-        if all(self._samples[each] is not None for each in together):
+        if all(self._samples[each] is not None for each in reversed(together)):  # as in `is_settled`
             self._start_timers(together)
 
     def _begin(self, place: int, sample: Sample) -> None:
@@ -247,10 +255,13 @@ class RewardBatch:
             return
         if self.times.first is None:
             self.times.first = time.perf_counter()
-        with deadline(self._deadline_s):
-            chain = asyncio.ensure_future(self._chain(sample, self.stages[place]))
+        chain = self._context.run(self._scoring, sample)
         self._chains[place] = chain
         chain.add_done_callback(partial(self._ended, place))
+
+    def _scoring(self, sample: Sample) -> "asyncio.Task[Reward]":
+        with deadline(self._deadline_s):
+            return asyncio.ensure_future(self._chain(sample, self.stages[sample.place]))
 
     def start_all(
         self, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (), rows: Sequence[Any] = ()
@@ -331,14 +342,14 @@ class RewardBatch:
     def _overdue(self, place: int) -> None:
         """A completion's time is up: cancel it. It is missing once it has ended, or after `CANCEL_GRACE_S`."""
         del self._timers[place]
-        self._late.add(place)
+        self._late[place] = self._late_reason()
         chain = self._chains[place]
         chain.cancel()
         asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._settle_late, place, chain)
 
     def _settle_late(self, place: int, chain: "asyncio.Task[Reward]") -> None:
         if self._chains.get(place) is chain:
-            self._settle(place, missing(Outcome.INFRA, "deadline", self.stages[place].seconds))
+            self._settle(place, missing(Outcome.INFRA, self._late[place], self.stages[place].seconds))
 
     def _settle(self, place: int, reward: Reward) -> None:
         self._forget(place)
@@ -373,7 +384,7 @@ class RewardBatch:
 
     def _forget(self, place: int) -> None:
         self._chains.pop(place, None)
-        self._late.discard(place)
+        self._late.pop(place, None)
         timer = self._timers.pop(place, None)
         if timer is not None:
             timer.cancel()

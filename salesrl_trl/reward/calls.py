@@ -4,12 +4,14 @@ Owns the wait for the last of the completions, and the threads. `functions` owns
 """
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from salesrl_trl.reward.batch import Sample
+from salesrl_trl.surroundings import enter
 from salesrl_trl.types import Reward
 
 T = TypeVar("T")
@@ -28,7 +30,7 @@ class Together:
     def __init__(self, size: int, call: Callable[[Sequence[Sample]], Awaitable[list[Reward]]]) -> None:
         self._size = size
         self._call = call
-        self._asked: dict[int, tuple[Sample, asyncio.Future[Reward]]] = {}
+        self._waiting: dict[int, tuple[Sample, asyncio.Future[Reward]]] = {}  # by place
         self._calling: asyncio.Task[None] | None = None
         self.started = 0.0
         """When the call began, on `time.perf_counter`'s scale."""
@@ -36,24 +38,22 @@ class Together:
     @property
     def is_awaited(self) -> bool:
         """Whether a completion waits for its reward."""
-        return bool(self._waiting())
+        return bool(self._waiting)
 
     async def reward(self, sample: Sample) -> Reward:
         """The reward of one of the completions. When nobody waits any more, the call is cancelled."""
         answer: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
-        self._asked[sample.place] = (sample, answer)
-        waiting = self._waiting()
-        if len(waiting) == self._size:
-            self._calling = asyncio.ensure_future(self._run(waiting))
+        mine = self._waiting[sample.place] = (sample, answer)
+        if len(self._waiting) == self._size:
+            asked = [self._waiting[place] for place in sorted(self._waiting)]
+            self._calling = asyncio.ensure_future(self._run(asked))
         try:
             return await answer
         finally:
+            if self._waiting.get(sample.place) is mine:
+                del self._waiting[sample.place]
             if self._calling is not None and not self.is_awaited:
                 self._calling.cancel()
-
-    def _waiting(self) -> list[tuple[Sample, asyncio.Future[Reward]]]:
-        """The completions without an answer, by place."""
-        return [self._asked[place] for place in sorted(self._asked) if not self._asked[place][1].done()]
 
     async def _run(self, asked: Sequence[tuple[Sample, asyncio.Future[Reward]]]) -> None:
         self.started = time.perf_counter()
@@ -73,9 +73,9 @@ class Together:
 
 
 async def in_a_thread(call: Callable[[], T]) -> T:
-    """The result of a call in a thread of its own. A call that hangs holds up neither other calls nor the end of the
-    program, as it would in a pool of threads."""
-    loop = asyncio.get_running_loop()
+    """The result of a call in a thread of its own, with the caller's context and devices. A call that hangs holds up
+    neither other calls nor the end of the program, as it would in a pool of threads."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     done: asyncio.Future[T] = loop.create_future()
 
     def settle(settled: Callable[[], None]) -> None:
@@ -84,6 +84,7 @@ async def in_a_thread(call: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
+            enter()
             result = call()
             settled = lambda: done.set_result(result)  # noqa: E731
         except BaseException as error:
@@ -92,5 +93,5 @@ async def in_a_thread(call: Callable[[], T]) -> T:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, settled)
 
-    threading.Thread(target=run, name="reward function", daemon=True).start()
+    threading.Thread(target=context.run, args=(run,), name="reward function", daemon=True).start()
     return await done

@@ -12,8 +12,10 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from salesrl_trl.errors import ServiceError
+from salesrl_trl.reward.apart import Apart
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import CANCEL_GRACE_S, BatchResult, Completion, RewardBatch
+from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.timing import Span, TimingContext
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ class RewardDesk:
 
     Args:
         reward (`BatchedReward`):
-            Scores the completions. From now on it is used on the desk's loop alone.
+            Scores the completions. From now on it is used on the desk's loops alone.
     """
 
     def __init__(self, reward: BatchedReward) -> None:
@@ -44,6 +46,9 @@ class RewardDesk:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
+        self._apart: Apart | None = None
+        if not isinstance(reward, RemoteReward):  # whose code runs in its own process
+            reward.apart = self._apart = Apart(reward.deadline_s, reward.batches.cut_off)
 
     @property
     def functions(self) -> "list[Column]":
@@ -120,7 +125,8 @@ class RewardDesk:
 
     def fetch_references(self, rows: Iterable[int]) -> None:
         """Ask for the reference answers of these rows before their completions come. Does not wait."""
-        self._loop.call_soon_threadsafe(self.reward.fetch_references, list(rows))
+        post = self._loop.call_soon_threadsafe if self._apart is None else self._apart.post
+        post(self.reward.fetch_references, list(rows))
 
     def cut_off(self, reason: str) -> None:
         """Score no more: completions without a reward, and all later ones, are missing with this reason code. Does not
@@ -135,7 +141,8 @@ class RewardDesk:
         """The state of the oldest batch, in words for the console."""
         if self._answer is not None:  # TRL gathers over all ranks inside `answering`
             return "this rank's are scored, another's may be out"
-        return self.reward.batches.status()
+        held_by = "" if self._apart is None else self._apart.told()
+        return held_by or self.reward.batches.status()
 
     def unreported_spans(self) -> list[Span]:
         """The stages of all batches without a result. A stage that is under way counts as failed."""
@@ -148,7 +155,7 @@ class RewardDesk:
             timed (`TimingContext`):
                 Times it, on the loop's thread.
         """
-        self._warming_up = self._begin(timed(self.reward.warm_up))
+        self._warming_up = self._begin(timed(self._warm_up))
 
     def warm_up(self) -> dict[str, float | ServiceError]:
         """Ask every service once, unless that has begun, and wait for it.
@@ -157,13 +164,23 @@ class RewardDesk:
             `dict[str, float | ServiceError]`: by service, the seconds of its answer, or its error with the place.
         """
         begun, self._warming_up = self._warming_up, None
-        return _result(begun or self._begin(self.reward.warm_up))
+        return _result(begun or self._begin(self._warm_up))
+
+    async def _warm_up(self) -> dict[str, float | ServiceError]:
+        warm_up = self.reward.warm_up
+        return await (warm_up() if self._apart is None else self._apart.call(warm_up))
 
     def close(self) -> None:
         """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""
         if not self._thread.is_alive():
             return
-        self._run(self.reward.aclose)
+        if self._apart is None:
+            self._run(self.reward.aclose)
+        else:
+            self.give_up()
+            self._run(_cancel_the_others)
+            self._apart.close(self.reward.aclose)
+            self.reward.apart = None
         self._run(_cancel_the_others)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -20,17 +20,18 @@ limits (`service.transport`), nor how several functions make one reward (`mixed`
 import asyncio
 import functools
 import inspect
-import math
+import itertools
 import pickle
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, overload
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import Stage
+from salesrl_trl.reward.apart import HeldUp
 from salesrl_trl.reward.base import DEADLINE_S, ORIGIN, TRAINER_STATE, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.calls import Together, in_a_thread
@@ -38,7 +39,7 @@ from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import NOT_APPLICABLE, RESERVED_REASONS, Example, Outcome, Reward
+from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Example, Outcome, Reward
 
 Function = Callable[..., Any]
 
@@ -219,11 +220,13 @@ class RewardFunction(BatchedReward):
         arguments = self._arguments(samples, log)
         try:
             if self._is_async:
-                returned = await self._function(**arguments)
+                returned = self._collected(await self._function(**arguments), len(samples))
             else:
-                returned = await in_a_thread(functools.partial(self._function, **arguments))
+                returned = await in_a_thread(lambda: self._collected(self._function(**arguments), len(samples)))
         except ServiceError:
             raise
+        except HeldUp as error:
+            raise FunctionError(f"{self.__name__} held up its event loop", f"{self.code}_blocked") from error
         except TimeoutError as error:
             raise ServiceTimeout(f"{self.__name__} timed out", f"{self.code}_timeout") from error
         except ConnectionError as error:
@@ -268,10 +271,15 @@ class RewardFunction(BatchedReward):
         values |= {"log_extra": log.extra, "log_metric": log.metric}
         return {name: value for name, value in values.items() if self._takes_all or name in self._named}
 
+    def _collected(self, returned: Any, count: int) -> Any:
+        """What a function returned; of a generator, which runs its code now, the rewards."""
+        is_lazy = isinstance(returned, Iterable) and not isinstance(returned, Sized)
+        return list(itertools.islice(returned, count + 1)) if is_lazy and self._per is not Per.COMPLETION else returned
+
     def _listed(self, returned: Any, count: int) -> list[Any]:
         """The rewards that a function returned for several completions."""
-        is_list = not isinstance(returned, str | bytes | Mapping) and hasattr(returned, "__len__")
-        if not is_list or not hasattr(returned, "__iter__"):
+        is_list = isinstance(returned, Sized) and isinstance(returned, Iterable)
+        if not is_list or isinstance(returned, str | bytes | Mapping) or getattr(returned, "ndim", 1) == 0:
             raise self._refused("no_list", f"a {type(returned).__name__} for {count} completions. Expected a list")
         if len(returned) != count:
             raise self._refused("wrong_length", f"{len(returned)} rewards for {count} completions. Expected one each")
@@ -294,7 +302,7 @@ class RewardFunction(BatchedReward):
             number = float(value)
         except (TypeError, ValueError):  # a tensor of several numbers
             return self._no_number("no_number", f"a {type(value).__name__}")
-        if not math.isfinite(number):
+        if not abs(number) <= LARGEST_REWARD:  # NaN too
             return self._no_number("not_finite", f"{number}")
         return Reward.scored(number)
 

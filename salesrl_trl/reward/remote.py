@@ -45,6 +45,8 @@ LAST_WORD_S = 0.5
 """Longest wait for the spans of a call that was cancelled."""
 ANSWER_S = 10.0
 """Longest wait for the child's answer about itself. It answers at once unless the machine is overloaded."""
+IN_HAND_S = 3.0
+"""The same where a person or the end of a run waits for it."""
 
 PING_S = 5.0
 """Time between two looks at whether the child is alive. One that was stopped, or hangs, keeps its socket open."""
@@ -444,10 +446,10 @@ class RemoteReward(BatchedReward):
 
         async def ask() -> list[InHand]:
             child = self._children.get()
-            return cast(list[InHand], await child.within(ANSWER_S, partial(child.ask, "in_hand")))
+            return cast(list[InHand], await child.within(IN_HAND_S, partial(child.ask, "in_hand")))
 
         try:
-            return asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * ANSWER_S)
+            return asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * IN_HAND_S)
         except (TimeoutError, ServiceError) as error:
             _warn_of_silence(error)
             return []

@@ -8,6 +8,7 @@ processes: the parent answers those.
 
 import asyncio
 import logging
+import os
 import pickle
 import signal
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 import stamina
 
 from salesrl_trl.errors import ServiceError
+from salesrl_trl.reward.apart import Apart
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.remote import Channel, InHand, Scored
@@ -26,6 +28,8 @@ from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Reward
 
 logger = logging.getLogger(__name__)
+
+EXIT_BLOCKED = 70
 
 
 class Worker:
@@ -40,6 +44,7 @@ class Worker:
 
     def __init__(self, chain: BatchedReward, channel: Channel) -> None:
         self._chain = chain
+        self._apart = Apart(chain.deadline_s, _end)
         self._channel = channel
         self._in_hand_by: dict[int, tuple[asyncio.Task[Reward], StageTimes]] = {}
 
@@ -56,7 +61,7 @@ class Worker:
             answering = asyncio.ensure_future(self._answer(kind, number, what))
             others.add(answering)
             answering.add_done_callback(others.discard)
-        await self._chain.aclose()
+        await asyncio.to_thread(self._apart.close, self._chain.aclose)
 
     async def _answer(self, kind: str, number: int | None, what: Sequence[object]) -> None:
         """Answer one question. Of an error only the type is sent and logged: its message may hold a customer's
@@ -74,7 +79,7 @@ class Worker:
     def _start(self, number: int, sample: Sample, track: str, left_s: float) -> None:
         stages = StageTimes(track)
         with deadline(min(self._chain.deadline_s, left_s)):
-            task = asyncio.ensure_future(self._chain.score(sample, stages))
+            task = asyncio.ensure_future(self._apart.call(self._chain.score, sample, stages))
         self._in_hand_by[number] = (task, stages)
 
     async def _score(self, number: int, *_: object) -> Scored:
@@ -84,22 +89,28 @@ class Worker:
         return self._chain.conclude(task), stages.spans, stages.trail
 
     async def _references(self, number: None, rows: list[Any]) -> None:
-        self._chain.fetch_references(rows)
+        self._apart.post(self._chain.fetch_references, rows)
 
     async def _drained(self, number: int) -> BatchReport:
-        return await self._chain.drained(NOTHING_SCORED)
+        return await self._apart.call(self._chain.drained, NOTHING_SCORED)
 
     async def _in_hand(self, number: int) -> list[InHand]:
         return [(each, stages.under_way, stages.so_far()) for each, (_, stages) in self._in_hand_by.items()]
 
     async def _warm_up(self, number: int) -> dict[str, float | ServiceError]:
-        return await self._chain.warm_up()
+        return await self._apart.call(self._chain.warm_up)
 
     async def _ping(self, number: int) -> None:
         """Alive."""
 
     async def _close(self, number: int) -> None:
-        await self._chain.aclose()
+        await asyncio.to_thread(self._apart.close, self._chain.aclose)
+
+
+def _end(reason: str) -> None:
+    """End this process: code that does not give its event loop back ends with it. The parent starts another one."""
+    logger.error(f"the reward process ends ({reason})")
+    os._exit(EXIT_BLOCKED)
 
 
 async def serve(descriptor: int) -> None:
@@ -122,3 +133,5 @@ if __name__ == "__main__":
     logging.getLogger("salesrl_trl").setLevel(int(sys.argv[2]))
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, and not logged call by call
     asyncio.run(serve(int(sys.argv[1])))
+    sys.stdout.flush()
+    os._exit(0)  # no thread of a user's code holds it up

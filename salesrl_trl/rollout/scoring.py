@@ -30,7 +30,7 @@ from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.record import batch_of
 from salesrl_trl.rollout.staleness import correction_sums
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.types import Example, Outcome, Reward
+from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import on_any_rank
@@ -289,9 +289,10 @@ class Scoring:
         result, mode = rollout.result, rollout.mode
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
+        rank = PartialState().process_index
         is_refused = self._run_control.is_refused([reward.reason for reward in faulty if reward.value is None])
-        failed = gather_object([(reward.reason, reward.value is None, is_refused) for reward in faulty])
-        self._run_control.record_refusal(any(refused for *_, refused in failed))  # as each rank's account had it
+        failed = gather_object([(reward.reason, reward.value is None, is_refused, rank) for reward in faulty])
+        self._run_control.record_refusal(any(refused for *_, refused, _ in failed))  # as each rank's account had it
         self._ledger.record_rewards(mode, rollout.scored, (reason for reason, *_ in failed))
         self._ledger.record_report(mode, gather(encode_report(result.report).to(self._device)).cpu())
         if rollout.is_trained_on:
@@ -299,10 +300,17 @@ class Scoring:
             self._instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
             scored = ~rollout.failed
             self._ledger.record_groups(scored, self._settings.group)
-            missing = Counter(reason for reason, is_missing, _ in failed if is_missing)
-            skipped = self._run_control.record_batch(scored.float().mean().item(), missing)
-            if skipped is not None:
-                logger.warning(skipped)
+            by_rank: dict[int, Counter[str]] = {}
+            for reason, is_missing, _, of_rank in failed:
+                by_rank.setdefault(of_rank, Counter()).update([reason] * is_missing)
+            missing = sum(by_rank.values(), Counter[str]())
+            # Completions to which no function applies did not fail.
+            failing = {
+                each: own for each, own in by_rank.items() if own.total() - own[NOT_APPLICABLE] == len(result.rewards)
+            }
+            warning = self._run_control.record_batch(scored.float().mean().item(), missing, failing)
+            if warning is not None:
+                logger.warning(warning)
         self._ledger.record_update(mode, is_skipped=self._run_control.is_skipping and rollout.is_trained_on)
         return rewards
 

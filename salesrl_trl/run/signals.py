@@ -10,15 +10,22 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 from salesrl_trl.errors import StopRequested
-from salesrl_trl.tidy_end import EXIT_INTERRUPTED, Tell, say
+from salesrl_trl.tidy_end import EXIT_INTERRUPTED, EXIT_RESUMABLE, Tell, say
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals of a terminal, of schedulers, and of a terminal that is gone."""
 AT_ONCE = "a second Ctrl-C: this process quits at once. What the last checkpoint holds is kept."
+EXIT_S = 5.0
+"""Time that the interpreter has to exit after a signal. It waits for every thread of a pool, also for one that hangs
+in a user's code."""
+POLL_S = 0.25
+"""Time between two looks at whether it exits, after a signal."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -92,6 +99,22 @@ def _on(number: int, frame: FrameType | None) -> None:
     if _asked.reason is not None:  # also from a launcher that was told with this process
         return
     _asked.reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    threading.Thread(target=_exit_in_time, daemon=True).start()
     if _asked.stop is None:
         raise StopRequested(_asked.reason)
     _asked.stop(_asked.reason)
+
+
+def _exit_in_time() -> None:
+    while not _exits():
+        time.sleep(POLL_S)
+    time.sleep(EXIT_S)
+    os._exit(EXIT_RESUMABLE)
+
+
+def _exits() -> bool:
+    """Whether the interpreter waits for other threads before it exits: the main thread's first function says so."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_shutdown"

@@ -26,7 +26,8 @@ ADVICE: dict[str, str] = {
     "first time it may compile. nvidia-smi shows whether the GPU works",
     Phase.OLD_LOGPROBS: "per_device_train_batch_size bounds the share of a batch that is computed at once",
     Phase.REFERENCE_LOGPROBS: "per_device_train_batch_size bounds the share of a batch that is computed at once",
-    Phase.REWARD_WAIT: "the services: their logs, rag_max_concurrency, judge_max_concurrency, reward_deadline_s",
+    Phase.REWARD_WAIT: "what is named here: a function of your own, or the services and their logs, "
+    "rag_max_concurrency, judge_max_concurrency, reward_deadline_s",
     Phase.ADVANTAGES: "ranks wait for each other here: look at the other ranks",
     Phase.FORWARD: "if the GPU idles, a rank waits for another one",
     Phase.BACKWARD: "if the GPU idles, a rank waits for another one; a first DeepSpeed run compiles an operator here",

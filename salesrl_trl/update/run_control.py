@@ -36,7 +36,8 @@ class RunControl:
         min_valid_reward_fraction (`float`):
             Share of a generation batch's completions that must have a reward.
         max_skipped_generations (`int`):
-            Batches in a row with fewer that end the run. At its last step, `SKIPPED_AT_END` are enough.
+            Batches in a row with fewer that end the run, or with none on the same rank. At its last step,
+            `SKIPPED_AT_END` of the former are enough.
         places (`Mapping[str, str]`, *optional*, defaults to none):
             Address of each service, by the name with which its reason codes begin.
         max_outage_s (`float`, *optional*, defaults to infinity):
@@ -88,25 +89,34 @@ class RunControl:
         self._skips_since = 0.0
         self._is_out_too_long = False
         self._missing: Counter[str] = Counter()
+        self._failing: dict[int, int] = {}  # batches in a row, by rank
+        self._failures: Mapping[int, Counter[str]] = {}
         self._broken_in_a_row = 0
 
-    def record_batch(self, scored_fraction: float, missing: Counter[str]) -> str | None:
-        """Skip a batch with too few scored completions.
+    def record_batch(
+        self, scored_fraction: float, missing: Counter[str], failing: Mapping[int, Counter[str]] | None = None
+    ) -> str | None:
+        """Skip a batch with too few scored completions. Count batches in which all completions of a rank failed.
 
         Args:
             scored_fraction (`float`):
                 Share of its completions with a reward, on all ranks.
             missing (`Counter[str]`):
                 Number of completions without a reward, by reason code.
+            failing (`Mapping[int, Counter[str]]`, *optional*, defaults to none):
+                The same for each rank of whose completions all failed.
 
         Returns:
-            `str`, *optional*: a warning about a skipped batch. `None` for a batch that counts.
+            `str`, *optional*: a warning about a skipped batch, or about a rank. `None` for a batch that counts.
         """
         wanted = self.wanted_fraction
         self.is_skipping = scored_fraction < wanted
+        self._failures = failing or {}
+        self._failing = {rank: self._failing.get(rank, 0) + 1 for rank in self._failures if wanted}
         if not self.is_skipping:
             self._skipped_in_a_row = 0
-            return None
+            told = "".join(f"; of rank {rank} none could ({_counted(own)})" for rank, own in self._failures.items())
+            return f"{scored_fraction:.0%} of the completions could be scored{told}" if told else None
         if not self._skipped_in_a_row:
             self._skips_since = time.monotonic()
         self._skipped_in_a_row += 1
@@ -148,19 +158,33 @@ class RunControl:
         """
         skipped, missing = self._skipped_in_a_row, self._missing
         most = min(self._most, SKIPPED_AT_END) if is_last else self._most
-        if self.error is not None or (skipped < most and not self._is_out_too_long):
+        is_skipped = skipped >= most or self._is_out_too_long
+        rank = max(self._failing, key=self._failing.__getitem__, default=0)
+        if self.error is not None or not (is_skipped or self._failing.get(rank, 0) >= self._most):
             return
+        last = more = ""
+        if is_skipped:
+            began = datetime.now() - timedelta(seconds=time.monotonic() - self._skips_since)
+            since = f"{began:%Y-%m-%d %H:%M:%S}"
+            what = (
+                f"{skipped} generation batches in a row had fewer than {self.wanted_fraction:.0%} of their "
+                f"completions scored, since {since}"
+            )
+            if is_last:
+                last = "They were the last of the run, so that it learned nothing from them. "
+                more = " and a larger `max_steps` or `num_train_epochs`"
+        else:
+            missing = self._failures[rank]
+            what = (
+                f"{self._failing[rank]} generation batches in a row had no scored completion on rank {rank}, so that "
+                "the run learns from the other ranks' alone"
+            )
         failed = [name for name in self._places if any(reason.startswith(f"{name}_") for reason in missing)]
         where = "".join(f"{name} is {self._places[name]}. " for name in failed)
         advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
-        last = "They were the last of the run, so that it learned nothing from them. " if is_last else ""
-        more = " and a larger `max_steps` or `num_train_epochs`" if is_last else ""
-        began = datetime.now() - timedelta(seconds=time.monotonic() - self._skips_since)
-        since = f"{began:%Y-%m-%d %H:%M:%S}"
         self.error = TooFewRewardsError(
-            f"{skipped} generation batches in a row had fewer than {self.wanted_fraction:.0%} of their completions "
-            f"scored, since {since}. {last}Failures in the last one: {_counted(missing)}. {where}{advice}A checkpoint "
-            f"was saved; repair the service and go on with {self._resume(step)}{more}."
+            f"{what}. {last}Failures in the last one: {_counted(missing)}. {where}{advice}A checkpoint was saved; "
+            f"repair the service and go on with {self._resume(step)}{more}."
         )
 
     def record_micro_batch(self) -> None:

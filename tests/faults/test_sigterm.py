@@ -14,9 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.holding import HOLDS
 from support.keyed import make_tiny_policy
 from support.loopback import Services
 from support.run_until_stopped import PROMPTS, STEPS
+from support.seconds import check_seconds
 
 from salesrl_trl.tidy_end import EXIT_RESUMABLE
 
@@ -127,3 +129,31 @@ def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_
     prompts = Counter(prompt for out in (first, second) for batch in trained(out) for prompt in batch["prompts"])
     assert len(prompts) == PROMPTS
     assert set(prompts.values()) == {COMPLETIONS * STEPS // PROMPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("function", "reward_process"),
+    [("spins", "false"), ("blocks", "false"), ("blocks_a_pool", "false"), ("blocks", "true")],
+)
+def test_a_run_whose_reward_function_never_gives_its_thread_back_ends_within_seconds_of_a_signal(
+    tmp_path, function, reward_process
+):
+    settings = {
+        "model_name_or_path": str(make_tiny_policy(tmp_path / "policy")),
+        "output_dir": str(tmp_path / "run"),
+        "reward_funcs": f"support.holding.{function}",
+        "reward_process": reward_process,
+    }
+    with started(settings) as process:
+        assert any(HOLDS in line for line in process.stderr)
+        asked = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=ENDS_WITHIN_S)[1]
+        seconds = time.monotonic() - asked
+    assert process.returncode == EXIT_RESUMABLE, output
+    assert "RunStopped: stopped by SIGTERM" in output
+    assert "Traceback" not in output, output
+    assert (f"{function} at " in output) is (function != "blocks_a_pool")  # that holds up no event loop
+    check_seconds(seconds, most=15.0, what="after SIGTERM")

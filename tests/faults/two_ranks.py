@@ -124,6 +124,9 @@ def main(policy, out):
             return missing(Outcome.INFRA, "broken", {})
         return Reward(outcome=Outcome.OK, value=number_of(sample.text) * 37 % 101 / 100)
 
+    async def mostly_fails(sample, stages):
+        return await (soon if number_of(sample.text) % 4 == 0 else fails)(sample, stages)
+
     async def soon(sample, stages):
         return Reward(outcome=Outcome.OK, value=number_of(sample.text) * 37 % 101 / 100)
 
@@ -173,8 +176,9 @@ def main(policy, out):
 
     cases = {
         "too_few": (fails, {"rollout_lookahead": 2, "min_valid_reward_fraction": 0.6, "max_steps": 9}),
+        "alone": (fails, {"min_valid_reward_fraction": 0.4, "max_steps": 9}),
         "enough": (
-            fails,
+            mostly_fails,
             {
                 "rollout_lookahead": 2,
                 "min_valid_reward_fraction": 0.4,

@@ -119,6 +119,8 @@ async def shortness(prompt, completion, limit=10):
             await asyncio.sleep(60)
         case "nan":
             return math.nan
+        case "beyond float32":
+            return -1e39
         case "a string":
             return "0.5"
         case "none":

@@ -1,9 +1,11 @@
 """Reward functions of one's own from outside the package, in the trainer's process and in one of their own."""
 
 import asyncio
+import itertools
 import sys
 
 import pytest
+import torch
 from seams.own_reward import of_trl, ranks, shortness, too_few
 from support.virtual_time import play
 from trl.trainer.utils import get_callable_name, is_async_callable
@@ -21,6 +23,7 @@ FAULTS = {
     "cancelled inside": "shortness_raised_CancelledError",
     "no connection": "shortness_unreachable",
     "nan": "shortness_not_finite",
+    "beyond float32": "shortness_not_finite",
     "a string": "shortness_no_number",
     "none": "not_applicable",
     "gone": "judge_busy",
@@ -88,7 +91,25 @@ def test_a_list_of_another_length_leaves_the_batch_without_rewards(result_of):
     assert [each.reason for each in result.rewards] == ["too_few_wrong_length"] * 2
 
 
-@pytest.mark.parametrize("returned", ["no list", {"a": 1.0}, 0.5, None])
+def lazily(completions):
+    for each in completions:
+        yield float(len(each))
+
+
+@pytest.mark.parametrize(
+    "lazy", [lazily, lambda completions: map(len, completions), lambda completions: {"a": 1, "b": 2}.values()]
+)
+def test_what_trl_makes_a_list_of_is_a_list_of_rewards(lazy):
+    result = asyncio.run(RewardFunction(lazy).score_all(rows(2), ["a", "bb"]))
+    assert result.values == [1.0, 2.0]
+
+
+def test_a_generator_without_an_end_is_no_list_of_that_length():
+    result = asyncio.run(RewardFunction(lambda completions: itertools.count()).score_all(rows(2), ["a", "b"]))
+    assert [each.reason for each in result.rewards] == ["lambda_wrong_length"] * 2
+
+
+@pytest.mark.parametrize("returned", ["no list", {"a": 1.0}, 0.5, None, torch.tensor(1.0)])
 def test_what_is_no_list_leaves_the_batch_without_rewards(returned):
     result = asyncio.run(RewardFunction(lambda completions: returned).score_all(rows(2), ["a", "b"]))
     assert [each.reason for each in result.rewards] == ["lambda_no_list"] * 2

@@ -25,6 +25,7 @@ ORDER = (
     "overrides",
     "tidy_end",
     "timing",
+    "surroundings",
     "names",
     "recording",
     "data",

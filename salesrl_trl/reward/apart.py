@@ -1,0 +1,272 @@
+"""The event loop on which a reward runs, apart from the one that keeps its deadlines, and the watch over it.
+
+A reward calls a user's own code: functions, stages, a judge. Such code may never give its event loop back. Then
+deadlines, waits and messages of processes go on, because they have another loop.
+
+Owns the thread of the reward's loop, the calls to it, and what becomes of code that holds it up: it is named with its
+stack, interrupted when its time is over, and left behind if that does not end it. `batch` owns the deadlines.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import ctypes
+import logging
+import re
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
+from typing import Any, TypeVar
+
+from salesrl_trl.reward.service.deadline import remaining_s
+from salesrl_trl.surroundings import enter
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Time between two looks at whether the loop answers. Looks are counted, not seconds: while the whole machine stands
+still, no code of the loop runs either."""
+AGAIN_S = 0.25
+"""The same once code was interrupted."""
+TOLD_AFTER_S = 10.0
+"""A loop that is held up for so long is told of."""
+LEFT_AFTER_S = 10.0
+"""Time for code to end after it was interrupted. A call that waits in C, like `time.sleep`, does not notice."""
+CLOSE_S = 5.0
+"""Longest wait for a reward to close what belongs to its loop."""
+CLOSE_INTERRUPTED_S = 2.0
+"""The same, while its loop is held up."""
+CANCEL_GRACE_S = 1.0
+"""Longest wait for calls that were cancelled."""
+_LOOPS = ("salesrl_trl", "asyncio", "threading", "contextvars", "selectors")
+"""Modules through which a loop calls other code."""
+
+
+class HeldUp(BaseException):
+    """Raised in code that holds up its event loop when its time is over. No `except Exception` catches it."""
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads of `asyncio.to_thread`, with the caller's devices."""
+
+    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        def run() -> T:
+            enter()
+            return call(*args, **kwargs)
+
+        return super().submit(contextvars.copy_context().run, run)
+
+
+class Apart:
+    """An event loop on a thread of its own.
+
+    Args:
+        deadline_s (`float`):
+            Longest time that any code may hold up the loop.
+        leave (`Callable[[str], object]`):
+            Called on the caller's loop, with a reason code, when code does not give the loop back even so. Nothing
+            that is called afterwards is answered.
+    """
+
+    def __init__(self, deadline_s: float, leave: Callable[[str], object]) -> None:
+        self._deadline_s = deadline_s
+        self._leave = leave
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(_Pool(thread_name_prefix="asyncio"))
+        self._thread = threading.Thread(target=self._run, name="reward calls", daemon=True)
+        self._calls = 0
+        self._is_left = False
+        self._is_overdue = False
+        self._silent_s = 0.0
+        self._watching: asyncio.Task[None] | None = None
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        if self._is_left:
+            self._loop.close()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the loop did not answer at the last look."""
+        return self._silent_s > 0
+
+    def late(self) -> str:
+        """The reason code of a completion whose time is up."""
+        stack = self._stack() if self.is_held else []
+        return _code(stack[0][0]) if stack else "deadline"
+
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function on the loop, from any thread, unless it has ended. Does not wait."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    async def call(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
+        """The result of a coroutine function, which runs on the loop in the caller's context. From one other loop.
+
+        A call that is cancelled waits until the function has ended.
+        """
+        calling = asyncio.get_running_loop()
+        done: asyncio.Future[T] = calling.create_future()
+        tasks: list[asyncio.Task[T]] = []
+        is_given_up = False
+
+        async def called() -> T:
+            if is_given_up:  # before it began, because the loop was held up
+                raise asyncio.CancelledError
+            enter()
+            return await function(*arguments)
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(called()))
+            tasks[0].add_done_callback(lambda task: calling.is_closed() or calling.call_soon_threadsafe(settle, task))
+
+        def settle(task: asyncio.Task[T]) -> None:
+            if done.done() or task.cancelled():
+                done.cancel()
+            elif (error := task.exception()) is not None:
+                done.set_exception(error)
+                done.exception()  # marked as seen: the caller may be gone
+            else:
+                done.set_result(task.result())
+
+        self._calls += 1
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.ensure_future(self._watch())
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            await asyncio.wait([done])
+            return done.result()
+        except asyncio.CancelledError:
+            if not done.done():
+                is_given_up = True
+                self._is_overdue = self._is_overdue or remaining_s() <= 0
+                self.post(lambda: tasks[0].cancel())
+                if not self._is_left:
+                    await asyncio.wait([done])
+            raise
+        finally:
+            done.cancel()
+            self._calls -= 1
+
+    def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
+        """Close what belongs to the loop, cancel what is under way, and end the loop. From another thread. Code that
+        holds up the loop is interrupted, and left behind with its thread if it goes on."""
+
+        async def closed() -> None:
+            await aclose()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            if others:
+                await asyncio.wait(others, timeout=CANCEL_GRACE_S)
+
+        def end(task: asyncio.Task[None]) -> None:
+            ended.set_result(task.exception())
+            self._loop.stop()
+
+        if self._loop.is_closed() or self._is_left:
+            return
+        ended: Future[BaseException | None] = Future()
+        self.post(lambda: self._loop.create_task(closed()).add_done_callback(end))
+        waited_s = interrupted_s = 0.0
+        is_held = self.is_held
+        while waited_s < CLOSE_S and interrupted_s < CLOSE_INTERRUPTED_S:
+            answered, look_s = threading.Event(), AGAIN_S if is_held else LOOK_S
+            self.post(answered.set)
+            with contextlib.suppress(TimeoutError):
+                error = ended.result(look_s)
+                self._thread.join()
+                self._loop.close()
+                if error is not None:
+                    raise error
+                return
+            if answered.is_set():
+                waited_s += look_s
+            elif not is_held:  # it has another look's time
+                is_held = True
+            else:
+                if not interrupted_s:
+                    self._tell("when rewards were to end: it is interrupted, or left behind")
+                interrupted_s += look_s
+                self._interrupt()
+        self._is_left = True
+
+    async def _watch(self) -> None:
+        while self._calls:
+            answered = threading.Event()
+            self.post(answered.set)
+            await asyncio.sleep(LOOK_S)
+            interrupted_s = 0.0
+            while not answered.is_set():
+                look_s = AGAIN_S if interrupted_s else LOOK_S
+                self._silent_s += look_s
+                if self._is_over:
+                    self._interrupted(interrupted_s)
+                    interrupted_s += AGAIN_S
+                elif self._silent_s == TOLD_AFTER_S:
+                    self._tell("nothing else is scored meanwhile")
+                await asyncio.sleep(AGAIN_S if interrupted_s else LOOK_S)
+            self._silent_s, self._is_overdue = 0.0, False
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the time of the code that holds up the loop is over: its own, or after a while that of another."""
+        return self._silent_s >= min(self._deadline_s, TOLD_AFTER_S if self._is_overdue else self._deadline_s)
+
+    def _interrupted(self, for_s: float) -> None:
+        """Interrupt what holds up the loop, again and again: it may go on, and others like it may come behind it."""
+        if not for_s:
+            self._tell("its time is over: it is interrupted, and what it scored is missing")
+        if for_s == LEFT_AFTER_S:
+            self._tell("although it was interrupted: nothing more is scored")
+            self._leave(self.late())
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self._stack():
+            thread = ctypes.c_ulong(self._thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(HeldUp))
+
+    def told(self) -> str:
+        """What holds up the loop, in words; an empty text where it is not held up."""
+        stack = self._stack() if self.is_held else []
+        return f"{stack[0][0]} at {stack[0][1]} holds up the others for {self._silent_s:g} s" if stack else ""
+
+    def _tell(self, what: str) -> None:
+        stack = self._stack()
+        if not stack:
+            logger.error(f"the event loop of rewards does not answer, {what}")
+            return
+        logger.error(
+            f"{stack[0][0]} at {stack[0][1]} does not give the event loop of rewards back, {what}. Expected `await` "
+            "wherever it waits, or a function without `async`, which gets a thread of its own. Stack: "
+            + ", ".join(f"{place} in {name}" for name, place in stack)
+        )
+
+    def _stack(self) -> list[tuple[str, str]]:
+        """Name and place of each function under way on the loop's thread, from the first foreign one inwards. Empty
+        where the loop waits for something to do."""
+        frame: FrameType | None = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None or _module(frame) == "selectors":
+            return []
+        found = []
+        while frame is not None:
+            code = frame.f_code
+            found.append((frame, code.co_qualname.rpartition("<locals>.")[2], f"{code.co_filename}:{frame.f_lineno}"))
+            frame = frame.f_back
+        found.reverse()
+        first = next((at for at, each in enumerate(found) if _module(each[0]) not in _LOOPS), len(found))
+        return [(name, place) for _, name, place in found[first:]]
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _code(name: str) -> str:
+    return f"{re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_')[:48]}_blocked"

@@ -1,0 +1,34 @@
+"""What a thread that calls a user's code has of the main thread: context variables, and torch's devices.
+
+CUDA's device and torch's default device belong to a thread, and a new one begins with GPU 0 and the CPU. torch's
+default dtype belongs to the process. Owns how they travel: in a context, which tasks hand on to those that they start.
+Imports no torch: where nobody else did, there is nothing to carry.
+"""
+
+import contextvars
+import sys
+from typing import Any
+
+_TORCH: contextvars.ContextVar[tuple[int | None, Any]] = contextvars.ContextVar("salesrl_trl_torch")
+
+
+def here() -> contextvars.Context:
+    """This thread's context and torch's devices, for another thread."""
+    context = contextvars.copy_context()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        context.run(_TORCH.set, (index, torch.get_default_device()))
+    return context
+
+
+def enter() -> None:
+    """Give this thread the devices that its context holds."""
+    index, default = _TORCH.get((None, None))
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if index is not None and torch.cuda.current_device() != index:
+        torch.cuda.set_device(index)
+    if default is not None and torch.get_default_device() != default:
+        torch.set_default_device(default)
