@@ -116,14 +116,15 @@ def _apart(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Tensor]) ->
         copies (`dict[torch.Tensor, torch.Tensor]`):
             The copy of each weight so far; a weight that has one gets no other.
     """
-    apart = object.__new__(type(module))  # by `copy.copy`, a module that FSDP2 shards would be initialised anew
+    apart: Any = object.__new__(type(module))  # by `copy.copy`, a module that FSDP2 shards would be initialised anew
     for name, value in vars(module).items():
         vars(apart)[name] = copy.copy(value) if isinstance(value, (list, dict)) else value
     for held in (apart._parameters, apart._buffers):
         for name, weight in held.items():
-            if weight is not None and weight not in copies:
-                copies[weight] = _wide(weight)
-            held[name] = copies.get(weight)
+            if weight is not None:
+                if weight not in copies:
+                    copies[weight] = _wide(weight)
+                held[name] = copies[weight]
     for name, child in module._modules.items():
         apart._modules[name] = None if child is None else _apart(child, copies)
     return apart
