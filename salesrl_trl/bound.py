@@ -141,6 +141,9 @@ class BoundTrainer(GRPOTrainer):
     @contextlib.contextmanager
     def _with_fewer_micro_batches(self, factor: float) -> Iterator[None]:
         """While active, TRL divides a loss by so many times fewer micro-batches, but for the router's."""
+        if factor == 1:  # an evaluation has no micro-batches
+            yield
+            return
         with (
             replaced(self, "current_gradient_accumulation_steps", self.current_gradient_accumulation_steps / factor),
             replaced(self, "router_aux_loss_coef", self.router_aux_loss_coef / factor),

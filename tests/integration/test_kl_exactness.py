@@ -280,6 +280,18 @@ def gap(gradient, expected):
     return ((gradient - expected).norm() / expected.norm()).item()
 
 
+@contextlib.contextmanager
+def in_float64(pair):
+    """While active, both policies compute in float64."""
+    try:
+        for trainer in (pair.ours, pair.stock):
+            trainer.model.double()
+        yield
+    finally:
+        for trainer in (pair.ours, pair.stock):
+            trainer.model.float()
+
+
 def assert_equal_steps(ours, expected, tolerance=TOLERANCE):
     (loss, gradient), (expected_loss, expected_gradient) = ours, expected
     assert expected_gradient.norm() > 1e-3
@@ -419,7 +431,9 @@ def test_equal_coefficients_are_trls_beta(pairs, loss_type, weights, accumulatio
     case = Case(loss_type=loss_type, accumulation=accumulation, correction=correction, level=level)
     pair.set_up(case)
     batches = pair.inputs(case, old=old)
-    assert_equal_steps(step(pair.ours, batches), step(pair.stock, batches))
+    # In float32 the rounding is up to 1.3e-6 of LoRA's gradient, and of VESPO's, whose weights are products of ratios.
+    with in_float64(pair) if weights.startswith("lora") or loss_type == "vespo" else contextlib.nullcontext():
+        assert_equal_steps(step(pair.ours, batches), step(pair.stock, batches))
     assert_equal_kl(pair.ours, pair.stock, batches)
     assert_equal_figures(pair.ours, pair.stock)
 
@@ -467,13 +481,8 @@ def test_what_is_left_of_a_losss_difference_is_float32s_rounding(pair, loss_type
     case = Case(loss_type=loss_type, level=level, **changed)
     pair.set_up(case)
     batches = pair.inputs(case, **inputs)
-    try:
-        for trainer in (pair.ours, pair.stock):
-            trainer.model.double()
+    with in_float64(pair):
         (loss, _), (expected, _) = step(pair.ours, batches), step(pair.stock, batches)
-    finally:
-        for trainer in (pair.ours, pair.stock):
-            trainer.model.float()
     assert loss == pytest.approx(expected, rel=0, abs=1e-12)
 
 
