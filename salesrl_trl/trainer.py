@@ -343,6 +343,14 @@ class SalesGRPOTrainer(BoundTrainer):
                 # A separate entry: a step's entry has the same keys at every step, but new reasons may come.
                 Trainer.log(self, {**failures})
 
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
+        """Leaves batches without a scored completion out of the mean loss."""
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        name = f"{metric_key_prefix}_loss"
+        if name in output.metrics:
+            output.metrics[name] = self.rooms.normaliser.loss_of_evaluation(output.metrics[name])
+        return output
+
     def _evaluate(self, *args, skip_scheduler=False, **kwargs):
         """Lets an adaptive learning rate follow evaluations that could be scored, and no others."""
         metrics = super()._evaluate(*args, skip_scheduler=True, **kwargs)

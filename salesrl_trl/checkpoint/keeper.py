@@ -22,7 +22,7 @@ from salesrl_trl.checkpoint.under_way import (
     save_rollouts,
     save_under_way,
 )
-from salesrl_trl.checkpoint.whole import Manifest, folders, in_order, read, seal
+from salesrl_trl.checkpoint.whole import STATE_FILE, Manifest, folders, in_order, read, seal
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError
 from salesrl_trl.kl.branched import BranchedKL
@@ -30,9 +30,6 @@ from salesrl_trl.names import CHECKPOINT_FOLDERS, SAVING_FOLDER
 from salesrl_trl.process import put_in_place
 from salesrl_trl.replaced import replaced
 from salesrl_trl.rollout.pipeline import Kept
-
-STATE_FILE = "trainer_state.json"
-"""transformers' name of the file with the counts of steps."""
 
 
 class Keeper:

@@ -18,16 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.names import CHECKPOINT_FOLDERS, MANIFEST_FILE, ROLLOUTS_FILE, UNDER_WAY_FILE
+from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE
 from salesrl_trl.process import write_whole
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 """Go on from the newest whole checkpoint, or from the start if there is none."""
+STATE_FILE = "trainer_state.json"
+"""transformers' name of the file with the counts of steps."""
 READ_IF_THERE = (
-    "*.safetensors", "*.bin", "*.index.json", "*.distcp",
-    ROLLOUTS_FILE.format(rank="*"), UNDER_WAY_FILE.format(rank="*"),
+    "*.safetensors", "*.bin", "*.index.json", "*.distcp", "*.pt", "*.pth", KL_STATE_FILE,
 )  # fmt: skip
 """Names of files that a run which goes on would read if they were there. transformers loads a model's weights in place
 of the adapter that the checkpoint holds, for example. Other foreign files do no harm."""

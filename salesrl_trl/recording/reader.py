@@ -4,6 +4,8 @@ Owns which files are a run's, how one is opened, and the reading of single compl
 again. Pages that show one ask the tables themselves.
 """
 
+import datetime
+import decimal
 import gzip
 import hashlib
 import json
@@ -73,14 +75,18 @@ def digest(text: str) -> bytes:
 
 
 def as_json(value: object, *, sort_keys: bool = False) -> str:
-    """JSON without spaces. The name of its type stands for what JSON does not know, and a hash of what it shows for a
-    picture."""
+    """JSON without spaces. The name of its type stands for what JSON does not know, with a hash of its bytes: of a
+    picture, a tensor, binary columns. A date is its text."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=sort_keys, default=_stand_in)
 
 
 def _stand_in(unknown: object) -> str:
-    name, content = type(unknown).__name__, getattr(unknown, "tobytes", None)
-    return f"<{name}>" if content is None else f"<{name} {hashlib.blake2b(content(), digest_size=8).hexdigest()}>"
+    name = type(unknown).__name__
+    if isinstance(unknown, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
+        return f"<{name} {unknown}>"
+    unknown = getattr(unknown, "numpy", lambda: unknown)()  # of a tensor
+    content = unknown if isinstance(unknown, bytes) else getattr(unknown, "tobytes", bytes)()
+    return f"<{name} {hashlib.blake2b(content, digest_size=8).hexdigest()}>" if content else f"<{name}>"
 
 
 def record_files(run: Path) -> list[Path]:

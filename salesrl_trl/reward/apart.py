@@ -51,14 +51,24 @@ class HeldUp(BaseException):
 
 
 class _Pool(ThreadPoolExecutor):
-    """Threads of `asyncio.to_thread`, with the caller's devices."""
+    """Threads of `asyncio.to_thread`, with the caller's devices. One that hangs does not hold up the program's end."""
 
     def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
-        def run() -> T:
-            enter()
-            return call(*args, **kwargs)
+        done: Future[T] = Future()
 
-        return super().submit(contextvars.copy_context().run, run)
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                enter()
+                result = call(*args, **kwargs)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        threading.Thread(target=contextvars.copy_context().run, args=(run,), name="asyncio", daemon=True).start()
+        return done
 
 
 class Apart:
@@ -86,7 +96,11 @@ class Apart:
         self._thread.start()
 
     def _run(self) -> None:
-        self._loop.run_forever()
+        is_over = False
+        while not is_over:
+            with contextlib.suppress(HeldUp):  # it came when the code that it was for had just ended
+                self._loop.run_forever()
+                is_over = True
         if self._is_left:
             self._loop.close()
 

@@ -236,7 +236,7 @@ class BatchedReward(ABC):
         return BatchResult(rewards=tuple(reward for reward in batch.rewards if reward is not None), report=report)
 
     async def _report(self, report: BatchReport) -> BatchReport:
-        if self.apart is None:
+        if self.apart is None or self.apart.is_held:  # nothing else counts while its loop is held up
             return await self.drained(report)
         draining = asyncio.ensure_future(self.apart.call(self.drained, report))
         try:

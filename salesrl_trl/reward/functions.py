@@ -21,6 +21,7 @@ import asyncio
 import functools
 import inspect
 import itertools
+import math
 import pickle
 import re
 import sys
@@ -36,6 +37,7 @@ from salesrl_trl.reward.base import DEADLINE_S, ORIGIN, TRAINER_STATE, BatchedRe
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.calls import Together, in_a_thread
 from salesrl_trl.reward.scoring import missing
+from salesrl_trl.reward.service.breaker import Breaker
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
@@ -90,7 +92,8 @@ class RewardFunction(BatchedReward):
         deadline_s (`float`, *optional*, defaults to `300.0`):
             Seconds that a completion may take, retries included.
         transport (`Transport`, *optional*):
-            Makes the calls, with its own limits, attempts and hedges. When not given: each call once.
+            Makes the calls, with its own limits, attempts and hedges. When not given: each call once, and again
+            only after `ServiceOverloaded`.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class RewardFunction(BatchedReward):
             attempt_timeout_s=deadline_s,
             max_attempts=1,
             hedge_fraction=0.0,
+            breaker=Breaker(failures_to_open=math.inf),  # each call is made: it may be about its completion alone
         )
         self.code = self._transport.service
         """Name in figures and reason codes."""

@@ -66,6 +66,7 @@ class Normaliser:
     """
 
     def __init__(self, loss_type: str, *, can_rescale: bool, has_bonus: bool) -> None:
+        self._evaluated = self._filled = 0
         self._unit = UNITS.get(loss_type, COMPLETIONS)
         self._can_rescale = can_rescale
         self._has_bonus = has_bonus
@@ -115,7 +116,17 @@ class Normaliser:
 
     def begin_evaluation(self, batch: MicroBatch) -> None:
         """Begin a batch of an evaluation, which is no part of an update; a collective where completions failed."""
-        self.share = Share(self._share([batch]).policy)
+        self.is_empty = True
+        share = self._share([batch])
+        self.share = Share(share.policy * share.micro_batches)
+        self._evaluated += 1
+        self._filled += not self.is_empty
+
+    def loss_of_evaluation(self, mean: float) -> float | None:
+        """The mean loss over an evaluation's batches with something left, from that over all of them, whose empty ones
+        have 0. `None` if nothing is left. The next evaluation begins."""
+        every, filled, self._evaluated, self._filled = self._evaluated, self._filled, 0, 0
+        return mean * every / filled if filled else None
 
     def end(self, loss: torch.Tensor, weights: Iterable[torch.nn.Parameter], *, is_last: bool) -> torch.Tensor:
         """A micro-batch went backward. After the last one of an update, the gradient gets its factor; a collective.
@@ -179,7 +190,8 @@ class Normaliser:
         elif update is None:  # TRL divides by the tokens of what is left
             units = (1, items > 0)
         else:  # all micro-batches' add up to the tokens' share
-            units = (1, loss_mask(batch).sum() * update * PartialState().num_processes / items.clamp(min=1))
+            tokens = loss_mask(batch).sum().double()
+            units = (1, tokens * update * PartialState().num_processes / items.clamp(min=1))
         return torch.stack([torch.as_tensor(each, device=mask.device).double() for each in (*units, 1, filled)])
 
 

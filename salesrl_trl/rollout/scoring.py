@@ -221,6 +221,9 @@ class Scoring:
             # No token counts: the loss and its gradient are zero under every normaliser.
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
+            if self._settings.leaves_out_failed:  # an update that it shares with another batch is of that one alone
+                output[FAILED] = torch.ones_like(output["completion_mask"][:, 0], dtype=torch.bool)
+                output["num_items_in_batch"] = torch.zeros_like(output["num_items_in_batch"])
         self._timeline.end(Phase.ADVANTAGES)
         recorder = self._instruments.recorder
         if recorder is not None and rollout.is_complete:

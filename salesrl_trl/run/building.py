@@ -21,9 +21,10 @@ from transformers import (
 from trl import get_peft_config, get_quantization_config
 
 from salesrl_trl import __version__
-from salesrl_trl.checkpoint.keeper import STATE_FILE
+from salesrl_trl.checkpoint.whole import STATE_FILE
 from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import prompt_dataset
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import StartUp
 from salesrl_trl.recording.reader import record_files, run_of
 from salesrl_trl.recording.schema import rank_of, record_file
@@ -67,7 +68,13 @@ def _recorder(config: RunConfig) -> Recorder:
     if resumed is not None and Path(resumed).resolve().parent == folder.resolve():  # of a run in this folder
         after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
         before = run_of(record_file(folder, 0))
-    [run] = broadcast_object_list([uuid.uuid4().hex if before is None else before])
+    is_unread = after is not None and before is None and record_file(folder, 0).exists()
+    run, is_unread = broadcast_object_list([uuid.uuid4().hex if before is None else before, is_unread])
+    if is_unread:  # as another run's, it would be deleted
+        raise ConfigError(
+            f"{record_file(folder, 0)} can't be read now. Expected the record of the run that goes on. Wait until no "
+            "other process locks it, or move it away."
+        )
     gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= training.world_size]
     return Recorder(
         record_file(folder, training.process_index),

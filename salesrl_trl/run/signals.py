@@ -106,9 +106,10 @@ def _on(number: int, frame: FrameType | None) -> None:
 
 
 def _exit_in_time() -> None:
-    while not _exits():
+    waited_s = 0.0
+    while waited_s < EXIT_S:  # of threads alone: what runs at exit, such as a tracker's upload, has its own time
         time.sleep(POLL_S)
-    time.sleep(EXIT_S)
+        waited_s = waited_s + POLL_S if _exits() else 0.0
     os._exit(EXIT_RESUMABLE)
 
 
@@ -117,4 +118,4 @@ def _exits() -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
-    return frame is None or frame.f_code.co_name == "_shutdown"
+    return frame is not None and frame.f_code.co_name == "_shutdown"

@@ -7,7 +7,7 @@ generation batches with losses of tokens.
 
 import pytest
 import torch
-from support.failed_update import CELLS, FAIL, update
+from support.failed_update import CELLS, FAIL, evaluated, update
 from support.ranks import ROOT, of_one_machine, run_ranks
 from support.scripted import build_upstream_trainer
 from transformers import AutoTokenizer
@@ -18,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-6
 BETA = 0.2
+SCORED = ("price a", "refund data", "course b", "evening online")
+NO_REWARD = tuple(f"{FAIL} {each}" for each in "abde")
 LAUNCH_LIMIT_S = 300
 ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "ref_per_token_logps")
 
@@ -134,3 +136,22 @@ def test_an_update_of_which_nothing_is_left_moves_nothing(tiny_policy, tmp_path,
     assert found["gradient"] is None
     assert found["logs"]["loss"] == 0
     assert found["logs"]["entropy"] is None  # no mean over no token
+
+
+def test_a_skipped_generation_batch_has_no_part_in_an_update_that_it_shares(tiny_policy, tmp_path):
+    arm, texts = "4, two generation batches", (*SCORED, *SCORED, *NO_REWARD, *NO_REWARD)
+    skipped, left_out = (
+        update(tiny_policy, tmp_path, "grpo", arm, texts=texts, min_valid_reward_fraction=fraction)
+        for fraction in (0.5, 0.0)
+    )
+    assert gap(skipped["gradient"], left_out["gradient"]) <= TOLERANCE
+    assert skipped["logs"]["loss"] == pytest.approx(left_out["logs"]["loss"], rel=1e-5)
+
+
+def test_an_evaluations_loss_is_that_of_its_batches_with_something_left(tiny_policy, tmp_path):
+    def loss(*texts):
+        return evaluated(tiny_policy, tmp_path, texts)["eval_loss"]
+
+    first, second = loss(*SCORED, *NO_REWARD), loss(*NO_REWARD, *SCORED)
+    assert loss(*SCORED, *SCORED) == pytest.approx((first + second) / 2, rel=1e-5)
+    assert loss(*NO_REWARD, *NO_REWARD) is None

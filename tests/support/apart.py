@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+import urllib.parse
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -63,8 +64,9 @@ def end() -> None:
 def refuse(event: str, arguments: tuple[object, ...]) -> None:
     """The audit hook. Raises `Touched`."""
     if event in _WITH_PATHS:
-        if _absolute(arguments[0]).startswith(_forbidden):
-            _refuse(f"{event} of {arguments[0]!r}")
+        for path in arguments[: 2 if event == "os.rename" else 1]:
+            if _absolute(path).startswith(_forbidden):
+                _refuse(f"{event} of {path!r}")
     elif event == "subprocess.Popen" and arguments[2] and Path(_absolute(arguments[2])).is_relative_to(ROOT):
         _refuse(f"a child in {arguments[2]!r}: {arguments[1]!r}")
 
@@ -73,6 +75,8 @@ def _absolute(path: object) -> str:
     """A path as text; empty for a file descriptor, and for what has no folder."""
     if path is None:
         return os.getcwd()
+    if isinstance(path, str) and path.startswith("file:"):  # SQLite's address of a file
+        path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
     return os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
 
 

@@ -84,9 +84,7 @@ class _Gradient(TrainerCallback):
         self.trainer.gradient = torch.cat([grad.flatten() for grad in grads]) if None not in grads else None
 
 
-def update(policy, out, loss_type, arm, texts=TEXTS, **given):
-    """Train one update. Returns what was kept of it."""
-
+def _trainer(policy, out, loss_type, arm, texts, **given):
     @per_completion(deadline_s=60.0)
     async def length(completion):
         text = completion[0]["content"]
@@ -99,18 +97,34 @@ def update(policy, out, loss_type, arm, texts=TEXTS, **given):
         return float(len(text) % 7)
 
     given_all = {
-        "per_device_train_batch_size": GROUP, "num_generations": GROUP, "max_steps": 1, "optim": "sgd", "beta": 0.2,
-        "loss_type": loss_type, "min_valid_reward_fraction": 0.0, "max_grad_norm": 0.0, "kl_log_ratio_clamp": 0.0,
-        "learning_rate": 0.0, "min_changed_weights": 0.0, "scored_groups_first": False, **ARMS[arm], **given,
+        "num_generations": GROUP, "per_device_train_batch_size": GROUP, "per_device_eval_batch_size": GROUP,
+        "max_steps": 1, "optim": "sgd", "beta": 0.2, "loss_type": loss_type, "min_valid_reward_fraction": 0.0,
+        "max_grad_norm": 0.0, "kl_log_ratio_clamp": 0.0, "learning_rate": 0.0, "min_changed_weights": 0.0,
+        "scored_groups_first": False, **ARMS[arm], **given,
     }  # fmt: skip
     trainer = Recorded(
         AutoModelForCausalLM.from_pretrained(policy),
         length,
         SalesGRPOConfig(**settings(out, **given_all)),
         train_dataset=build_dataset(default_rows() * 4, "compact"),
+        eval_dataset=build_dataset(default_rows()[:2], "compact"),
         processing_class=AutoTokenizer.from_pretrained(policy),
     )
     trainer.texts = texts
+    return trainer
+
+
+def evaluated(policy, out, texts):
+    """The figures of an evaluation of two batches."""
+    trainer = _trainer(policy, out, "grpo", "1", texts)
+    figures = trainer.evaluate()
+    trainer.finish()
+    return figures
+
+
+def update(policy, out, loss_type, arm, texts=TEXTS, **given):
+    """Train one update. Returns what was kept of it."""
+    trainer = _trainer(policy, out, loss_type, arm, texts, **given)
     trainer.train()
     trainer.finish()
     [logs] = steps_of(trainer)

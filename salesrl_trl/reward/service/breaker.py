@@ -49,9 +49,14 @@ class Breaker:
     Args:
         max_denied_cooldown_s (`float`, *optional*, defaults to `MAX_DENIED_COOLDOWN_S`):
             Longest pause between two probes of an endpoint that denies access.
+        failures_to_open (`float`, *optional*, defaults to `FAILURES_TO_OPEN`):
+            Failures in a row that open it. Infinite for none that opens.
     """
 
-    def __init__(self, max_denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S) -> None:
+    def __init__(
+        self, max_denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S, failures_to_open: float = FAILURES_TO_OPEN
+    ) -> None:
+        self._failures_to_open = failures_to_open
         self._max_denied_cooldown_s = max_denied_cooldown_s
         self._has_answered = False
         self._failures = 0  # in a row
@@ -123,7 +128,7 @@ class Breaker:
         if self._is_out(probe):
             self.denial = denial
             self._cooldown_s *= 2
-        elif self.is_open or self._failures < FAILURES_TO_OPEN:
+        elif self.is_open or self._failures < self._failures_to_open:
             return
         else:
             self.denial = denial if 2 * self._denials > self._failures else None

@@ -79,6 +79,8 @@ class Transport:
             Most extra requests for late calls, as a share of all; 0 for none.
         meter (`Meter`, *optional*):
             Holds every request against the run's budget. None when not given.
+        breaker (`Breaker`, *optional*):
+            In place of the usual one.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Transport:
         denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S,
         hedge_fraction: float = 0.05,
         meter: Meter | None = None,
+        breaker: Breaker | None = None,
     ) -> None:
         self.service = service
         self._meter = meter
@@ -100,7 +103,7 @@ class Transport:
         self._max_attempts = max_attempts
         self._outage_patience_s = outage_patience_s
         self._limit = AdaptiveLimit(initial_concurrency, max_concurrency)
-        self._breaker = Breaker(denied_cooldown_s)
+        self._breaker = breaker or Breaker(denied_cooldown_s)
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
         self._flights = self._new_flights()
