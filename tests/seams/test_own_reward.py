@@ -62,6 +62,20 @@ def test_a_fault_is_logged_once_by_its_place_and_without_its_words(caplog):
     assert "customer" not in caplog.text
 
 
+def test_without_a_transport_each_completion_is_asked_whatever_became_of_those_before():
+    @per_completion
+    async def flaky(completion):
+        if completion == "down":
+            raise ConnectionError
+        return 1.0
+
+    async def batches():
+        return [await flaky.score_all(rows(8), [text] * 8) for text in ("down", "up")]
+
+    down, up = asyncio.run(batches())
+    assert (down.values, up.values) == ([None] * 8, [1.0] * 8)  # a breaker opens after five
+
+
 def test_a_group_is_scored_at_once_and_in_its_own_thread(result_of):
     result = result_of(ranks, ["aa", "a", "b", "bbb"], rows(4), group=2)
     assert result.values == [1.0, 0.0, 0.0, 1.0]
