@@ -50,12 +50,14 @@ make_folder() {
 # Two processes, one of which imports TRL, take less CPU time than two workers of one, and as long.
 test_lowest() {
   wait "$lowest_made" || return
-  local training status=0
+  local training temporary status=0
+  temporary="$(mktemp -d)" # of each process its own: pytest removes old folders, and stumbles where another one does too
+  mkdir -- "$temporary/training" "$temporary/others"
   local pytest=("$bin/python" -m pytest -q -m "not (alone or gpu or slow)" "${durations[@]}")
   local -x PYTHONPATH="$lowest${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
-  "${pytest[@]}" tests/integration/test_readme.py &
+  PYTEST_DEBUG_TEMPROOT="$temporary/training" "${pytest[@]}" tests/integration/test_readme.py &
   training=$!
-  "${pytest[@]}" tests/upstream tests/unit/test_packaging.py::test_versions_of_the_environment tests/unit/test_names.py \
+  PYTEST_DEBUG_TEMPROOT="$temporary/others" "${pytest[@]}" tests/upstream tests/unit/test_packaging.py::test_versions_of_the_environment tests/unit/test_names.py \
     tests/unit/reward/test_chain.py tests/faults/test_http_faults.py tests/unit/demo/services/test_services_http.py \
     tests/unit/demo/services/test_knowledge_index.py tests/unit/run/test_checks.py tests/unit/data/test_templates.py \
     tests/unit/telemetry/test_device.py tests/unit/telemetry/test_layout.py tests/unit/shared_prompts \
@@ -64,6 +66,7 @@ test_lowest() {
     tests/unit/telemetry/test_flops.py::test_of_two_adapters_copies_of_the_head_the_one_that_runs_is_counted ||
     status=$?
   wait "$training" || status=$?
+  rm -rf -- "$temporary"
   return "$status"
 }
 
