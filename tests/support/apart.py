@@ -77,7 +77,9 @@ def _absolute(path: object) -> str:
         return os.getcwd()
     if isinstance(path, str) and path.startswith("file:"):  # SQLite's address of a file
         path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
-    return os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
+    path = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
+    # A relative one may be below an open folder, as where a tree is removed. Tests run in a folder of their own.
+    return os.path.normpath(path) if os.path.isabs(path) else ""
 
 
 def _refuse(what: str) -> None:
