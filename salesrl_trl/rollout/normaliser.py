@@ -66,7 +66,6 @@ class Normaliser:
     """
 
     def __init__(self, loss_type: str, *, can_rescale: bool, has_bonus: bool) -> None:
-        self._evaluated = self._filled = 0
         self._unit = UNITS.get(loss_type, COMPLETIONS)
         self._can_rescale = can_rescale
         self._has_bonus = has_bonus
@@ -79,6 +78,7 @@ class Normaliser:
         self.is_empty = False
         """Whether nothing of the update is left, on any rank. Known when its last micro-batch went backward."""
         self._left = self._known = 0
+        self._evaluated = self._filled = 0
         self._counts: torch.Tensor | None = None
         self._has_failed = False
         self._loss: torch.Tensor | float = 0.0
