@@ -62,7 +62,7 @@ def _serve(port: int) -> None:
     """RAG and judge by one port. `/ledger` returns each call's path, its key, when it came and was answered."""
     from aiohttp import web
 
-    from salesrl_trl.fencing import read_nonce
+    from salesrl_trl.ground.fencing import read_nonce
 
     calls: list[tuple[str, str, float, float]] = []
 

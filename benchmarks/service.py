@@ -22,7 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
-from salesrl_trl.fencing import read_nonce
+from salesrl_trl.ground.fencing import read_nonce
 from salesrl_trl.recording.trail import Trail, followed
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import Sample

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.stage import Case as Case
     from salesrl_trl.reward.stage import Missing as Missing
     from salesrl_trl.reward.stage import RewardStage as RewardStage
-    from salesrl_trl.run.assembly import open_reward as open_reward
+    from salesrl_trl.build.assembly import open_reward as open_reward
     from salesrl_trl.timing import TimingContext as TimingContext
     from salesrl_trl.trainer import SalesGRPOTrainer as SalesGRPOTrainer
     from salesrl_trl.types import Action as Action

@@ -23,10 +23,10 @@ import psutil
 
 from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.run import software
+from salesrl_trl.build import software
 from salesrl_trl.run.record import Difference, differences, settings_text
 from salesrl_trl.run.tools import ToolParser, tell_failure
-from salesrl_trl.tidy_end import end_tidily
+from salesrl_trl.ground.shutdown import end_tidily
 
 PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2
@@ -157,7 +157,7 @@ def _answers(commit: str | None, pid: int | None) -> dict[str, tuple[bool, str]]
 
 
 def _recipe(argv: Sequence[str]) -> Mapping[str, object]:
-    from salesrl_trl.run.settings import parse  # imports torch
+    from salesrl_trl.build.settings import parse  # imports torch
 
     plain = without_keys(parse(argv, None).recipe)
     assert isinstance(plain, dict)

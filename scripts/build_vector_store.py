@@ -10,7 +10,7 @@ without a tenant. Needs the extra `vector-store`. Writes nothing before all docu
 Exit code: 0 written; 1 the embedding service failed; 2 wrong usage or documents; 130 interrupted.
 """
 
-from salesrl_trl.tidy_end import end_tidily
+from salesrl_trl.ground.shutdown import end_tidily
 
 if __name__ == "__main__":
     end_tidily()  # before the imports that take seconds
@@ -34,7 +34,7 @@ from salesrl_trl.errors import ConfigError, DataError, ServiceError
 from salesrl_trl.reward.rag.embedding import SERVICE, Embedder
 from salesrl_trl.reward.rag.vector_store import StoredDocument, has_table, write_table
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.service_keys import find_key
+from salesrl_trl.ground.service_keys import find_key
 
 EXIT_SERVICE = 1
 EXIT_USAGE = 2

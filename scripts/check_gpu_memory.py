@@ -13,10 +13,10 @@ Exit code: 0 it fits; 2 bad input; 3 it does not fit.
 
 import sys
 
-from salesrl_trl.tidy_end import end_tidily
+from salesrl_trl.ground.shutdown import end_tidily
 
 if __name__ == "__main__":
     end_tidily()
-    from salesrl_trl.run.memory.command import main  # takes seconds
+    from salesrl_trl.preflight.gpu_memory import main  # takes seconds
 
     sys.exit(main(__doc__))

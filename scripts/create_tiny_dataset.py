@@ -13,7 +13,7 @@ package's. The rows keep their order. Equal arguments give equal rows.
 Exit code: 0 written; 2 wrong usage or a row that no run would take.
 """
 
-from salesrl_trl.tidy_end import end_tidily
+from salesrl_trl.ground.shutdown import end_tidily
 
 if __name__ == "__main__":
     end_tidily()  # before the imports that take seconds

@@ -26,7 +26,7 @@ from pathlib import Path
 from salesrl_trl.demo.cassette import FILE
 from salesrl_trl.recording.reader import Recorded, as_json, recorded
 from salesrl_trl.recording.writer import add_text, insert, opened
-from salesrl_trl.tidy_end import end_tidily
+from salesrl_trl.ground.shutdown import end_tidily
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = 4

@@ -17,7 +17,7 @@ from typing import Any
 from demo_content.conversations import build_split
 from demo_content.knowledge import build_knowledge
 
-from salesrl_trl.tidy_end import end_tidily
+from salesrl_trl.ground.shutdown import end_tidily
 
 SEED = 20240611
 TRAIN_ROWS = 960

@@ -14,10 +14,10 @@ interrupted. docs/SERVICES.md says more.
 
 import sys
 
-from salesrl_trl.tidy_end import end_tidily
+from salesrl_trl.ground.shutdown import end_tidily
 
 if __name__ == "__main__":
     end_tidily()
-    from salesrl_trl.run.simulation.command import main  # takes seconds
+    from salesrl_trl.preflight.simulation.command import main  # takes seconds
 
     sys.exit(main())

@@ -16,6 +16,6 @@ from salesrl_trl.run.launcher import end_tidily
 
 if __name__ == "__main__":
     end_tidily()
-    from salesrl_trl.run.warming import main  # takes seconds
+    from salesrl_trl.preflight.warming import main  # takes seconds
 
     main(Path(__file__).parents[1] / "recipes" / "full.yaml")

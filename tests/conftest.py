@@ -14,7 +14,7 @@ from support import apart
 from support.loopback import Services
 from support.seconds import TookTooLong
 
-from salesrl_trl.process import remember_packages
+from salesrl_trl.ground.process import remember_packages
 
 LONG_FILES = (
     "test_launch.py", "test_vllm_server.py", "test_exact_mode.py", "test_lookahead.py", "test_ranks.py",

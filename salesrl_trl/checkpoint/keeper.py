@@ -27,8 +27,8 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, SAVING_FOLDER
-from salesrl_trl.process import put_in_place
-from salesrl_trl.replaced import replaced
+from salesrl_trl.ground.process import put_in_place
+from salesrl_trl.ground.patched import replaced
 from salesrl_trl.rollout.pipeline import Kept
 
 

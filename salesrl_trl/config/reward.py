@@ -1,6 +1,6 @@
 """Settings of the services that score: addresses, limits, and the weights of the reward's components.
 
-Keys are named by their environment variable, and never held. `run.checks.reward` compares the settings with the
+Keys are named by their environment variable, and never held. `build.checks.reward` compares the settings with the
 branches.
 """
 

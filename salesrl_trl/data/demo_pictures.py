@@ -25,7 +25,7 @@ import filelock
 
 from salesrl_trl.data.files import Record, read_lines
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.process import cache_dir
+from salesrl_trl.ground.process import cache_dir
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -17,7 +17,7 @@ from transformers.utils import is_torchvision_available
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.replaced import replaced
+from salesrl_trl.ground.patched import replaced
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ Owns what both have in common. `vision` and `scripts/make_demo_policy.py` own wh
 import tempfile
 from typing import TYPE_CHECKING
 
-from salesrl_trl.process import keep_freed_memory
+from salesrl_trl.ground.process import keep_freed_memory
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.process import cache_dir, installed
+from salesrl_trl.ground.process import cache_dir, installed
 
 AUTO = "auto"
 """The setting for `compiled` in the package's cache folder."""

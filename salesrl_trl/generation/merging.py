@@ -15,7 +15,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor, Replicate
 
-from salesrl_trl.replaced import replaced
+from salesrl_trl.ground.patched import replaced
 
 _Place = tuple[Any, str]
 """A layer with an adapter, and the name of a parameter in its base layer. peft publishes no types."""

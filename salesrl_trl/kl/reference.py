@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 from trl import GRPOConfig
 
-from salesrl_trl.replaced import replaced
+from salesrl_trl.ground.patched import replaced
 
 
 class Loaded:

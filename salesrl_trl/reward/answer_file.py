@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from salesrl_trl.process import is_locked, make_private
+from salesrl_trl.ground.process import is_locked, make_private
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from salesrl_trl.reward.judge.base import JudgeRecord, ProviderUsage
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.stage_times import StageTimes, TimeRange, time_of
-from salesrl_trl.surroundings import here
+from salesrl_trl.ground.surroundings import here
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward
 

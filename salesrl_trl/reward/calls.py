@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from salesrl_trl.reward.batch import Sample
-from salesrl_trl.surroundings import enter
+from salesrl_trl.ground.surroundings import enter
 from salesrl_trl.types import Reward
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from types import FunctionType
 from typing import Any, TypeAlias, TypeVar, cast
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
-from salesrl_trl.process import child_environment
+from salesrl_trl.ground.process import child_environment
 from salesrl_trl.recording.trail import Trail
 from salesrl_trl.reward.base import ORIGIN, TRAINER_STATE, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, RewardBatch, Sample

@@ -29,10 +29,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from salesrl_trl import tidy_end
-from salesrl_trl.process import stat_of
+from salesrl_trl.ground import shutdown as tidy_end
+from salesrl_trl.ground.process import stat_of
 from salesrl_trl.run import signals
-from salesrl_trl.tidy_end import say
+from salesrl_trl.ground.shutdown import say
 
 FOLDER = "SALESRL_TRL_LAUNCH"
 """Environment variable with the folder, where accelerate's process will print the words."""

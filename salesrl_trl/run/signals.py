@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from salesrl_trl.errors import StopRequested
-from salesrl_trl.tidy_end import EXIT_INTERRUPTED, EXIT_RESUMABLE, Tell, say
+from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE, Tell, say
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals of a terminal, of schedulers, and of a terminal that is gone."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from salesrl_trl.replaced import replaced
+from salesrl_trl.ground.patched import replaced
 from salesrl_trl.shared_prompts.layout import Group
 from salesrl_trl.shared_prompts.passes import MOST_TOKENS, Columns, LogProbs, SharedPrompts
 

@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from salesrl_trl.replaced import replaced
+from salesrl_trl.ground.patched import replaced
 from salesrl_trl.shared_prompts.attention import LAYOUT, LayoutLostError, install, stand_in_mask
 from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.layout import Group, Layout, Row, groups_of, layout_of

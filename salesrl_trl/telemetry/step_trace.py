@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from salesrl_trl.process import put_aside
+from salesrl_trl.ground.process import put_aside
 from salesrl_trl.telemetry.timeline import StepTimes
 from salesrl_trl.telemetry.trace import STEPS_TRACK, TraceWriter
 from salesrl_trl.timing import Span

@@ -1,7 +1,7 @@
 """What trackers get beside the figures, which transformers hands to them: tables of completions.
 
 Owns how MLflow and SwanLab take them, the end of a tracker's run, and that no tracker ends a training. TRL itself
-hands tables to Weights & Biases and trackio. `run.trackers` has the settings. A tracker that `report_to` does not name
+hands tables to Weights & Biases and trackio. `build.trackers` has the settings. A tracker that `report_to` does not name
 is not imported.
 """
 
@@ -24,7 +24,7 @@ from transformers.integrations.integration_utils import (
 )
 from trl.extras.profiling import ProfilingContext
 
-from salesrl_trl.replaced import replaced
+from salesrl_trl.ground.patched import replaced
 
 logger = logging.getLogger(__name__)
 

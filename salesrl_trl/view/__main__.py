@@ -12,8 +12,8 @@ from contextlib import closing
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.process import make_private
-from salesrl_trl.tidy_end import end_tidily
+from salesrl_trl.ground.process import make_private
+from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.view.alone import MOST, data
 from salesrl_trl.view.index import Index
 from salesrl_trl.view.page import page

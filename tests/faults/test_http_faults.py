@@ -287,7 +287,7 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(tmp_path)
 
 TLS_PROBE = """
 import asyncio, sys
-from salesrl_trl.run.checks.addresses import check_rag
+from salesrl_trl.build.checks.addresses import check_rag
 from salesrl_trl.reward.service.http import HttpClient
 
 async def main():

@@ -20,7 +20,7 @@ from support.loopback import Services
 from support.run_until_stopped import PROMPTS, STEPS
 from support.seconds import check_seconds
 
-from salesrl_trl.tidy_end import EXIT_RESUMABLE
+from salesrl_trl.ground.shutdown import EXIT_RESUMABLE
 
 RUNNER = Path(__file__).parents[1] / "support/run_until_stopped.py"
 ROOT = Path(__file__).parents[2]

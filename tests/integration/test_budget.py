@@ -11,7 +11,7 @@ from salesrl_trl.names import HELD_OUT_FILE, SPENT_FILE
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.service.budget import CALLS, Limit, Terms
 from salesrl_trl.reward.service.meter import Budget
-from salesrl_trl.run.checks.budget import check_budget_left
+from salesrl_trl.build.checks.budget import check_budget_left
 
 MOST, FOR_ALL_STEPS = 34, 72
 STEPS = 8

@@ -31,7 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
-from salesrl_trl.fencing import read_sections
+from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Action
 
@@ -602,11 +602,11 @@ def _compare_around_vllm(policy, out):
 def _preflights(policy, out):
     """Reports of the stages with the engine, whose weights are those of the last run: without a push, and with it."""
     from salesrl_trl.generation.vllm import SalesVLLMGeneration
-    from salesrl_trl.replaced import replaced
-    from salesrl_trl.run.preflight.plan import Plan
-    from salesrl_trl.run.preflight.runner import examine
-    from salesrl_trl.run.preflight.training import EngineStage, ModelStage, StepStage
-    from salesrl_trl.run.settings import parse
+    from salesrl_trl.ground.patched import replaced
+    from salesrl_trl.build.plan import Plan
+    from salesrl_trl.preflight.runner import examine
+    from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage
+    from salesrl_trl.build.settings import parse
 
     model = AutoModelForCausalLM.from_pretrained(policy)
     model.lm_head.weight.data *= 50  # surer of its tokens than the policy of the last run

@@ -5,7 +5,7 @@ import torch
 from support.loopback import VERDICT, action
 from support.scripted import build_upstream_trainer
 
-from salesrl_trl.fencing import read_sections
+from salesrl_trl.ground.fencing import read_sections
 
 EQUAL = tuple(action(query=f"course {index}") for index in range(8))
 TWO_JUDGES = {"fairness": {"judge": 0.5, "judge_hallucination": 0.5}, "hallucination": {"judge": 1.0}}

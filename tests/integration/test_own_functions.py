@@ -19,8 +19,8 @@ from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group
 from salesrl_trl.reward.given import GivenRewards
 from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.run.assembly import open_reward
-from salesrl_trl.run.checks.reward import read_reward
+from salesrl_trl.build.assembly import open_reward
+from salesrl_trl.build.checks.reward import read_reward
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 

@@ -31,7 +31,7 @@ def test_the_readmes_library_snippet_trains_as_it_stands(tmp_path):
 @pytest.mark.slow
 def test_the_command_trains_in_a_folder_without_a_recipe(tmp_path):
     few = ["--max_steps", "1", "--use_vllm", "false", "--rollout_lookahead", "0", "--held_out_eval", "false"]
-    code = "from salesrl_trl.command import main; main()"
+    code = "from salesrl_trl.__main__ import main; main()"
     command = [sys.executable, "-c", code, "train", *few, "--output_dir", "mine"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 

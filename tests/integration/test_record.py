@@ -23,8 +23,8 @@ from salesrl_trl.recording.reader import digest_of, open_record, recorded
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.replay import ReplayReward
-from salesrl_trl.run.assembly import open_reward
-from salesrl_trl.run.checks.reward import check_stand_ins
+from salesrl_trl.build.assembly import open_reward
+from salesrl_trl.build.checks.reward import check_stand_ins
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from scripts import make_demo_cassette

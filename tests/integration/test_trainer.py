@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from salesrl_trl.checkpoint.identity import identity_of_run, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
-from salesrl_trl.run.rollouts_only import RolloutTrainer
+from salesrl_trl.build.rollouts_only import RolloutTrainer
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.weights import WeightCheck
 
@@ -196,7 +196,7 @@ def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer
         trainer.request_stop("SIGTERM")
         return identity_of_run(*given)
 
-    monkeypatch.setattr("salesrl_trl.wiring.identity_of_run", asked)
+    monkeypatch.setattr("salesrl_trl.wiring.components.identity_of_run", asked)
     with pytest.raises(RunStopped, match="SIGTERM before another step was done"):
         trainer.train()
     assert trainer.state.global_step == 0

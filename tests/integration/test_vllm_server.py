@@ -38,11 +38,11 @@ from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import WeightSyncError
 from salesrl_trl.names import STALENESS, outcome_of
 from salesrl_trl.reward.judge.verdict import response_format
-from salesrl_trl.run.preflight.plan import Plan
-from salesrl_trl.run.preflight.runner import examine
-from salesrl_trl.run.preflight.stage import Verdict
-from salesrl_trl.run.preflight.training import EngineStage, ModelStage, StepStage
-from salesrl_trl.run.settings import parse
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.preflight.runner import examine
+from salesrl_trl.preflight.stage import Verdict
+from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage
+from salesrl_trl.build.settings import parse
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Action, Outcome

@@ -12,7 +12,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLTarget
-from salesrl_trl.run.settings import parse
+from salesrl_trl.build.settings import parse
 
 LAWS_OF_A_USER = '''
 import math

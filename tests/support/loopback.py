@@ -8,7 +8,7 @@ from collections import Counter
 
 from werkzeug import Response
 
-from salesrl_trl.fencing import read_nonce
+from salesrl_trl.ground.fencing import read_nonce
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.client import JudgeClient, load_rubrics
 from salesrl_trl.reward.judge.provider import JudgeProvider

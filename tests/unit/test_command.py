@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import salesrl_trl
-from salesrl_trl.command import COMMANDS
+from salesrl_trl.__main__ import COMMANDS
 
 QUICK_S = 60.0
-SCRIPT = "import sys; from salesrl_trl.command import main; sys.exit(main())"
+SCRIPT = "import sys; from salesrl_trl.__main__ import main; sys.exit(main())"
 PACKAGE = Path(salesrl_trl.__file__).parent
 FILES = {word: PACKAGE.parent / module.replace(".", "/") for word, (module, _) in COMMANDS.items()}
 THERE = [word for word, file in FILES.items() if file.with_suffix(".py").is_file() or (file / "__main__.py").is_file()]
@@ -98,7 +98,7 @@ def test_help_lists_the_words_whose_modules_are_there() -> None:
 
 
 def test_a_word_without_its_module_is_not_offered() -> None:
-    code = f"import salesrl_trl.command as it; it.COMMANDS['absent'] = ('salesrl_trl.absent', ''); {SCRIPT}"
+    code = f"import salesrl_trl.__main__ as it; it.COMMANDS['absent'] = ('salesrl_trl.absent', ''); {SCRIPT}"
     assert "absent" not in ended("-c", code, "--help")[1]
     assert ended("-c", code, "absent")[0] == 2
 
@@ -119,5 +119,5 @@ def test_the_version_is_the_packages() -> None:
 
 def test_the_command_brings_nothing_but_the_standard_library() -> None:
     here = "print(*{name.split('.')[0] for name in sys.modules})"
-    bare, ours = (set(ended("-c", f"import sys{more}; {here}")[1].split()) for more in ("", ", salesrl_trl.command"))
+    bare, ours = (set(ended("-c", f"import sys{more}; {here}")[1].split()) for more in ("", ", salesrl_trl.__main__"))
     assert ours - bare - sys.stdlib_module_names == {"salesrl_trl"}

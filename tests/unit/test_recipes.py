@@ -15,16 +15,16 @@ from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
-from salesrl_trl.process import remember_packages
+from salesrl_trl.ground.process import remember_packages
 from salesrl_trl.recording.reader import recorded, run_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry
-from salesrl_trl.run.building import build_instruments
-from salesrl_trl.run.checks.folders import claim_output_dir
-from salesrl_trl.run.memory.cards import Card
-from salesrl_trl.run.memory.estimate import Estimate, Moment
-from salesrl_trl.run.preflight.runner import prepare
-from salesrl_trl.run.settings import parse
+from salesrl_trl.build.building import build_instruments
+from salesrl_trl.build.checks.folders import claim_output_dir
+from salesrl_trl.build.memory.cards import Card
+from salesrl_trl.build.memory.estimate import Estimate, Moment
+from salesrl_trl.preflight.runner import prepare
+from salesrl_trl.build.settings import parse
 from salesrl_trl.telemetry.instruments import InstrumentSettings
 from salesrl_trl.train import main
 
@@ -288,9 +288,9 @@ def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(
         gib = card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
         return Estimate(card_gib=card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.run.preflight.memory.card_here", lambda device: Card("a card", 80.0))
-    monkeypatch.setattr("salesrl_trl.run.preflight.memory.estimate", weighed)
-    monkeypatch.setattr("salesrl_trl.run.preflight.memory.is_torchao_available", lambda: True)
+    monkeypatch.setattr("salesrl_trl.preflight.memory.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.preflight.memory.estimate", weighed)
+    monkeypatch.setattr("salesrl_trl.preflight.memory.is_torchao_available", lambda: True)
     given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--dtype", "bfloat16"]
     given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path)]
     config = parse([*given, "--use_cpu", "true", "--bf16", "false"], ROOT / "recipes/full.yaml")

@@ -11,14 +11,14 @@ from trl import ModelConfig
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.server import _parser
-from salesrl_trl.run.yaml_file import read_yaml
+from salesrl_trl.build.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {
     # Between the trainer and the child that it started, through a socket without a name.
     "salesrl_trl/reward/remote.py": ["pickle.loads"],
     # Is the port free? It is closed at once, and never listens.
-    "salesrl_trl/run/preflight/environment.py": ["probe.bind on every interface"],
+    "salesrl_trl/preflight/environment.py": ["probe.bind on every interface"],
 }
 SOURCES = sorted(
     path
@@ -95,7 +95,7 @@ def test_what_is_safe_is_left_alone(source):
 def test_code_of_a_model_s_repository_is_run_only_when_it_is_asked_for(tmp_path):
     assert SalesGRPOConfig(str(tmp_path), use_cpu=True, bf16=False).trust_remote_code is False
     assert getattr(ModelConfig(), "trust_remote_code", False) is False
-    settings = [*ROOT.glob("recipes/*.yaml"), *ROOT.glob("salesrl_trl/run/presets/*.yaml")]
+    settings = [*ROOT.glob("recipes/*.yaml"), *ROOT.glob("salesrl_trl/build/presets/*.yaml")]
     assert len(settings) > 8
     for path in settings:
         assert "trust_remote_code" not in path.read_text("utf-8"), path

@@ -25,7 +25,7 @@ from vllm import LLM
 from vllm.entrypoints.offline_utils import OfflineInferenceMixin
 from vllm.platforms.interface import Platform
 
-from salesrl_trl.run.evaluation.answers import GRAPH_POOL
+from salesrl_trl.evaluate.answers import GRAPH_POOL
 
 
 def source_hash(function):
@@ -149,7 +149,7 @@ def test_the_setting_beta_is_read_only_while_the_trainer_is_built():
 
 
 def test_the_reference_model_has_the_policys_number_format():
-    """`run.memory.estimate` counts its bytes so, and a KL between two formats would not begin at 0."""
+    """`build.memory.estimate` counts its bytes so, and a KL between two formats would not begin at 0."""
     assert 'model_init_kwargs.setdefault("dtype", self.model.dtype)' in inspect.getsource(GRPOTrainer.__init__)
 
 
@@ -188,7 +188,7 @@ def test_vllm_adds_and_steps_by_names_that_can_be_replaced_on_the_engine():
 
 
 def test_vllm_keeps_one_pool_for_the_graphs_of_all_engines_by_this_name():
-    """`run.evaluation.answers` forgets it between two policies."""
+    """`evaluate.answers` forgets it between two policies."""
     assert GRAPH_POOL in vars(Platform)
     assert GRAPH_POOL in inspect.getsource(Platform.get_global_graph_pool)
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from salesrl_trl.process import NO_ACCELERATOR
+from salesrl_trl.ground.process import NO_ACCELERATOR
 
 if __name__ == "__main__":
     os.environ |= NO_ACCELERATOR  # also where it is started by hand; before the server's imports, which may bring JAX

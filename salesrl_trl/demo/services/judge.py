@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from salesrl_trl.demo.services.echo import EchoRequestId
 from salesrl_trl.demo.services.rubric import ProtectedTerms, judge_sections
-from salesrl_trl.fencing import read_nonce, read_sections
+from salesrl_trl.ground.fencing import read_nonce, read_sections
 
 REQUIRED_SECTIONS = frozenset({"branch", "conversation", "candidate_answer"})
 """A message without one of these sections can't be judged."""

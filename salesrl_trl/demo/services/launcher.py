@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import IO
 
 from salesrl_trl.errors import ServiceUnavailable
-from salesrl_trl.process import child_environment
+from salesrl_trl.ground.process import child_environment
 
 TERMINATE_TIMEOUT_S = 6.0
 """Seconds that a child may take to stop: `server.DRAIN_TIMEOUT_S`, and as much again for its end."""

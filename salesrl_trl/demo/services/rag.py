@@ -19,8 +19,8 @@ from salesrl_trl.demo.services.echo import EchoRequestId
 from salesrl_trl.demo.services.index import KnowledgeIndex
 from salesrl_trl.demo.services.language import is_chinese, sentences, words
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.fencing import fence
-from salesrl_trl.service_keys import find_key
+from salesrl_trl.ground.fencing import fence
+from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.types import Passage
 
 QUERY_WEIGHT = 3

@@ -20,7 +20,7 @@ from salesrl_trl.errors import (
     ServiceError,
     ServiceRejected,
 )
-from salesrl_trl.fencing import make_nonce
+from salesrl_trl.ground.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.judge.base import ProviderUsage
 from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, response_format, signed_rubric

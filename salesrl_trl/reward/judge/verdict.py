@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
-from salesrl_trl.fencing import fence, is_nonce
+from salesrl_trl.ground.fencing import fence, is_nonce
 from salesrl_trl.reward.service.reply import has_twice
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 

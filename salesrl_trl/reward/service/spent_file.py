@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.process import make_private
+from salesrl_trl.ground.process import make_private
 from salesrl_trl.reward.service.budget import NOTHING_SPENT, Account, Limit, Spent, granted
 
 LOCK_TIMEOUT_S = 20.0

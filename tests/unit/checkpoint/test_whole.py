@@ -224,7 +224,7 @@ def test_the_oldest_are_deleted_but_not_the_best_nor_the_last_nor_damaged_ones(t
 
 KILLED = """
 import os, sys, pathlib
-from salesrl_trl import process
+from salesrl_trl.ground import process
 calls = 0
 def counted(name, real):
     def call(*args, **kwargs):

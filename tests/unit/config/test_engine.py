@@ -13,7 +13,7 @@ from salesrl_trl.config.compiling import GRAPHS_ALONE, Start, compiled_engine, e
 from salesrl_trl.config.engine import engine_options
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
-from salesrl_trl.run.warming import settings_of
+from salesrl_trl.preflight.warming import settings_of
 
 
 class Policy(nn.Module):

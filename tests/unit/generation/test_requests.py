@@ -10,7 +10,7 @@ import pytest
 from support.seconds import check_seconds
 
 from salesrl_trl.generation.requests import Requests
-from salesrl_trl.process import allow_files
+from salesrl_trl.ground.process import allow_files
 
 
 def completion(place):

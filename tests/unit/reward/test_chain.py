@@ -10,7 +10,7 @@ import pytest
 from support import virtual_time
 from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat_completion, row
 
-from salesrl_trl.fencing import read_sections
+from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.reward.rag.client import RagClient
 from salesrl_trl.types import Outcome
 

@@ -15,7 +15,7 @@ from support.seconds import check_seconds
 from salesrl_trl.demo.services.language import words
 from salesrl_trl.demo.services.rubric import content_words
 from salesrl_trl.errors import BadServiceResponse, JudgeInvalid
-from salesrl_trl.fencing import neutralise
+from salesrl_trl.ground.fencing import neutralise
 from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.reward.judge.provider import JudgeProvider, ProviderClient, _text_of
 from salesrl_trl.reward.judge.verdict import MAX_VERDICT_CHARS, read_verdict

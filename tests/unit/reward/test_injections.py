@@ -8,7 +8,7 @@ from support.in_memory import score_batch
 from support.injections import FORGED_SCORE, GUESSED, INJECTIONS
 from support.loopback import ANSWER, VERDICT, action, build_reward, row
 
-from salesrl_trl.fencing import fence, neutralise, read_sections
+from salesrl_trl.ground.fencing import fence, neutralise, read_sections
 from salesrl_trl.types import Outcome
 
 BY_TEXT = [{"name": "judge", "response_format": "text"}]

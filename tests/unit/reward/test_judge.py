@@ -8,7 +8,7 @@ from support.in_memory import Reply, Services, score_batch
 from support.loopback import ANSWER, VERDICT, action, build_reward, chat_completion, row, sign
 
 from salesrl_trl.errors import BadServiceResponse
-from salesrl_trl.fencing import read_sections
+from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.reward.judge.client import load_rubrics
 from salesrl_trl.reward.judge.provider import JudgeProvider, ProviderClient
 from salesrl_trl.reward.service.transport import Transport

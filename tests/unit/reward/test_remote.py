@@ -28,7 +28,7 @@ from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_re
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.process import NO_ACCELERATOR
+from salesrl_trl.ground.process import NO_ACCELERATOR
 from salesrl_trl.reward import worker
 from salesrl_trl.reward.batch import NOTHING_SCORED
 from salesrl_trl.reward.mixed import MixedReward
@@ -36,7 +36,7 @@ from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward
 from salesrl_trl.reward.service.budget import Limit, Terms
 from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.service.spent_file import read_account
-from salesrl_trl.run import assembly
+from salesrl_trl.build import assembly
 from salesrl_trl.types import DEFAULT_BRANCHES, Outcome
 
 PATIENCE_S = 30.0

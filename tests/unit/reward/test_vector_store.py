@@ -40,8 +40,8 @@ from salesrl_trl.reward.rag.vector_store import (
 )
 from salesrl_trl.reward.scoring import Scoring, default_weights
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.run.assembly import build_reward
-from salesrl_trl.run.checks.reward import prepare_reward
+from salesrl_trl.build.assembly import build_reward
+from salesrl_trl.build.checks.reward import prepare_reward
 from salesrl_trl.types import Action, Outcome, RequestIds
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lancedb") is None, reason="needs lancedb")

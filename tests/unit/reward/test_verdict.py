@@ -7,7 +7,7 @@ import pytest
 from support.loopback import VERDICT, row
 
 from salesrl_trl.errors import JudgeInvalid
-from salesrl_trl.fencing import read_sections
+from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, response_format, signed_rubric
 from salesrl_trl.types import Action, Answer, Verdict
 

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from salesrl_trl.run import signals
 from salesrl_trl.run.launcher import FOLDER, Words, _end, speak
-from salesrl_trl.tidy_end import EXIT_RESUMABLE
+from salesrl_trl.ground.shutdown import EXIT_RESUMABLE
 
 ROOT = Path(__file__).parents[3]
 HOOK = ROOT / "scripts/salesrl_trl_launch.pth"

@@ -17,7 +17,7 @@ from salesrl_trl.demo.services.rubric import (
     supported,
 )
 from salesrl_trl.errors import DataError
-from salesrl_trl.fencing import fence, read_sections
+from salesrl_trl.ground.fencing import fence, read_sections
 from salesrl_trl.types import Action
 
 TERMS_JSON = {

@@ -15,7 +15,7 @@ from support.seconds import check_seconds
 from salesrl_trl.demo.services.judge import CANNOT_JUDGE
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.demo.services.rag import NOTHING_FOUND
-from salesrl_trl.fencing import fence
+from salesrl_trl.ground.fencing import fence
 
 PRICE_ZH = "Python数据分析课程的价格是3800元。"
 HOURS_ZH = "Python数据分析课程在周三晚上七点半上课。"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from salesrl_trl import process
+from salesrl_trl.ground import process
 from salesrl_trl.demo.services import launcher
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.demo.services.server import main

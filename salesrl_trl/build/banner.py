@@ -1,0 +1,245 @@
+"""The banner: lines at the start of a run about its parts, and the lines at its end.
+
+Owns their wording. The figures come from the settings and the checks. Loads a tokenizer and a model's configuration,
+and no weights.
+"""
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer
+from trl import ModelConfig
+
+from salesrl_trl import __version__
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
+from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
+from salesrl_trl.config.machine import device_line
+from salesrl_trl.config.reward import SALES
+from salesrl_trl.data.formats import ROWS
+from salesrl_trl.demo.cassette import CASSETTE
+from salesrl_trl.generation import compiled
+from salesrl_trl.kl.law import KLTarget
+from salesrl_trl.names import LOG_FILE
+from salesrl_trl.ground.process import installed
+from salesrl_trl.recording.schema import record_file
+from salesrl_trl.reward.service.spent_file import read_account
+from salesrl_trl.build.assembly import budget_of
+from salesrl_trl.build.checks.addresses import MEANINGLESS
+from salesrl_trl.build.checks.model import generation_config_of
+from salesrl_trl.build.memory.shape import parameter_count
+from salesrl_trl.telemetry.step_lines import calls_and_usd
+
+_PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
+
+
+def banner(
+    data: DataConfig,
+    reward: RewardConfig,
+    telemetry: TelemetryConfig,
+    training: SalesGRPOConfig,
+    model: ModelConfig,
+    *,
+    policy_path: str,
+    rows: tuple[int, int],
+    notes: Sequence[str] = (),
+) -> list[str]:
+    """The lines of the banner.
+
+    Args:
+        data (`DataConfig`), reward (`RewardConfig`), telemetry (`TelemetryConfig`), training (`SalesGRPOConfig`),
+        model (`ModelConfig`):
+            Settings.
+        policy_path (`str`):
+            Folder or hub name of the policy and its tokenizer.
+        rows (`tuple[int, int]`):
+            Number of training rows, and of held-out rows.
+        notes (`Sequence[str]`, *optional*, defaults to none):
+            Findings of the checks, a line each.
+    """
+    lines = [
+        ("policy", _policy(policy_path, model, training)),
+        ("end tokens", _end_tokens(policy_path, model, training)),
+        ("rows", f"{rows[0]} of {_dataset(data)} to train on, {rows[1]} held out"),
+        ("prompt", _prompt(data, reward)),
+        ("step", _step(training)),
+        ("rollouts", _rollouts(training)),
+        *(("branch", _branch(name, training.kl_targets().get(name), training)) for name in training.branches),
+        *(("reward", path) for path in reward.reward_funcs),
+        *([("replay", _replay(reward))] if reward.replay else []),
+        *([("RAG service", _rag(reward)), ("judge", _judge(reward))] if reward.uses_services else []),
+        *(("budget", line) for line in _budget(reward, training)),
+        *(("stage", stage) for stage in reward.reward_stages),
+        ("devices", device_line(training.device, training.world_size)),
+        *([("compiled", _compiled(training, policy_path))] if training.compiled else []),
+        ("versions", _versions(training.use_vllm)),
+        ("record", _record(telemetry, training.output_dir)),
+        ("output", f"{training.output_dir} ({LOG_FILE} keeps what is shown here)"),
+        *(("note", note) for note in notes),
+    ]
+    return [f"[Run] {name:<12} {text}" for name, text in lines]
+
+
+def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) -> list[str]:
+    """The last lines of a run that did not fail.
+
+    Args:
+        output_dir (`str`):
+            The run's folder.
+        saves_policy (`bool`):
+            Whether the policy lies in it.
+        notes (`Sequence[str]`):
+            Findings of the checks. Those about scores that mean nothing are repeated.
+    """
+    saved = f"the policy is in {output_dir}; " if saves_policy else ""
+    lines = [f"{saved}its figures on a page: python -m salesrl_trl.report {output_dir}"]
+    return [f"[Run] {line}" for line in (*lines, *(note for note in notes if MEANINGLESS in note))]
+
+
+def _dataset(data: DataConfig) -> str:
+    return data.dataset if data.dataset_format == ROWS else f"{data.dataset} ({data.dataset_format})"
+
+
+def _policy(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:
+    name = model.model_name_or_path or "the packaged small policy (your own: --model_name_or_path NAME)"
+    trained = f"LoRA of rank {model.lora_r}" if model.use_peft else "all weights"
+    size = parameter_count(path, model.model_revision, training.trust_remote_code)
+    return f"{name}, {_count(size)} parameters; trained: {trained}"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M")):
+        if number >= unit:
+            return f"{number / unit:.2f} {name}"
+    return str(number)
+
+
+def _end_tokens(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:
+    """The tokens that end a completion, by the tokenizer and by the model's generation settings."""
+    where = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(path, **where)
+    generation = generation_config_of(path, model.model_revision)
+    ids = None if generation is None else generation.eos_token_id
+    listed = [ids] if isinstance(ids, int) else ids or []
+    ends = dict.fromkeys([tokenizer.eos_token_id, *listed])
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(each)} ({each})" for each in ends if each is not None)
+
+
+def _prompt(data: DataConfig, reward: RewardConfig) -> str:
+    packaged = f"packaged, {data.prompt_style} (your own: --prompt_template FILE)"
+    rubrics = f"; rubrics of {reward.rubric_dir} before packaged ones" if reward.rubric_dir else "; rubrics: packaged"
+    return (data.prompt_template or packaged) + rubrics
+
+
+def _step(training: SalesGRPOConfig) -> str:
+    batch, accumulated = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    size = batch * accumulated * training.world_size
+    processes = f" x {training.world_size} processes" if training.world_size > 1 else ""
+    length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
+    return (
+        f"{size / training.num_generations:g} prompts x {training.num_generations} completions = {size} completions "
+        f"({batch} a micro-batch x {accumulated} accumulated{processes}); {length}, learning rate "
+        f"{training.learning_rate:g}"
+    )
+
+
+def _rollouts(training: SalesGRPOConfig) -> str:
+    if not training.use_vllm:
+        engine = training.sampler or "transformers"
+    elif training.vllm_mode == "server":
+        engine = "a vLLM server"
+    else:
+        engine = "vLLM in the training process"
+    limit = training.vllm_max_model_length if training.use_vllm else None
+    room = f" in {limit} with the prompt" if limit else ""
+    ahead = training.rollout_lookahead
+    lookahead = f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)"
+    return (
+        f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "
+        f"{lookahead}"
+    )
+
+
+def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> str:
+    if target is None:
+        return f"{name}: no KL"
+    if not target.has_band:
+        return f"{name}: coefficient {target.beta:g}, fixed"
+    law = f", moved by {training.kl_law}" * bool(training.kl_law) if training.kl_control else ", coefficient fixed"
+    return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"
+
+
+def _rag(reward: RewardConfig) -> str:
+    if reward.vector_store_path is not None:
+        return f"the store {reward.vector_store_path}, embeddings from {reward.embedding_base_url}"
+    if reward.rag_base_url is not None:
+        return reward.rag_base_url
+    if reward.knowledge_file is not None:
+        return f"embedded, over {reward.knowledge_file}"
+    return "embedded, over the demo's course catalogue (your own: --rag_base_url http://HOST:PORT)"
+
+
+def _judge(reward: RewardConfig) -> str:
+    providers = reward.parsed_judge_providers()
+    if providers:
+        return ", ".join(f"{each.name}: {each.model} at {each.base_url}" for each in providers)
+    if reward.judge is not None:
+        return reward.judge
+    if reward.judge_base_url is not None:
+        return f"{reward.judge_model} at {reward.judge_base_url}"
+    return "embedded, made for the demo (your own: --judge_base_url http://HOST:PORT/v1 --judge_model NAME)"
+
+
+def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
+    """Limits of the spending, and what was spent in this folder."""
+    budget = budget_of(reward, Path(training.output_dir))
+    if budget is None:
+        return []
+    limits = ", ".join(f"{each.name} {each.most:,g}" for each in budget.terms.limits) or "no limit"
+    before = read_account(budget.terms.path).total()
+    so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
+    own = [path for path in (*reward.reward_funcs, *([reward.judge] if reward.judge else [])) if path != SALES]
+    lines = [f"{limits}{so_far}; a forecast follows after the first steps"]
+    if own:
+        lines.append(f"not counted: requests of {', '.join(own)}, but for those by the `transports` of a judge")
+    return lines
+
+
+def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
+    """The state of the folder of compiled code, and the engine's start that follows from it."""
+    assert training.compiled is not None
+    state = f"{training.compiled}: {compiled.kept(training.compiled)}"
+    if not training.use_vllm or training.vllm_mode == "server":
+        return state
+    start = engine_start(training)
+    told = f"{state}. vLLM starts {start.value}"
+    if start is Start.COMPILED:
+        is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
+        told += ", from this folder" if is_kept else ": it compiles this engine now, once"
+    return told
+
+
+def _replay(reward: RewardConfig) -> str:
+    misses = {
+        "fail": "have no reward",
+        "nearest": "get that of the most similar text for the same row",
+        "live": "are scored by the services",
+    }
+    record = (
+        "the packaged record of the demo's services" if reward.replay == CASSETTE else f"the record of {reward.replay}"
+    )
+    return f"rewards from {record}; completions that are not there {misses[reward.on_miss]}"
+
+
+def _record(telemetry: TelemetryConfig, output_dir: str) -> str:
+    if not telemetry.record:
+        return "off: no completion is kept (record: true keeps them, with customers' texts)"
+    kept = "every completion" if telemetry.keep_samples is None else f"{telemetry.keep_samples} completions a batch"
+    filtered = f", filtered by {telemetry.record_filter}" if telemetry.record_filter else ", with customers' texts"
+    return f"{record_file(Path(output_dir), 0).parent}: {kept}{filtered}, up to {telemetry.record_gib:g} GiB a process"
+
+
+def _versions(use_vllm: bool) -> str:
+    names = (*_PACKAGES, "vllm") if use_vllm else _PACKAGES
+    found = [f"{name} {each}" for name in names if (each := installed(name)) is not None]
+    return ", ".join((f"salesrl_trl {__version__}", *found, f"Python {platform.python_version()}"))

@@ -1,0 +1,177 @@
+"""From settings and checked rows to the trainer: its instruments, model, tokenizer and datasets.
+
+Owns the loading of the policy, which `preflight` tries out too. `assembly` builds the reward chain.
+"""
+
+import logging
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerState,
+)
+from trl import get_peft_config, get_quantization_config
+
+from salesrl_trl import __version__
+from salesrl_trl.checkpoint.whole import STATE_FILE
+from salesrl_trl.data.processor import load_processor
+from salesrl_trl.data.sources import prompt_dataset
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import StartUp
+from salesrl_trl.recording.reader import record_files, run_of
+from salesrl_trl.recording.schema import rank_of, record_file
+from salesrl_trl.recording.writer import Recorder
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.build.banner import banner
+from salesrl_trl.build.checks.model import model_class
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.build.trackers import RunSettings, settings_beside_the_trainers
+from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
+
+if TYPE_CHECKING:
+    from salesrl_trl.trainer import SalesGRPOTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def build_instruments(config: RunConfig, *, records: bool = False) -> Instruments:
+    """The instruments that the settings ask for. `records`: whether they keep what became of every completion."""
+    telemetry = config.telemetry
+    settings = InstrumentSettings(
+        enabled=telemetry.timing,
+        perf_steps=telemetry.perf_logging_steps,
+        trace_steps=telemetry.traced_steps(),
+        trace_bytes=int(telemetry.trace_max_mb * 1e6),
+        heartbeat_s=telemetry.heartbeat_s,
+        peak_flops=None if telemetry.peak_tflops is None else telemetry.peak_tflops * 1e12,
+    )
+    return Instruments(
+        settings, config.training.device, Path(config.training.output_dir), _recorder(config) if records else None
+    )
+
+
+def _recorder(config: RunConfig) -> Recorder:
+    """The recorder of this rank; a collective. A run that goes on has the id that its first rank's file has."""
+    telemetry, training = config.telemetry, config.training
+    folder, resumed = Path(training.output_dir), training.resume_from_checkpoint
+    after, before = None, None
+    if resumed is not None and Path(resumed).resolve().parent == folder.resolve():  # of a run in this folder
+        after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
+        before = run_of(record_file(folder, 0))
+    is_unread = after is not None and before is None and record_file(folder, 0).exists()
+    run, is_unread = broadcast_object_list([uuid.uuid4().hex if before is None else before, is_unread])
+    if is_unread:  # as another run's, it would be deleted
+        raise ConfigError(
+            f"{record_file(folder, 0)} can't be read now. Expected the record of the run that goes on. Wait until no "
+            "other process locks it, or move it away."
+        )
+    gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= training.world_size]
+    return Recorder(
+        record_file(folder, training.process_index),
+        keep=telemetry.keep_samples,
+        most_bytes=int(telemetry.record_gib * 2**30),
+        clean=telemetry.record_clean(),
+        meta={
+            "run": run,
+            "salesrl_trl": __version__,
+            "process": str(training.process_index),
+            "output_dir": training.output_dir,
+        },
+        after=after,
+        others=gone if training.local_process_index == 0 else (),
+    )
+
+
+def take_policy(plan: Plan, instruments: Instruments) -> None:
+    """Load the policy of the plan, unless it is there. The main process logs the banner first."""
+    phase = instruments.timeline.phase
+    with phase(StartUp.IMPORTS):
+        import salesrl_trl.trainer  # noqa: F401 (imports vLLM, which takes seconds)
+    with phase(StartUp.POLICY):
+        if plan.policy is None:
+            if PartialState().is_main_process:
+                for line in _banner(plan):
+                    logger.info(line)
+                plan.config.training.machine_notes.clear()  # the trainer logs those that were not told
+            plan.policy = load_policy(plan.config, plan.dtype)
+
+
+def build_trainer(plan: Plan, reward: BatchedReward | RewardDesk, instruments: Instruments) -> "SalesGRPOTrainer":
+    """Build the trainer, with vLLM's engine, after `take_policy`."""
+    take_policy(plan, instruments)
+    assert plan.policy is not None
+    from salesrl_trl.build.rollouts_only import RolloutTrainer
+    from salesrl_trl.trainer import SalesGRPOTrainer
+
+    config, train, held_out = plan.config, plan.train, plan.held_out
+    for_functions = bool(config.reward.reward_funcs)
+    with instruments.timeline.phase(StartUp.ENGINE):
+        return (RolloutTrainer if config.training.mode == "rollouts" else SalesGRPOTrainer)(
+            plan.policy,
+            reward,
+            config.training,
+            instruments=instruments,
+            quick_eval=config.telemetry.quick_eval(),
+            train_dataset=prompt_dataset(train.prompts, train.rows, for_functions=for_functions),
+            eval_dataset=prompt_dataset(
+                held_out.prompts, held_out.rows, len(train.prompts), for_functions=for_functions
+            )
+            if held_out.prompts
+            else None,
+            processing_class=_processing_class(plan),
+            callbacks=[RunSettings(settings_beside_the_trainers(config))],
+            peft_config=get_peft_config(config.model),
+        )
+
+
+def _processing_class(plan: Plan) -> PreTrainedTokenizerBase | ProcessorMixin:
+    config = plan.config
+    source = (config.policy_path, config.model.model_revision, config.training.trust_remote_code)
+    if plan.processor is not None:
+        return load_processor(*source)
+    name, revision, trusted = source
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+
+
+def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
+    """The policy's model with its weights, in this number format, on this rank's device.
+
+    Weights go to the GPU without a copy in the host's memory. DeepSpeed and FSDP place them themselves, later.
+    """
+    model, training = config.model, config.training
+    stays = training.device.type == "cpu" or training.is_sharded
+    path, where = config.policy_path, {"revision": model.model_revision}
+    where["trust_remote_code"] = training.trust_remote_code
+    kind = model_class(AutoConfig.from_pretrained(path, **where))
+    return kind.from_pretrained(
+        path,
+        **where,
+        attn_implementation=model.attn_implementation,
+        dtype=dtype,
+        quantization_config=get_quantization_config(model),
+        device_map=None if stays else {"": training.device},
+    )
+
+
+def _banner(plan: Plan) -> list[str]:
+    config = plan.config
+    return banner(
+        config.data,
+        config.reward,
+        config.telemetry,
+        config.training,
+        config.model,
+        policy_path=config.policy_path,
+        rows=(len(plan.train.rows), len(plan.held_out.rows)),
+        notes=[*config.notes, *config.training.machine_notes, *plan.notes],
+    )

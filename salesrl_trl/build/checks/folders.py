@@ -1,0 +1,104 @@
+"""Checks of the output folder, and its lock.
+
+Refuses to look at checkpoints: the room `checkpoint` does.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import LOCK_FILE
+from salesrl_trl.ground.process import stat_of
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_PATIENCE_S = 120.0
+"""Longest wait for a run whose launcher has died."""
+
+
+def check_output_dir(path: Path | str) -> None:
+    """Make the output folder. Raises `ConfigError` if no file can be written there."""
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written to `output_dir` {str(path)!r} ({error.strerror}). Expected a folder, or a place "
+            "for one, with free space and the right to write. Name another."
+        ) from None
+
+
+def claim_output_dir(path: Path | str) -> TextIO:
+    """Keep the output folder for this run, until the returned file is closed or the process ends.
+
+    A run whose launcher has died is about to save its state and to end. It is waited for.
+
+    Raises `ConfigError` if another run has the folder: the two would overwrite each other's checkpoints.
+    """
+    lock = (Path(path).expanduser() / LOCK_FILE).open("a+", encoding="utf-8")
+    until = time.monotonic() + ORPHAN_PATIENCE_S
+    while not _locked(lock):
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        if not _is_orphan(owner) or time.monotonic() > until:
+            lock.close()
+            raise ConfigError(
+                f"another run writes to `output_dir` {str(path)!r} now: {owner}. Expected a folder of its own for "
+                "each. Name another, or wait until that run has ended."
+            )
+        logger.info(f"waiting for the run that still writes to {path}, and whose launcher is gone: {owner}")
+        time.sleep(2)
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+    lock.flush()
+    return lock
+
+
+def _locked(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network disks have no locks
+        logger.info(f"off: the check that one run alone writes to {lock.name} ({error.strerror})")
+    return True
+
+
+def _is_orphan(owner: str) -> bool:
+    """Whether the process is of this machine, and its parent has died."""
+    found = re.match(r"process (\d+) on (\S+),", owner)
+    if found is None or found[2] != socket.gethostname():
+        return False
+    stat = stat_of(int(found[1]))
+    return stat is not None and stat[1] == 1
+
+
+def free_gib(folder: Path | str) -> float:
+    """Free disk of a folder, in GiB."""
+    return shutil.disk_usage(Path(folder).expanduser()).free / 2**30
+
+
+def earlier_start(output_dir: Path | str, resumes: bool) -> list[str]:
+    """Lines for the banner: files of an earlier run in the output folder that this run uses or overwrites."""
+    folder, notes = Path(output_dir).expanduser(), []
+    kept = sorted(folder.glob("answers.rank*.sqlite"))
+    if kept and not resumes:
+        written = datetime.fromtimestamp(max(each.stat().st_mtime for each in kept)).isoformat(" ", "minutes")
+        notes.append(
+            f"8B answers and verdicts of an earlier start, last written {written}, are used again for equal requests. "
+            f"Delete {folder}/answers.rank*.sqlite if the judge behind the same name has changed"
+        )
+    if not resumes and any(folder.glob("model*.safetensors")):
+        notes.append(f"{folder} holds the policy of an earlier run, which this one will overwrite")
+    return notes

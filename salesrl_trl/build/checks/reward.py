@@ -1,0 +1,277 @@
+"""Checks of the reward's settings against the branches, the environment and the services' addresses.
+
+Owns `RewardParts`, the checked parts that `assembly` builds the reward chain from. Refuses to build a client.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from salesrl_trl.config import RewardConfig
+from salesrl_trl.config.checks import build_object, load_object
+from salesrl_trl.config.reward import SALES
+from salesrl_trl.data.knowledge import load_documents
+from salesrl_trl.demo.cassette import CASSETTE
+from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.judge.base import Judge
+from salesrl_trl.reward.judge.client import load_rubrics, packaged_rubrics
+from salesrl_trl.reward.rag.vector_store import has_table
+from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
+from salesrl_trl.reward.service.http import key_fault
+from salesrl_trl.reward.stage import RewardStage
+from salesrl_trl.build.checks.addresses import MEANINGLESS, check_models, check_rag
+from salesrl_trl.ground.service_keys import find_key
+from salesrl_trl.types import DEFAULT_FORMAT
+
+logger = logging.getLogger(__name__)
+
+JUDGE = "judge"
+"""Service name of the judge at `judge_base_url`. With `judge_providers`, the provider's name is added to it."""
+
+
+@dataclass
+class RewardParts:
+    """The parts of the reward chain that the checks have read."""
+
+    scoring: Scoring
+    rubrics: dict[str, str]
+    rag_key: str | None = field(repr=False)
+    embedding_key: str | None = field(repr=False)
+    judge_keys: dict[str, str | None] = field(repr=False)
+    """By provider name."""
+    judge: Judge | None
+    """The judge of `judge`, in place of the services."""
+    stages: tuple[RewardStage, ...]
+    """The stages of `reward_stages`."""
+    functions: Mapping[str, BatchedReward]
+    """The functions of `reward_funcs`, by path."""
+    reference_weighed: bool
+    """Whether a reward or a baseline contains the reference's score."""
+
+
+def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
+    """Check rubrics, weights and keys, and that the configured addresses answer.
+
+    Args:
+        config (`RewardConfig`):
+            Settings.
+        branches (`Sequence[str]`):
+            Branch names.
+        hybrid_baseline (`bool`, *optional*, defaults to `False`):
+            Whether `hybrid_reference_weight` is more than 0.
+
+    Raises:
+        `ConfigError`, `ServiceError`: a setting or a service is not as expected.
+    """
+    parts = read_reward(config, branches, hybrid_baseline)
+    if not config.asks_nobody:
+        check_retrieval(config, parts)
+        check_judges(config, parts)
+    return parts
+
+
+def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
+    """`prepare_reward` without a request to any address."""
+    functions = {path: reward_of(load_object(path, "reward_funcs")) for path in config.reward_funcs if path != SALES}
+    if hybrid_baseline and functions:
+        raise ConfigError(
+            "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0."
+        )
+    stages = tuple(build_object(path, "reward_stages", RewardStage) for path in config.reward_stages)
+    judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
+    needs_rubrics = judge is None and config.uses_services
+    scoring = _scoring(config, branches, stages, hybrid_baseline)
+    if config.vector_store_path is not None and not has_table(config.vector_store_path):
+        raise ConfigError(
+            f"`vector_store_path` is {config.vector_store_path}, where there is no store. Expected a folder that "
+            "scripts/build_vector_store.py wrote. Build it, or correct the path."
+        )
+    return RewardParts(
+        scoring=scoring,
+        rubrics=load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir) if needs_rubrics else {},
+        rag_key=None if config.asks_nobody else read_key(config.rag_api_key_env, "rag_api_key_env"),
+        embedding_key=(
+            None if config.asks_nobody else read_key(config.embedding_api_key_env, "embedding_api_key_env")
+        ),
+        judge_keys=_judge_keys(config),
+        judge=judge,
+        stages=stages,
+        functions=functions,
+        reference_weighed=hybrid_baseline or any("margin" in weights for weights in scoring.weights.values()),
+    )
+
+
+def check_retrieval(config: RewardConfig, parts: RewardParts) -> list[str]:
+    """Check that the RAG service, or the embedding service of a vector store, answers at its configured address.
+
+    Returns:
+        `list[str]`: lines for the run's banner, about what could not be checked.
+
+    Raises:
+        `ConfigError`, `ServiceError`: it is not as expected.
+    """
+    notes = [] if config.rag_base_url is None else check_rag(config.rag_base_url, parts.rag_key)
+    if config.vector_store_path is not None and config.embedding_base_url and config.embedding_model:
+        address = {"service": "embedding service", "setting": "embedding_base_url"}
+        notes += check_models(config.embedding_base_url, parts.embedding_key, config.embedding_model, **address)
+    return notes
+
+
+def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
+    """Check that the judge, or at least one of several, answers at its configured address and lists its model.
+
+    A warning is logged for each of several judges that does not.
+
+    Returns:
+        `list[str]`: lines for the run's banner, about what could not be checked.
+
+    Raises:
+        `ConfigError`, `ServiceError`: it is not as expected.
+    """
+    if config.judge_base_url is not None:
+        return check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
+    providers, failures, notes = config.parsed_judge_providers(), [], list[str]()
+    for each in providers:
+        try:
+            key, setting = parts.judge_keys[each.name], f"judge_providers[{each.name}].base_url"
+            notes += check_models(each.base_url, key, each.model, setting=setting)
+        except ServiceError as error:
+            failures.append(error)
+            logger.warning(str(error))
+    if providers and len(failures) == len(providers):
+        raise failures[0]
+    return notes
+
+
+def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
+    """Check that the embedded services know the rows and rubrics that they are to score.
+
+    Args:
+        config (`RewardConfig`):
+            Settings.
+        branches (`Sequence[str]`):
+            Branch names.
+        own_rows (`str`, *optional*):
+            A dataset of the run that is not the demo.
+
+    Returns:
+        `list[str]`: lines for the run's banner, if `allow_stand_ins` lets them score rows or rubrics unknown to them.
+
+    Raises:
+        `ConfigError`: they don't know them, and `allow_stand_ins` is not set.
+        `DataError`: `knowledge_file` can't be read.
+    """
+    if config.knowledge_file is not None:
+        load_documents(Path(config.knowledge_file).expanduser())
+    if config.asks_nobody and config.replay == CASSETTE and own_rows is not None:
+        raise ConfigError(
+            f"`replay: {CASSETTE}` has rewards for the demo's rows alone, and none for {own_rows}. Expected the "
+            "demo's rows, or the output folder of a run with yours and `record: true`."
+        )
+    own_fields = config.action_format().fields != DEFAULT_FORMAT.fields
+    if config.embeds_rag and own_fields:
+        raise ConfigError(
+            f"The embedded RAG service takes the action's fields {', '.join(DEFAULT_FORMAT.fields)} alone. Set "
+            "`rag_base_url` or `vector_store_path`, or leave out `action_fields`."
+        )
+    faults = []
+    if config.embeds_judge and own_fields:
+        faults.append("The embedded judge does not read `action_fields` of yours. Set `judge_base_url`.")
+    if config.embeds_judge and (own := _own_rubrics(config, branches)):
+        faults.append(
+            "The embedded judge is a program that knows the packaged rubrics and the demo alone. It reads no rubric "
+            f"and can't follow yours ({own}). Set `judge_base_url` and `judge_model`, or `judge_providers`."
+        )
+    if config.embeds_rag and config.knowledge_file is None and own_rows is not None:
+        faults.append(
+            f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue. Set "
+            "`rag_base_url` or `vector_store_path`, or `knowledge_file` for your documents in the embedded service."
+        )
+    if faults and not config.allow_stand_ins:
+        raise ConfigError(
+            f"{' '.join(faults)} To try things with scores that mean nothing, set `allow_stand_ins: true`."
+        )
+    return [f"{MEANINGLESS} in this run (`allow_stand_ins`). {fault}" for fault in faults]
+
+
+def read_key(variable: str | None, setting: str) -> str | None:
+    """Read a key as `find_key` does; `None` if the setting names no variable.
+
+    Raises:
+        `ConfigError`: there is no key, its file is not its owner's alone, or the key can't be sent. The message never
+            shows the key, even if the setting holds it in place of a name.
+    """
+    if variable is None:
+        return None
+    key = find_key(variable)
+    if not key:
+        is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable) is not None
+        named = f"the environment variable {variable}, which is not set" if is_name else (
+            "no environment variable that is set. It is not shown here: it may be the key itself"
+        )  # fmt: skip
+        raise ConfigError(
+            f"`{setting}` names {named}. Expected the name of a variable that holds the key, such as JUDGE_API_KEY. "
+            "Export it before the launch, or the path of a file with the key under that name and _FILE, or leave "
+            f"`{setting}` out."
+        )
+    if fault := key_fault(key):
+        raise ConfigError(
+            f"the key in the environment variable {variable} (`{setting}`) or its file holds {fault}. Expected "
+            "printable ASCII characters alone. Give it again, without a line break at its end or other copied "
+            "characters."
+        )
+    return key
+
+
+def _scoring(
+    config: RewardConfig, branches: Sequence[str], stages: Sequence[RewardStage], hybrid_baseline: bool
+) -> Scoring:
+    weights = config.parsed_branch_weights()
+    unknown = sorted(weights.keys() - set(branches))
+    if unknown:
+        raise ConfigError(
+            f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
+            "`branches`."
+        )
+    scoring = Scoring(
+        weights={**default_weights(branches), **weights},
+        missing=config.missing_component,
+        invalid_action=config.invalid_action_reward,
+        stage_components=tuple(component for stage in stages for component in stage.components),
+    ).with_stages(stages)
+    unjudged = [branch for branch in branches if not scoring.rubrics(branch)]
+    if hybrid_baseline and unjudged:
+        raise ConfigError(
+            f"`hybrid_reference_weight` is more than 0, but `branch_reward_weights` has no judge in {unjudged}, so "
+            "the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
+        )
+    return scoring
+
+
+def _rubric_names(weights: Mapping[str, Mapping[str, float]], branches: Sequence[str]) -> tuple[str, ...]:
+    """Each branch's own rubric, and those that the weights name."""
+    named = [component for components in weights.values() for component in components]
+    others = [name.removeprefix(OTHER_RUBRIC) for name in named if name.startswith(OTHER_RUBRIC)]
+    return tuple(dict.fromkeys((*branches, *others)))
+
+
+def _own_rubrics(config: RewardConfig, branches: Sequence[str]) -> str:
+    """Files of rubrics that are not packaged."""
+    packaged = packaged_rubrics()
+    folder = Path(config.rubric_dir).expanduser() if config.rubric_dir else None
+    names = _rubric_names(config.parsed_branch_weights(), branches)
+    own = [name for name in names if name not in packaged or (folder and (folder / f"{name}.txt").is_file())]
+    return ", ".join(f"{name}.txt" for name in own)
+
+
+def _judge_keys(config: RewardConfig) -> dict[str, str | None]:
+    providers = config.parsed_judge_providers()
+    if config.asks_nobody:
+        return dict.fromkeys([each.name for each in providers] or [JUDGE])
+    if not providers:
+        return {JUDGE: read_key(config.judge_api_key_env, "judge_api_key_env")}
+    return {each.name: read_key(each.api_key_env, f"judge_providers[{each.name}].api_key_env") for each in providers}

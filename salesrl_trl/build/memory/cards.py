@@ -1,0 +1,72 @@
+"""The memory of a card, by its name or of the card in this machine, and the processes that use it now."""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.build.software import ask_driver
+from salesrl_trl.telemetry.device import GIB
+
+
+class Usage(NamedTuple):
+    """A process on a card."""
+
+    pid: int
+    name: str
+    gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card to train on."""
+
+    name: str
+    gib: float
+    uuid: str | None = None
+    """The driver's name of the card; `None` if it is not in this machine."""
+
+
+def named_card(text: str) -> Card:
+    """A card by its size: `"75gib"`, or `"80gb"` with 80e9 bytes, the least of the cards that are sold by this name.
+
+    Raises `ConfigError` if the text is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gb|gib)", text.strip().lower())
+    if found is None:
+        raise ConfigError(f"`card` is {text!r}. Expected a size, such as 24gb, 80gb or 131.5gib. Correct it.")
+    return Card(text, float(found[1]) * (1e9 / GIB if found[2] == "gb" else 1.0))
+
+
+def card_here(device: torch.device) -> Card | None:
+    """The card of this process; `None` on a CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return Card(properties.name, properties.total_memory / GIB, f"GPU-{properties.uuid}")
+
+
+def used_gib(card: Card) -> float | None:
+    """Memory of the card in use now, by all processes. `None` if the driver does not say."""
+    return next((float(mib) / 1024 for (mib,) in _ask_driver(card, "--query-gpu=memory.used")), None)
+
+
+def users(card: Card) -> list[Usage]:
+    """The processes that use the card now. In a container the driver may hide them."""
+    rows = _ask_driver(card, "--query-compute-apps=used_memory,pid,process_name")
+    return [Usage(int(pid), ", ".join(name), float(mib) / 1024) for mib, pid, *name in rows]
+
+
+def named_users(card: Card) -> str:
+    """The same in words: `"python (4711) 12.5 GiB"`; empty if none is known."""
+    return ", ".join(f"{each.name} ({each.pid}) {each.gib:.1f} GiB" for each in users(card))
+
+
+def _ask_driver(card: Card, query: str) -> list[list[str]]:
+    """The rows whose first field, the memory in MiB, the driver says. None for a card that is not in this machine."""
+    if card.uuid is None:
+        return []
+    rows = ask_driver(f"--id={card.uuid}", query, "--format=csv,noheader,nounits")
+    return [row for row in rows if row[0].replace(".", "").isdigit()]  # else "[N/A]"

@@ -1,0 +1,155 @@
+"""The plan of a run: its settings, and the parts that are made of them without a model's weights.
+
+Each part is made when it is first asked for, and kept. The check of a part is in `checks`, `config` or `data`. A part
+that can't be made raises a `SalesRLError`.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from salesrl_trl.data.form import Records
+from salesrl_trl.data.lengths import FittingPrompts, Limit, fit_prompts, token_counter
+from salesrl_trl.data.pictures import picture_counter
+from salesrl_trl.data.processor import load_processor
+from salesrl_trl.data.sources import check_rows, is_file
+from salesrl_trl.data.templates import PromptTemplate
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.build.assembly import addresses
+from salesrl_trl.build.checks.addresses import check_vllm_server
+from salesrl_trl.build.checks.model import (
+    check_model,
+    generation_config_of,
+    load_tokenizer,
+    positions_of,
+    reads_pictures,
+)
+from salesrl_trl.build.checks.prompts import prompt_limit, prompt_of
+from salesrl_trl.build.checks.rows import held_out_records
+from salesrl_trl.build.memory.estimate import Estimate
+from salesrl_trl.preflight.alone import ServicesPlan
+from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.types import SalesRow
+
+if TYPE_CHECKING:
+    from salesrl_trl.preflight.rehearsal import Rehearsal
+
+
+@dataclass
+class Plan(ServicesPlan):
+    """A run before its model is loaded. Stages settle some of its settings: the checkpoint's path, the optimizer."""
+
+    config: RunConfig
+    in_depth: bool = False
+    """Whether stages may take seconds, as in a preflight. At the start of a run they only look."""
+    dtype: str | None = None
+    """Number format of the policy's weights in training. The stage `memory` sets it."""
+    estimate: Estimate | None = None
+    """The memory of training on this card, if it is known. The stage `memory` sets it."""
+    notes: list[str] = field(default_factory=list)
+    """Findings that a user should know at the start: lines for the run's banner."""
+    policy: PreTrainedModel | None = None
+    """The policy with its weights. The stage `model` of a preflight sets it."""
+    rehearsal: "Rehearsal | None" = None
+    """The trainer of a preflight. The first stage that needs it sets it."""
+
+    @property
+    def rows(self) -> list[SalesRow]:
+        """Training rows, then held-out rows. Their prompts fit."""
+        return [*self.train.rows, *self.held_out.rows]
+
+    @cached_property
+    def prompt(self) -> str | PromptTemplate:
+        """The user's template, or the name of a packaged style."""
+        return prompt_of(self.config.data, self.config.reward.action_format().fields)
+
+    @cached_property
+    def addresses(self) -> tuple[str, str]:
+        return self.opened.enter_context(addresses(self.config.reward))
+
+    @cached_property
+    def held_out_records(self) -> Records | None:
+        """The records to evaluate on. `None` if nothing is to be evaluated."""
+        data, training = self.config.data, self.config.training
+        evaluates = training.held_out_eval or training.eval_strategy != "no"
+        if not evaluates and not self.config.telemetry.quick_eval_steps:
+            return None
+        if data.eval_dataset is None and is_file(data.dataset) and not data.held_out_share:
+            raise ConfigError(
+                f"`dataset` is the file {data.dataset} and `eval_dataset` is not given: evaluated on its training "
+                "rows, a policy's figures say nothing. Expected a file of held-out rows in `eval_dataset`. Give one, "
+                "set `held_out_share`, or set `held_out_eval: false` and `quick_eval_steps: 0`."
+            )
+        return held_out_records(data, lambda: self.own_records)
+
+    @cached_property
+    def held_out_rows(self) -> list[SalesRow]:
+        """All held-out rows. None if nothing is to be evaluated."""
+        records, branches = self.held_out_records, self.config.training.branches
+        return [] if records is None else check_rows(records, branches, self.config.data.max_eval_rows)
+
+    @cached_property
+    def model_config(self) -> PretrainedConfig:
+        """The policy's configuration."""
+        return check_model(*self._source)
+
+    @cached_property
+    def processor(self) -> ProcessorMixin | None:
+        """The processor of a policy that reads pictures. `None` for one that reads text alone."""
+        return load_processor(*self._source) if reads_pictures(self.model_config) else None
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer. It has a chat template."""
+        if self.processor is not None:
+            tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
+            tokenizer.chat_template = tokenizer.chat_template or self.processor.chat_template
+            return tokenizer
+        return load_tokenizer(*self._source)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """The policy's generation settings, from its configuration if need be."""
+        name, revision, _ = self._source
+        return generation_config_of(name, revision) or GenerationConfig.from_model_config(self.model_config)
+
+    @property
+    def _source(self) -> tuple[str, str | None, bool]:
+        """Name, revision and `trust_remote_code` of the policy."""
+        config = self.config
+        return config.policy_path, config.model.model_revision, config.training.trust_remote_code
+
+    @cached_property
+    def limit(self) -> Limit | None:
+        """The longest prompt. Asks the vLLM server for its length, if there is one."""
+        training, server_room = self.config.training, None
+        if training.use_vllm and training.vllm_mode == "server":
+            address = (
+                training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
+            )
+            server_room = check_vllm_server(address.rstrip("/"), training.vllm_server_timeout)
+        return prompt_limit(self.config.data, training, positions_of(self.model_config), server_room)
+
+    @cached_property
+    def train(self) -> FittingPrompts:
+        """Training rows whose prompts fit into the model."""
+        return self._fitting(self.train_rows, "training")
+
+    @cached_property
+    def held_out(self) -> FittingPrompts:
+        """Held-out rows whose prompts fit into the model."""
+        return self._fitting(self.held_out_rows, "held-out")
+
+    def _fitting(self, rows: list[SalesRow], name: str) -> FittingPrompts:
+        kwargs = self.config.training.chat_template_kwargs
+        count = token_counter(self.tokenizer, kwargs)
+        pictures = None if self.processor is None else picture_counter(self.processor, kwargs)
+        return fit_prompts(rows, self.prompt, count, self.limit, self.config.data.long_prompts, name, pictures)

@@ -1,0 +1,350 @@
+"""From a recipe and a command line to the settings of a run.
+
+Owns the keys that a recipe may have, the order of precedence, and the settings for a recipe that names no model.
+Refuses to check values: the classes of `config` do that.
+"""
+
+import ast
+import copy
+import difflib
+from argparse import SUPPRESS
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
+
+import yaml
+from trl import TrlParser
+
+from salesrl_trl.config.checks import check_path, check_text
+from salesrl_trl.data.text import unreadable
+from salesrl_trl.demo.policy import PACKAGED
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.build.presets import FOLDER, PRESETS
+from salesrl_trl.build.yaml_file import read_yaml
+from salesrl_trl.types import DEFAULT_BRANCHES
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
+
+    from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
+
+SMALL_POLICY = "small_policy"
+"""A recipe's key. Its settings replace those of the recipe when no model is named, for the packaged small policy."""
+ENVIRONMENT = "env"
+"""A recipe's key. TRL's parser writes its entries to the environment."""
+PRESET = "preset"
+"""An argument of the command line, and no setting: names of overlays of the recipe."""
+PATHS = (
+    "output_dir", "resume_from_checkpoint", "compile_cache_dir", "model_name_or_path", "dataset", "eval_dataset",
+    "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file", "vector_store_path", "reference_cache",
+)  # fmt: skip
+"""Settings that may be paths of this machine."""
+REPLACED = dict.fromkeys(
+    ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
+    "gone: the law steps in proportion to the distance, at most by kl_max_step; "
+    "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
+)
+"""Settings of earlier versions, and what to do instead."""
+_SOURCES = {
+    "salesrl_trl": "config/*.py",
+    "trl": "trainer/*_config.py",
+    "transformers": "training_args.py",
+}
+"""The files that define the settings of a run, by package."""
+
+
+def all_kinds() -> tuple[type, ...]:
+    """All settings of a run. Their import takes seconds, because it brings torch."""
+    from trl import ModelConfig
+
+    from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
+
+    return DataConfig, RewardConfig, TelemetryConfig, SalesGRPOConfig, ModelConfig
+
+
+@dataclass
+class RunConfig:
+    """All settings of a run, by owner."""
+
+    data: "DataConfig"
+    reward: "RewardConfig"
+    telemetry: "TelemetryConfig"
+    training: "SalesGRPOConfig"
+    model: "ModelConfig"
+    notes: list[str] = field(default_factory=list)
+    """Lines for the banner: settings that differ from the recipe."""
+    recipe: dict[str, object] = field(default_factory=dict)
+    """Every setting as given or by default, before any check changes it: a recipe of the same run."""
+
+    @property
+    def policy_path(self) -> str:
+        """Folder or hub name of the policy: the packaged small one if no model is named."""
+        return self.model.model_name_or_path or str(PACKAGED)
+
+
+def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
+    """Read the settings of a run from `--config FILE.yaml`, or from `default_recipe`.
+
+    The presets of `--preset` win over the recipe, later ones over earlier ones, and the command line over all.
+
+    Raises:
+        `ConfigError`: an unknown key, a missing file, a value outside its range.
+    """
+    parser = SettingsParser(all_kinds())
+    config = RunConfig(*parser.read(argv, default_recipe))
+    config.notes, config.recipe = parser.notes, parser.values
+    return config
+
+
+def parse_part(argv: Sequence[str], kinds: Sequence[type], **options: str) -> tuple[Any, ...]:
+    """Read the settings of a tool. It accepts every recipe and every setting of a run, and checks its own.
+
+    Args:
+        argv (`Sequence[str]`):
+            Command-line arguments, perhaps with `--config FILE.yaml`.
+        kinds (`Sequence[type]`):
+            Dataclasses of the tool's own settings.
+        options:
+            Further arguments of `argparse.ArgumentParser`, such as `description`.
+
+    Returns:
+        `tuple`: an object of each of the `kinds`, in their order, and a `Namespace` of all other settings.
+
+    Raises:
+        `ConfigError`: an unknown key, a missing file, a value of the tool outside its range.
+    """
+    return SettingsParser(kinds, [kind for kind in all_kinds() if kind not in kinds], **options).read(argv)
+
+
+def names_of_settings() -> set[str]:
+    """Names of all settings of a run, and some others. Read from source: an import of the classes takes seconds."""
+    folders = {package: getattr(find_spec(package), "submodule_search_locations", None) or () for package in _SOURCES}
+    files = [
+        file for package, found in folders.items() for each in found for file in Path(each).glob(_SOURCES[package])
+    ]
+    nodes = (node for file in files for node in ast.parse(file.read_text("utf-8")).body)
+    lines = (line for node in nodes if isinstance(node, ast.ClassDef) for line in node.body)
+    return {line.target.id for line in lines if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)}
+
+
+class SettingsParser(TrlParser):
+    """TRL's parser, with three changes.
+
+    - Unreadable arguments raise `ConfigError`. `argparse` would print its usage and exit.
+    - Unknown arguments and keys of the recipe are refused, with a guess at the intended name.
+    - Presets, and the settings under `small_policy` when no model is named, replace those of the recipe.
+
+    Args:
+        kinds (`Sequence[type]`):
+            Dataclasses of settings.
+        unbuilt (`Sequence[type]`, *optional*, defaults to none):
+            Dataclasses whose settings are accepted and not checked: a tool may not be able to build them. Training
+            settings, for example, may need a GPU. `--help` leaves them out.
+        unread (`Collection[str]`, *optional*, defaults to none):
+            Names of settings that are accepted and not read.
+        options:
+            Further arguments of `argparse.ArgumentParser`, such as `description`.
+    """
+
+    def __init__(
+        self, kinds: Sequence[type], unbuilt: Sequence[type] = (), unread: Collection[str] = (), **options: str
+    ) -> None:
+        super().__init__((*kinds, *unbuilt), allow_abbrev=False, **options)
+        self._unread = unread
+        hints = dict(pair for kind in (*kinds, *unbuilt) for pair in get_type_hints(kind).items())
+        self._texts = {name for name, hint in hints.items() if hint in (str, str | None)}
+        for name, hint in hints.items():
+            off = f"--no_{name}"  # transformers makes it of a switch that is on by default
+            if hint == bool | None and off not in self._option_string_actions:
+                self.add_argument(off, action="store_false", dest=name, default=SUPPRESS, help=SUPPRESS)
+        self.dataclass_types = list(kinds)
+        shown = {"help", *(each.name for kind in kinds for each in fields(kind))}
+        for action in self._actions:
+            if action.dest not in shown:
+                action.help = SUPPRESS
+        self.add_argument(
+            f"--{PRESET}",
+            nargs="+",
+            default=SUPPRESS,
+            metavar="NAME",
+            help=f"Overlays of the recipe: {', '.join(PRESETS)}.",
+        )
+        self.notes: list[str] = []
+        """After `read`: lines for the banner about presets, and the settings of `small_policy` if they are used."""
+        self.values: dict[str, object] = {}
+        """After `read`: the recipe's `env` and every setting, before a class checks or changes it."""
+        self._given: set[str] = set()
+        self._presets: dict[str, dict[str, object]] = {}
+
+    @property
+    def keys(self) -> set[str]:
+        """Names of all settings, and the two keys of a recipe that are no settings."""
+        return {action.dest for action in self._actions} - {PRESET} | {ENVIRONMENT, SMALL_POLICY, *self._unread}
+
+    def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
+        """Read the settings, once: the values of a recipe become defaults of this parser.
+
+        Args:
+            argv (`Sequence[str]`):
+                Command-line arguments, perhaps with `--config FILE.yaml`.
+            default_recipe (`Path`, *optional*):
+                Recipe for a command line without `--config`. Without both, there is no recipe.
+
+        Returns:
+            `tuple`: an object of each of the `kinds`, in their order, and the `Namespace` of those `unbuilt`.
+
+        Raises:
+            `ConfigError`: an unknown key, a missing file, a value outside its range.
+        """
+        argv = [part for each in argv for part in (each.split("=", 1) if each.startswith("--config=") else [each])]
+        if "--config" not in argv and default_recipe is not None:
+            argv = ["--config", str(default_recipe), *argv]
+        if argv.count("--config") > 1:
+            raise ConfigError("`--config` is given more than once. Expected one recipe. Leave out the others.")
+        self._check_arguments(argv)
+        argv, names = _without_presets(argv)
+        self._presets = {name: _checked_recipe(FOLDER / f"{name}.yaml", self.keys) for name in names}
+        recipe: dict[str, object] = {}
+        if "--config" in argv:
+            if argv[-1] == "--config":
+                raise ConfigError("`--config` names no file. Expected the YAML file of a recipe. Add its path.")
+            recipe = _checked_recipe(Path(argv[argv.index("--config") + 1]), self.keys)
+        self._given = {name.removeprefix("--").replace("-", "_") for name in _options(argv)}  # --max-steps is read too
+        self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
+        if "--config" not in argv:
+            self.set_defaults_with_config()
+        try:
+            others = bool(self._unread)
+            read = self.parse_args_and_config(argv, return_remaining_strings=others, fail_with_unknown_args=False)
+            return tuple(read[:-1]) if others else read
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, OSError) as error:  # the last one is of the environment
+            raise ConfigError(f"the settings do not work: {error}") from error
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        """Checks paths. Keeps the values: the classes change them while they check them."""
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        for name in PATHS:
+            if isinstance(path := getattr(namespace, name, None), str):
+                check_path(name, path)
+        if getattr(namespace, "branches", None) == []:
+            namespace.branches = list(DEFAULT_BRANCHES)
+        if getattr(namespace, "held_out_eval", False) is None:
+            namespace.held_out_eval = True
+        self.values |= copy.deepcopy(vars(namespace))
+        return namespace, unknown
+
+    def set_defaults_with_config(self, **config: object) -> list[str]:
+        """Make defaults of the recipe's values, of the presets', and, if no model is named, of `small_policy`'s."""
+        small_policy = config.pop(SMALL_POLICY, None)
+        for name, preset in self._presets.items():
+            self.notes.append(f"preset {name}: {_changes(preset, config, self._given)}")
+            config |= preset
+        is_named = "model_name_or_path" in self._given or config.get("model_name_or_path") is not None
+        if isinstance(small_policy, dict) and small_policy and not is_named:
+            changes = _changes(small_policy, config, self._given)
+            self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {changes}")
+            config |= small_policy
+        for name in self._texts & config.keys():  # argparse converts only what the command line gives
+            kind = type(config[name]).__name__
+            if not isinstance(config[name], str | None):
+                raise ConfigError(f"`{name}` of the recipe is of type {kind}. Expected a text. Put it in quotes.")
+        return super().set_defaults_with_config(**config)  # type: ignore[no-any-return]
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
+
+    def _check_arguments(self, argv: Sequence[str]) -> None:
+        known = {option for action in self._actions for option in action.option_strings}
+        known |= {
+            option for name in self._unread for option in (f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}")
+        }
+        unknown = [name for name in _options(argv) if name not in {*known, "--config"}]
+        if unknown:
+            raise ConfigError(f"unknown arguments: {_with_guesses(unknown, known)}. Correct them; `--help` lists all.")
+
+
+def _options(argv: Sequence[str]) -> list[str]:
+    """Names of the arguments, without their values: a value may be a secret."""
+    return [each.split("=")[0] for each in argv if each.startswith("--")]
+
+
+def _without_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments without `--preset`, and the names that it had. Raises `ConfigError` for an unknown one."""
+    rest, names, is_name, option = list[str](), list[str](), False, f"--{PRESET}"
+    for each in argv:
+        is_name = each == option or (is_name and not each.startswith("--"))
+        if each.startswith(f"{option}="):
+            names.append(each.removeprefix(f"{option}="))
+        elif each != option:
+            (names if is_name else rest).append(each)
+    unknown = [name for name in names if name not in PRESETS]
+    if unknown or (option in argv and not names):
+        got = ", ".join(unknown) or "nothing"
+        raise ConfigError(f"`--preset` names {got}. Expected some of: {', '.join(PRESETS)}. Correct or remove it.")
+    return rest, names
+
+
+def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], given: Collection[str]) -> str:
+    """What an overlay changes, without what the command line gives: `"temperature 0.6 (not 1.0), ..."`."""
+    changed = []
+    for name, value in overlay.items():
+        if name not in given and value != recipe.get(name):
+            otherwise = f" (not {recipe[name]})" if name in recipe else ""
+            changed.append(name if isinstance(value, dict) else f"{name} {value}{otherwise}")
+    return ", ".join(changed) or "nothing that the command line does not give"
+
+
+def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
+    check_path("--config", str(path))
+    if not path.is_file():
+        raise ConfigError(f"there is no recipe {path}. Expected a YAML file. Correct --config.")
+    try:
+        recipe = read_yaml(path)
+        check_text(str(path), recipe)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be read ({unreadable(error)}). Expected a file of settings that this user may read."
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply, or holds itself. Expected a mapping of settings.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}, {unreadable(error)}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {_yaml_fault(error)}. Correct it there.") from None
+    if not isinstance(recipe, dict):
+        raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
+    small_policy = recipe.get(SMALL_POLICY) or {}
+    if not isinstance(small_policy, dict):
+        raise ConfigError(
+            f"`{SMALL_POLICY}` of {path} is a {type(small_policy).__name__}. Expected a mapping of settings."
+        )
+    unknown = sorted((set(recipe) | set(small_policy)) - known, key=str)
+    if unknown:
+        raise ConfigError(
+            f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, "
+            "RewardConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove "
+            "them; `--help` lists all."
+        )
+    return recipe
+
+
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    """The fault and its place, without the line itself: it may hold a key."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error)
+    said = ", ".join(part for part in (error.context, error.problem) if part)
+    return f"{said} (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
+
+
+def _with_guesses(names: Sequence[object], known: set[str]) -> str:
+    """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting."""
+    said = []
+    for name in names:
+        near = difflib.get_close_matches(str(name), known, n=1)
+        note = REPLACED.get(str(name).removeprefix("--").replace("-", "_"), f"did you mean {near[0]}?" if near else "")
+        said.append(f"{name} ({note})" if note else str(name))
+    return ", ".join(said)

@@ -1,0 +1,175 @@
+"""The software of this process: the package's own files and their commit, other packages' versions, the driver.
+
+Owns reading them. Needs neither torch nor a GPU, and imports none of the packages. Judges nothing but whether a
+version lies in its range.
+"""
+
+import configparser
+import hashlib
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from salesrl_trl import __version__
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.process import installed, stat_of
+
+PACKAGE = Path(__file__).parents[1]
+"""Folder of the package that this process runs."""
+_TOOLS = ("test", "plots")
+"""Extras that no run needs."""
+_GIT_S = 10.0
+_DRIVER_S = 20.0
+"""Most seconds that the driver may take to answer. It may hang after a fault of a card."""
+_GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used")
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that this one needs, or can use."""
+
+    name: str
+    wanted: str
+    """Range of versions of setup.cfg: `">=1.16.0,<1.17"`."""
+    installed: str | None
+    extra: str
+    """The extra that asks for it; empty for a package that every run needs."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether a version of the range is installed. A package of an extra may be absent."""
+        if self.installed is None:
+            return bool(self.extra)
+        return Requirement(f"{self.name}{self.wanted}").specifier.contains(self.installed, prereleases=True)
+
+
+@dataclass(frozen=True)
+class Code:
+    """The package that this process runs."""
+
+    version: str
+    digest: str
+    """Hash of all its files. Equal digests are equal code, wherever it lies."""
+    commit: str | None
+    """The checkout's commit; `None` outside of a checkout."""
+    changed_files: int
+    """Files of the checkout that differ from the commit, new ones included."""
+
+
+def packages() -> list[Package]:
+    """The packages of setup.cfg, or of the installed package's metadata, without tools for tests and pictures."""
+    return [
+        Package(wanted.name, str(wanted.specifier), installed(wanted.name), extra)
+        for wanted, extra in _requirements()
+        if extra not in _TOOLS
+    ]
+
+
+def _requirements() -> Iterator[tuple[Requirement, str]]:
+    """Each requirement with its extra, which is empty for those without one."""
+    setup = PACKAGE.parent / "setup.cfg"
+    if not setup.is_file():
+        for text in importlib.metadata.requires(PACKAGE.name) or []:
+            found = re.search(r"extra == ['\"]([\w-]+)", text)
+            yield Requirement(text), found[1] if found else ""
+        return
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(setup, encoding="utf-8")
+    groups = {"": parser["options"]["install_requires"], **parser["options.extras_require"]}
+    seen = set[str]()
+    for extra, lines in groups.items():
+        for wanted in map(Requirement, filter(None, lines.splitlines())):
+            if wanted.name not in seen:  # two extras may ask for one package
+                seen.add(wanted.name)
+                yield wanted, extra
+
+
+def code() -> Code:
+    """The version, the hash and the commit of the package's files."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    commit, changed = _commit()
+    return Code(__version__, digest.hexdigest()[:12], commit, changed)
+
+
+def holds(commit: str) -> bool:
+    """Whether the checkout's commit is this one, or comes after it. Files that were changed since do not count.
+
+    Raises:
+        `ConfigError`: the package lies in no checkout, or the checkout does not know the commit.
+    """
+    if _commit()[0] is None:
+        raise ConfigError(
+            f"whether {PACKAGE} holds {commit} is not known: it lies in no checkout of git. Expected a checkout. Or "
+            f"compare its hash, {code().digest}, with the one that this command prints in a checkout of that commit."
+        )
+    known = _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
+    if known is None:
+        raise ConfigError(
+            f"{PACKAGE.parent} knows no commit {commit!r}. Expected one of its history. Correct it, or `git fetch`."
+        )
+    return _git("merge-base", known, "HEAD") == known
+
+
+def started_s(pid: int) -> float:
+    """When a process started, in seconds since the epoch. Raises `ConfigError` if there is none that can be seen."""
+    found = stat_of(pid)
+    if found is None:
+        raise ConfigError(f"`process` is {pid}, and there is no such process here. Expected the id of a running one.")
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(found[2]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def written_since(moment_s: float) -> list[str]:
+    """The package's modules that were written after a moment, in seconds since the epoch. An installer may give a file
+    an old time of its content; the time of its entry in the file system it can't."""
+    paths = (path for path in sorted(PACKAGE.rglob("*.py")) if path.stat().st_ctime > moment_s)
+    return [str(path.relative_to(PACKAGE)) for path in paths]
+
+
+def _commit() -> tuple[str | None, int]:
+    if not _git("ls-files", "__init__.py"):  # an installed package may lie inside of another project's checkout
+        return None, 0
+    return _git("rev-parse", "--short=12", "HEAD"), len((_git("status", "--porcelain") or "").splitlines())
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(PACKAGE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def recipe_imports() -> str | None:
+    """Folder of the package that a recipe's script imports: Python does not look in the working folder for it. `None`
+    if it finds none."""
+    find = "import importlib.util; print(importlib.util.find_spec('salesrl_trl').submodule_search_locations[0])"
+    found = subprocess.run([sys.executable, "-P", "-c", find], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+
+
+def gpus() -> list[dict[str, str]]:
+    """The GPUs that the driver shows, by nvidia-smi; empty without one."""
+    rows = ask_driver(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
+    return [dict(zip(_GPU_FIELDS, row, strict=False)) for row in rows]
+
+
+def ask_driver(*arguments: str) -> list[list[str]]:
+    """The fields of each row that nvidia-smi prints. No rows without a driver, or if it does not answer."""
+    try:
+        command = ["nvidia-smi", *arguments]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[field.strip() for field in line.split(",")] for line in said.splitlines()]

@@ -1,0 +1,178 @@
+"""`python -m salesrl_trl.evaluate [--config RECIPE.yaml] [--policy DIR [DIR2]] [--samples N] [--SETTING VALUE ...]`.
+
+Rewards of one policy, or of two on the same held-out rows, with intervals. Owns the command line and the order of an
+evaluation. The parts are in `evaluate`. Without `--config` the settings are those of recipes/full.yaml.
+
+Exit code: 0; 1 if too little could be scored; 2 for wrong input, before a model is loaded; 3 if a service did not
+work; 75 after SIGTERM, 130 after Ctrl-C.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
+from salesrl_trl.ground.process import write_whole
+from salesrl_trl.run.launcher import begin_run
+from salesrl_trl.build.recipes import FULL
+from salesrl_trl.run.tools import ToolParser, finite
+
+if TYPE_CHECKING:
+    from salesrl_trl.demo.services.launcher import EmbeddedServices
+    from salesrl_trl.evaluate.findings import Findings
+    from salesrl_trl.evaluate.policies import Policy
+    from salesrl_trl.build.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SAMPLES = 4
+TOO_FEW = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate, print, and write the file. Returns the exit code."""
+    argv, out = sys.argv[1:] if argv is None else argv, sys.stdout
+    options, settings = None, list[str]()
+    with contextlib.suppress(ConfigError):  # it is raised again below, where errors are told
+        options, settings = _parser().parse_known_args(argv)  # `--help` ends here, without the imports of seconds
+
+    from salesrl_trl.run.console import exit_with, set_log_level, set_up_logging
+    from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
+
+    set_up_logging()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # for lines of other libraries
+        try:
+            if options is None:
+                options, settings = _parser().parse_known_args(argv)
+            _check(options)
+            from salesrl_trl.build.assembly import launched_services
+            from salesrl_trl.evaluate.policies import Policy, plans_of, policy_of, settings_of
+            from salesrl_trl.evaluate.text import text_of
+
+            named = [policy_of(name) for name in options.policy]
+            config = settings_of(settings, named, FULL)
+            set_log_level(config.training.log_level)
+            policies = named or [
+                Policy(name=config.model.model_name_or_path or "the packaged small policy", path=None)
+            ]
+            services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_evaluation_"))
+            plans = plans_of(config, policies, folder, options.rows)
+            for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+                logger.info(note)
+        except (Exception, KeyboardInterrupt) as error:
+            exit_with(_told(error), EXIT_BAD_INPUT)
+        try:
+            findings = _evaluate(plans, policies, services, options.samples)
+        except (Exception, KeyboardInterrupt) as error:
+            exit_with(_told(error), EXIT_STOPPED)
+        print(text_of(findings), file=out, flush=True)
+        if options.output is not None:
+            write_whole(Path(options.output).expanduser(), json.dumps(finite(findings.as_dict()), indent=1) + "\n")
+    return TOO_FEW if findings.lacking else 0
+
+
+def _evaluate(
+    plans: Sequence["Plan"], policies: Sequence["Policy"], services: "EmbeddedServices", samples: int
+) -> "Findings":
+    """Let one policy after the other answer. The reward is opened once, so that equal calls are made once."""
+    from salesrl_trl.names import StartUp
+    from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
+    from salesrl_trl.reward.desk import RewardDesk
+    from salesrl_trl.reward.readiness import warm_up
+    from salesrl_trl.build.assembly import open_reward
+    from salesrl_trl.build.building import build_instruments
+    from salesrl_trl.evaluate.answers import answers_of
+    from salesrl_trl.evaluate.findings import LABELS, findings_of, modes
+
+    plan, wanted = plans[0], modes(samples)
+    config, training = plan.config, plan.config.training
+    collect_seldom()
+    if training.device.type == "cpu":
+        keep_freed_memory()
+    with contextlib.ExitStack() as stack:
+        instruments = stack.enter_context(contextlib.closing(build_instruments(config)))
+        instruments.start(True)
+        opened = open_reward(config.reward, training, plan.rows, plan.reward, services)
+        desk = stack.enter_context(contextlib.closing(RewardDesk(stack.enter_context(opened))))
+        if config.reward.warm_up_services:
+            with instruments.timeline.phase(StartUp.WARM_UP):
+                warm_up(desk)
+        answers = [
+            answers_of(each, policy.adapter, desk, instruments, wanted, f"{label} ({policy.name})")
+            for each, policy, label in zip(plans, policies, LABELS, strict=False)
+        ]
+    return findings_of(
+        [policy.name for policy in policies],
+        plan.held_out.rows,
+        training.branches,
+        wanted,
+        answers,
+        seed=training.seed,
+        least=training.min_valid_reward_fraction,
+    )
+
+
+def _told(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:
+    """The error that is told to the user. A stop is that of a command which keeps nothing."""
+    if not isinstance(error, StopRequested):
+        return error
+    if str(error) == "Ctrl-C":
+        return KeyboardInterrupt()
+    return RunStopped(f"stopped by {error}. Nothing is kept: give the same command again.")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` unless the command's own settings work."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes != 1:
+        raise ConfigError(
+            f"an evaluation was launched with {processes} processes. Expected one: start it with "
+            "`python -m salesrl_trl.evaluate`, without a launcher."
+        )
+    if len(options.policy) > 2:
+        raise ConfigError(f"`--policy` names {len(options.policy)} policies. Expected one, or two to compare.")
+    for name, least in (("samples", 0), ("rows", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ConfigError(f"`--{name}` is {value}. Expected a whole number, at least {least}.")
+    if options.output is not None:
+        path = Path(options.output).expanduser()
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ConfigError(
+                f"`--output` is {options.output!r}. Expected a file in a folder that is there and may be written to."
+            )
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(
+        prog="python -m salesrl_trl.evaluate",
+        usage="%(prog)s [--config RECIPE.yaml] [--policy DIR [DIR2]] [--samples N] [--rows N] [--output FILE.json] "
+        "[--SETTING VALUE ...]",
+        description="Rewards of a policy on the held-out rows, greedy and sampled, by branch, with intervals; of two "
+        "policies also their difference, row by row. Takes every setting of a recipe, and should get those of the "
+        "run; `--help` of a recipe's script lists them. Trains and saves nothing. docs/EVALUATION.md has an example.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--policy", metavar="DIR", nargs="+", action="extend", default=[],
+        help="folder (a run's output_dir, its best, a checkpoint, a LoRA adapter) or model id; two are compared. "
+             "Default: the recipe's own policy")  # fmt: skip
+    add("--samples", metavar="N", type=int, default=DEFAULT_SAMPLES,
+        help=f"sampled answers to each row; 0 for greedy ones alone. Default: {DEFAULT_SAMPLES}")  # fmt: skip
+    add("--rows", metavar="N", type=int, help="held-out rows, spread evenly over branches. Default: all")
+    add("--output", metavar="FILE.json", help="write the figures and each row's rewards here; no text of customers")
+    return parser
+
+
+if __name__ == "__main__":
+    begin_run()  # a signal ends it as Ctrl-C does, with services and folder tidied up
+    sys.exit(main())

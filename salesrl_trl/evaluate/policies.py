@@ -1,0 +1,193 @@
+"""The policies of an evaluation: where each lies, its settings, and the rows that all of them answer.
+
+Owns the settings in which an evaluation differs from a run. Loads no weights.
+"""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.lengths import FittingPrompts
+from salesrl_trl.demo.policy import PACKAGED
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.evaluation.sample import spread
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.preflight.runner import prepare
+from salesrl_trl.build.settings import RunConfig, parse
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+_NOTHING_IS_TRAINED: dict[str, object] = {
+    "mode": "rollouts",  # checks ask for no memory of an optimizer
+    "held_out_eval": True,
+    "num_generations_eval": 1,  # each answer is a row of its own
+    "branch_kl": None,  # without coefficients there is no reference model
+    "beta": 0.0,
+    "rollout_lookahead": 0,
+    "scored_groups_first": False,
+    "gradient_checkpointing": False,
+    "vllm_importance_sampling_correction": False,  # it would take a forward pass of every answer
+    "log_completions": False,
+    "held_out_examples": 0,
+    "disable_tqdm": True,
+    "report_to": [],
+    "eval_strategy": IntervalStrategy.NO,
+    "save_strategy": SaveStrategy.NO,
+    "push_to_hub": False,
+    "load_best_model_at_end": False,
+    "resume_from_checkpoint": None,
+}
+"""Settings of training that differ from those of the run. All others are the run's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """A policy before it is loaded."""
+
+    name: str
+    """As given: a folder or a model id."""
+    path: str | None
+    """Folder or id of the whole model, or of an adapter's base. `None` for the recipe's own policy."""
+    adapter: Path | None = None
+    """Folder of a LoRA adapter."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it was made from the packaged small policy: it has the same shape."""
+        return self.path is None or _shape(Path(self.path).expanduser()) == _shape(PACKAGED)
+
+
+def policy_of(name: str) -> Policy:
+    """The policy of a folder or model id.
+
+    Raises:
+        `ConfigError`: the folder holds none, or an adapter that does not say which model it belongs to.
+    """
+    folder = Path(name).expanduser()
+    if (folder / ADAPTER).is_file():
+        base = _read(folder / ADAPTER).get("base_model_name_or_path")
+        if not isinstance(base, str):
+            raise ConfigError(
+                f"`--policy` is {name!r}, whose {ADAPTER} names no base model. Expected `base_model_name_or_path` in "
+                "it. Add the folder or the id of the model that the adapter was trained on."
+            )
+        return Policy(name=name, path=base, adapter=folder)
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.is_dir()
+    if looks_local and not (folder / CONFIG).is_file():
+        inside = sorted({str(each.parent) for file in (CONFIG, ADAPTER) for each in folder.glob(f"*/{file}")})
+        found = f"a folder without {CONFIG} and {ADAPTER}" if folder.is_dir() else "where there is nothing"
+        remedy = f"There are policies inside: name {' or '.join(inside)}." if inside else "Correct the path."
+        raise ConfigError(
+            f"`--policy` is {name!r}, {found}. Expected a run's `output_dir`, its `best`, one of its checkpoints, or "
+            f"another saved policy. {remedy}"
+        )
+    return Policy(name=name, path=name)
+
+
+def settings_of(argv: Sequence[str], policies: Sequence[Policy], recipe: Path) -> RunConfig:
+    """The settings of the run that the policies are of.
+
+    A recipe that names no model trains the small policy, with settings for it. Another model than the small policy
+    takes the settings for a named model.
+
+    Raises:
+        `ConfigError`: as `parse`.
+    """
+    config = parse(argv, recipe)
+    others = [policy.path for policy in policies if policy.path is not None and not policy.is_small]
+    if config.model.model_name_or_path is None and others:
+        return parse([*argv, "--model_name_or_path", others[0]], recipe)
+    return config
+
+
+def evaluated(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
+    """The run's settings of training, for an evaluation that writes into `output_dir` alone."""
+    made = copy.copy(training)  # `replace` would settle settings again that are settled
+    for name, value in (_NOTHING_IS_TRAINED | {"output_dir": output_dir}).items():
+        setattr(made, name, value)
+    return made
+
+
+def plans_of(config: RunConfig, policies: Sequence[Policy], output_dir: str, rows: int | None) -> list[Plan]:
+    """Check everything that can be checked before a model is loaded. The plans have the same rows and prompts.
+
+    Args:
+        config (`RunConfig`):
+            From `settings_of`.
+        policies (`Sequence[Policy]`):
+            One or two.
+        output_dir (`str`):
+            A folder for what a run writes.
+        rows (`int`, *optional*):
+            Held-out rows, spread evenly over the branches; all when not given.
+
+    Raises:
+        `SalesRLError`: a setting, a file or a policy is not as expected.
+    """
+    training = evaluated(config.training, output_dir)
+    if len(policies) > 1 and training.use_vllm and training.vllm_mode == "server":
+        raise ConfigError(
+            "two policies are named with `vllm_mode: server`, and a server gets the weights of one trainer. Expected "
+            "an engine for each policy: set `vllm_mode: colocate` or `use_vllm: false`."
+        )
+    telemetry = replace(config.telemetry, quick_eval_steps=0, trace_steps="")
+    plans = []
+    for policy in policies:
+        model = copy.copy(config.model)
+        model.use_peft = False  # an adapter that is not trained yet changes nothing
+        if policy.path is not None:
+            model.model_name_or_path, model.model_revision = policy.path, None
+        made = replace(config, training=copy.copy(training), telemetry=telemetry, model=model)
+        plan = prepare(made)
+        # weights that a run computes with: those of 16 bits are rounded, and a run on a CPU does not round
+        plan.dtype = model.dtype if training.bf16 or training.fp16 else "float32"
+        plans.append(plan)
+    held_out = common_rows([plan.held_out for plan in plans], training.branches, rows)
+    for plan in plans:
+        plan.train, plan.held_out = plans[0].train, held_out
+    return plans
+
+
+def common_rows(fitting: Sequence[FittingPrompts], branches: Sequence[str], count: int | None) -> FittingPrompts:
+    """The held-out rows whose prompts fit all policies and are the same for all, or so many of them."""
+    first, keys = fitting[0], [[_key(*pair) for pair in zip(each.rows, each.prompts, strict=True)] for each in fitting]
+    everywhere = set(keys[0]).intersection(*keys[1:])
+    places = [place for place, key in enumerate(keys[0]) if key in everywhere]
+    if not places:
+        raise ConfigError(
+            "there is no held-out row to evaluate on, or none whose prompt fits both policies. Expected some. Give "
+            "`eval_dataset` or `held_out_share`, and see `long_prompts`."
+        )
+    branch_ids = [branches.index(first.rows[place].branch) for place in places]
+    chosen = sorted(spread(branch_ids, len(places) if count is None else count, len(branches), 1))
+    places = [places[each] for each in chosen]
+    return FittingPrompts(
+        rows=[first.rows[place] for place in places],
+        prompts=[first.prompts[place] for place in places],
+        lengths=[first.lengths[place] for place in places],
+        note=None,
+    )
+
+
+def _key(row: object, prompt: object) -> str:
+    return json.dumps([getattr(row, "row_id", ""), prompt])
+
+
+def _shape(folder: Path) -> Mapping[str, object]:
+    """The figures of a local model's configuration that tell it from another one."""
+    config = _read(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    return {name: config.get(name) for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read as JSON ({type(error).__name__}). Expected a whole file.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}. Expected an object of settings.")
+    return found

@@ -1,0 +1,104 @@
+"""`python -m salesrl_trl.preflight [--config RECIPE.yaml] [--stage NAME[,NAME]] [--json] [--SETTING VALUE ...]`.
+
+Says whether a run can work before it is started. Owns the command line. The stages are in `preflight`. Without
+`--config` the settings are those of `run.recipes.FULL`.
+
+Exit code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.build import software
+from salesrl_trl.run.launcher import end_tidily
+from salesrl_trl.preflight.stage import Finding, StageReport, Verdict, finding_of
+from salesrl_trl.preflight.text import all_reports, next_step, stage_text
+from salesrl_trl.build.recipes import FULL
+from salesrl_trl.run.tools import ToolParser, strict_json
+from salesrl_trl.ground.shutdown import is_interrupt
+
+FAILED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stages and print each one's report when it has ended. Returns the exit code.
+
+    Of several processes, the first one prints. The others print what fails in them, on stderr.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    out, as_json, is_first = sys.stdout, "--json" in argv, os.environ.get("RANK", "0") == "0"
+    wanted, reports = list[str](), list[StageReport]()
+    try:
+        options, settings = _parser().parse_known_args(argv)
+    except ConfigError as error:
+        examined = iter([_failed("config", finding_of(error), time.perf_counter())])
+    else:
+        wanted += options.stage.split(",") if options.stage else []
+        examined = _reports(wanted, settings)
+    with contextlib.redirect_stdout(sys.stderr):  # for lines of DeepSpeed and vLLM
+        for report in examined:
+            reports.append(report)
+            if not is_first and report.verdict is Verdict.FAILED:
+                print(f"rank {os.environ['RANK']}: {stage_text(report)}")
+            if is_first and not as_json:
+                print(stage_text(report), file=out, flush=True)
+    following = next_step(reports, wanted)
+    if is_first:
+        print(strict_json(all_reports(reports, following)) if as_json else following)
+    return FAILED if reports[-1].verdict is Verdict.FAILED else 0
+
+
+def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageReport]:
+    start = time.perf_counter()
+    try:
+        from salesrl_trl.run.console import set_up_logging
+        from salesrl_trl.preflight import alone
+
+        set_up_logging(logging.WARNING)
+        logging.getLogger("salesrl_trl.demo").setLevel(logging.INFO)  # the small policy may have to be made first
+        if len(wanted) == 1 and wanted[0] in alone.STAGES:
+            yield from alone.examine_alone(wanted[0], settings, FULL)
+            return
+        from salesrl_trl.preflight import runner
+        from salesrl_trl.build.plan import Plan
+        from salesrl_trl.build.settings import parse
+
+        stages = runner.chosen(wanted, runner.STAGES)
+        plan = Plan(parse(settings, FULL), in_depth=True)
+    except ImportError as error:
+        if is_interrupt(error):
+            raise
+        wrong = ", ".join(f"{each.name}{each.wanted}" for each in software.packages() if not each.is_met)
+        text = f"{error}. Expected the packages of setup.cfg; not met: {wrong or 'none'}."
+        yield _failed("environment", Finding(text, "Install them with scripts/install.sh.", is_failure=True), start)
+    except Exception as error:
+        yield _failed("config", finding_of(error), start)
+    else:
+        yield from runner.examine(plan, stages, wanted)
+
+
+def _failed(stage: str, finding: Finding, start: float) -> StageReport:
+    return StageReport(stage, Verdict.FAILED, time.perf_counter() - start, (finding,), {})
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(
+        prog="python -m salesrl_trl.preflight",
+        usage="%(prog)s [--config RECIPE.yaml] [--stage NAME[,NAME]] [--json] [--SETTING VALUE ...]",
+        description="Says whether a run can work, in stages from cheap to costly. The first failure ends it. Takes "
+        "every setting of a recipe; `--help` of a recipe's script lists them. docs/PREFLIGHT.md describes the stages.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--stage", metavar="NAME[,NAME]", help="run these stages, and silently those that they need")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+if __name__ == "__main__":
+    end_tidily()
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Optimizer steps by the run's own trainer that leave nothing behind.
+
+Owns the settings in which they differ from a run, the choice of the longest prompts, and the made-up rewards. The
+trainer itself is the run's: `build.building` builds it.
+"""
+
+import copy
+import itertools
+import tempfile
+from dataclasses import dataclass, replace
+
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.lengths import FittingPrompts, Prompt
+from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.build.building import build_instruments, build_trainer
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.types import Reward
+
+STEPS = 2
+"""The first step makes the optimizer's state. The second one holds it from its start, as all later steps do."""
+GOLDEN = 0.6180339887
+"""Multiples of this number, without their whole parts, are all different and evenly spread over 0 to 1."""
+_IN_FRONT_OF_A_RUN: dict[str, object] = {
+    "max_steps": STEPS,
+    "warmup_steps": 0,  # the first step moves the weights, as far as a step of the run does
+    "lr_scheduler_type": SchedulerType.CONSTANT,
+    "lr_scheduler_kwargs": None,
+    "rollout_lookahead": 0,  # each step generates its own batch
+    "mask_truncated_completions": False,  # completions of full length are truncated, and are to count
+    "logging_strategy": IntervalStrategy.STEPS,
+    "logging_steps": 1,
+    "log_completions": False,
+    "disable_tqdm": True,
+    "report_to": [],
+    "save_strategy": SaveStrategy.NO,
+    "push_to_hub": False,
+    "load_best_model_at_end": False,
+    "resume_from_checkpoint": None,
+    "eval_strategy": IntervalStrategy.NO,
+    "eval_on_start": False,
+    "held_out_eval": False,
+}
+"""Settings of training that differ from those of the run. All others are the run's."""
+_ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")
+"""Entries of `generation_kwargs` that end a completion early."""
+
+
+class MadeUpReward(BatchedReward):
+    """Rewards from no service, all different, so that every group has advantages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = itertools.count(1)
+
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        return Reward.scored(next(self._count) * GOLDEN % 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """The run's trainer, with the longest prompts of the run."""
+
+    trainer: SalesGRPOTrainer
+    prompt_tokens: int
+    """Tokens of the longest prompt."""
+    shortest: Prompt
+    """The shortest of its prompts."""
+
+
+def rehearse(plan: Plan) -> Rehearsal:
+    """Build the run's trainer, with vLLM's engine. The end of the preflight closes it and drops its output folder."""
+    folder = plan.opened.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_preflight_"))
+    training = rehearsed(plan.config.training, folder)
+    if training.vllm_load_format == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
+        training.vllm_load_format = "dummy"  # random weights: only a push that works can make log-probs agree
+    rows = longest(plan.train, training.generation_batch_size // training.num_generations)
+    telemetry = replace(plan.config.telemetry, timing=True, perf_logging_steps=1, trace_steps="", quick_eval_steps=0)
+    config = replace(plan.config, training=training, telemetry=telemetry)
+    rehearsal = Plan(config, dtype=plan.dtype, policy=plan.policy)
+    rehearsal.train, rehearsal.held_out = rows, FittingPrompts(rows=[], prompts=[], lengths=[], note=None)
+    trainer = build_trainer(rehearsal, MadeUpReward(), build_instruments(rehearsal.config))
+    plan.opened.callback(trainer.finish)
+    shortest = rows.prompts[rows.lengths.index(min(rows.lengths))]
+    return Rehearsal(trainer=trainer, prompt_tokens=rows.longest, shortest=shortest)
+
+
+def rehearsed(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
+    """The run's settings of training, for `STEPS` steps with completions of full length that write no checkpoint."""
+    made = copy.copy(training)  # `replace` would settle settings again that are settled
+    full_length: dict[str, object] = {} if training.sampler else {"min_new_tokens": training.max_completion_length}
+    if training.use_vllm:
+        full_length = {"ignore_eos": True}
+    kept = {name: each for name, each in (training.generation_kwargs or {}).items() if name not in _ENDS}
+    changes = {"output_dir": output_dir, "generation_kwargs": kept | full_length}
+    for name, value in (_IN_FRONT_OF_A_RUN | changes).items():
+        setattr(made, name, value)
+    return made
+
+
+def longest(rows: FittingPrompts, count: int) -> FittingPrompts:
+    """So many rows with the longest prompts, from the longest on. Rows come again if there are too few."""
+    order = sorted(zip(rows.lengths, rows.rows, rows.prompts, strict=True), key=lambda each: -each[0])
+    lengths, chosen, prompts = map(list, zip(*itertools.islice(itertools.cycle(order), count), strict=True))
+    return FittingPrompts(rows=chosen, prompts=prompts, lengths=lengths, note=None)

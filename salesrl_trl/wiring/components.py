@@ -1,0 +1,404 @@
+"""The rooms of a trainer, built and connected.
+
+Owns the order in which the rooms are built, and which room gets which. Owns no logic, and no trainer: TRL's part comes
+as values and bound callables (`Hooks`).
+
+1. `Wiring`, before TRL's trainer is built: the rooms that need settings alone.
+2. `connect`, after it is built: the rooms that generate and score by TRL's own methods.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+from salesrl_trl.checkpoint.identity import Identity, identity_of_run
+from salesrl_trl.checkpoint.keeper import Keeper
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.order import why_in_trls_order
+from salesrl_trl.config.passes import passes_of
+from salesrl_trl.config.rollouts import (
+    check_rewards,
+    normaliser_of,
+    sampling_warnings,
+    scoring_settings,
+    why_not_divisible,
+)
+from salesrl_trl.data.branches import Branches
+from salesrl_trl.data.processor import leave_out_no_pictures
+from salesrl_trl.evaluation.answers import Processes
+from salesrl_trl.evaluation.held_out import HeldOut
+from salesrl_trl.evaluation.quick import QuickEvaluator
+from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.evaluation.sample import sample
+from salesrl_trl.generation.sampler import Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
+from salesrl_trl.wiring.hooks import Hooks
+from salesrl_trl.kl.branched import BranchedKL
+from salesrl_trl.kl.law import KLLaw
+from salesrl_trl.kl.reference import Reference
+from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.wiring.policy import Policy
+from salesrl_trl.reward.given import GivenRewards
+from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
+from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.scoring import Scoring
+from salesrl_trl.telemetry.epoch_lines import EpochLine
+from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
+from salesrl_trl.telemetry.layout import ScalarLayout
+from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
+from salesrl_trl.telemetry.step_lines import StepLine
+from salesrl_trl.telemetry.steps import StepMarks
+from salesrl_trl.telemetry.trackers import Trackers
+from salesrl_trl.types import Example
+from salesrl_trl.update.callbacks import SkipAndStop
+from salesrl_trl.update.ledger import Ledger
+from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.spending import ForecastLine, Spending, evaluations_of
+from salesrl_trl.update.stopping import Stopping
+from salesrl_trl.update.weights import WeightChange, raise_adapters
+
+logger = get_logger(__name__)
+
+
+class Wiring:
+    """The rooms of one trainer.
+
+    Args:
+        rewards (`GivenRewards`):
+            Score completions.
+        args (`SalesGRPOConfig`):
+            Settings.
+        instruments (`Instruments`, *optional*):
+            Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
+        kl_law (`KLLaw`, *optional*):
+            Moves the KL coefficients in place of the law that `args` sets.
+        train_dataset (`object`):
+            Training rows, in whatever form TRL takes them.
+        gets_adapter (`bool`):
+            Whether TRL will put an adapter on the model.
+    """
+
+    def __init__(
+        self,
+        rewards: GivenRewards,
+        args: SalesGRPOConfig,
+        instruments: Instruments | None,
+        kl_law: KLLaw | None,
+        train_dataset: object,
+        gets_adapter: bool,
+    ) -> None:
+        show_lines()
+        hide_unscorable_rows()
+        self._args = args
+        self._rewards = rewards
+        self.desk = rewards.desk
+        reward = self.reward = self.desk.reward
+        self._columns = getattr(train_dataset, "column_names", None)
+        self.branches = Branches.of_data(args.branches, args.branch_column, train_dataset)
+        args.branches = [*self.branches.names]
+        self.instruments = instruments or Instruments(
+            InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
+        )
+        self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.desk.status)
+        self.timeline = self.instruments.timeline
+        targets, law = args.kl_targets(), args.kl_control_law(kl_law)
+        self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
+        self.policy = Policy(args, self.kl is not None, gets_adapter)
+        self._banded = [branch for branch, target in targets.items() if target.has_band]
+        self.ledger = Ledger(
+            args.branches, reward.names.providers, reward.names.services, reward.names.stages,
+            with_kl=bool(targets), with_baseline=bool(args.hybrid_reference_weight),
+        )  # fmt: skip
+        self.spending = Spending(reward.budget)
+        self.run_control = RunControl(
+            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl,
+            Path(args.output_dir), args.max_outage_s, self.spending.told, self.spending.is_reached,
+        )  # fmt: skip
+        self.keeper = Keeper(
+            args,
+            self.kl,
+            self._identity,
+            is_skipping=lambda: self.run_control.is_skipping,
+            in_flight=lambda *counts: self.pipeline.in_flight(*counts),
+        )
+
+    def _identity(self, dataset: object) -> Identity:
+        """The identity of a run on this dataset."""
+        return identity_of_run(self._args, dataset, self.branches, self.policy.first_weights, self.policy.shape)
+
+    def connect(
+        self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
+    ) -> list[TrainerCallback]:
+        """Build the rooms that use TRL's own methods.
+
+        Args:
+            trl (`Hooks`):
+                TRL's trainer.
+            sampler (`Callable[[Upstream], Sampler]`, *optional*):
+                Makes another generation engine than TRL's.
+            quick_eval (`QuickEvalSettings`, *optional*):
+                Greedy evaluations every few steps.
+
+        Returns:
+            `list[TrainerCallback]`: the callbacks of a run, in their order.
+        """
+        self._trl, args = trl, self._args
+        check_rewards(args, trl.tools, trl.reward_answered)
+        size = args.per_device_train_batch_size * args.steps_per_generation
+        has_own_columns = trl.has_rollout_func or trl.tools is not None
+        self._rewards.check(None if has_own_columns else self._columns, args.num_generations, size)
+        self.stopping = Stopping(
+            self.run_control,
+            self.desk,
+            trl.accelerator.device,
+            capture=trl.capture,
+            restore=trl.restore,
+            can_undo=not trl.is_deepspeed,
+        )
+        self.reference = Reference(trl.model, trl.ref_model)
+        if self.reference.has_adapter and not trl.is_deepspeed:
+            raise_adapters(trl.model, args.bf16 or args.fp16)
+        for each in (trl.model, trl.ref_model):
+            if each is not None:  # a compiled one has no truth value
+                leave_out_no_pictures(each)
+        for warning in (*args.machine_notes, *sampling_warnings(args)):
+            logger.warning(warning)
+        self.sampler = self._sampler(trl, sampler or args.sampler_class())
+        # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
+        decoder = copy.deepcopy(trl.tokenizer) if self._is_served else trl.tokenizer
+        self.pipeline = Pipeline(
+            self.sampler,
+            self.desk,
+            self.timeline,
+            decode=functools.partial(decoder.decode, skip_special_tokens=True),
+            window=args.window,
+            lookahead=args.rollout_lookahead,
+            references_ahead=args.references_ahead,
+            behaviour_logps=self._behaviour_logps,
+            record_span=self.instruments.record_generation,
+            group=trl.group,
+            state=trl.state,
+            inside_trl=trl.tools is not None,
+        )
+        self.scoring = Scoring(
+            self.pipeline,
+            self.desk,
+            self.ledger,
+            self.instruments,
+            self.run_control,
+            scoring_settings(args, self.branches, self.reward.names.stages, trl.reward_weights, trl.reward_answered),
+            trl.accelerator.device,
+            score=trl.score,
+            advantages=trl.advantages,
+        )
+        at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
+        self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
+        in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
+        hindrance = in_trls_order or why_not_divisible(args, at_once)
+        self.in_groups = args.scored_groups_first and hindrance is None
+        if args.scored_groups_first and hindrance is not None:
+            logger.info(f"off: scored groups first, because {hindrance}")
+        self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
+        self._wrap_phases(trl)
+        self.quick_eval = self._quick_evaluator(trl, quick_eval)
+        self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
+        return self._callbacks(trl, quick_eval)
+
+    @property
+    def _is_served(self) -> bool:
+        return bool(self._args.use_vllm) and self._args.vllm_mode == "server"
+
+    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
+        if build is None:
+            hindrance = why_not_streamed(
+                use_vllm=self._args.use_vllm,
+                has_rollout_func=trl.has_rollout_func,
+                tools=trl.tools,
+                tokenizer=trl.tokenizer,
+            )
+            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=self._is_served, hindrance=hindrance)
+        return build(
+            Upstream(
+                generate=trl.generate,
+                model=trl.unwrapped,
+                step=trl.step,
+                temperature=self._args.temperature,
+                max_completion_length=self._args.max_completion_length,
+                eos_token_ids=tuple(trl.eos_token_ids),
+            )
+        )
+
+    def _wrap_phases(self, trl: Hooks) -> None:
+        trl.accelerator.backward = self.timeline.phased(Phase.BACKWARD, trl.accelerator.backward)
+        if not self._args.use_vllm:
+            self.policy.weight_check.skip("transformers generates with the trainer's own model")
+            return
+        for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
+            setattr(trl.engine, name, self.timeline.phased(phase, getattr(trl.engine, name)))
+
+    def _callbacks(self, trl: Hooks, quick_eval: QuickEvalSettings | None) -> list[TrainerCallback]:
+        args, names = self._args, self.reward.names
+        failures = functools.partial(self.ledger.failures, "train")
+        quick = () if self.quick_eval is None else self.quick_eval.figure_names
+        eval_generations = trl.num_generations_eval if args.held_out_eval else 0
+        return [
+            SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
+            StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
+            StepLine(args.branches, names.providers if names.has_actions else None, failures),
+            ForecastLine(self.spending, evaluations_of(args, quick_eval, trl.eval_dataset, eval_generations)),
+            EpochLine(args.branches, failures, trl.log),
+            HeldOut(
+                args.branches,
+                Path(args.output_dir),
+                self.ledger.drain_eval_rewards,
+                self.ledger.drain_written,
+                num_generations=trl.num_generations_eval,
+                examples=args.held_out_examples,
+                are_actions=names.has_actions,
+                is_cut=lambda: self.run_control.is_spent,
+            ),
+            ScalarLayout(args.branches, self._banded, quick, trl.callbacks.callbacks),
+            WeightChange(trl.accelerator, args.min_changed_weights, trl.log),
+        ]
+
+    def _begin(self) -> None:
+        """Prepare for the first step of a run."""
+        trl, (micro_step, has_batch) = self._trl, self._trl.position()
+        if trl.is_deepspeed:  # its optimizer steps inside `backward`
+            engine = trl.accelerator.deepspeed_engine_wrapped.engine
+            engine.step = self.timeline.phased(Phase.OPTIMIZER, engine.step)
+        if self.quick_eval is not None:
+            self.quick_eval.run_begins(trl.step())
+        self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
+        self.instruments.record_model(trl.unwrapped())
+
+    def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
+        trl = self._trl
+        device = trl.accelerator.device
+        return trl.logps_of(sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, device))
+
+    def check_sampler(self, prompts: Sequence[object]) -> Sampled:
+        """Sample a completion for each prompt. Check that the sampler has the weights in training; a collective.
+
+        Raises:
+            `WeightSyncError`: it has other ones.
+        """
+        trl = self._trl
+        sampled = self.sampler.start(prompts, lambda place, ids: None, ahead=False).result()
+        batch = sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
+        with trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
+            self.policy.weight_check.check(batch, trl.logps_of)
+        return sampled
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """While active, answers are greedy, and figures of other evaluations stay as they are."""
+        with self._trl.set_aside(), self.sampler.greedily(), self.ledger.aside("eval"):
+            yield
+
+    def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
+        """Move the coefficients of the next step by this step's KL over all ranks; a collective."""
+        trl = self._trl
+        totals = trl.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist()
+        betas, shares = kl.betas, kl.control.shares
+        if mode == "train":
+            kl.end_step(totals, trl.step() + 1, is_logged=trl.accelerator.is_main_process)
+        self.ledger.record_kl(mode, totals, betas, shares, kl.control)
+
+    def evaluate_quickly(self) -> None:
+        """Make a quick evaluation if one is due."""
+        if self.quick_eval is not None:
+            self.quick_eval.evaluate_if_due(self._trl.step())
+
+    def figures(self, mode: str) -> dict[str, float]:
+        """The figures of a log line. Starts over."""
+        figures = self.ledger.flush(mode)
+        more = self.spending.figures() | self.instruments.figures(self._trl.accelerator) if mode == "train" else {}
+        return figures | more
+
+    @contextlib.contextmanager
+    def running(self, save: Callable[[], None]) -> Iterator[None]:
+        """Inside the block a run goes on. If it fails, the measurements of the failed step are kept, and `save` saves
+        a checkpoint.
+
+        Raises:
+            `SalesRLError`: the reason for which training stopped.
+        """
+        self.instruments.start(self._trl.accelerator.is_main_process)
+        self.timeline.begin(StartUp.PREPARE)
+        try:
+            with self.stopping.watched(save):
+                try:
+                    yield
+                except BaseException as error:
+                    last = self.stopping.rescued(error, save)
+                    if last is error:
+                        raise
+                    raise last from error
+            if self.run_control.error is not None:
+                raise self.run_control.error
+        except BaseException:
+            self.timeline.add(self.desk.unreported_spans())
+            self.pipeline.forget()
+            self.instruments.close()
+            raise
+
+    def _quick_evaluator(self, trl: Hooks, settings: QuickEvalSettings | None) -> QuickEvaluator | None:
+        if settings is None or not settings.steps:
+            return None
+        args, kl, ranks = self._args, self.kl, Processes()
+        subject = GreedySubject(
+            set_aside=self._set_aside,
+            score=self._score_greedily,
+            logps_of=trl.logps_of,
+            decode=lambda ids: trl.tokenizer.batch_decode(ids, skip_special_tokens=True),
+            branch_of=self.branches.of,
+            ends=frozenset({*trl.eos_token_ids, trl.tokenizer.pad_token_id}),
+            batch_size=args.per_device_eval_batch_size,
+            kl=args.kl_penalty(),
+            betas=lambda: {} if kl is None else dict(zip(args.branches, kl.betas, strict=True)),
+            save=trl.save,
+            log=trl.log,
+        )
+        return QuickEvaluator(
+            subject,
+            sample(trl.eval_dataset, settings.rows, self.branches, ranks),
+            branches=args.branches,
+            settings=settings,
+            output_dir=Path(args.output_dir),
+            least_scored=args.min_valid_reward_fraction,
+            ranks=ranks,
+            timeline=self.timeline,
+            is_cut=lambda: self.run_control.is_spent,
+        )
+
+    def _score_greedily(self, rows: Sequence[Example]) -> ScoredBatch:
+        rollout, output = self.scoring.evaluate(list(rows), self._trl.step())
+        assert rollout.sampled is not None and rollout.result is not None
+        ids, rewards = rollout.sampled.completion_ids, rollout.result.rewards
+        return ScoredBatch(output=output, completion_ids=ids, rewards=rewards)
+
+    def forget_run(self) -> None:
+        """Forget an earlier run. It may have ended anywhere, also by an interruption."""
+        self.pipeline.forget()
+        self.scoring.forget()
+        self.passes.forget()
+        self.normaliser.forget()
+        if self.kl is not None:
+            self.kl.forget_sums()
+        self.ledger.clear()
+        self.run_control.restart()
+        self.stopping.forget()
+        self.desk.resume()
+
+    def close(self) -> None:
+        """Close the reward's connections and the instruments. Nothing can be scored after this."""
+        self.pipeline.forget()
+        self.desk.close()
+        self.instruments.close()
+        self.trackers.close()

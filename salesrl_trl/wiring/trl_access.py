@@ -1,0 +1,166 @@
+"""The parts of TRL's trainer that the rooms use, as values and bound callables.
+
+Owns their list for one trainer (`hooks` describes it). Overrides nothing: `trainer` does.
+"""
+
+import contextlib
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import Trainer
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.generation.requests import Requests
+from salesrl_trl.generation.sampler import Finished, Sampled, TokenSource, logps_arguments
+from salesrl_trl.wiring.hooks import Hooks
+from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.ground.patched import replaced
+from salesrl_trl.reward.desk import Column
+from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.rollout.scoring import Output
+from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.update.boundary import Boundary
+from salesrl_trl.wiring.components import Wiring
+
+
+class BoundTrainer(GRPOTrainer):
+    """TRL's trainer, with what the rooms may use of it."""
+
+    args: SalesGRPOConfig
+    rooms: Wiring
+    _timeline: Timeline
+    _tokens: TokenSource | None = None  # generates in place of TRL's engines
+    _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
+    _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes
+    _logs: dict[str, Any]
+    beta: float | BranchPenalty
+
+    def _hooks(self) -> Hooks:
+        return Hooks(
+            model=self.model,
+            unwrapped=lambda: self.accelerator.unwrap_model(self.model),
+            ref_model=self.ref_model,
+            step=lambda: self.state.global_step,
+            accelerator=self.accelerator,
+            is_deepspeed=self.is_deepspeed_enabled,
+            engine=self.vllm_generation if self.use_vllm else self.generation_config,
+            has_rollout_func=self.rollout_func is not None,
+            tools="an environment" if self.environment_factories is not None else "tools" if self.tools else None,
+            tokenizer=self._tokenizer,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            eos_token_ids=self.eos_token_ids,
+            reward_weights=self.reward_weights.tolist(),
+            reward_answered=[isinstance(each, Column) for each in self.reward_funcs],
+            group=lambda: self.num_generations if self.model.training else self.num_generations_eval,
+            state=lambda: self.state,
+            has_entropy_bonus=self._entropy_bonus_enabled,
+            has_aux_loss=self.aux_loss_enabled,
+            num_generations_eval=self.num_generations_eval,
+            generate=self._sample,
+            ask=self._ask_server,
+            logps_of=self._logps_of,
+            score=self._score,
+            advantages=lambda: self._logs["advantages"],
+            set_aside=self._set_aside,
+            drop_gradients=self._drop_gradients,
+            save=lambda folder: self.save_model(str(folder), _internal_call=True),  # pushes to no hub
+            log=functools.partial(Trainer.log, self),
+            callbacks=self.callback_handler,
+            eval_dataset=self.eval_dataset,
+            position=lambda: (self._step, self._buffered_inputs is not None),
+            capture=lambda: Boundary(
+                self.state, self.optimizer, self.lr_scheduler, self.rooms.kl, (self._step, self._buffered_inputs)
+            ),
+            restore=self._restore,
+        )
+
+    def _restore(self, boundary: Boundary) -> None:
+        self._step, self._buffered_inputs = boundary.restore()
+        self._metrics["train"].clear()  # of the step that is undone
+        self.rooms.passes.forget()
+        self.rooms.normaliser.forget()
+
+    def _drop_gradients(self) -> None:
+        if self.accelerator.scaler is not None:
+            with contextlib.suppress(RuntimeError):  # clipping has done it
+                self.accelerator.unscale_gradients()  # else the scaler refuses a step in which it saw no gradient
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _sample(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
+        """TRL's own `_generate`. Its measurements go with the completions, to be logged when these train."""
+        was_training, seen = self.model.training, self.state.num_input_tokens_seen
+        measured: dict[str, list[float]] = defaultdict(list)
+        metrics = {**self._metrics, self._mode: measured}
+        try:
+            with replaced(self, "_metrics", metrics), replaced(self, "_tokens", tokens):
+                generated = super()._generate(list(prompts))
+            tokens_seen = self.state.num_input_tokens_seen - seen
+        finally:
+            self.state.num_input_tokens_seen = seen
+            self.model.train(was_training)  # transformers' continuous batching leaves it in training
+        measured.pop("num_tokens")
+        return Sampled.of(generated, measured, tokens_seen, self._vision)
+
+    def _ask_server(self, prompts: Sequence[object], finished: Finished) -> Requests:
+        """Push changed weights, as TRL's `_generate` does, and ask for completions without waiting."""
+        with self.vllm_generation.begun(finished) as begun:
+            self._generate_single_turn(*self._tokenize_prompts(copy.deepcopy(list(prompts))), self.num_generations)
+        [requests] = begun
+        return requests
+
+    def _score(self, rollout: Rollout) -> Output:
+        """TRL's own method. Its figures and tables are kept only when all rewards are in."""
+        mode = rollout.mode
+        before = (self._metrics[mode], self._logs)
+        output: Output = super()._generate_and_score_completions(rollout.inputs)
+        if not rollout.is_complete:
+            self._metrics[mode], self._logs = before
+        elif not self.rooms.policy.weight_check.is_done and self.vllm_generation.temperature == self.temperature:
+            self.rooms.policy.weight_check.check(
+                output, self._logps_of
+            )  # not of an evaluation, which answers greedily
+        return output
+
+    def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
+        """Log-probs of a generation batch's completions under the current policy, shape (B, T)."""
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            given = logps_arguments(output, self.args.per_device_train_batch_size)
+            return self._get_per_token_logps_and_entropies(self.model, **given)[0]
+
+    @contextlib.contextmanager
+    def _with_fewer_micro_batches(self, factor: float) -> Iterator[None]:
+        """While active, TRL divides a loss by so many times fewer micro-batches, but for the router's."""
+        if factor == 1:  # an evaluation has no micro-batches
+            yield
+            return
+        with (
+            replaced(self, "current_gradient_accumulation_steps", self.current_gradient_accumulation_steps / factor),
+            replaced(self, "router_aux_loss_coef", self.router_aux_loss_coef / factor),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """While active, the policy evaluates, one answer a prompt. Figures and tables of others stay as they are."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with (
+                replaced(self, "num_generations_eval", 1),
+                replaced(self, "_metrics", {**self._metrics, "eval": defaultdict(list)}),
+                replaced(self, "_logs", copy.deepcopy(self._logs)),
+            ):
+                yield
+        finally:
+            self.model.train(was_training)

@@ -1,0 +1,484 @@
+"""From settings to the reward chain."""
+
+import asyncio
+import contextlib
+import json
+import re
+import sqlite3
+from dataclasses import replace
+
+import pytest
+from support.loopback import ACTION, ANSWER, action, chat_completion, row, score_batch
+
+from salesrl_trl.config import RewardConfig
+from salesrl_trl.errors import ConfigError, ServiceUnavailable
+from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.reward.batch import NOTHING_SCORED
+from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
+from salesrl_trl.build.assembly import build_reward
+from salesrl_trl.build.checks.reward import prepare_reward
+from salesrl_trl.types import Message, Outcome
+
+BRANCHES = ("fairness", "hallucination")
+PROVIDER = {"name": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
+DEAD = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def config(services, tmp_path):
+    """Settings for services on loopback. No call is hedged, so that a slow machine changes no count of calls."""
+
+    def make(**settings):
+        given = {"rag_base_url": services.url, "judge_base_url": f"{services.url}/v1", "hedge_fraction": 0.0}
+        return RewardConfig(**{**given, "reference_cache": str(tmp_path / "refs.sqlite"), **settings})
+
+    return make
+
+
+def score(config, tmp_path, completions, rows=None, **settings):
+    return score_batch(built(config, tmp_path, rows, **settings), completions)
+
+
+def built(config, tmp_path, rows=None, **settings):
+    parts = prepare_reward(config, BRANCHES)
+    return build_reward(
+        config,
+        parts,
+        rows or [row()],
+        config.rag_base_url,
+        config.judge_base_url or "",
+        output_dir=tmp_path,
+        **settings,
+    )
+
+
+def warmed_up(reward):
+    async def once():
+        told = await reward.warm_up()
+        await reward.aclose()
+        return told
+
+    return asyncio.run(once())
+
+
+def test_an_action_of_other_fields_reaches_the_8b_endpoint_and_the_judge(config, services, tmp_path):
+    settings = config(action_fields=["filters", "question"], query_field="question")
+    reward = built(settings, tmp_path)
+    scored, invalid = score_batch(reward, ['{"question": "Price?", "filters": "city=Wuhan"}', ACTION]).rewards
+    assert (scored.outcome, invalid.reason) == (Outcome.OK, "missing_field")
+    (asked,) = services.asked["8b"]
+    assert {"question": "Price?", "filters": "city=Wuhan"}.items() <= asked.json.items()
+    assert "rewritten_query" not in asked.json
+    shown = read_sections(services.asked["judge"][0].json["messages"][1]["content"])
+    assert json.loads(shown["action"]) == {"filters": "city=Wuhan", "question": "Price?"}
+    assert warmed_up(reward)["rag_8b"] > 0
+    assert services.asked["8b"][-1].json["question"] == row().conversation[-1].content
+
+
+def test_the_reference_and_the_answers_of_an_earlier_run_are_not_asked_for_again(config, services, tmp_path):
+    score(config(), tmp_path, [action()])
+    assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
+    again = score(config(), tmp_path, [action()])  # resumed in the same folder
+    assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
+    assert again.report.cache_hits == {"answers": 2, "references": 1}
+    score(config(), tmp_path / "another_run", [action()])
+    assert services.calls == {"8b": 2, "32b": 1, "judge": 2}
+
+
+ROWS = [row(f"r{at}", message_id=f"m{at}") for at in range(20)]
+
+
+def answers_of_today(services, changes):
+    """The 32B endpoint samples its words, and says what `changes` say of a message from its 21st call on."""
+    asked = []
+
+    def answer(request):
+        message = request.json["message_id"]
+        asked.append(message)
+        price = changes.get(message, "5980") if len(asked) > len(ROWS) else "5980"
+        passages = [{"id": "d1", "text": f"It costs {price}.", "score": 0.5}]
+        return 200, {"answer": f"Wording {len(asked)}: {price}", "passages": passages, "took_ms": 1.0}
+
+    services.functions["32b"] = answer
+    return asked
+
+
+def second_run(config, tmp_path, caplog):
+    """All rows are scored, then another run of them, in another folder, warms up; its reward, and what it says."""
+    caplog.set_level("INFO")
+    for folder in ("first", "second"):
+        parts = prepare_reward(config(), BRANCHES)
+        url = config().rag_base_url
+        reward = build_reward(config(), parts, ROWS, url, f"{url}/v1", output_dir=tmp_path / folder)
+        if folder == "first":
+            score_batch(reward, [action()] * len(ROWS), list(range(len(ROWS))))
+    warmed_up(reward)
+    (said,) = (text for text in caplog.messages if "[References]" in text)
+    return reward, said
+
+
+def test_kept_references_that_still_hold_are_counted_and_used(config, services, tmp_path, caplog):
+    asked = answers_of_today(services, {})
+    reward, said = second_run(config, tmp_path, caplog)
+    assert re.search(r"20 of 20 references come from the cache \S+refs\.sqlite, last written 20\d\d-", said)
+    # Of 20, every third is asked for again: 7.
+    assert "7 of them were asked for again: they are the same. Delete the file when" in said
+    asked.clear()
+    score_batch(reward, [action()] * 20, list(range(20)))
+    assert asked == []
+
+
+def test_kept_references_of_yesterdays_knowledge_are_forgotten(config, services, tmp_path, caplog):
+    asked = answers_of_today(services, {"m6": "6500"})
+    reward, said = second_run(config, tmp_path, caplog)
+    assert "1 of 7 references differ" in said and "refs.sqlite" in said and "forgotten and asked for anew" in said
+    asked.clear()
+    score_batch(reward, [action()] * 20, list(range(20)))
+    assert sorted(asked) == sorted(each.message_id for each in ROWS)
+
+
+@pytest.mark.parametrize("since", ["nothing", "another process", "another run", "the file was deleted"])
+def test_answers_go_with_the_references_they_were_kept_beside(config, services, tmp_path, since):
+    """Whoever forgets references leaves fresh ones, by which nobody else sees that the knowledge has changed."""
+    answers_of_today(services, {} if since == "nothing" else {"m6": "6500"})
+    parts, url = prepare_reward(config(), BRANCHES), config().rag_base_url
+
+    def launched(folder, process):
+        reward = build_reward(config(), parts, ROWS, url, f"{url}/v1", output_dir=folder, process_index=process)
+        warmed_up(reward)
+        asked = services.calls["8b"]
+        score_batch(reward, [action()] * len(ROWS), list(range(len(ROWS))))
+        return services.calls["8b"] - asked
+
+    assert launched(tmp_path, 1) == 20
+    if since == "another process":
+        launched(tmp_path, 0)
+    elif since == "another run":
+        launched(tmp_path / "another", 0)
+    elif since == "the file was deleted":
+        (tmp_path / "refs.sqlite").unlink()
+    assert launched(tmp_path, 1) == (0 if since == "nothing" else 20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        ("verdict", '{"candidate": 7.0, "reference": 0.5, "reason": ""}'),
+        ("verdict", '{"candidate": NaN, "reference": 0.5, "reason": ""}'),
+        ("verdict", '{"candidate": 0.9, "reference": Infinity, "reason": ""}'),
+        ("verdict", '{"candidate": "1", "reference": 0.5, "reason": ""}'),
+        ("verdict", '{"candidate": true, "reference": 0.5, "reason": ""}'),
+        ("verdict", '{"candidate": 0.9, "reference": null, "reason": ""}'),
+        ("verdict", "{}"),
+        ("answer", '{"text": "x", "passages": [{"id": "a", "text": "", "score": 7.0}], "took_ms": 1}'),
+        ("answer", '{"text": "x", "passages": [{"id": "a", "text": "", "score": NaN}], "took_ms": 1}'),
+        ("answer", '{"text": " ", "passages": [{"id": "a", "text": "", "score": 0.5}], "took_ms": 1}'),
+        ("answer", '{"text": 7, "passages": [], "took_ms": 1}'),
+        ("answer", '[' * 5000),
+        ("answer", '"busy"'),
+        ("reference", '{"text": "Thought process:", "passages": [], "took_ms": 1}'),
+        ("reference", '{"text": "x", "passages": [], "took_ms": NaN}'),
+    ],
+)  # fmt: skip
+def test_what_comes_out_of_a_cache_is_checked_as_what_comes_off_the_wire(config, services, tmp_path, kind, stored):
+    weights = {"fairness": {"judge": 0.5, "retrieval": 0.5}}
+    first = score(config(branch_reward_weights=weights), tmp_path, [action()]).rewards
+    path = tmp_path / ("refs.sqlite" if kind == "reference" else "answers.rank0.sqlite")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as file:
+        like = "%candidate%" if kind == "verdict" else "%passages%"
+        assert file.execute("UPDATE answers SET value = ? WHERE value LIKE ?", (stored, like)).rowcount == 1
+    for times in (2, 2):  # asked for again, and overwritten
+        again = score(config(branch_reward_weights=weights), tmp_path, [action()]).rewards
+        assert [each.value for each in again] == [each.value for each in first]
+        asked = {"verdict": "judge", "answer": "8b", "reference": "32b"}[kind]
+        assert services.calls == {"8b": 1, "32b": 1, "judge": 1, asked: times}
+
+
+def test_without_caches_everything_is_asked_for_again(config, services, tmp_path):
+    for _ in range(2):
+        score(config(cache_answers=False, reference_cache=""), tmp_path, [action()])
+    assert services.calls == {"8b": 2, "32b": 2, "judge": 2}
+    assert list(tmp_path.rglob("*.sqlite")) == []
+
+
+def test_without_a_cache_an_equal_answer_is_asked_for_in_every_batch(config, services, tmp_path):
+    settings = config(cache_answers=False)
+    parts = prepare_reward(settings, BRANCHES)
+    reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
+
+    async def twice():
+        for _ in range(2):
+            await reward(prompts=[None] * 2, completions=[action()] * 2, row=[0, 0])
+        await reward.aclose()
+
+    asyncio.run(twice())
+    assert services.calls == {"8b": 2, "32b": 1, "judge": 2}
+
+
+def test_by_default_references_lie_in_the_cache_folder(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path / "cache"))
+    score(config(reference_cache=None), tmp_path, [action()])
+    assert (tmp_path / "cache" / "references.sqlite").is_file()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rag_top_k": 4},
+        {"rag_score_threshold": 0.2},
+        {"judge_model": "another"},
+        {"judge_response_format": "text"},
+        {"judge_max_completion_tokens": 4000},
+        {"judge_repeats": 3},
+        {"judge_repeats": 3, "judge_aggregation": "median"},
+    ],
+    ids=str,
+)
+def test_what_decides_an_answer_is_part_of_its_key(config, services, tmp_path, change):
+    score(config(), tmp_path, [action()])
+    before = services.calls.total()
+    score(config(**change), tmp_path, [action()])
+    assert services.calls.total() > before
+
+
+def test_a_replaced_rubric_is_judged_anew(config, services, tmp_path):
+    score(config(), tmp_path, [action()])
+    (tmp_path / "fairness.txt").write_text("Be strict.", encoding="utf-8")
+    score(config(rubric_dir=str(tmp_path)), tmp_path, [action()])
+    assert services.calls == {"8b": 1, "32b": 1, "judge": 2}
+
+
+def test_limits_are_divided_over_processes(config, services, tmp_path):
+    reward = score(config(rag_max_concurrency=64, initial_concurrency=64), tmp_path, [action()], processes=8)
+    traffic = reward.report.traffic
+    assert traffic["rag_8b"]["slots"] == 8
+    assert (
+        score(config(rag_max_concurrency=4), tmp_path, [action()], processes=8).report.traffic["rag_8b"]["slots"] == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"), [({}, {"8b": 2, "judge": 2}), ({"judge_max_attempts": 1}, {"8b": 2, "judge": 1})]
+)
+def test_a_judge_has_attempts_of_its_own_if_given(config, services, tmp_path, settings, asked):
+    services.answers["8b"] = [(500, {}, {}, 0), (200, ANSWER, {}, 0)]
+    services.answers["judge"] = [(500, {}, {}, 0)]
+    (reward,) = score(config(max_attempts=2, **settings), tmp_path, [action()]).rewards
+    assert reward.reason == "judge_http_500"
+    assert {service: services.calls[service] for service in asked} == asked
+
+
+def test_a_failed_call_names_its_row_and_texts_are_shown_to_those_who_ask(config, services, tmp_path, caplog):
+    texts = ("my own words", ANSWER["answer"])
+    services.answers["32b"] = [(500, {}, {}, 0)]
+    services.set("judge", {}, status=500)
+    with caplog.at_level("DEBUG", logger="salesrl_trl"):
+        score(config(max_attempts=1), tmp_path, [action(query=texts[0])])
+        assert "[Scoring] r1 infra judge_http_500 (retrieval 0.50, format 1.00); parse " in caplog.text
+        assert "[RAG] r1 rag_32b failed: rag_32b_http_500" in caplog.text
+        score(config(verbose=["scoring"]), tmp_path, ["no action"])
+        assert "[Scoring] r1 invalid_action 0.00 not_json (format 0.00); parse" in caplog.text
+        assert not any(text in caplog.text for text in texts)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="salesrl_trl"):
+        score(config(max_attempts=1, verbose=["completions", "rag"]), tmp_path, [action(query=texts[0])])
+    assert "[Scoring]" not in caplog.text
+    shown = [line for line in caplog.messages if line.startswith(("[Completion] r1: ", "[RAG] r1 rag_8b "))]
+    assert [any(text in line for line in shown) for text in texts] == [True, True]
+
+
+def test_several_providers_are_built_with_their_own_limits_and_keys(config, services, tmp_path, monkeypatch):
+    monkeypatch.setenv("FIRST_KEY", "first-secret")
+    providers = [
+        {"name": "first", "base_url": f"{services.url}/v1", "model": "large", "api_key_env": "FIRST_KEY",
+         "max_concurrency": 3, "timeout_s": 7},
+        {"name": "second", "base_url": f"{services.url}/v1", "model": "small", "weight": 0},
+    ]  # fmt: skip
+    result = score(config(judge_base_url=None, judge_providers=providers), tmp_path, [action()])
+    assert tuple(result.report.usage) == ("first", "second")
+    assert tuple(result.report.traffic) == ("rag_8b", "rag_32b", "judge_first", "judge_second")
+    asked = services.asked["judge"][0]
+    assert (asked.json["model"], asked.headers["Authorization"]) == ("large", "Bearer first-secret")
+    assert result.report.traffic["judge_first"]["slots"] == 3
+
+
+def test_json_on_the_command_line_is_as_good_as_yaml(config):
+    assert RewardConfig(judge_providers=json.dumps([PROVIDER])).parsed_judge_providers()[0].name == "openai"
+    weights = {"fairness": {"judge": 0.5, "retrieval": 0.5}}
+    assert RewardConfig(branch_reward_weights=json.dumps(weights)).parsed_branch_weights() == weights
+
+
+def test_weights_and_the_rule_for_missing_components_reach_the_reward(config, services, tmp_path):
+    services.set("32b", {}, status=400)
+    services.verdict(json.dumps({"candidate": 0.5, "reference": None, "reason": ""}))
+    weights = {"fairness": {"judge": 0.5, "margin": 0.5}}
+    settings = config(branch_reward_weights=weights, missing_component="reweight")
+    (reward,) = score(settings, tmp_path, [action()]).rewards
+    assert reward.value == pytest.approx(0.5)  # the judge alone, at the full scale
+
+
+def test_a_judge_that_is_down_is_told_and_the_other_is_enough(config, services, caplog):
+    alive = {**PROVIDER, "name": "alive", "base_url": f"{services.url}/v1"}
+    prepare_reward(config(judge_base_url=None, judge_providers=[PROVIDER, alive]), BRANCHES)
+    assert "judge_providers[openai]" in caplog.text
+    with pytest.raises(ServiceUnavailable, match=r"judge_providers\[openai\]"):
+        prepare_reward(config(judge_base_url=None, judge_providers=[PROVIDER]), BRANCHES)
+
+
+@pytest.mark.parametrize(
+    ("weights", "hybrid", "waits"),
+    [({"judge": 1.0}, False, False), ({"judge": 0.5, "margin": 0.5}, False, True), ({"judge": 1.0}, True, True)],
+    ids=["judge", "margin", "hybrid baseline"],
+)
+def test_an_outage_of_the_reference_is_waited_out_where_its_score_is_weighed(
+    config, services, tmp_path, weights, hybrid, waits
+):
+    services.answers["32b"] = [(500, {}, {}, 0)] * 5 + [(200, ANSWER, {}, 0)]
+    settings = config(branch_reward_weights={"fairness": weights}, max_attempts=1, outage_patience_s=5.0)
+    rows = [row(f"r{index}", message_id=f"m{index}") for index in range(6)]
+    parts = prepare_reward(settings, BRANCHES, hybrid)
+    reward = build_reward(settings, parts, rows, services.url, f"{services.url}/v1", output_dir=tmp_path)
+
+    async def all_then_one():
+        completions = [action(query=f"q{index}") for index in range(6)]
+        await reward(prompts=[None] * 5, completions=completions[:5], row=list(range(5)))
+        result = await reward.score_all([5], completions[5:])  # the breaker is open by now
+        await reward.aclose()
+        return result
+
+    assert (asyncio.run(all_then_one()).rewards[0].components["reference"] is not None) is waits
+
+
+def test_a_hybrid_baseline_wants_a_judge_in_every_branch(config):
+    settings = config(branch_reward_weights={"fairness": {"retrieval": 1.0}})
+    prepare_reward(settings, BRANCHES)
+    with pytest.raises(ConfigError, match=r"has no judge in \['fairness'\]"):
+        prepare_reward(settings, BRANCHES, True)
+
+
+def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
+    settings = config(warm_up_services=True)
+    parts = prepare_reward(settings, BRANCHES)
+    asked = replace(row(), conversation=(Message(role="customer", content="What does it cost? " * 300),))
+    reward = build_reward(settings, parts, [asked], services.url, f"{services.url}/v1", output_dir=tmp_path)
+
+    told = warmed_up(reward)
+    assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
+    assert len(services.asked["8b"][0].json["rewritten_query"]) == MAX_FIELD_CHARS  # as long as an action's may be
+    assert all(0 < seconds < 5 for seconds in told.values())
+    assert reward.unusable(told) == []
+    report = asyncio.run(reward.drained(NOTHING_SCORED))
+    assert report.traffic["rag_8b"]["calls"] == 0  # the first step's figures are its own
+
+
+@pytest.mark.parametrize(
+    ("broken", "unusable"), [("8b", ["rag_8b_http_500"]), ("32b", []), ("judge", ["judge_http_500"])]
+)
+def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(config, services, tmp_path, broken, unusable):
+    services.set(broken, {}, status=500)
+    settings = config(max_attempts=1, outage_patience_s=0.0, hedge_fraction=0.0)
+    parts = prepare_reward(settings, BRANCHES)
+    reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
+
+    assert [error.code for error in reward.unusable(warmed_up(reward))] == unusable
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"judge_providers": "[{"}, "`judge_providers` is not JSON"),
+        ({"judge_providers": "{}"}, "`judge_providers` is a dict. Expected a list"),
+        ({"judge_providers": []}, "at least one provider"),
+        ({"judge_providers": ["openai"]}, "holds a str"),
+        ({"judge_providers": [{"name": "a"}]}, r"lacks \['base_url', 'model'\]"),
+        ({"judge_providers": [{**PROVIDER, "api_key": "sk-1"}]}, r"unknown \['api_key'\]"),
+        ({"judge_providers": [PROVIDER, PROVIDER]}, "each name once"),
+        ({"judge_providers": [{**PROVIDER, "weight": 0}]}, "one with a weight"),
+        ({"judge_providers": [{**PROVIDER, "weight": -1}]}, "Expected 0 or more"),
+        ({"judge_providers": [{**PROVIDER, "name": "a b"}]}, "Expected letters"),
+        ({"judge_providers": [{**PROVIDER, "base_url": "api.openai.com"}]}, "starts with http"),
+        ({"judge_providers": [{**PROVIDER, "timeout_s": 0}]}, "Expected more than 0"),
+        ({"judge_providers": [{**PROVIDER, "response_format": "xml"}]}, "Expected one of: auto"),
+        ({"judge_providers": [{**PROVIDER, "extra_body": "low"}]}, "Expected fields of a request"),
+        ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected one of them"),
+        ({"judge_aggregation": "max"}, "Expected one of: mean, median, min"),
+        ({"judge_response_format": "xml"}, "Expected one of: auto, json_schema, text"),
+        ({"missing_component": "zero"}, "Expected one of: none, reweight"),
+        ({"branch_reward_weights": {"fairness": 1.0}}, "Expected a mapping of component to number"),
+        ({"branch_reward_weights": "judge"}, "is not JSON"),
+        ({"hedge_fraction": 2.0}, "Expected 0 to 1"),
+        ({"invalid_action_reward": float("-inf")}, "Expected a finite number"),
+        ({"reward_deadline_s": float("inf")}, "Expected a finite number"),
+        ({"judge_providers": [{**PROVIDER, "weight": float("inf")}]}, "Expected a finite number"),
+        ({"judge_providers": [{**PROVIDER, "usd_per_million_prompt_tokens": float("nan")}]}, "a finite number"),
+        ({"outage_patience_s": -1.0}, "Expected 0 or more"),
+        ({"initial_concurrency": 0}, "Expected more than 0"),
+        ({"judge_repeats": 0}, "Expected more than 0"),
+        ({"vector_store_path": "store"}, "without `embedding_base_url`"),
+        ({"embedding_model": "m"}, "without `vector_store_path`"),
+        ({"vector_store_path": "store", "rag_base_url": DEAD}, "Expected one of them to retrieve from"),
+        ({"rag_base_url": "http://user:hunter2@127.0.0.1"}, "holds credentials"),
+        ({"rag_base_url": "user:hunter2@127.0.0.1"}, "holds credentials"),
+        ({"rag_base_url": "http://127.0.0.1/rag?key=hunter2"}, "holds credentials or a query"),
+        ({"judge_base_url": "127.0.0.1/v1#hunter2"}, "holds credentials or a query"),
+        ({"rag_base_url": "http://"}, "with a host"),
+        ({"rag_base_url": "http://rag:http"}, "with a host"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        RewardConfig(**settings)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"branch_reward_weights": {"fairness": {"judge": float("inf")}}}, "a weight above 0 and up to"),
+        ({"branch_reward_weights": {"fairness": {"judge": float("nan")}}}, "a weight above 0 and up to"),
+        ({"branch_reward_weights": {"fairness": {"judge": 10**400}}}, "a weight above 0 and up to"),
+        ({"branch_reward_weights": {"tone": {"judge": 1.0}}}, r"names the branches \['tone'\]"),
+        ({"branch_reward_weights": {"fairness": {"judge_tone": 1.0}}}, "rubrics are missing: tone.txt"),
+        ({"judge_providers": [{**PROVIDER, "api_key_env": "NO_SUCH_KEY"}]}, r"judge_providers\[openai\].api_key_env"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_with_branches_or_environment_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare_reward(RewardConfig(**settings), BRANCHES)
+
+
+def test_a_verdict_is_not_kept_when_it_was_none(config, services, tmp_path):
+    services.set("judge", chat_completion("no"))
+    score(config(), tmp_path, [action()])
+    services.verdict(json.dumps({"candidate": 0.5, "reference": 0.5, "reason": ""}))
+    (reward,) = score(config(), tmp_path, [action()]).rewards
+    assert reward.value == 0.5
+
+
+def objects_of_ours(thing, seen):
+    """`thing` and all that hangs on it, as far as it is of this package."""
+    if id(thing) in seen:
+        return
+    seen[id(thing)] = thing
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    held = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
+    held += [getattr(thing, name) for name in slots if isinstance(name, str) and hasattr(thing, name)]
+    for each in thing if isinstance(thing, list | tuple) else [*thing.values()] if isinstance(thing, dict) else held:
+        if isinstance(each, list | tuple | dict) or type(each).__module__.startswith("salesrl_trl"):
+            objects_of_ours(each, seen)
+
+
+def test_no_part_shows_a_key(config, services, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAG_KEY", "hunter2-rag")
+    monkeypatch.setenv("JUDGE_KEY", "hunter2-judge")
+    settings = config(rag_api_key_env="RAG_KEY", judge_api_key_env="JUDGE_KEY")
+    parts = prepare_reward(settings, BRANCHES)
+    reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
+    seen = {}
+    objects_of_ours([parts, reward], seen)
+    kinds = {type(each).__name__ for each in seen.values()}
+    assert {"RewardParts", "JudgeProvider", "ProviderClient", "HttpClient", "RagClient"} <= kinds
+    ours = [each for each in seen.values() if type(each).__module__.startswith("salesrl_trl")]
+    assert not [type(each).__name__ for each in ours if "hunter2" in repr(each)]

@@ -1,0 +1,136 @@
+"""The lines at the start of a run, and the file that keeps the lines of the console."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from salesrl_trl.build.banner import banner
+from salesrl_trl.build.settings import parse
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "expected"),
+    [
+        (
+            "full",
+            [],
+            [
+                "the packaged small policy (your own: --model_name_or_path NAME)",
+                # 8 a micro-batch x 8 accumulated = 64 completions, of 8 for each prompt
+                "8 prompts x 8 completions = 64 completions (8 a micro-batch x 8 accumulated); 30 steps",
+                "up to 64 new tokens in 320 with the prompt",
+                "generated up to 2 steps ahead",
+                "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats a token",
+                "packaged, compact (your own: --prompt_template FILE); rubrics: packaged",
+                "embedded, made for the demo (your own: --judge_base_url",
+                "prompt_style compact (not instruct)",
+                "The settings ask for bf16, and this run is on a CPU",
+            ],
+        ),
+        (
+            "full",
+            ["--model_name_or_path", "POLICY", "--use_peft", "true", "--lora_r", "8", "--branch_kl", "{}"],
+            [
+                "POLICY, ",
+                "trained: LoRA of rank 8",
+                "up to 512 new tokens in 4096 with the prompt",
+                "fairness: no KL",
+                "500 steps, learning rate 1e-06",
+            ],
+        ),
+        (
+            "debug",
+            ["--rag_base_url", "http://127.0.0.1:1", "--judge_base_url", "http://127.0.0.1:2/v1"],
+            ["RAG service  http://127.0.0.1:1", "salesrl-judge at http://127.0.0.1:2/v1", "on-policy"],
+        ),
+        (
+            "full",
+            [
+                *(
+                    "--judge",
+                    "mine.Judge",
+                    "--reward_stages",
+                    "mine.Stage",
+                    "--kl_law",
+                    "salesrl_trl.kl.law.AdaptiveLaw",
+                ),
+                *("--use_vllm", "false", "--sampler", "salesrl_trl.generation.sampler.WholeBatch"),
+            ],
+            [
+                "judge        mine.Judge",
+                "stage        mine.Stage",
+                "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats a token, moved by salesrl_trl.kl.law.AdaptiveLaw",
+                "rollouts     salesrl_trl.generation.sampler.WholeBatch, up to 64 new tokens, temperature 1",
+            ],
+        ),
+        ("full", ["--kl_control", "false"], ["KL band 0.1 to 0.3 nats a token, coefficient fixed"]),
+    ],
+    ids=["as it stands", "own policy with LoRA", "own services", "own parts", "fixed coefficients"],
+)
+def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp_path):
+    arguments = [str(tiny) if each == "POLICY" else each for each in arguments]
+    config = parse([*arguments, "--use_cpu", "--output_dir", str(tmp_path)], ROOT / f"recipes/{recipe}.yaml")
+    notes = [*config.notes, *config.training.machine_notes]
+    lines = banner(
+        config.data, config.reward, config.telemetry, config.training, config.model,
+        policy_path=str(tiny), rows=(320, 12), notes=notes,
+    )  # fmt: skip
+    text = "\n".join(lines)
+    for part in expected:
+        assert part.replace("POLICY", str(tiny)) in text
+    assert "320 of demo to train on, 12 held out" in text
+    assert "<|im_end|> (2)" in text
+
+
+@pytest.mark.parametrize("spelled", ["--model_name_or_path", "--model-name-or-path"])
+def test_a_named_model_is_trained_by_its_own_settings(spelled, tmp_path):
+    config = parse([spelled, "NAME", "--output_dir", str(tmp_path)], ROOT / "recipes/full.yaml")
+    assert (config.training.learning_rate, config.data.prompt_style, config.notes) == (1e-6, "instruct", [])
+
+
+def test_what_the_command_line_sets_holds_for_the_small_policy_too(tmp_path):
+    config = parse(["--max-steps", "7", "--output_dir", str(tmp_path)], ROOT / "recipes/full.yaml")
+    assert (config.training.max_steps, config.training.max_completion_length) == (7, 64)
+    assert "max_steps" not in config.notes[0]
+
+
+def test_a_recipe_may_leave_to_its_default_what_it_sets_for_the_small_policy(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"prompt_style: instruct\nsmall_policy: {{prompt_style: compact, max_steps: 3}}\noutput_dir: {tmp_path}\n"
+    )
+    assert parse([], recipe).notes[0].endswith("prompt_style compact (not instruct), max_steps 3")
+
+
+def test_a_child_s_and_an_error_s_last_words_are_kept(tmp_path):
+    script = (
+        "import subprocess, sys; from pathlib import Path; from salesrl_trl.run.console import keep_console;"
+        "keep_console(Path(sys.argv[1])); print('out'); subprocess.run(['sh', '-c', 'echo child >&2']); 1 / 0"
+    )
+    kept = tmp_path / "run.log"
+    done = subprocess.run([sys.executable, "-c", script, str(kept)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == "out\n"
+    assert done.stderr.startswith("child\nTraceback") and done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert sorted(kept.read_text().splitlines()) == sorted((done.stdout + done.stderr).splitlines())
+
+
+def test_the_log_goes_on_when_the_console_has_ended(tmp_path: Path) -> None:
+    """As with `| head`, or a terminal that was closed."""
+    script = (
+        "import os, sys; from pathlib import Path; from salesrl_trl.run.console import keep_console;"
+        "keep_console(Path(sys.argv[1])); os.write(1, b'first\\n'); sys.stdin.readline();"
+        "os.write(1, b'second\\n'); os.write(2, b'third\\n'); os.write(1, b'last\\n')"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run.log")]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.stdin and run.stdout and run.stdout.readline() == b"first\n"
+    run.stdout.close()  # both streams write to this pipe
+    run.stdin.close()
+    assert run.wait(60) == 0
+    # stdout and stderr go through two processes, so that only the order within one is known
+    assert sorted((tmp_path / "run.log").read_text().split()) == ["first", "last", "second", "third"]

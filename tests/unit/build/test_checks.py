@@ -1,0 +1,376 @@
+"""Checks of the outside world, before any model is loaded."""
+
+import asyncio
+import gzip
+import re
+import socket
+import threading
+import traceback
+
+import pytest
+from transformers import Qwen2Config
+from werkzeug import Response
+
+from salesrl_trl.config import DataConfig, SalesGRPOConfig
+from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
+from salesrl_trl.reward.service.http import MAX_BODY_BYTES, HttpClient
+from salesrl_trl.build.checks.addresses import check_models, check_rag, check_vllm_server
+from salesrl_trl.build.checks.folders import earlier_start
+from salesrl_trl.build.checks.model import check_model, load_tokenizer, positions_of
+from salesrl_trl.build.checks.prompts import prompt_limit
+from salesrl_trl.build.checks.reward import read_key
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10"])
+def test_a_local_path_that_leads_nowhere_is_refused(path):
+    with pytest.raises(ModelNotFoundError, match=r"where there is nothing. Expected a folder that `save_pretrained`"):
+        check_model(path, None, False)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"a folder without config\.json"):
+        check_model(str(tmp_path), None, False)
+
+
+def test_a_hub_name_that_cannot_be_reached_is_refused():
+    with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
+        check_model("nobody/no-such-model", None, False)
+
+
+def test_a_hub_out_of_reach_is_told_at_once_and_one_that_answers_is_asked_on(monkeypatch, httpserver):
+    """transformers tries for 40 s, and prints a line for each try."""
+    monkeypatch.setattr("salesrl_trl.build.checks.model.is_offline_mode", lambda: False)  # as a user's machine
+    monkeypatch.setenv("HF_ENDPOINT", "http://user:secret@127.0.0.1:9")
+    with pytest.raises(ModelNotFoundError, match=r"the hub can't be reached at http://127.0.0.1:9 \(URLError\)"):
+        check_model("nobody/no-such-model", None, False)
+    httpserver.expect_request("/api/models/nobody/no-such-model").respond_with_data("", status=404)
+    for hub, proxy in (
+        (httpserver.url_for("").rstrip("/"), ""),
+        (httpserver.url_for("").rstrip("/").replace("http:", "https:"), ""),  # the hub's client has certificates
+        ("http://127.0.0.1:9", "socks5://127.0.0.1:9"),  # and proxies
+    ):
+        monkeypatch.setenv("HF_ENDPOINT", hub)
+        monkeypatch.setenv("HTTPS_PROXY", proxy)
+        with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
+            check_model("nobody/no-such-model", None, False)
+
+
+def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):
+    Qwen2Config().save_pretrained(tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"where there is no tokenizer\. Expected one of tokenizer\.json"):
+        load_tokenizer(str(tmp_path), None, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "positions", "tokens", "reason"),
+    [
+        # a prompt has what the completion's 64 tokens leave
+        ({"vllm_max_model_length": 320}, 512, 256, "`vllm_max_model_length` 320 less `max_completion_length` 64"),
+        ({}, 512, 448, "the model's positions 512 less"),
+        ({"use_vllm": False, "vllm_max_model_length": 320}, 512, 448, "the model's positions"),
+        ({"vllm_mode": "server", "vllm_max_model_length": 320}, 512, 448, "the model's positions"),
+        ({"vllm_max_model_length": 320, "vllm_engine_kwargs": '{"max_model_len": 300}'}, 512, 236, "`max_model_len`"),
+        ({"vllm_max_model_length": 320, "max_prompt_tokens": 200}, 512, 200, "`max_prompt_tokens`"),
+        ({"max_prompt_tokens": 200}, None, 200, "`max_prompt_tokens`"),
+        ({}, None, None, ""),
+    ],
+)
+def test_a_prompt_leaves_room_for_its_completion(given, positions, tokens, reason):
+    limit = prompt_limit(*_lengths(**given), positions)
+    assert (limit and limit.tokens) == tokens
+    assert reason in (limit.reason if limit else "")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_prompt_tokens": 257}, r"`max_prompt_tokens` 257 and `max_completion_length` 64 do not fit .* 320"),
+        ({"max_completion_length": 320}, "a prompt and `max_completion_length` 320 do not fit"),
+        ({"vllm_max_model_length": 4096}, "`vllm_max_model_length` is 4096, but the model has 512 positions"),
+    ],
+)
+def test_a_prompt_without_room_for_a_completion_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        prompt_limit(*_lengths(**{"vllm_max_model_length": 320, **given}), 512)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [(None, 512), ({"rope_type": "default", "rope_theta": 1e4}, 512), ({"rope_type": "yarn", "factor": 4.0}, None)],
+)
+def test_scaled_positions_are_left_to_vllm(scaling, positions):
+    given = {} if scaling is None else {"rope_parameters": scaling}
+    assert positions_of(Qwen2Config(max_position_embeddings=512, **given)) == positions
+
+
+def test_what_an_earlier_start_left_is_told_unless_it_is_gone_on_with(tmp_path):
+    assert earlier_start(tmp_path, resumes=False) == []
+    (tmp_path / "answers.rank0.sqlite").touch()
+    (tmp_path / "model.safetensors").touch()
+    answers, policy = earlier_start(tmp_path, resumes=False)
+    assert answers.startswith("8B answers and verdicts of an earlier start")
+    assert policy.endswith("which this one will overwrite")
+    assert earlier_start(tmp_path, resumes=True) == []
+
+
+def _lengths(max_prompt_tokens=None, **given):
+    settings = {"output_dir": "unused", "use_cpu": True, "bf16": False, "use_vllm": True, "max_completion_length": 64}
+    return DataConfig(max_prompt_tokens=max_prompt_tokens), SalesGRPOConfig(**{**settings, **given})
+
+
+def test_a_key_is_read_from_the_variable_that_is_named(monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "secret")
+    assert read_key("SOME_KEY", "judge_api_key_env") == "secret"
+    assert read_key(None, "judge_api_key_env") is None
+
+
+def test_a_key_variable_that_is_not_set_is_refused(monkeypatch):
+    monkeypatch.delenv("SOME_KEY", raising=False)
+    with pytest.raises(ConfigError, match="names the environment variable SOME_KEY, which is not set"):
+        read_key("SOME_KEY", "judge_api_key_env")
+
+
+def test_a_key_is_read_from_the_file_that_is_named_if_its_owner_alone_can_read_it(monkeypatch, tmp_path):
+    file = tmp_path / "key"
+    file.write_text("sk-hunter2\n")
+    file.chmod(0o400)
+    monkeypatch.setenv("SOME_KEY", "")  # as an empty one of a container
+    monkeypatch.setenv("SOME_KEY_FILE", str(file))
+    assert read_key("SOME_KEY", "judge_api_key_env") == "sk-hunter2"
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        (b"sk-hunter2", 0o640, r'the permissions 640, .* Expected .*: chmod 600 "\$SOME_KEY_FILE"$'),
+        (b"sk-hunter2", 0o604, "the permissions 604"),
+        (b" \n", 0o600, "holds no key"),
+        (b"sk-hunter2" * 500, 0o600, "holds more than 4096 bytes"),
+        (b"sk-hunter2\nsk-hunter2", 0o600, "white space or a control character at place 11"),
+        (b"sk-hunter2\xff", 0o600, "a character beyond ASCII at place 11"),
+        (None, 0o600, "can't be read .No such file or directory"),
+    ],
+)
+def test_a_key_file_that_is_not_safe_or_no_key_is_refused_without_showing_it(
+    monkeypatch, tmp_path, content, mode, message
+):
+    file = tmp_path / "hunter2"  # the key by mistake in place of a path is not shown either
+    if content is not None:
+        file.write_bytes(content)
+        file.chmod(mode)
+    monkeypatch.setenv("SOME_KEY_FILE", str(file))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_key("SOME_KEY", "judge_api_key_env")
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_folder_and_two_places_of_a_key_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("SOME_KEY_FILE", str(tmp_path))
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_key("SOME_KEY", "judge_api_key_env")
+    monkeypatch.setenv("SOME_KEY", "secret")
+    with pytest.raises(ConfigError, match="SOME_KEY and SOME_KEY_FILE are both set") as caught:
+        read_key("SOME_KEY", "judge_api_key_env")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["sk-proj-1234", "0a1b2c3d4e5f", "abcdef"])
+def test_a_key_in_place_of_a_variable_s_name_is_not_shown(key):
+    with pytest.raises(ConfigError, match="it may be the key itself") as refused:
+        read_key(key, "judge_api_key_env")
+    assert key not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("sk-hunter2\n", "white space or a control character at place 11 of 11"),
+        ("sk hunter2", "white space or a control character at place 3 of 10"),
+        ("sk-hünter2", "a character beyond ASCII at place 5 of 10"),
+    ],
+)
+def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch, key, what):
+    monkeypatch.setenv("SOME_KEY", key)
+    with pytest.raises(ConfigError, match=f"variable SOME_KEY .*{what}") as caught:
+        read_key("SOME_KEY", "judge_api_key_env")
+    assert "nter2" not in str(caught.value)
+    with pytest.raises(ConfigError, match=what) as caught:  # nor by a client that is made without the settings
+        HttpClient("judge", "http://127.0.0.1:9", api_key=key)
+    assert "nter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://user:hunter2@127.0.0.1", "http://127.0.0.1?key=hunter2"])
+def test_a_client_takes_no_address_that_messages_must_not_show(url):
+    with pytest.raises(ConfigError, match="the address of judge holds credentials or a query") as caught:
+        HttpClient("judge", url)
+    assert "hunter2" not in str(caught.value)
+
+
+def check_judge(url, key, model="judge-32b"):
+    return check_models(url, key, model)
+
+
+@pytest.mark.parametrize("check", [check_rag, check_judge])
+def test_a_dead_address_is_refused(check):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(
+        ServiceUnavailable, match=r"does not answer at `.*_base_url`.*ClientConnectorError.*Start the service"
+    ):
+        check(url, None)
+
+
+MODELS = '{"object": "list", "data": [{"id": "judge-32b"}, {"id": "embedder"}]}'
+STAND_IN = '{"data": [{"id": "judge-32b", "owned_by": "salesrl_trl"}]}'
+
+
+@pytest.fixture
+def serve(httpserver):
+    """Pages by path, everything else a 404; returns the address without a slash at its end."""
+
+    def at(**pages):
+        for path, (status, body) in pages.items():
+            httpserver.expect_request(f"/{path.replace('_', '/')}").respond_with_data(body, status=status)
+        httpserver.expect_request(re.compile(".*")).respond_with_data("", status=404)
+        return httpserver.url_for("").rstrip("/")
+
+    return at
+
+
+@pytest.mark.parametrize(
+    ("check", "pages", "path", "noted"),
+    [
+        (check_rag, {"healthz": (200, "")}, "", None),
+        (check_rag, {}, "", "has no /healthz"),
+        (check_rag, {}, "/v1", "has no /healthz"),  # nor does the address without it
+        (check_judge, {"v1_models": (200, MODELS)}, "/v1", None),
+        (check_judge, {"v1_models": (200, '{"data": []}')}, "/v1", None),
+        (check_judge, {}, "/v1", "gave no list of models"),
+        (check_judge, {"v1_models": (200, STAND_IN)}, "/v1", "THE SCORES MEAN NOTHING"),
+        (check_judge, {"v1_models": (200, "<html>")}, "/v1", "the first call will show whether it has 'judge-32b'"),
+    ],
+)
+def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(serve, check, pages, path, noted):
+    url = serve(**pages) + path
+    notes = check(url, "key")
+    assert bool(notes) == bool(noted)
+    assert not noted or (noted in notes[0] and url in notes[0])
+
+
+@pytest.mark.parametrize(
+    ("check", "pages", "path", "message"),
+    [
+        (check_rag, {"healthz": (200, "")}, "/v1", r"`rag_base_url` is \S+/v1, but .* Set `rag_base_url: \S+:\d+`"),
+        (check_rag, {"healthz": (200, "")}, "/v1/rag/8b", r"Set `rag_base_url: \S+:\d+`"),
+        (
+            check_judge,
+            {"v1_models": (200, MODELS)},
+            "",
+            r"`judge_base_url` is \S+:\d+, .* `judge_base_url: \S+:\d+/v1`",
+        ),
+        (check_judge, {"v1_models": (200, MODELS)}, "/v1/v1", r"`judge_base_url: \S+:\d+/v1`"),
+        (check_judge, {"v1_models": (200, MODELS)}, "/v1/chat/completions", r"`judge_base_url: \S+:\d+/v1`"),
+        (
+            lambda url, key: check_judge(url, key, "judge-32"),
+            {"v1_models": (200, MODELS)},
+            "/v1",
+            r"`judge_model` is 'judge-32', which the judge at \S+/v1 does not list\. Did you mean 'judge-32b'\? "
+            "It lists judge-32b, embedder",
+        ),
+        (
+            lambda url, key: check_models(url, key, "x", setting="judge_providers[a].base_url"),
+            {"v1_models": (200, MODELS)},
+            "/v1",
+            r"`judge_providers\[a\]\.model` is 'x'.* does not list\. It lists",
+        ),
+    ],
+    ids=["a /v1 too many", "an endpoint", "no /v1", "two /v1", "a path too many", "a typo", "of a provider"],
+)
+def test_an_address_or_a_model_with_a_typo_is_refused_with_what_was_meant(serve, check, pages, path, message):
+    with pytest.raises(ConfigError, match=message):
+        check(serve(**pages) + path, None)
+
+
+def test_a_vllm_server_is_waited_for_and_says_how_much_room_it_has(httpserver):
+    httpserver.expect_ordered_request("/health").respond_with_data("", status=503)  # it still loads
+    httpserver.expect_ordered_request("/health").respond_with_data("")
+    httpserver.expect_ordered_request("/server_info").respond_with_json({})
+    httpserver.expect_ordered_request("/v1/models").respond_with_json({"data": [{"id": "x", "max_model_len": 640}]})
+    room = check_vllm_server(httpserver.url_for("").rstrip("/"), 60.0)
+    assert room == 640
+    # 64 of them are the completion's
+    assert prompt_limit(*_lengths(vllm_mode="server"), 1024, room).tokens == 576
+
+
+def test_a_vllm_server_whose_weights_can_not_be_updated_is_refused(serve):
+    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1"):
+        check_vllm_server(serve(health=(200, "")), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("check", "variable"),
+    [
+        (check_rag, "`rag_api_key_env`"),
+        (check_judge, "`judge_api_key_env`"),
+        (
+            lambda url, key: check_models(url, key, "x", setting="judge_providers[a].base_url"),
+            "`judge_providers[a].api_key_env`",
+        ),
+    ],
+    ids=["RAG", "judge", "provider"],
+)
+def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
+    httpserver.expect_request(re.compile("/healthz|/models")).respond_with_data("bad key secret", status=401)
+    with pytest.raises(ServiceRejected, match="refused the key") as caught:
+        check(httpserver.url_for("").rstrip("/"), "secret")
+    assert "secret" not in str(caught.value)
+    assert variable in str(caught.value)
+
+
+def test_a_service_that_is_not_healthy_is_refused(httpserver):
+    httpserver.expect_request("/healthz").respond_with_data("", status=503)
+    with pytest.raises(ServiceUnavailable, match=r"does not answer.*answered 503"):
+        check_rag(httpserver.url_for("").rstrip("/"), None)
+
+
+@pytest.fixture
+def endless(httpserver):
+    """A health page that drips a byte at a time until the test is over."""
+    over = threading.Event()
+
+    def drip(request):
+        return Response(b" " for _ in iter(lambda: over.wait(0.01), True))
+
+    httpserver.expect_request("/healthz").respond_with_handler(drip)
+    yield httpserver.url_for("").rstrip("/")
+    over.set()
+
+
+def test_a_health_page_without_an_end_is_left_at_the_probes_time(endless, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.build.checks.addresses.PROBE_TIMEOUT_S", 0.3)
+    with pytest.raises(ServiceUnavailable, match=r"no complete answer in time.*within 0.3 s"):
+        check_rag(endless, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "what"),
+    [
+        (gzip.compress(b" " * 10_000_000), {"Content-Encoding": "gzip"}, "a compressed body"),
+        (b" " * (MAX_BODY_BYTES + 1), {}, f"a body of more than {MAX_BODY_BYTES} bytes"),
+    ],
+    ids=["bomb", "large"],
+)
+def test_a_health_page_is_read_within_the_size_of_an_answer(httpserver, body, headers, what):
+    httpserver.expect_request("/healthz").respond_with_data(body, headers=headers)
+    with pytest.raises(ServiceUnavailable, match=what):
+        check_rag(httpserver.url_for("").rstrip("/"), None)
+
+
+def test_a_check_works_beside_a_running_event_loop(httpserver):
+    httpserver.expect_request("/healthz").respond_with_data("")
+
+    async def in_a_notebook():
+        check_rag(httpserver.url_for("").rstrip("/"), None)
+
+    asyncio.run(in_a_notebook())

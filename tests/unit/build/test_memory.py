@@ -1,0 +1,402 @@
+"""The estimate of memory: counted figures, activations as autograd keeps them, and every change in its direction."""
+
+import dataclasses
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+from trl import ModelConfig, get_peft_config
+
+from benchmarks.memory import Row, estimate_of, figures_of, settings_of
+from salesrl_trl.build import software
+from salesrl_trl.build.memory import cards, states
+from salesrl_trl.build.memory.activations import layer_activations, saved_activations
+from salesrl_trl.build.memory.cards import named_card
+from salesrl_trl.build.memory.estimate import Estimate, Moment, estimate
+from salesrl_trl.build.memory.remedies import advice, remedies
+from salesrl_trl.build.memory.setup import Engine, Setup, Sharding, setup_of
+from salesrl_trl.build.memory.shape import adapters_of, model_shape, parameter_count, shape_of
+from salesrl_trl.preflight import memory
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.preflight.stage import Verdict
+from salesrl_trl.build.settings import parse
+from salesrl_trl.telemetry.device import GIB
+
+ROOT = Path(__file__).parents[3]
+LORA = ModelConfig(use_peft=True, lora_r=8, lora_dropout=0.0, lora_target_modules=["q_proj", "v_proj"])
+WIDTHS = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+SEVEN = {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+         "num_attention_heads": 28, "num_key_value_heads": 4}  # fmt: skip
+
+
+MIXED = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 80, "head_dim": 16}
+DENSE = Qwen2Config(**WIDTHS)
+MIXTURES = (
+    Qwen2MoeConfig(**WIDTHS, **MIXED, shared_expert_intermediate_size=96),
+    Qwen3MoeConfig(**WIDTHS, **MIXED),
+    MixtralConfig(**WIDTHS, num_local_experts=8),
+)
+
+
+def shape_with_adapters(config):
+    with torch.device("meta"):
+        plain, adapted = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    return dataclasses.replace(shape_of(plain), adapters=adapters_of(adapted, LORA))
+
+
+def setup(**given):
+    settings = {
+        "micro_batch": 8, "micro_batches": 8, "rollouts": 64, "prompt_tokens": 512, "completion_tokens": 512,
+        "checkpointing": True, "weight_bytes": 2, "autocast": True, "optim": "adamw_torch_fused", "lora": True,
+        "lora_dropout": False, "has_reference": True,
+    }  # fmt: skip
+    return Setup(**{**settings, **given})
+
+
+FULL = setup(lora=False, weight_bytes=4)
+
+
+@pytest.fixture(scope="module")
+def seven():
+    return shape_with_adapters(Qwen2Config(**SEVEN))
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all weights"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("config", [DENSE, *MIXTURES], ids=lambda config: config.model_type)
+def test_activations_are_what_autograd_keeps(lora, dtype, config):
+    model, shape = AutoModelForCausalLM.from_config(config, dtype=dtype), shape_with_adapters(config)
+    if lora:
+        from peft import get_peft_model
+
+        adapted = get_peft_model(model, get_peft_config(LORA))
+        adapted.enable_input_require_grads()
+    kept, parameters = {}, {each.untyped_storage().data_ptr() for each in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
+        return tensor
+
+    ids, mask = torch.arange(192).reshape(4, 48), torch.ones(4, 48, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
+        model.train().model(input_ids=ids, attention_mask=mask, use_cache=False)
+    run = setup(
+        micro_batch=4, prompt_tokens=16, completion_tokens=32, weight_bytes=dtype.itemsize, lora=lora,
+        checkpointing=False,
+    )  # fmt: skip
+    copies = 2 * shape.linear if dtype == torch.float32 else 0  # of autocast
+    to_the_loss = run.tokens * shape.hidden * run.weight_bytes  # which is not computed here
+    found = saved_activations(shape, run) + copies - to_the_loss
+    assert sum(size for size, _ in kept.values()) == pytest.approx(found, rel=0.03 if config is DENSE else 0.06)
+
+
+def test_a_model_s_figures_are_its_own(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    assert parameter_count(str(tiny), None, False) == sum(each.numel() for each in model.parameters())
+    config, found = model.config, model_shape(str(tiny), None, False)
+    assert (found.layers, found.hidden, found.vocabulary) == (
+        config.num_hidden_layers, config.hidden_size, config.vocab_size,
+    )  # fmt: skip
+
+
+def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
+    """Under ZeRO-3 transformers splits each model over all processes as it is built, which waits for the others. The
+    banner is written by one. Here there is no process group: splitting would raise."""
+    expected = parameter_count(str(tiny), None, False)
+    monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: True)
+    model_shape.cache_clear()
+    assert parameter_count(str(tiny), None, False) == expected
+
+
+@pytest.mark.parametrize(
+    ("run", "part", "each"),
+    [
+        (FULL, "weights", 4),
+        (FULL, "gradients", 4),
+        (FULL, "optimizer states", 8),
+        (FULL, "reference model", 4),
+        (setup(lora=False, optim="adamw_torch_8bit"), "optimizer states", 2 + 1 / 32),
+        (setup(lora=False, optim="adamw_torch_8bit"), "weights", 2),
+        (dataclasses.replace(FULL, processes=2), "gradients", 8),  # DDP's buckets
+        (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "master weights", 1),
+        (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "optimizer states", 2),
+        (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "weights", 2),
+        (setup(lora=False, sharding=Sharding.ZERO3, processes=4), "weights", 0.5),
+        (setup(lora=False, sharding=Sharding.ZERO3, processes=4), "reference model", 0.5),
+        (dataclasses.replace(FULL, sharding=Sharding.FSDP, processes=4), "weights", 1),
+    ],
+)
+def test_states_are_so_many_bytes_a_parameter(seven, run, part, each):
+    [moment] = [moment for moment in estimate(seven, run, 80.0).moments if moment.name == "optimizer step"]
+    assert moment.parts[part] * GIB == pytest.approx(seven.parameters * each, rel=1e-3)
+
+
+def test_lora_has_no_second_model_and_few_states(seven):
+    found = estimate(seven, setup(), 80.0)
+    assert "reference model" not in found.peak.parts
+    assert seven.parameters == 7_615_616_512
+    assert found.peak.parts["weights"] == pytest.approx(seven.parameters * 2 / GIB, rel=0.01)
+    assert found.needed_gib < 30
+
+
+def test_vllm_has_its_share_and_gives_it_back_asleep(seven):
+    engine = Engine(share=0.5, sleeps=False, number_bytes=2, processes=1, length=1024)
+    alone, beside = estimate(seven, setup(), 80.0), estimate(seven, setup(engine=engine), 80.0)
+    asleep = estimate(seven, setup(engine=dataclasses.replace(engine, sleeps=True)), 80.0)
+    generation = beside.moments[-1].parts
+    assert sum(gib for part, gib in generation.items() if part.startswith("vLLM")) == pytest.approx(40.0)
+    assert asleep.peak.total_gib == pytest.approx(max(alone.needed_gib, asleep.moments[-1].total_gib))
+    # 28 layers x 2 x 512 numbers x 2 bytes = 56 KiB a token
+    assert beside.sequences == pytest.approx(generation["vLLM KV cache"] * GIB / (1024 * 56 * 1024), rel=1e-3)
+    tight = estimate(seven, setup(engine=dataclasses.replace(engine, share=0.15)), 80.0)
+    assert not tight.starts_engine
+    assert not tight.fits
+
+
+def test_each_remedy_saves_and_they_come_in_the_order_of_their_cost(seven):
+    engine = Engine(share=0.6, sleeps=False, number_bytes=2, processes=1, length=1024)
+    found = remedies(seven, dataclasses.replace(FULL, checkpointing=False, engine=engine), 80.0)
+    assert [remedy.setting.split(":")[0].split(" on ")[0] for remedy in found] == [
+        "gradient_checkpointing", "per_device_train_batch_size", "vllm_gpu_memory_utilization",
+        "vllm_enable_sleep_mode", "optim", "use_peft", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3",
+    ]  # fmt: skip
+    assert all(remedy.saved_gib > 0 for remedy in found)
+    needed = [remedy.together.needed_gib for remedy in found[:6]]
+    assert needed == sorted(needed, reverse=True)
+    assert found[5].together.fits
+
+
+def test_where_nothing_is_enough_the_smallest_card_that_is_is_named(seven):
+    assert advice(seven, FULL, named_card("10gb").gib).endswith(
+        "With them it takes a card of 24gb, or a smaller model."
+    )
+    enough = advice(seven, FULL, named_card("141gb").gib)
+    assert enough.startswith("Set `per_device_train_batch_size: 1, ") and "use_peft" not in enough
+
+
+def test_a_share_in_which_vllm_can_t_start_becomes_larger_and_the_same_card_is_enough(seven):
+    # Of 37.25 GiB, 0.35 are 13.0, and the weights in 16 bits are 14.2. Eight completions of 4096 tokens of 56 KiB are
+    # 1.75 more, and vLLM's batch works in 0.7: 16.7 GiB, which 0.45 has.
+    engine = Engine(share=0.35, sleeps=False, number_bytes=2, processes=1, length=4096)
+    told = advice(seven, setup(micro_batch=1, engine=engine), named_card("40gb").gib)
+    assert told.startswith("Set `vllm_gpu_memory_utilization: 0.45` (+1.9 GiB): then about ")
+
+
+SHARED = {"group": 8, "parameters": 10**10, "prompt_tokens": 1024, "completion_tokens": 256}
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens", "scored"),
+    [
+        ({"group": None}, 8 * 1280, 0),
+        ({}, 1024 + 8 * 256, 16_384),  # two of them are more than fill a GPU
+        ({"parameters": 375 * 10**7}, 8000, 16_384),
+        ({"parameters": 10**8, "checkpointing": False}, 8 * 1280, 16_384),  # no more than TRL's own
+        ({"parameters": 10**8}, 16_384, 16_384),  # where a token takes little memory
+        ({"parameters": 10**8, "weight_bytes": 4, "autocast": False}, 8 * 1280, 16_384),
+        ({"pass_tokens": 1}, 1024 + 8 * 256, 1024 + 8 * 256),
+        ({"pass_tokens": 10**6}, 8 * (1024 + 8 * 256), 8 * (1024 + 8 * 256)),
+        ({"pass_tokens": 10**6, "sharding": Sharding.ZERO3}, 1024 + 8 * 256, 8 * (1024 + 8 * 256)),
+        ({"micro_batch": 2, "micro_batches": 32, "parameters": 10**15}, 1024 + 2 * 256, 16_384),
+        ({"has_reference": False}, 1024 + 8 * 256, 0),
+    ],
+)
+def test_a_pass_has_as_many_tokens_as_its_settings_say(seven, given, tokens, scored):
+    run = setup(**{**SHARED, **given})
+    assert (run.tokens, run.scored_tokens) == (tokens, scored)
+    names = {moment.name for moment in estimate(seven, run, 80.0).moments}
+    assert ("log-probs of the reference" in names) is bool(scored)
+
+
+def test_a_pass_of_its_own_for_each_micro_batch_is_a_remedy(seven):
+    run = setup(**SHARED, checkpointing=False, pass_tokens=20_000)
+    [first, *_] = remedies(seven, run, 80.0)
+    assert first.setting == "shared_prompts_tokens: 1"
+    assert first.saved_gib > 50
+
+
+def test_the_settings_of_a_run_say_whether_prompts_are_shared(tmp_path):
+    def group(**given):
+        row = Row("tiny", lora=True, shared=True)
+        args, model = settings_of(dataclasses.replace(row, **given), torch.device("cpu"), tmp_path)
+        return setup_of(args, model, figures_of("tiny", model), 100, dtype="float32").group
+
+    assert group() == 8
+    assert [group(shared=False), group(attention="eager"), group(compiled=True)] == [None] * 3
+
+
+def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(seven):
+    saved = {on: saved_activations(seven, setup(checkpointing=on)) for on in (True, False)}
+    blocks = seven.layers * layer_activations(seven, setup())
+    inputs = seven.layers * 8 * 1024 * seven.hidden * 2
+    assert saved[False] - saved[True] == pytest.approx(blocks - inputs)
+
+
+def test_a_large_batch_of_an_evaluation_is_the_first_to_become_smaller(seven):
+    run = setup(micro_batch=1, evaluated=64)
+    found = estimate(seven, run, 40.0)
+    assert found.peak.name == "evaluation"
+    [first, *_] = remedies(seven, run, 40.0)
+    assert first.setting.startswith("per_device_eval_batch_size: ")
+    assert first.together.peak.name != "evaluation"
+
+
+@pytest.fixture
+def stage(tiny, monkeypatch, tmp_path):
+    """Runs the stage `memory` for a card of 80 GiB, with an estimate and a driver that say what the test wants."""
+
+    def run(needed_gib, *, used_gib=0.0, sequences=None, arguments=()):
+        def weighed(shape, setup, card_gib):
+            moments = (Moment(name="forward", parts={"weights": needed_gib}),)
+            return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
+
+        rows = {"query-gpu": f"{used_gib * 1024}", "query-compute": f"{used_gib * 1024}, 41, python"}
+        monkeypatch.setattr(f"{memory.__name__}.estimate", weighed)
+        monkeypatch.setattr(f"{memory.__name__}.card_here", lambda device: cards.Card("a card", 80.0, "GPU-1"))
+        monkeypatch.setattr(
+            software.subprocess,
+            "run",
+            lambda command, **_: SimpleNamespace(
+                returncode=0, stdout=next(rows[name] for name in rows if any(name in word for word in command))
+            ),
+        )
+        given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--output_dir", str(tmp_path)]
+        given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--use_peft", "true"]
+        return memory.MemoryStage().run(Plan(parse([*given, *arguments], ROOT / "recipes/debug.yaml")))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("asked", "verdict", "text"),
+    [
+        ({"needed_gib": 60}, Verdict.PASSED, None),
+        (
+            {"needed_gib": 84},
+            Verdict.NOTED,
+            "takes about 84.0 GiB (forward), and the card has 80.0. The run",
+        ),
+        ({"needed_gib": 90}, Verdict.FAILED, "takes about 90.0 GiB (forward), and the card has 80.0."),
+        (
+            {"needed_gib": 90, "arguments": ("--use_peft", "false")},
+            Verdict.NOTED,
+            "It is tried all the same, because `dtype` is float32.",
+        ),
+        ({"needed_gib": 60, "sequences": 0.5}, Verdict.FAILED, "room for 0.5 completions of full length"),
+        ({"needed_gib": 60, "used_gib": 40}, Verdict.FAILED, "40.0 are in use now, by python (41) 40.0 GiB"),
+    ],
+)
+def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):
+    found = stage(**asked)
+    assert found.verdict is verdict
+    assert text is None or text in found.found[0].text
+    assert found.figures["needed_gib"] == asked["needed_gib"]
+
+
+def test_no_weights_are_trained_in_mode_rollouts_so_none_have_to_fit_in_float32(stage):
+    found = stage(90, arguments=("--use_peft", "false", "--dtype", "bfloat16", "--mode", "rollouts"))
+    assert (found.verdict, found.found) == (Verdict.SKIPPED, [])
+
+
+def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monkeypatch):
+    def other_kind(*_):
+        with torch.device("meta"):
+            return MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
+
+    monkeypatch.setattr("salesrl_trl.build.memory.shape.empty_model", other_kind)
+    model_shape.cache_clear()
+    found = stage(60)
+    model_shape.cache_clear()
+    assert found.verdict is Verdict.SKIPPED
+    assert "mamba has no number for num_attention_heads" in found.skipped
+
+
+@pytest.mark.parametrize(
+    ("said", "used", "names"),
+    [
+        ("[N/A]", None, []),
+        ("", None, []),
+        (subprocess.TimeoutExpired("nvidia-smi", 20), None, []),
+        ("1024", 1.0, ["tool, with a comma"]),
+    ],
+)
+def test_a_driver_that_does_not_say_what_is_used_ends_no_run(monkeypatch, said, used, names):
+    def ask(command, **_):
+        if isinstance(said, Exception):
+            raise said
+        return SimpleNamespace(returncode=0, stdout=said if "memory.used" in command[2] else f"{said}, 7, {names}")
+
+    names = names[0] if names else ""
+    monkeypatch.setattr(software.subprocess, "run", ask)
+    card = cards.Card("a card", 80.0, "GPU-1")
+    assert cards.used_gib(card) == used
+    assert [each.name for each in cards.users(card)] == ([names] if names else [])
+
+
+def test_vllm_wants_room_for_its_own_longest_completion(tiny, tmp_path):
+    given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--output_dir", str(tmp_path)]
+    plan = Plan(parse(["--use_vllm", "true", *given], None))
+    positions = AutoConfig.from_pretrained(tiny).max_position_embeddings
+    assert memory.Scales(plan, 80.0, prompt_tokens=8).setup(None).engine.length == positions
+    plan.config.training.vllm_max_model_length = 128
+    assert memory.Scales(plan, 80.0, prompt_tokens=8).setup(None).engine.length == 128
+
+
+@pytest.mark.parametrize(
+    ("optim", "each"),
+    [
+        ("adamw_torch_4bit", 1 + 1 / 32), ("adafactor", 0), ("rmsprop", 4), ("rmsprop_bnb_8bit", 1 + 1 / 32),
+        ("paged_lion_32bit", 4), ("ademamix", 12), ("paged_ademamix_32bit", 12), ("paged_ademamix_8bit", 3 + 1 / 32),
+    ],
+)  # fmt: skip
+def test_an_optimizer_has_so_many_moments_of_so_many_bits(seven, optim, each):
+    found = states.optimizer_states(seven, dataclasses.replace(FULL, optim=optim))
+    assert found == pytest.approx(seven.parameters * each)
+
+
+def test_an_evaluation_has_the_log_probs_of_its_own_batch(seven):
+    run = setup(micro_batch=1, evaluated=64, completion_tokens=512)
+    parts = {moment.name: moment.parts["log-probs of the loss"] * GIB for moment in estimate(seven, run, 80.0).moments
+             if "log-probs of the loss" in moment.parts}  # fmt: skip
+    assert parts["forward"] == 512 * 32_768 * 2
+    assert parts["evaluation"] == 4096 * 32_768 * 2  # 64 x 512 tokens in tiles of 4096
+
+
+@pytest.mark.parametrize(
+    ("row", "used_gib"),
+    [
+        (Row("0.5b", lora=True), 3.66),
+        (Row("0.5b", lora=True, checkpointing=False), 18.77),
+        (Row("0.5b", lora=True, attention="eager"), 5.83),
+        (Row("0.5b", lora=False, dtype="float32"), 14.37),
+        (Row("0.5b", lora=False, dtype="float32", checkpointing=False), 35.81),
+        (Row("0.5b", lora=False, dtype="float32", bf16_passes=False), 15.79),
+        (Row("1.5b", lora=True), 5.63),
+        (Row("1.5b", lora=False, dtype="float32"), 35.69),
+        (Row("7b", lora=True), 17.04),
+        (Row("7b", lora=True, checkpointing=False), 33.97),
+        (Row("7b", lora=True, attention="eager"), 18.03),
+        (Row("7b", lora=False, dtype="float32", reference=False), 131.74),
+    ],
+    ids=lambda each: each.name if isinstance(each, Row) else "",
+)
+def test_an_estimate_is_within_ten_percent_of_what_an_h200_used(row, used_gib, tmp_path):
+    args, model = settings_of(row, torch.device("cpu"), tmp_path)
+    args.bf16 = row.bf16_passes  # a CPU's settings have none
+    assert estimate_of(row, args, model, 140.0).needed_gib == pytest.approx(used_gib, rel=0.1)

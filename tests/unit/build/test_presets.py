@@ -1,0 +1,163 @@
+"""Presets lie between the recipe and the command line, and a model that a preset names fits its card."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from salesrl_trl.errors import ConfigError, ModelNotFoundError
+from salesrl_trl.build.memory.cards import named_card
+from salesrl_trl.preflight.gpu_memory import main
+from salesrl_trl.preflight.runner import prepare
+from salesrl_trl.build.presets import FOLDER, PRESETS
+from salesrl_trl.build.settings import parse
+from salesrl_trl.telemetry.device import GIB
+
+ROOT = Path(__file__).parents[3]
+RECIPE = ROOT / "recipes/full.yaml"
+QWEN = {
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "3B": {"hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16,
+           "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _keep_environment(monkeypatch):
+    """A recipe's `env:` writes to the process's environment."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "1")
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL")
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The configuration of a model, by its size, without weights."""
+
+    def write(size):
+        config = {"model_type": "qwen2", "dtype": "bfloat16", "max_position_embeddings": 32_768, **QWEN[size]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def weighed(model, capsys, monkeypatch):
+    """The estimate that the script prints for a model, and its exit code."""
+
+    def weigh(size, card, *arguments):
+        monkeypatch.setattr("salesrl_trl.preflight.memory.is_torchao_available", lambda: True)
+        asked = ["--model_name_or_path", model(size), "--card", card, "--prompt_tokens", "1024", "--json"]
+        code = main("", [*asked, *arguments])
+        return code, json.loads(capsys.readouterr().out)
+
+    return weigh
+
+
+def test_the_preset_for_pictures_says_how_its_policy_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"Run `python -m salesrl_trl\.demo\.vision runs/vision_policy`"):
+        prepare(parse(["--preset", "vision"], ROOT / "recipes/debug.yaml"))
+
+
+def test_a_preset_wins_over_the_recipe_and_the_command_line_over_both():
+    config = parse(["--preset", "80gb", "fast_rollout", "--temperature", "0.7"], RECIPE)
+    training = config.training
+    assert (training.per_device_train_batch_size, training.num_generations) == (6, 3)
+    assert (training.temperature, training.learning_rate) == (0.7, 1e-3)  # that of the small policy stays
+    assert config.model.use_peft
+    first, second, _ = config.notes
+    assert first.startswith("preset 80gb: use_peft True, ")
+    assert "per_device_train_batch_size 6 (not 8)" in second
+    assert "temperature" not in second
+    assert (config.reward.judge_timeout_s, config.reward.judge_max_attempts) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    "given", [["--preset", "48gb"], ["--preset=48gb"], ["--preset", "24gb", "48gb"], ["--preset"]]
+)
+def test_an_unknown_preset_is_told_with_those_that_exist(given):
+    with pytest.raises(ConfigError, match=r"names (48gb|nothing)\. Expected some of: 141gb, 24gb, 40gb, 80gb, fast_"):
+        parse(given, RECIPE)
+
+
+def test_a_preset_holds_without_a_recipe_too(tmp_path):
+    config = parse(["--preset", "80gb", "--output_dir", str(tmp_path), "--max_completion_length", "64"], None)
+    assert config.training.per_device_train_batch_size == 8
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_works_with_every_recipe(name):
+    for recipe in (ROOT / "recipes").glob("*.yaml"):
+        parse(["--preset", name], recipe)
+
+
+def test_the_presets_are_beside_the_recipes():
+    assert sorted((ROOT / "recipes/presets").glob("*.yaml"), key=str) == [
+        ROOT / "recipes/presets" / f"{name}.yaml" for name in PRESETS
+    ]
+    assert "run/presets/*.yaml" in (ROOT / "setup.cfg").read_text()
+    assert FOLDER.is_relative_to(ROOT / "salesrl_trl")
+
+
+@pytest.mark.parametrize(
+    ("card", "size", "presets"),
+    [
+        ("24gb", "3B", ["24gb"]),
+        ("40gb", "7B", ["40gb"]),
+        ("80gb", "7B", ["80gb"]),
+        ("80gb", "7B", ["80gb", "fast_rollout"]),
+        ("141gb", "7B", ["141gb"]),
+        ("141gb", "1.5B", ["141gb"]),
+    ],
+)
+def test_the_model_of_a_preset_fits_its_card(weighed, card, size, presets):
+    code, found = weighed(size, card, "--preset", *presets)
+    assert (code, found["fits"]) == (0, True), found["moments"]
+    assert found["vllm_sequences"] >= 8
+    assert found["needed_gib"] > 0.4 * found["card"]["gib"]  # and the card is not far too large
+    trained = "all weights" if card == "141gb" else "LoRA"
+    assert trained in found["run"]
+    in_float32 = found["setup"]["weight_bytes"] == 4
+    assert in_float32 == (size == "1.5B")
+
+
+def test_what_does_not_fit_is_told_with_what_helps(weighed, model, capsys):
+    code, found = weighed("7B", "24gb", "--preset", "24gb")
+    assert (code, found["fits"]) == (3, False)
+    # its gradients and optimizer state are small, and its micro-batch is 1: neither would save anything. In its share
+    # vLLM can't start.
+    assert [each["setting"] for each in found["remedies"]] == [
+        "vllm_gpu_memory_utilization: 0.75", "DeepSpeed ZeRO-3 on 2 cards",
+    ]  # fmt: skip
+    main("", ["--model_name_or_path", model("7B"), "--card", "24gb", "--prompt_tokens", "1024", "--use_peft", "true"])
+    told = capsys.readouterr().out
+    assert "vLLM would not start" in told
+    assert "vllm_enable_sleep_mode: true" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--card", "eighty"], "`card` is 'eighty'. Expected a size"),
+        (["--card", "80gb"], "no model is named"),
+        pytest.param(
+            ["--model_name_or_path", "/no/such"],
+            "there is no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU"),
+        ),
+        (["--model_name_or_path", "/no/such", "--card", "80gb"], "`model_name_or_path` is '/no/such'"),
+    ],
+)
+def test_bad_input_of_the_script_ends_with_one_message(given, message, capsys):
+    assert main("", given) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_card_of_a_size_has_so_many_bytes():
+    assert named_card("80gb").gib * GIB == pytest.approx(80e9)
+    assert named_card("75 GiB").gib == 75

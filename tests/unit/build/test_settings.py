@@ -1,0 +1,174 @@
+"""Settings from a recipe and the command line, and messages about those that are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.build.settings import PATHS, REPLACED, names_of_settings, parse, parse_part
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _keep_environment(monkeypatch):
+    """A recipe's `env:` writes to the process's environment."""
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+
+
+def test_the_command_line_wins_over_the_recipe():
+    arguments = ["--max_steps", "7", "--branches", "fairness", "--branch_kl", '{"fairness": {"beta": 0.2}}']
+    config = parse([*arguments], ROOT / "recipes/debug.yaml")
+    assert config.training.max_steps == 7
+    assert config.training.branches == ["fairness"]
+    assert config.training.kl_targets()["fairness"].beta == 0.2
+
+
+def test_one_coefficient_for_all_can_be_asked_for_on_the_command_line():
+    config = parse(["--branch_kl", "{}", "--beta", "0.04"], ROOT / "recipes/debug.yaml")
+    assert {target.beta for target in config.training.kl_targets().values()} == {0.04}
+
+
+def test_another_recipe_can_be_named(tmp_path):
+    other = tmp_path / "mine.yaml"
+    other.write_text("output_dir: x\nmax_steps: 3\n", encoding="utf-8")
+    assert parse(["--config", str(other)], ROOT / "recipes/debug.yaml").training.max_steps == 3
+
+
+# Ten lines each, which stand for 10^9 values. PyYAML builds the first at once and hangs over the second.
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1.0\n", r"unknown keys: learning_rat \(did you mean learning_rate\?\)"),
+        ("- 1\n", "holds a list. Expected a mapping"),
+        ("a: [\n", "is not YAML"),
+        ("num_generations: 5\noutput_dir: x\n", "does not divide"),
+        ("loss_type: dapo\nmax_steps: many\n", "the settings do not work"),
+        ("dataset: 7\n", "`dataset` of the recipe is of type int. Expected a text. Put it in quotes"),
+        ("max_steps: [1]\n", r"`max_steps` is \[1\]. Expected at least 1"),
+        ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
+        ("small_policy:\n  prompt_stile: compact\n", r"prompt_stile \(did you mean prompt_style\?\)"),
+        ('output_dir: "a\\0b"\n', "`output_dir` of .*bad.yaml holds a NUL or half a character"),
+        ('judge_providers: [{name: "a\\ud800"}]\n', "`judge_providers.name` of .* holds a NUL or half a character"),
+        ("env: {'': x}\n", "the settings do not work: .*Invalid argument"),
+        ("branches: &a [*a]\n", "is nested too deeply, or holds itself"),
+        (LAUGHS, "is not YAML: with its aliases written out it has more than 4000000 characters"),
+        (MERGES, "is not YAML: with its aliases written out it has more than 4000000 characters"),
+    ],
+    ids=[
+        "unknown key",
+        "list",
+        "not yaml",
+        "groups",
+        "type",
+        "text",
+        "kind",
+        "small policy",
+        "unknown key of the small policy",
+        "NUL",
+        "surrogate",
+        "environment",
+        "recursive",
+        "aliases of aliases",
+        "merges of merges",
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused(tmp_path, text, message):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        parse([], recipe)
+
+
+def test_a_recipe_that_is_not_yaml_is_refused_without_its_text(tmp_path):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text("max_steps: 1\nhub_token: secret: x\n", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"is not YAML: mapping values are not allowed here \(line 2, column 18\)"
+    ) as e:
+        parse([], recipe)
+    assert "secret" not in str(e.value)
+    assert e.value.__cause__ is None and e.value.__suppress_context__
+
+
+def test_aliases_of_a_recipe_are_read_and_a_file_without_end_is_not(tmp_path):
+    recipe = tmp_path / "aliases.yaml"
+    recipe.write_text("output_dir: &a x\nrun_name: *a\nsmall_policy: {<<: {beta: 0.5}}\n", encoding="utf-8")
+    assert parse([], recipe).training.run_name == "x"
+    (tmp_path / "endless.yaml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="no recipe"):
+        parse([], tmp_path / "endless.yaml")
+    recipe.write_bytes(b"# " + b"a" * 2**24)
+    with pytest.raises(ConfigError, match=r"can't be read \(larger than 16 MiB\)"):
+        parse([], recipe)
+
+
+def test_a_recipe_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="there is no recipe"):
+        parse([], tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("a" * 5000, "File name too long"), ("~no-such-user/x", "Could not determine home directory")]
+)
+@pytest.mark.parametrize("name", [*PATHS, "config"])
+def test_a_path_that_no_file_can_have_is_refused(name, path, reason):
+    with pytest.raises(ConfigError, match=rf"`(--)?{name}` is '.{{1,203}}', which can't be looked at \({reason}"):
+        parse(["--output_dir", "x", f"--{name}={path}"], None)
+
+
+def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
+    with pytest.raises(ConfigError, match=r"--kl-raise-factor \(gone: .* at most by kl_max_step; kl_law: "):
+        parse(["--kl-raise-factor", "1.2"], None)
+    assert not names_of_settings() & REPLACED.keys()
+
+
+def test_an_unknown_argument_is_refused():
+    with pytest.raises(ConfigError, match=r"unknown arguments: --learning_rat \(did you mean --learning_rate\?\)\."):
+        parse(["--learning_rat", "1", "--seed", "-1"], ROOT / "recipes/debug.yaml")
+    with pytest.raises(ConfigError, match="--judge_api_key ") as caught:
+        parse(["--judge_api_key=a-key"], ROOT / "recipes/debug.yaml")
+    assert "a-key" not in str(caught.value)
+
+
+def test_a_recipe_is_named_with_an_equals_sign_too():
+    given = f"--config={ROOT / 'recipes/debug.yaml'}"
+    assert parse([given], ROOT / "recipes/full.yaml").training.max_steps == 40
+
+
+def test_one_recipe_is_named_at_most():
+    recipe = str(ROOT / "recipes/debug.yaml")
+    with pytest.raises(ConfigError, match="given more than once"):
+        parse(["--config", recipe, f"--config={recipe}"], ROOT / "recipes/full.yaml")
+    with pytest.raises(ConfigError, match="`--config` names no file"):
+        parse(["--config"], ROOT / "recipes/full.yaml")
+
+
+def test_a_tool_takes_any_setting_of_a_run_and_still_refuses_what_no_run_knows(tmp_path, capsys):
+    kinds = (DataConfig, RewardConfig)
+    training = ["--num_generations", "4", "--branch_kl", '{"fairness": {"beta": 0.1}}', "--bf16", "true"]
+    given = ["--config", str(ROOT / "recipes/full.yaml"), "--rag_top_k", "7", *training]
+    data, reward, others = parse_part(given, kinds)
+    assert (data.max_eval_rows, reward.rag_top_k, reward.judge_timeout_s) == (128, 7, 60)
+    assert (others.num_generations, others.bf16, others.branches) == (4, True, ["fairness", "hallucination"])
+    data, reward, _ = parse_part([], kinds)  # without a recipe
+    assert (data.max_eval_rows, reward.rag_top_k) == (None, RewardConfig().rag_top_k)
+    with pytest.raises(ConfigError, match=r"--learning_rat \(did you mean --learning_rate"):
+        parse_part(["--learning_rat", "1"], kinds)
+    with pytest.raises(SystemExit):
+        parse_part(["--help"], kinds)
+    told = capsys.readouterr().out
+    assert "--rag_top_k" in told and "--branch_kl" not in told
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("learning_rat: 1.0\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="unknown keys: learning_rat"):
+        parse_part(["--config", str(recipe)], kinds)

@@ -1,0 +1,240 @@
+"""Evaluations before a model is loaded, and their figures and text. Figures come by hand from the rewards."""
+
+import json
+import math
+
+import pytest
+
+from salesrl_trl.evaluate import __main__ as evaluate
+from salesrl_trl.data.lengths import FittingPrompts
+from salesrl_trl.demo.policy import PACKAGED
+from salesrl_trl.errors import ConfigError, StopRequested
+from salesrl_trl.evaluate import policies
+from salesrl_trl.evaluate.findings import Scored, findings_of, modes
+from salesrl_trl.evaluate.policies import common_rows, evaluated, policy_of, settings_of
+from salesrl_trl.evaluate.text import text_of
+from salesrl_trl.build.recipes import FULL
+from salesrl_trl.build.settings import parse
+from salesrl_trl.types import Message, Outcome, Reward, SalesRow
+
+BRANCHES = ("fairness", "hallucination")
+SAID = "Is it true that my neighbour got it cheaper?"
+
+
+def row(row_id, branch="fairness"):
+    return SalesRow(row_id=row_id, branch=branch, conversation=(Message(role="customer", content=SAID),))
+
+
+ROWS = [row("f-1"), row("f-2"), row("h-1", "hallucination"), row("h-2", "hallucination")]
+
+
+def scored(value, tokens=10, is_truncated=False):
+    """An answer's reward: a number, `None` for a failed call, `"bad"` for an action that is none."""
+    if value is None:
+        reward = Reward(outcome=Outcome.INFRA, value=None, reason="judge_timeout")
+    elif value == "bad":
+        reward = Reward(outcome=Outcome.INVALID_ACTION, value=0.0, reason="not_json")
+    else:
+        reward = Reward(outcome=Outcome.OK, value=value)
+    return Scored(reward, tokens, is_truncated)
+
+
+def found(*policies, samples=2, least=0.5):
+    """The findings of policies, each given as the values of its greedy answers and those of its sampled ones."""
+    answers = [[[scored(value) for value in values] for values in policy] for policy in policies]
+    names = [f"runs/{number}" for number in range(len(policies))]
+    return findings_of(names, ROWS, BRANCHES, modes(samples), answers, seed=7, least=least)
+
+
+FIRST = ([0.2, 0.4, 0.6, 0.8], [0.1, 0.3, 0.5, "bad", 0.6, 0.8, 1.0, 0.8])
+SECOND = ([0.3, 0.3, 0.9, None], [0.4, 0.4, 0.5, 0.5, 0.6, None, None, None])
+
+
+def test_a_row_counts_once_with_the_mean_of_its_answers():
+    greedy, sampled = found(FIRST).answered
+    assert list(greedy.values) == [0.2, 0.4, 0.6, 0.8]
+    assert list(sampled.values) == pytest.approx([0.2, 0.25, 0.7, 0.9])
+    assert greedy.groups["all"].reward.value == pytest.approx(0.5)
+    assert sampled.groups["fairness"].reward.value == pytest.approx(0.225)
+    assert (sampled.groups["all"].valid, sampled.groups["fairness"].valid) == (7 / 8, 3 / 4)
+
+
+def test_a_failed_call_is_no_number_and_its_row_is_left_out_of_both_sides():
+    findings = found(FIRST, SECOND)
+    greedy, sampled = findings.answered[2:]
+    # greedy: (0.3 + 0.3 + 0.9) / 3. Sampled: the third row has half of its answers, the fourth none of its two
+    assert greedy.groups["all"].reward.value == pytest.approx(0.5)
+    assert (greedy.groups["all"].unscored, sampled.groups["all"].unscored) == (1 / 4, 3 / 8)
+    assert list(sampled.values)[:3] == pytest.approx([0.4, 0.5, 0.6])
+    assert math.isnan(sampled.values[3])
+    assert greedy.missing == {"judge_timeout": 1}
+    difference = findings.differences["greedy"]["all"]
+    # +0.1, -0.1 and +0.3; the first policy's 0.8 for the fourth row is not counted
+    assert (difference.rows, difference.better, difference.worse) == (3, 2, 1)
+    assert difference.value == pytest.approx(0.1)
+
+
+def test_what_was_scored_too_little_is_named_once():
+    assert found(FIRST, SECOND).lacking == []
+    assert found(FIRST, SECOND, least=0.6).lacking == [
+        "B greedy hallucination: 1 of 2 rows were scored",
+        "B sampled hallucination: 1 of 2 rows were scored",
+        "B - A greedy hallucination: 1 of 2 rows were scored",
+        "B - A sampled hallucination: 1 of 2 rows were scored",
+    ]
+    assert found(FIRST, SECOND, least=0.8).lacking[0] == "B greedy all: 3 of 4 rows were scored"
+    assert len(found(FIRST, SECOND, least=0.8).lacking) == 4  # and no branch of these
+
+
+def test_an_evaluation_that_scored_nothing_lacks_everything_whatever_is_asked_for():
+    nothing = found(([None] * 4, [None] * 8), least=0.0)
+    assert nothing.lacking == ["A greedy all: 0 of 4 rows were scored", "A sampled all: 0 of 4 rows were scored"]
+    assert "n/a" in text_of(nothing)
+
+
+def test_the_table_has_every_figure_and_says_what_it_does_not_know():
+    text = text_of(found(FIRST, SECOND))
+    cells = [line.split() for line in text.splitlines()]
+    # the greedy rewards 0.2 to 0.8: standard error sqrt(0.2 / 3) / 2 = 0.12910, times 3.182 = 0.4108
+    first = ["A", "greedy", "all", "0.500", "0.089", "to", "0.911*", "4", "of", "4", "100.0%", "0.0%", "10.0", "0.0%"]
+    assert first in cells
+    assert ["fairness", "+0.000", "-1.271", "to", "+1.271*", "1.000", "1", "1", "0", "2", "of", "2"] in cells
+    assert ["hallucination", "+0.300", "n/a", "n/a", "1", "0", "0", "1", "of", "2"] in cells
+    assert "greedy: no difference is shown: the interval includes 0." in text
+    assert "B greedy: answers that could not be scored: judge_timeout 1" in text
+    assert "* fewer than 10 rows: too few to rely on." in text
+    assert "4 held-out rows (fairness 2, hallucination 2); 2 sampled answers to a row, seed 7" in text
+
+
+def test_one_policy_is_compared_with_nothing():
+    findings = found(FIRST[:1], samples=0)
+    assert findings.differences == {}
+    assert "B - A" not in text_of(findings)
+
+
+def test_a_difference_is_named_only_if_the_interval_excludes_0():
+    worse = found(([0.9, 0.8, 0.9, 0.8],), ([0.1, 0.01, 0.1, 0.02],), samples=0)
+    assert "greedy: B is worse than A by 0.792: the interval excludes 0." in text_of(worse)
+
+
+def test_the_file_has_each_rows_rewards_and_no_word_of_a_customer():
+    written = json.dumps(found(FIRST, SECOND).as_dict())
+    assert SAID not in written
+    rows = json.loads(written)["rows"]
+    assert rows[3] == {
+        "row": "h-2",
+        "branch": "hallucination",
+        "rewards": {"A": {"greedy": 0.8, "sampled": 0.9}, "B": {"greedy": None, "sampled": None}},
+    }
+
+
+def saved(folder, **config):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_folder_is_a_model_or_an_adapter_of_one(tmp_path):
+    model = saved(tmp_path / "model", model_type="qwen2", hidden_size=64)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(PACKAGED)}))
+    assert (policy_of(str(model)).path, policy_of(str(model)).adapter) == (str(model), None)
+    assert (policy_of(str(adapter)).path, policy_of(str(adapter)).adapter) == (str(PACKAGED), adapter)
+    assert policy_of("Qwen/Qwen2.5-7B-Instruct").path == "Qwen/Qwen2.5-7B-Instruct"
+    assert [policy_of(str(each)).is_small for each in (model, adapter, PACKAGED)] == [False, True, True]
+
+
+def test_a_folder_without_a_policy_names_those_inside(tmp_path):
+    saved(tmp_path / "run" / "checkpoint-20")
+    with pytest.raises(ConfigError, match=f"name {tmp_path}/run/checkpoint-20"):
+        policy_of(str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="where there is nothing"):
+        policy_of(str(tmp_path / "nowhere"))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="names no base model"):
+        policy_of(str(tmp_path / "adapter"))
+
+
+def test_a_policy_made_from_the_small_one_gets_the_small_ones_prompts_and_another_one_does_not(tmp_path):
+    other = saved(tmp_path / "other", model_type="qwen2", hidden_size=64)
+    small = settings_of([], [policy_of(str(PACKAGED))], FULL)
+    assert (small.data.prompt_style, small.model.model_name_or_path) == ("compact", None)
+    named = settings_of([], [policy_of(str(other))], FULL)
+    assert (named.data.prompt_style, named.model.model_name_or_path) == ("instruct", str(other))
+
+
+def test_nothing_is_trained_and_the_runs_folder_is_not_used(tmp_path):
+    training = parse(["--output_dir", str(tmp_path / "run"), "--mode", "rollouts"], FULL).training
+    made = evaluated(training, "elsewhere")
+    assert made.kl_targets() == {}  # so there is no reference model
+    assert (made.output_dir, made.resume_from_checkpoint, made.held_out_eval) == ("elsewhere", None, True)
+    assert training.kl_targets() != {}
+    assert made.temperature == training.temperature
+    assert not (tmp_path / "run").exists()
+
+
+def fitting(*pairs):
+    rows = [row(row_id, "hallucination" if row_id.startswith("h") else "fairness") for row_id, _ in pairs]
+    prompts = [[{"role": "user", "content": text}] for _, text in pairs]
+    return FittingPrompts(rows=rows, prompts=prompts, lengths=[1] * len(rows), note=None)
+
+
+def test_policies_answer_the_rows_that_have_the_same_prompt_for_both():
+    first = fitting(("f-1", "a"), ("f-2", "b"), ("h-1", "c"), ("h-2", "d"))
+    second = fitting(("f-1", "a"), ("h-1", "shortened"), ("h-2", "d"))  # its tokenizer makes longer prompts
+    both = common_rows([first, second], BRANCHES, None)
+    assert [each.row_id for each in both.rows] == ["f-1", "h-2"]
+    assert [prompt[0]["content"] for prompt in both.prompts] == ["a", "d"]
+    fewer = common_rows([first], BRANCHES, 2)
+    assert [each.row_id for each in fewer.rows] == ["f-1", "h-1"]  # of each branch
+    with pytest.raises(ConfigError, match="no held-out row"):
+        common_rows([first, fitting(("x", "y"))], BRANCHES, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--policy", "a", "b", "c"], "names 3 policies"),
+        (["--policy", "/nowhere"], "`--policy` is '/nowhere', where there is nothing"),
+        (["--samples", "-1"], "`--samples` is -1"),
+        (["--samples", "many"], "invalid int value"),
+        (["--rows", "0"], "`--rows` is 0"),
+        (["--output", "/nowhere/figures.json"], "`--output` is"),
+        (["--sed", "2"], "did you mean --seed"),
+        (["--use_vllm", "true", "--vllm_mode", "server", "--policy", "a", "b"], "an engine for each policy"),
+    ],
+)
+def test_wrong_input_ends_with_code_2_and_says_what_is_wrong(arguments, told, capfd):
+    with pytest.raises(SystemExit) as end:
+        evaluate.main(arguments)
+    shown = capfd.readouterr()
+    assert end.value.code == 2
+    assert told in " ".join(shown.err.split())
+    assert shown.out == ""
+
+
+def test_several_processes_are_refused(monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        evaluate.main([])
+    assert end.value.code == 2
+    assert "launched with 2 processes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "told"), [("SIGTERM", 75, "stopped by SIGTERM"), ("Ctrl-C", 130, "Ctrl-C")]
+)
+def test_a_signal_ends_it_with_a_line_and_a_code(reason, code, told, monkeypatch, capfd):
+    def stopped(*_):
+        raise StopRequested(reason)
+
+    monkeypatch.setattr(policies, "settings_of", stopped)
+    with pytest.raises(SystemExit) as end:
+        evaluate.main([])
+    shown = capfd.readouterr().err
+    assert end.value.code == code
+    assert told in shown
+    assert "Traceback" not in shown

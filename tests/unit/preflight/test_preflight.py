@@ -1,0 +1,564 @@
+"""A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from support.published import qrecc, write
+from torch.utils.file_baton import FileBaton
+from transformers import AutoTokenizer
+
+from salesrl_trl import env
+from salesrl_trl.data import sources
+from salesrl_trl.errors import SalesRLError
+from salesrl_trl.preflight.__main__ import main
+from salesrl_trl.build import software
+from salesrl_trl.build.checks import vllm_names
+from salesrl_trl.build.checks.addresses import PROBE_TIMEOUT_S
+from salesrl_trl.preflight import gpu_memory as command
+from salesrl_trl.build.memory.cards import Card
+from salesrl_trl.preflight import environment, runner
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.preflight.runner import chosen, examine, prepare
+from salesrl_trl.preflight.stage import Findings, Verdict
+from salesrl_trl.build.settings import parse
+from salesrl_trl.preflight.simulation.command import main as simulate
+
+RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
+ABSENT = ("bitsandbytes", "torchao")
+check_memory = functools.partial(command.main, None)
+CHEAP = runner.STAGES[:4]
+"""Those that ask no service and load no model."""
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(runner, "BEFORE_A_RUN", CHEAP)
+    monkeypatch.setattr(environment, "PROBE_MIB", 1)
+    monkeypatch.setattr(environment, "SLOW_MIB_S", 0.0)
+    monkeypatch.setattr("salesrl_trl.run.console.set_up_logging", lambda *_: None)
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """The messages of a preflight, which are those of a run's start."""
+
+    def messages(*arguments, stages=CHEAP, change=lambda training: None):
+        given = ["--output_dir", str(tmp_path / "run"), *map(str, arguments)]
+        monkeypatch.setattr(runner, "BEFORE_A_RUN", stages)
+        try:
+            config = parse(given, RECIPE)
+            change(config.training)
+            in_a_run = prepare(config).notes
+        except SalesRLError as error:
+            in_a_run = [str(error)]
+        try:
+            config = parse(given, RECIPE)
+            change(config.training)
+            reports = list(examine(Plan(config, in_depth=True), stages))
+            found = [finding for report in reports for finding in report.findings]
+            is_failure = [report.verdict is Verdict.FAILED for report in reports]
+            assert is_failure == [False] * (len(reports) - 1) + [any(each.is_failure for each in found)]
+            in_preflight = [each.message for each in found]
+        except SalesRLError as error:
+            in_preflight = [str(error)]
+        assert in_a_run == in_preflight
+        return "\n".join(in_preflight)
+
+    return messages
+
+
+def packages(monkeypatch, **installed):
+    real = software.installed
+    for module in (software, environment):
+        monkeypatch.setattr(module, "installed", lambda name: installed[name] if name in installed else real(name))
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ({"trl": "1.15.3"}, r"trl is 1.15.3. Expected trl<1.17,>=1.16.0. Install it: pip install"),
+        ({"numpy": None}, "numpy is not installed. Expected numpy"),
+        ({"vllm": None}, "`use_vllm` is true, and vLLM is not installed. Run scripts/install.sh, or set"),
+    ],
+)
+def test_versions_are_held_against_the_pins(told, monkeypatch, installed, message):
+    packages(monkeypatch, **installed)
+    assert message in told(stages=CHEAP[:1])
+
+
+def test_vllm_wants_the_torch_that_it_was_compiled_for(told, monkeypatch):
+    monkeypatch.setattr(environment, "_torch_of_vllm", lambda: [Requirement("torch==2.0.1")])
+    assert "the installed vLLM is compiled for torch==2.0.1. Install them together" in told(stages=CHEAP[:1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--report_to", "comet_ml"], "`report_to` names comet_ml, which is not installed. Expected some of: all"),
+        (["--load_in_4bit", "true"], "The settings want bitsandbytes, which is not installed. Install it (pip"),
+        (["--optim", "lion_32bit"], "The settings want bitsandbytes, which is not installed."),
+        (["--optim", "paged_ademamix_8bit"], "The settings want bitsandbytes, which is not installed."),
+        (["--optim", "adamw_torch_4bit"], "The settings want torchao, which is not installed."),
+    ],
+)
+def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, arguments, message):
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in ABSENT else real(name, *rest))
+    assert message in told(*arguments, stages=CHEAP[:1])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{"max_num_batched_token": 9}', "'max_num_batched_token', which is no argument .* Did you mean max_num_batc"),
+        (
+            '{"attention_backend": "XFORMERS"}',
+            "the attention backend 'XFORMERS', which .* Expected one of: .*FLASHINF",
+        ),
+        ('{"attention_config": {"backend": "XFORMERS"}}', "the attention backend 'XFORMERS', which the installed"),
+        ('{"attention_backend": "flash_attn", "seed": 1}', None),
+    ],
+)
+def test_names_that_vllm_does_not_have_are_told(told, given, message):
+    found = told("--vllm_engine_kwargs", given, stages=CHEAP[:1])
+    assert re.search(message, found) if message else found == ""
+
+
+def test_the_names_of_vllm_are_those_that_it_has(monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.envs import environment_variables as variables
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    assert {each.name for each in fields(EngineArgs)} <= vllm_names.engine_arguments()
+    assert vllm_names.attention_backends() == tuple(AttentionBackendEnum.__members__)
+    assert {name for name in variables if name.startswith("VLLM_")} <= vllm_names.environment_variables()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not vllm_names.engine_arguments() and not vllm_names.environment_variables()  # then nothing is compared
+
+
+def test_variables_that_vllm_does_not_read_are_told(told, monkeypatch):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
+    monkeypatch.setenv("VLLM_LOGING_LEVEL", "a-key")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    one, other = told(stages=CHEAP[:1]).splitlines()
+    assert re.search(r"VLLM_ATTENTION_BACKEND is set, and .* does not read it. Set .*attention_backend.*FLASH_A", one)
+    assert other.startswith("The environment variable VLLM_LOGING_LEVEL is set")
+    assert "a-key" not in other
+    assert told("--use_vllm", "false", stages=CHEAP[:1]) == ""
+
+
+def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
+    free = {"disk": 0.5, "shm": 8.0}
+    real = shutil.disk_usage
+    monkeypatch.setattr(
+        "shutil.disk_usage",
+        lambda path: real(path)._replace(free=free["shm" if path == environment.SHARED_MEMORY else "disk"] * 2**30),
+    )
+    assert "has 0.50 GiB of free disk. Expected 1 GiB at least. Free some, or name" in told(stages=CHEAP[:1])
+    free.update(disk=50, shm=0.05)
+    assert told(stages=CHEAP[:1]) == ""  # nothing uses it
+    workers = ["--dataloader_num_workers", "2"]
+    assert "/dev/shm has 0.05 GiB free, and `dataloader_num_workers` use it. Expected 1" in told(*workers)
+    free["shm"] = 0.5
+    assert "Expected 1 GiB. Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
+
+
+def test_a_port_that_the_run_needs_is_free(told):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = ["--vllm_mode", "server", "--vllm_group_port", port]
+        assert f"`vllm_group_port` is {port}, and that port of this machine is in use" in told(*server)
+
+
+def test_what_is_compiled_wants_a_compiler(told, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert "There is no C++ compiler on PATH. Expected one" in told("--vllm_enforce_eager", "false")
+    assert told("--vllm_enforce_eager", "true", stages=CHEAP[:1]) == ""
+    assert told(stages=CHEAP[:1]) == ""  # on a CPU nothing is compiled unless it is asked for
+
+
+@pytest.mark.parametrize(
+    ("kernels", "runs"),
+    [(["sm_80", "sm_90"], True), (["sm_86"], False), (["sm_70", "compute_70"], True), (["sm_90a"], False)],
+)
+def test_a_gpu_runs_kernels_of_its_generation(kernels, runs):
+    assert any(environment._runs_on(each, 8, 0) for each in kernels) == runs
+
+
+def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
+    monkeypatch.setattr(software, "gpus", lambda: [{"driver_version": "470.1"}])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if not torch.cuda.is_available():
+        assert "The driver 470.1 shows 1 GPUs that torch" in told(stages=CHEAP[:1])
+
+
+def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp_path):
+    lock = tmp_path / "py311_cu130" / "fused_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    build = FileBaton(str(lock))
+    assert build.try_acquire()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    def with_deepspeed(training):
+        training.deepspeed_plugin = object()
+
+    os.utime(lock, (0, 0))
+    assert told(stages=CHEAP[:1], change=with_deepspeed) == ""  # a process is building
+    os.close(build.fd)
+    os.utime(lock)
+    assert told(stages=CHEAP[:1], change=with_deepspeed) == ""  # another machine may be building
+    os.utime(lock, (0, 0))
+    assert f"Remove it: rm {lock}" in told(stages=CHEAP[:1], change=with_deepspeed)
+
+    def build_ends():
+        lock.unlink(missing_ok=True)
+        return set()
+
+    monkeypatch.setattr(environment, "_open_files", build_ends)
+    assert told(stages=CHEAP[:1], change=with_deepspeed) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num_generations_eval", "7"], "an evaluation's batch holds 64 completions (64 per device x 1 processes)"),
+        (["--generation_batch_size", "100"], "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
+        (["--generation_batch_size", "96", "--steps_per_generation", "2"], "are both given. Expected one of them"),
+        (["--auto_find_batch_size", "true"], "`auto_find_batch_size` is true, which would take groups apart"),
+        (["--temperature", "0"], "`temperature` is 0.0. Expected a number, more than 0, and at most 10"),
+        (
+            ["--temperature", "1e9"],
+            "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above",
+        ),
+        (
+            ["--learning_rate", "1e30"],
+            "`learning_rate` is 1e+30. Expected a number, 0 or more, and at most 100: AdamW",
+        ),
+        (
+            ["--branch_kl", "{}", "--beta", "1e9"],
+            "`beta` is 1000000000.0. Expected a number, 0 or more, and at most 1",
+        ),
+        (
+            ["--branch_kl", '{"fairness": {"beta": 1e9}}'],
+            "`branch_kl` of 'fairness': `beta` is 1000000000.0. Expected",
+        ),
+        (["--max_grad_norm=-1"], "`max_grad_norm` is -1.0. Expected a number, 0 or more"),
+        (["--adam_beta2", "1"], "`adam_beta2` is 1.0. Expected a number, 0 or more, and less than 1: a moment"),
+        (
+            ["--seed", "4294967296"],
+            "`seed` is 4294967296. Expected a number, 0 or more, and at most 4294967295",
+        ),
+        (
+            ["--use_peft", "true", "--lora_dropout", "2"],
+            "`lora_dropout` is 2.0. Expected a number, 0 or more, and less",
+        ),
+        (["--top_p", "1.5"], "`top_p` is 1.5. Expected a number, more than 0, and at most 1: 1 is all tokens."),
+        (["--min_p", "2"], "`min_p` is 2.0. Expected a number, 0 or more, and at most 1."),
+        (["--per_device_train_batch_size", "0"], "`per_device_train_batch_size` is 0. Expected a number, at least 1"),
+        (
+            ["--gradient_accumulation_steps", "-1"],
+            "`gradient_accumulation_steps` is -1. Expected a number, at least 1",
+        ),
+        (["--max_completion_length", "0"], "`max_completion_length` is 0. Expected a number, at least 1"),
+        (["--vllm_max_model_length", "-1"], "`vllm_max_model_length` is -1. Expected a number, at least 1"),
+        (["--vllm_gpu_memory_utilization", "0"], "`vllm_gpu_memory_utilization` is 0.0. Expected a number, more than"),
+        (
+            ["--vllm_gpu_memory_utilization", "25"],
+            "`vllm_gpu_memory_utilization` is 25.0. Expected a number, more than 0, and at most 1",
+        ),
+        (["--learning_rate", "nan"], "`learning_rate` is nan. Expected a number, 0 or more"),
+        (["--learning_rate=-1e-6"], "`learning_rate` is -1e-06. Expected a number, 0 or more"),
+        (["--max_steps", "0"], "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
+        (["--max_steps", "0"], "says. Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores"),
+        (["--num_train_epochs", "0"], "is 0.0. Expected a number, more than 0. Without updates: `mode: rollouts` "),
+        (["--num_train_epochs=-1"], "`num_train_epochs` is -1.0. Expected a number, more than 0."),
+        (["--save_strategy", "steps", "--save_steps", "-1"], "`save_steps` is -1.0. Expected a number, more than 0"),
+        (["--use_peft", "true", "--lora_r", "0"], "`lora_r` is 0. Expected a number, at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_told_with_advice(told, arguments, message):
+    assert message in told(*arguments)
+
+
+def rows(path, *texts, branch="fairness"):
+    lines = [{"branch": branch, "conversation": [{"role": "customer", "content": text}]} for text in texts]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_rows_that_come_twice_or_are_evaluated_on_are_told(told, tmp_path):
+    train, held_out = rows(tmp_path / "a.jsonl", "one", "two", "one"), rows(tmp_path / "b.jsonl", "two", "three")
+    found = told("--dataset", train, "--eval_dataset", held_out, "--allow_stand_ins", "true")
+    assert "1 of 3 training rows repeat an earlier one: row-2." in found
+    assert "1 of 2 held-out rows have a conversation of the training rows" in found
+    assert "No training row belongs to hallucination. Add rows" in found
+
+
+def test_records_of_a_published_dataset_are_read_once_counted_and_parted(told, tmp_path, monkeypatch):
+    read = Mock(side_effect=sources.read_file)
+    monkeypatch.setattr(sources, "read_file", read)
+    texts = [f"What is {name}?" for name in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
+    lines = [qrecc(number, 1, question=text) for number, text in enumerate(texts)]
+    file = write(tmp_path / "qrecc.json", *lines, qrecc(8, 1, question="And who?", Answer=""))
+    known = write(tmp_path / "known.jsonl", {"id": "d1", "text": "They are quiet."})
+    given = ["--dataset", file, "--dataset_format", "qrecc", "--knowledge_file", known]
+    found = told(*given, "--held_out_share", "0.5", "--columns", '{"branch": {"value": "fairness"}}')
+    assert read.call_count == 2  # once by a run, once by a preflight
+    assert f"1 of 9 records of {file} make no row: 1 have no known answer" in found
+    assert "No training row belongs to hallucination. Add rows" in found
+    assert "have a conversation of the training rows" not in found
+    assert "`held_out_share`, or set `held_out_eval: false`" in told(*given)
+    assert "has no column 'kind', from which `columns` takes 'branch'." in told(
+        *given, "--held_out_share", "0.5", "--columns", '{"branch": "kind"}'
+    )
+
+
+@pytest.fixture
+def policy(tiny, tmp_path):
+    """A copy of the tiny policy, to break."""
+    return Path(shutil.copytree(tiny, tmp_path / "policy"))
+
+
+def changed(path, **values):
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+
+
+def asked(policy):
+    lengths = ["--vllm_max_model_length", "128", "--max_completion_length", "16", "--long_prompts", "drop"]
+    return ["--model_name_or_path", policy, "--prompt_style", "compact", *lengths, "--max_train_rows", "40"]
+
+
+def set_template(policy, template):
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(policy)
+
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}END\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (TURNS.replace("END", "<|endoftext|>") + PROMPT, "ends a turn with <|endoftext|>, which ends no completion"),
+        (TURNS.replace("END", "") + PROMPT, "puts no end token (<|im_end|>) behind an answer"),
+        (TURNS.replace("END", "<|im_end|>"), "has no generation prompt: `add_generation_prompt` changes nothing"),
+        (
+            "{% if add_generation_prompt %}Answer.{% endif %}" + TURNS.replace("END", "<|im_end|>"),
+            "Expected it at the",
+        ),
+    ],
+    ids=["other end", "no end", "no generation prompt", "in front"],
+)
+def test_a_template_ends_turns_with_an_end_token_and_begins_the_answer(told, policy, template, message):
+    set_template(policy, template)
+    found = told(*asked(policy))
+    assert message in found
+
+
+def test_every_end_token_of_the_model_ends_a_completion(told, policy):
+    set_template(policy, TURNS.replace("END", "<|endoftext|>") + PROMPT)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    ends = [tokenizer.convert_tokens_to_ids(each) for each in ("<|im_end|>", "<|endoftext|>")]
+    changed(policy / "generation_config.json", eos_token_id=ends)
+    assert "ends no completion" not in told(*asked(policy))
+
+
+def test_a_model_whose_flags_cannot_be_saved_is_refused(told, policy):
+    changed(policy / "generation_config.json", do_sample=False, temperature=0.7)
+    assert "refuses to save such a model" in told(*asked(policy))
+
+
+def test_weights_are_there_and_whole(told, policy):
+    weights, cheap = policy / "model.safetensors", {"stages": CHEAP[1:2]}
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert f"{weights} holds no weights, or a part of them (" in told(*asked(policy), **cheap)
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "is a pointer of Git LFS: `git lfs pull`" in told(*asked(policy), **cheap)
+    weights.unlink()
+    assert "where model.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (policy / "model.safetensors.index.json").write_text(json.dumps(index))
+    (policy / "model-1.safetensors").write_bytes(whole)
+    assert "where model-2.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
+    (policy / "model-2.safetensors").write_bytes(whole)
+    assert told(*asked(policy), **cheap) == ""
+
+
+def test_an_end_token_that_the_tokenizer_does_not_have_is_refused(told, policy):
+    changed(policy / "generation_config.json", eos_token_id=[2, 151645])
+    assert "has the end tokens [151645], and the tokenizer" in told(*asked(policy))
+
+
+def deepspeed_in_16_bits(training):
+    training.deepspeed_plugin, training.bf16 = SimpleNamespace(zero_stage=2, deepspeed_config={}), True
+
+
+def test_checkpoints_have_room(told, policy, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.preflight.memory.parameter_count", lambda *_: 2**30)
+    given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
+    free = {"gib": 200.0}
+    monkeypatch.setattr("salesrl_trl.preflight.memory.free_gib", lambda *_: free["gib"])
+    monkeypatch.setattr("salesrl_trl.preflight.memory.card_here", lambda device: Card("a card", 80.0))
+    asked_with = functools.partial(told, *given, stages=runner.STAGES[1:5])
+    assert "free disk" not in asked_with()
+    free["gib"] = 30.0
+    found = asked_with("--save_total_limit", "3")
+    assert "about 12.0 GiB, and 4 of them" in found and "evaluation 56.0" in found
+    assert "free disk" not in asked_with("--save_total_limit", "1", "--save_only_model", "true")
+    assert "and 2 of them" in asked_with("--save_steps", "0.5")  # a share of the steps
+    # 2 bytes a weight, and two moments of a byte with a scale of 4 bytes for 256 numbers
+    rounded = ["--dtype", "bfloat16", "--optim", "adamw_torch_8bit", "--optim_args", "bf16_stochastic_round=True"]
+    assert "about 4.0 GiB, and 7 of them" in asked_with(*rounded)
+    # DeepSpeed's: 2 bytes a weight, and 4 each for its copy and two moments
+    found = asked_with("--save_total_limit", "1", change=deepspeed_in_16_bits)
+    assert "about 14.0 GiB, and 2 of them" in found
+    free["gib"] = 10.0
+    assert "has 10.0 GiB of free disk. Name an `output_dir`" in asked_with()
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(told, policy):
+    changed(policy / "config.json", vocab_size=100)
+    assert "and the model embeddings for 100" in told(*asked(policy))
+
+
+class Counted:
+    """A stage that knows how often it ran."""
+
+    def __init__(self, name, needs=(), fails=False):
+        self.name, self.needs, self.fails, self.runs = name, needs, fails, 0
+
+    def run(self, plan):
+        self.runs += 1
+        findings = Findings()
+        if self.fails:
+            findings.fail("It is broken.", "Mend it.")
+        return findings
+
+
+def test_a_named_stage_runs_after_those_it_needs_and_is_reported_alone():
+    a, b, c, d = Counted("a"), Counted("b", ("a",)), Counted("c"), Counted("d", ("b",))
+    plan = Plan(parse([], RECIPE))
+    assert [each.stage for each in examine(plan, chosen(["d"], (a, b, c, d)), ["d"])] == ["d"]
+    assert [each.runs for each in (a, b, c, d)] == [1, 1, 0, 1]
+    a.fails = True
+    assert [each.stage for each in examine(plan, chosen(["d"], (a, b, c, d)), ["d"])] == ["a"]
+    assert d.runs == 1
+    a.fails = False
+    assert [each.stage for each in examine(plan, chosen(["c", "b"], (a, b, c, d)), ["c", "b"])] == ["b", "c"]
+
+
+def test_the_command_says_what_to_do_next_and_ends_with_2_for_a_failure(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "STAGES", CHEAP)
+    given = ["--config", str(RECIPE), "--output_dir", str(tmp_path)]
+    assert main(["--stage", "data", "--json", *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["passed"], [each["stage"] for each in found["stages"]]) == (True, ["data"])
+    assert found["stages"][0]["figures"]["train_rows"] == 960
+    assert main(["--dataset", "absent.jsonl", *given]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["environment", "passed"]
+    assert "there is no dataset file absent.jsonl" in lines[-3]
+    assert lines[-1].startswith("Stage config failed after ")
+    assert main(["--stage", "dat", *given]) == 2
+    assert "`stage` is 'dat'. Expected some of: environment, config" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", 1), ("1", 0)])
+def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsys, tmp_path, monkeypatch, rank, told):
+    class Chatty:
+        name, needs = "chatty", ()
+
+        def run(self, plan):
+            print("a line of another library")
+            return Findings(figures={"kl": math.nan})
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(runner, "STAGES", (Chatty(),))
+    assert main(["--json", "--config", str(RECIPE), "--output_dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["passed"] for line in lines] == [True] * told
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        (main, ["--stage"], "the arguments do not work: argument --stage: expected one argument"),
+        (
+            main,
+            ["--stage", "judge", "--config", "absent.yaml"],
+            "there is no recipe absent.yaml. Expected a YAML file",
+        ),
+        (main, ["--max_stepz", "1"], "unknown arguments: --max_stepz (did you mean --max_steps?)"),
+        (main, ["--config", "BROKEN"], "is not YAML"),
+        (check_memory, [], "no model is named, and the packaged small policy fits every card"),
+        (check_memory, ["--sharding", "zero4"], "argument --sharding: invalid choice: 'zero4'"),
+        (check_memory, ["--processes", "0"], "`processes` is 0. Expected a number, at least 1"),
+        (check_memory, ["--config", "BROKEN"], "is not YAML"),
+        (check_memory, ["--model_name_or_path", "BROKEN"], "BROKEN"),
+        (simulate, ["--config", "BROKEN"], "is not YAML"),
+        (env.main, ["--diff", "absent", "none"], "absent holds no readable config.yaml and run.json"),
+    ],
+)
+def test_a_program_gets_one_json_object_of_a_failure_too(tool, arguments, message, capsys, tmp_path):
+    (tmp_path / "BROKEN").write_text("a: [")
+    given = [str(tmp_path / each) if each == "BROKEN" else each for each in arguments]
+    assert tool(["--json", *(["--card", "80gb"] if tool is check_memory else []), *given]) == 2
+    told = json.loads(capsys.readouterr().out)
+    found = told["stages"][0]["findings"][0] if tool is main else told["failure"]
+    assert message in found["text"]
+    assert found["remedy"] or "Expected" in found["text"] or "Correct" in found["text"]
+
+
+def preflight(*arguments, **options):
+    command = [sys.executable, "-m", "salesrl_trl.preflight", "--config", str(RECIPE), *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_a_reader_that_ends_early_ends_a_preflight_without_a_traceback(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does after its lines
+    with preflight("--stage", "rag", "--rag_base_url", "http://127.0.0.1:9", stdout=writing) as run:
+        os.close(writing)
+        told = run.communicate(timeout=120)[1]
+    assert run.returncode == 128 + signal.SIGPIPE
+    assert "Error" not in told
+
+
+def test_ctrl_c_ends_a_preflight_with_130_and_without_a_traceback(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the connection and does not answer
+        address = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        default = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+        with preflight("--stage", "rag", "--rag_base_url", address, stdout=subprocess.PIPE, preexec_fn=default) as run:
+            connection, _ = mute.accept()
+            run.send_signal(signal.SIGINT)
+            interrupted = time.monotonic()
+            said, told = run.communicate(timeout=60)
+        connection.close()
+    assert time.monotonic() - interrupted < PROBE_TIMEOUT_S  # it does not wait for the answer
+    assert (run.returncode, said, told) == (130, "", "\ninterrupted by Ctrl-C\n")

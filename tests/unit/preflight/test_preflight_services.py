@@ -1,0 +1,405 @@
+"""The stages `rag` and `judge`: services with one fault each, in memory and in virtual time."""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import random
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support import virtual_time
+from support.in_memory import Network, Services
+from support.loopback import ANSWER, VERDICT, chat_completion, row
+
+from salesrl_trl.config import RewardConfig
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.preflight.__main__ import main
+from salesrl_trl.reward.judge.base import Judge
+from salesrl_trl.reward.service.spent_file import read_account
+from salesrl_trl.preflight.alone import StepSettings, examine_alone, read_alone
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.preflight.services import JudgeStage, RagStage
+from salesrl_trl.preflight.stage import Verdict, report_of
+from salesrl_trl.build.settings import SettingsParser, all_kinds, names_of_settings, parse
+from salesrl_trl.types import Verdict as Scores
+
+SECRET = "my card number is 4111"
+TRAINING = {"num_generations": 8, "min_valid_reward_fraction": 0.5}
+RIGHT = ("2,400 yuan for 24 lessons, on", "前5节内可以退还剩余课程的学费，退款")
+"""Words of the right answers."""
+
+
+@pytest.fixture
+def services(monkeypatch):
+    monkeypatch.setattr(asyncio, "run", virtual_time.run)
+    services = Services(Network(monkeypatch))
+    services.judge_by(by_quality)
+    return services
+
+
+def by_quality(system, user):
+    return {**VERDICT, "candidate": 0.9 if any(words in shown(user) for words in RIGHT) else 0.3}
+
+
+def shown(user):
+    return read_sections(user)["candidate_answer"]
+
+
+def examine(stage, services, process_index=0, generation_batch_size=32, output_dir="unused", **given):
+    """The report of a stage. No call is tried again unless `given` otherwise."""
+    settings = {"rag_base_url": services.url, "judge_base_url": f"{services.url}/v1", "max_attempts": 1, **given}
+    if "judge_providers" in settings or "judge" in settings:
+        del settings["judge_base_url"]
+    training = SimpleNamespace(branches=["fairness", "hallucination"], hybrid_reference_weight=0.0, **TRAINING)
+    training.process_index, training.generation_batch_size = process_index, generation_batch_size
+    training.output_dir = str(output_dir)
+    plan = Plan(SimpleNamespace(reward=RewardConfig(**settings), training=training), in_depth=True)
+    plan.train_rows = [row(f"r{at}") for at in range(7)]
+    plan.train_rows[0] = row("r0", tenant_id=SECRET)
+    report = report_of(stage, plan)
+    assert SECRET not in text_of(report)
+    return report
+
+
+def text_of(report):
+    return " ".join(each.message for each in report.findings)
+
+
+def answers(**changes):
+    return {**ANSWER, **changes}
+
+
+def nth(services, name, faulty):
+    """The endpoint's call number n, from 0 on, is answered by `faulty(n)`, or well where that is `None`."""
+    numbers, usual = itertools.count(), services.functions.get(name, lambda request: (200, ANSWER, {}))
+    services.functions[name] = lambda request: faulty(next(numbers)) or usual(request)
+
+
+# A step's load.
+
+
+def test_healthy_services_pass_with_the_times_of_a_step(services):
+    services.functions["8b"] = lambda request: (200, ANSWER, {}, 2.0)
+    rag, judge = examine(RagStage(), services), examine(JudgeStage(), services)
+    assert (rag.verdict, judge.verdict) == (Verdict.PASSED, Verdict.PASSED)
+    assert (rag.figures["rag_8b_p50_s"], rag.figures["rag_8b_p95_s"]) == pytest.approx((2.0, 2.0))
+    assert (rag.figures["rag_8b_in_flight"], rag.figures["rag_32b_in_flight"], judge.figures["judge_in_flight"]) == (
+        32,
+        4,
+        32,
+    )
+    assert services.calls == {"8b": 33, "32b": 5, "judge": 33}  # one before the load
+    assert judge.figures["judge_noise_share"] == judge.figures["judge_invalid_share"] == 0.0
+
+
+def test_the_limits_bound_the_calls_in_flight(services):
+    services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=1.0)
+    services.functions.clear()
+    report = examine(JudgeStage(), services, judge_max_concurrency=4)
+    assert report.figures["judge_in_flight"] == 4 and report.figures["judge_p95_s"] == pytest.approx(1.0)
+
+
+def test_the_references_of_a_large_step_are_asked_for_at_once(services):
+    report = examine(RagStage(), services, generation_batch_size=512, rag_max_concurrency=64)
+    # 512 completions are 64 groups of 8, each of which wants a reference
+    assert (report.figures["rag_8b_in_flight"], report.figures["rag_32b_in_flight"]) == (64, 64)
+
+
+@pytest.mark.parametrize(("calls", "made"), [(0, 1), (8, 9), (50, 49)])
+def test_a_setting_bounds_the_calls(services, calls, made):
+    examine(JudgeStage(), services, preflight_calls=calls)
+    assert services.calls["judge"] == made
+    examine(RagStage(), services, preflight_calls=calls)
+    assert services.calls["8b"] == calls + 1
+
+
+def test_a_run_only_looks(services):
+    plan = Plan(SimpleNamespace(reward=RewardConfig(rag_base_url=services.url), training=None))
+    plan.reward = SimpleNamespace(rag_key=None)
+    assert report_of(RagStage(), plan).verdict is Verdict.PASSED
+    assert services.calls["8b"] == 0
+
+
+def test_of_several_processes_the_first_makes_the_calls_of_all(services):
+    assert examine(RagStage(), services, process_index=1).verdict is Verdict.PASSED
+    assert examine(JudgeStage(), services, process_index=1).verdict is Verdict.PASSED
+    assert not services.calls["8b"] and not services.calls["judge"]
+
+
+# Faults of both.
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (401, "refuses access (401): check the key"),
+        (404, "answered 404: no retry will mend it"),
+        (500, "answered 500"),
+    ],
+)
+def test_a_service_that_refuses_every_call_fails_before_the_load(services, status, message):
+    for stage, name in ((RagStage(), "8b"), (JudgeStage(), "judge")):
+        services.functions[name] = lambda request: (status, {"error": {}})
+        report = examine(stage, services)
+        assert report.verdict is Verdict.FAILED and message in text_of(report) and services.url in text_of(report)
+        assert services.calls[name] == 1
+
+
+def test_calls_that_are_turned_away_are_counted_and_the_service_is_given_its_limit(services):
+    nth(services, "8b", lambda n: (429, {}, {"Retry-After": "1"}) if 9 <= n < 33 else None)
+    report = examine(RagStage(), services)
+    assert report.verdict is Verdict.NOTED
+    assert (report.figures["rag_8b_http_429"], report.figures["rag_8b_retries"]) == (24, 24)
+    assert report.figures["rag_8b_failed"] == 0 and report.figures["rag_8b_p95_s"] > 1
+    assert "rag_8b turned 24 requests away and takes about" in text_of(report)
+
+
+def test_a_storm_of_429_ends_in_time(services):
+    services.functions["judge"] = lambda request: (429, {}, {"Retry-After": "1"})
+    report = examine(JudgeStage(), services, judge_timeout_s=20.0)
+    assert report.verdict is Verdict.FAILED and services.calls["judge"] <= 21
+    assert "overloaded (429)" in text_of(report) or "deadline" in text_of(report)
+
+
+def test_a_late_call_is_not_made_twice(services):
+    nth(services, "8b", lambda n: (200, ANSWER, {}, 25.0 if n == 100 else 1.0))
+    assert examine(RagStage(), services, preflight_calls=128).figures["rag_8b_failed"] == 0
+    assert services.calls["8b"] == 129
+
+
+def test_a_slow_service_fails_where_a_step_would_be_skipped(services):
+    nth(services, "8b", lambda n: (200, ANSWER, {}, 1.0 if n < 10 else 60.0))
+    report = examine(RagStage(), services, rag_timeout_s=5.0)
+    assert report.verdict is Verdict.FAILED
+    assert report.figures["rag_8b_failed"] == 23 and report.figures["rag_8b_p95_s"] == pytest.approx(1.0)
+    assert "(rag_8b_timeout 23)" in text_of(report) and "`rag_timeout_s`" in text_of(report)
+
+
+# The RAG service.
+
+
+@pytest.mark.parametrize("name", ["8b", "32b"])
+def test_an_answer_of_another_shape_says_what_was_got(services, name):
+    services.set(name, {"answer": "It costs 5980 yuan.", "documents": []})
+    report = examine(RagStage(), services)
+    assert report.verdict is (Verdict.FAILED if name == "8b" else Verdict.NOTED)  # nothing weighs the reference
+    assert f"rag_{name} answered with a body of" in text_of(report) and "at first 'passages' (missing)" in text_of(
+        report
+    )
+
+
+def test_a_reference_that_is_weighed_is_needed(services):
+    services.set("32b", {})
+    weights = {"fairness": {"margin": 1.0}}
+    assert examine(RagStage(), services, branch_reward_weights=weights).verdict is Verdict.FAILED
+
+
+@pytest.mark.parametrize("empty", ["always", "with a threshold"])
+def test_an_index_that_finds_nothing_fails_and_a_high_threshold_is_told(services, empty):
+    def answer(request):
+        nothing = empty == "always" or request.json["score_threshold"] > 0
+        return 200, answers(passages=[] if nothing else ANSWER["passages"]), {}
+
+    services.functions["8b"] = answer
+    report = examine(RagStage(), services)
+    assert report.figures["rag_8b_without_passages"] == 32
+    if empty == "always":
+        assert report.verdict is Verdict.FAILED and "whether it knows the rows' `tenant_id`" in text_of(report)
+    else:
+        assert report.verdict is Verdict.NOTED and "Lower `rag_score_threshold`" in text_of(report)
+
+
+# The judge.
+
+
+def test_a_judge_that_ignores_the_schema_fails_at_the_first_call(services):
+    services.verdict("The first answer is better.")
+    services.functions.clear()
+    report = examine(JudgeStage(), services)
+    assert report.verdict is Verdict.FAILED and "do not end with a JSON object" in text_of(report)
+    assert "The first answer" not in text_of(report)
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(4, Verdict.FAILED), (1, Verdict.NOTED)])
+def test_the_share_of_malformed_verdicts_is_told(services, share, verdict):
+    malformed = (200, chat_completion(json.dumps({**VERDICT, "candidate": 7})), {})
+    nth(services, "judge", lambda n: malformed if n and n % 5 < share else None)
+    report = examine(JudgeStage(), services)
+    assert report.verdict is verdict
+    assert report.figures["judge_invalid_share"] == pytest.approx(share / 5, abs=0.05)
+    assert "judge_outside_schema" in text_of(report) and "less than or equal to 1" in text_of(report)
+
+
+def test_a_noisy_judge_is_told_with_the_repeats_that_make_up_for_it(services):
+    rng = random.Random(3)
+
+    def judge(system, user):
+        return {**VERDICT, "candidate": by_quality(system, user)["candidate"] - 0.2 + rng.uniform(0, 0.4)}
+
+    services.judge_by(lambda system, user: {**(v := judge(system, user)), "candidate": min(max(v["candidate"], 0), 1)})
+    report = examine(JudgeStage(), services, preflight_calls=128)
+    assert report.figures["judge_repeat_sd"] == pytest.approx(0.4 / 12**0.5, abs=0.03)
+    assert report.figures["judge_spread_sd"] == pytest.approx(0.3, abs=0.06)
+    assert "judge is noisy" in text_of(report) and "Set `judge_repeats: 2`" in text_of(report)
+    again = examine(JudgeStage(), services, preflight_calls=128, judge_repeats=2)
+    assert "noisy" not in text_of(again)
+
+
+def test_a_judge_that_likes_the_first_answer_is_told(services):
+    def judge(system, user):
+        first = list(read_sections(user)).index("candidate_answer") < list(read_sections(user)).index(
+            "reference_answer"
+        )
+        return {**VERDICT, "candidate": by_quality(system, user)["candidate"] - (0.0 if first else 0.2)}
+
+    services.judge_by(judge)
+    report = examine(JudgeStage(), services)
+    assert report.figures["judge_order_gap"] == pytest.approx(0.2) and report.figures["judge_repeat_sd"] == 0
+    assert "scores a candidate 0.20 higher where it stands before the reference. Set `judge_repeats: 2`" in text_of(
+        report
+    )
+
+
+def test_a_judge_that_can_not_tell_right_from_wrong_is_told(services):
+    services.judge_by(lambda system, user: VERDICT)
+    report = examine(JudgeStage(), services)
+    assert report.verdict is Verdict.NOTED and "right and wrong answers of the packaged set alike" in text_of(report)
+
+
+def test_several_providers_are_told_by_name(services, monkeypatch):
+    network = Network(monkeypatch)
+    mild, harsh = Services(network), Services(network)
+    mild.judge_by(by_quality)
+    harsh.judge_by(lambda system, user: {**VERDICT, "candidate": by_quality(system, user)["candidate"] / 3})
+    providers = [
+        {"name": "mild", "base_url": f"{mild.url}/v1", "model": "m", "weight": 3},
+        {"name": "harsh", "base_url": f"{harsh.url}/v1", "model": "m", "weight": 1},
+        {"name": "gone", "base_url": "http://gone.test/v1", "model": "m", "weight": 0},
+    ]
+    report = examine(JudgeStage(), mild, judge_providers=providers)
+    assert (report.figures["judge_mild_in_flight"], report.figures["judge_harsh_in_flight"]) == (24, 8)
+    assert report.figures["judge_providers_gap"] == pytest.approx(0.3, abs=0.05)
+    assert "judge_gone could not be reached" in text_of(report) and "Give one of them `weight: 0`" in text_of(report)
+    assert report.verdict is Verdict.NOTED
+
+
+class Lenient(Judge):
+    """A judge of one's own, without a service."""
+
+    async def judge(self, rubric, row, action, candidate, reference):
+        return Scores(candidate=1 / len(candidate.text), reference=0.5, reason="")
+
+
+def test_a_judge_of_ones_own_is_measured_too(services):
+    report = examine(JudgeStage(), services, judge=f"{__name__}.Lenient")
+    assert report.figures["judge_repeat_sd"] == 0 and report.figures["judge_calls"] == 32
+    assert report.figures["judge_order_gap"] is None  # the order is its own
+
+
+class Mute(Judge):
+    """A judge of one's own that never answers."""
+
+    async def judge(self, rubric, row, action, candidate, reference):
+        await asyncio.Event().wait()
+
+
+def test_a_judge_that_never_answers_is_told_with_the_seconds_and_their_setting(services):
+    said = "within 7 s. Expected an answer in time: look at the service's own log, or raise `judge_timeout_s` if"
+    report = examine(JudgeStage(), services, judge=f"{__name__}.Mute", judge_timeout_s=7.0)
+    assert report.verdict is Verdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
+    for first in ([], [(500, {}, {}, 1.0)]):  # the attempt behind it has less than the whole time
+        replies = itertools.chain(first, itertools.repeat((200, {}, {}, 1e9)))
+        services.functions["judge"] = lambda request, replies=replies: next(replies)
+        report = examine(JudgeStage(), services, judge_timeout_s=7.0, max_attempts=3)
+        assert report.verdict is Verdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
+
+
+@pytest.mark.parametrize(("failing", "verdict"), [(("one", "two"), Verdict.FAILED), (("two",), Verdict.NOTED)])
+def test_judges_fail_the_stage_if_all_of_them_fail_under_load(services, failing, verdict):
+    asked, well = Counter(), services.functions["judge"]
+
+    def judge(request):
+        asked[request.json["model"]] += 1
+        return (500, {}) if request.json["model"] in failing and asked[request.json["model"]] > 1 else well(request)
+
+    services.functions["judge"] = judge
+    one, two = ({"name": name, "base_url": f"{services.url}/v1", "model": name} for name in ("one", "two"))
+    report = examine(JudgeStage(), services, judge_providers=[one, two])
+    assert report.verdict is verdict and "judge_two_http_500" in text_of(report)
+
+
+def test_what_a_preflight_asks_counts_in_the_run_s_budget_and_stops_at_its_limit(services, tmp_path):
+    judge = {"name": "a", "base_url": f"{services.url}/v1", "model": "m", "usd_per_million_prompt_tokens": 1000.0}
+    settings = {"output_dir": tmp_path, "judge_providers": [judge], "preflight_calls": 32, "max_calls": 50}
+    rag, judge = (examine(stage, services, **settings) for stage in (RagStage(), JudgeStage()))
+    assert (rag.verdict, judge.verdict) == (Verdict.PASSED, Verdict.FAILED)
+    assert "budget_spent" in text_of(judge)
+    total = read_account(tmp_path / "budget.sqlite").total()
+    assert total.calls == sum(map(len, services.asked.values())) == 50
+    assert total.usd > 0
+
+
+# A stage alone, without torch.
+
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+SCRIPT = Path(__file__).parents[3] / "scripts/test_components.py"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_a_stage_alone_reads_the_same_settings_as_a_run(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    given = ["--output_dir", str(tmp_path), "--judge_timeout_s", "7", "--no_held_out_eval", "--max-steps", "3"]
+    config, alone = parse(given, recipe), read_alone(given, recipe)
+    assert (alone.data, alone.reward) == (config.data, config.reward)
+    for each in dataclasses.fields(StepSettings):
+        if each.name != "steps_per_generation":  # TRL computes the one from the other
+            assert getattr(alone.training, each.name) == getattr(config.training, each.name), each.name
+
+
+def test_a_stage_alone_counts_the_completions_of_all_processes(tmp_path, monkeypatch):
+    one = read_alone(["--output_dir", str(tmp_path)], RECIPES[0]).training
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    four = read_alone(["--output_dir", str(tmp_path)], RECIPES[0]).training
+    assert four.generation_batch_size == 4 * one.generation_batch_size
+
+
+def test_a_stage_alone_knows_every_setting_of_a_run():
+    assert SettingsParser(all_kinds()).keys - {"help", "env", "small_policy"} <= names_of_settings()
+    with pytest.raises(ConfigError, match=r"--max_step \(did you mean --max_steps\?\)"):
+        read_alone(["--max_step", "3"], RECIPES[0])
+
+
+def test_the_command_runs_a_stage_alone_against_the_configured_services(services, capsys):
+    for name in ("rag", "judge"):
+        given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--preflight_calls", "8"]
+        assert main(["--stage", name, "--json", "--config", str(RECIPES[0]), *given]) == 0
+        (stage,) = json.loads(capsys.readouterr().out)["stages"]
+        assert (stage["stage"], stage["verdict"]) == (name, "passed")
+    assert services.calls["8b"] == services.calls["judge"] == 9
+    assert main(["--stage", "judge", "--max_step", "3"]) == 2
+    assert "did you mean --max_steps?" in capsys.readouterr().out
+
+
+def test_the_script_for_components_begins_with_the_machine(services, capsys, monkeypatch, tmp_path):
+    given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--preflight_calls", "8"]
+    given += ["--config", str(RECIPES[0]), "--output_dir", str(tmp_path), "--json"]
+    monkeypatch.setattr(sys, "argv", ["test_components.py", *given])
+    monkeypatch.setattr("salesrl_trl.run.launcher.end_tidily", lambda: None)  # it is for a whole process
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    found = json.loads(capsys.readouterr().out)
+    assert (ended.value.code, [each["stage"] for each in found["stages"]]) == (
+        0, ["environment", "config", "data", "rag", "judge"],
+    )  # fmt: skip
+
+
+def test_stand_ins_score_no_rows_of_ones_own_alone_either(tmp_path):
+    with pytest.raises(ConfigError, match="from the demo's course catalogue"):
+        next(examine_alone("rag", ["--dataset", "mine.jsonl"], RECIPES[0]))

@@ -1,0 +1,176 @@
+"""The stages of a preflight that load the policy and train it. The stage `engine` with vLLM is in
+tests/integration/test_exact_mode.py."""
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from salesrl_trl.data.lengths import token_counter
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import GPU_PEAK
+from salesrl_trl.build.memory.cards import Card
+from salesrl_trl.build.memory.estimate import Estimate, Moment
+from salesrl_trl.build.memory.shape import UnknownShape
+from salesrl_trl.preflight.memory import MemoryStage, Scales
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.preflight.rehearsal import rehearse
+from salesrl_trl.preflight.runner import examine
+from salesrl_trl.preflight.stage import Findings, Verdict
+from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage, judge_update, report_memory
+from salesrl_trl.build.settings import parse
+from salesrl_trl.telemetry.device import GIB
+
+RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def planned(tiny, tmp_path):
+    def plan(*arguments, policy=tiny):
+        given = ["--model_name_or_path", str(policy), "--prompt_style", "compact", "--use_vllm", "false"]
+        given += ["--output_dir", str(tmp_path / "run"), "--max_train_rows", "12", "--max_completion_length", "8"]
+        given += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"]
+        return Plan(parse([*given, *arguments], RECIPE), in_depth=True)
+
+    return plan
+
+
+def test_steps_are_made_on_the_longest_batch_and_leave_nothing(planned, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plan = planned("--quick_eval_steps", "1", "--save_steps", "1", "--rollout_lookahead", "2")
+    settings = dict(vars(plan.config.training))
+    model, engine, step = examine(plan, stages=(ModelStage(), EngineStage(), StepStage()))
+    assert [each.verdict for each in (model, engine, step)] == [Verdict.PASSED, Verdict.SKIPPED, Verdict.PASSED]
+    assert model.figures["trained_m"] == model.figures["parameters_m"] > 0
+    assert step.figures["prompt_tokens"] == max(token_counter(plan.tokenizer)(plan.train.prompts))
+    assert step.figures["completion_tokens"] == 8
+    assert step.figures["grad_norm"] > 0
+    assert step.figures["changed_share"] > 0.9
+    assert step.figures["step_s"] >= step.figures["forward_s"] + step.figures["backward_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert vars(plan.config.training) == settings  # those of the run
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, monkeypatch, known):
+    def weighed(*_):
+        if not known:
+            raise UnknownShape("no number for num_attention_heads")
+        moments = (Moment(name="forward", parts={"weights": 3.0}), Moment(name="evaluation", parts={"weights": 9.0}))
+        return Estimate(card_gib=80.0, moments=moments, sequences=None)
+
+    monkeypatch.setattr("salesrl_trl.preflight.memory.card_here", lambda _: Card("a", 80.0))
+    monkeypatch.setattr(Scales, "shape", property(weighed))
+    monkeypatch.setattr(Scales, "weigh", weighed)
+    memory, _, step = examine(planned(), stages=(MemoryStage(), ModelStage(), StepStage()))
+    assert memory.verdict is (Verdict.PASSED if known else Verdict.SKIPPED)
+    assert step.verdict is Verdict.PASSED
+    assert step.figures.get("estimated_gib") == (3.0 if known else None)
+
+
+def test_the_engine_is_asked_with_the_shortest_prompt_where_rows_come_again(planned, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.preflight.rehearsal.build_trainer", lambda *_: SimpleNamespace(finish=print))
+    plan = planned("--max_train_rows", "3", "--num_generations", "2")  # 4 prompts from 3 rows: the longest comes again
+    with plan.opened:
+        rehearsal = rehearse(plan)
+    lengths = token_counter(plan.tokenizer)([rehearsal.shortest, *plan.train.prompts])
+    assert len(set(lengths)) > 1
+    assert lengths[0] == min(lengths)
+
+
+@pytest.mark.parametrize("mode", ["rollouts", "rewards"])
+def test_nothing_is_tried_that_the_run_does_not_do(planned, mode):
+    stages = (EngineStage(), StepStage()) if mode == "rollouts" else (ModelStage(), EngineStage(), StepStage())
+    plan = planned("--mode", mode)
+    assert [each.verdict for each in examine(plan, stages=stages)] == [Verdict.SKIPPED] * len(stages)
+    assert plan.policy is plan.rehearsal is None
+
+
+def test_an_adapter_without_a_place_fails_before_weights_are_loaded(planned):
+    plan = planned("--use_peft", "true", "--lora_target_modules", "nowhere")
+    for stage in (MemoryStage(), ModelStage()):  # a run passes the first
+        (report,) = examine(plan, stages=(stage, StepStage()))
+        assert report.verdict is Verdict.FAILED
+        assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in report.findings[0].text
+    assert plan.policy is None
+
+
+def test_a_model_whose_layers_peft_does_not_know_needs_their_names_only_for_an_adapter(planned, monkeypatch):
+    known = "peft.tuners.lora.LoraModel.target_module_mapping"
+    monkeypatch.setattr(known, {})
+    assert Scales(planned(), 80.0).adapted.adapters.parameters > 0
+    with pytest.raises(ConfigError, match="Set some of its linear layers: down_proj"):
+        _ = Scales(planned("--use_peft", "true"), 80.0).adapted
+
+
+def test_a_name_that_no_layer_has_is_noted_and_the_adapters_weights_are_counted(planned):
+    plan = planned("--use_peft", "true", "--lora_target_modules", "q_proj", "k_porj", "--lora_r", "4")
+    (report,) = examine(plan, stages=(ModelStage(),))
+    assert report.verdict is Verdict.NOTED
+    assert "names k_porj, which" in report.findings[0].text
+    assert report.figures["trained_m"] == pytest.approx(4 * (32 + 32) / 1e6)
+
+
+def test_weights_that_are_no_numbers_fail(planned, tiny, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.lm_head.weight.data[3] = torch.nan
+    model.save_pretrained(tmp_path / "broken")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "broken")
+    (report,) = examine(planned(policy=tmp_path / "broken"), stages=(ModelStage(),))
+    assert report.verdict is Verdict.FAILED
+    assert "logits for the first prompt are no numbers" in report.findings[0].text
+
+
+def test_a_backend_that_is_not_there_fails_with_the_remedy_of_the_catalogue(planned):
+    (report,) = examine(planned("--attn_implementation", "flash_attention_2"), stages=(ModelStage(), StepStage()))
+    assert report.verdict is Verdict.FAILED
+    assert report.findings[0].text.startswith("No working attention backend.")
+    assert "--attn_implementation sdpa" in report.findings[0].remedy
+
+
+def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("trl.GRPOTrainer._compute_loss", full)
+    *_, report = examine(planned(), stages=(ModelStage(), StepStage()))
+    assert report.verdict is Verdict.FAILED
+    assert report.findings[0].text.startswith("No room on the GPU in training.")
+    assert "--gradient_checkpointing true" in report.findings[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("step", "changed", "settings", "verdict"),
+    [
+        ({"loss": 0.0, "grad_norm": 0.1}, 0.99, {}, Verdict.PASSED),
+        ({"loss": 0.0}, 0.99, {}, Verdict.PASSED),  # `max_grad_norm: 0`
+        ({"loss": 0.0, "grad_norm": float("nan")}, 0.99, {}, Verdict.FAILED),
+        ({"loss": float("inf"), "grad_norm": 0.1}, 0.99, {}, Verdict.FAILED),
+        ({"loss": 0.0, "grad_norm": float("inf")}, None, {"fp16": True}, Verdict.NOTED),  # the scale is found
+        ({"loss": 0.0, "grad_norm": 0.0}, None, {}, Verdict.FAILED),
+        ({"loss": 0.0, "grad_norm": 0.1}, 0.0, {}, Verdict.FAILED),
+        ({"loss": 0.0, "grad_norm": 0.1}, 0.2, {}, Verdict.NOTED),
+        ({"loss": 0.0, "grad_norm": 0.1}, 0.2, {"optim": "adamw_torch_8bit"}, Verdict.PASSED),  # by chance, on average
+    ],
+)
+def test_a_step_that_moves_no_weights_is_seen(step, changed, settings, verdict):
+    findings = Findings()
+    given = {"fp16": False, "optim": "adamw_torch", "learning_rate": 1e-6, "min_changed_weights": 0.5, **settings}
+    judge_update(step, changed, SimpleNamespace(**given), findings)
+    assert findings.verdict is verdict
+    assert all(each.remedy for each in findings.found)
+
+
+@pytest.mark.parametrize(("peak", "verdict"), [(67.0, Verdict.PASSED), (69.0, Verdict.NOTED)])
+def test_a_card_that_is_nearly_full_at_the_peak_is_noted(monkeypatch, peak, verdict):
+    """Of 80 GiB, 60 are free now and PyTorch has 10: another 10 are used outside of it, and 70 could be used."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 * GIB)
+    findings = Findings()
+    report_memory([{GPU_PEAK: 3.0}, {GPU_PEAK: peak}], torch.device("cuda"), findings)
+    assert findings.figures["left_gib"] == pytest.approx(70 - peak)
+    assert findings.verdict is verdict
