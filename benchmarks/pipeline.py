@@ -81,10 +81,10 @@ from benchmarks.vllm_server import for_training, vllm_server
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.passes import passes_of
 from salesrl_trl.demo.policy import packaged_tokenizer
+from salesrl_trl.ground.patched import replaced
 from salesrl_trl.names import GPU_PEAK, Phase, time_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Recorder
-from salesrl_trl.ground.patched import replaced
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import BatchResult, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from salesrl_trl.build.assembly import open_reward as open_reward
     from salesrl_trl.config.reward import RewardConfig as RewardConfig
     from salesrl_trl.config.training import SalesGRPOConfig as SalesGRPOConfig
     from salesrl_trl.data.form import Form as Form
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.stage import Case as Case
     from salesrl_trl.reward.stage import Missing as Missing
     from salesrl_trl.reward.stage import RewardStage as RewardStage
-    from salesrl_trl.build.assembly import open_reward as open_reward
     from salesrl_trl.timing import TimingContext as TimingContext
     from salesrl_trl.trainer import SalesGRPOTrainer as SalesGRPOTrainer
     from salesrl_trl.types import Action as Action
@@ -67,7 +67,7 @@ _MODULES = {
     "load_rows": "data.sources",
     "build_dataset": "data.sources",
     "Form": "data.form",
-    "open_reward": "run.assembly",
+    "open_reward": "build.assembly",
     "SalesReward": "reward.chain",
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
     "DatasetFormat": "data.formats.base",

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import psutil
 
+from salesrl_trl.build import software
 from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.build import software
+from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.run.record import Difference, differences, settings_text
 from salesrl_trl.run.tools import ToolParser, tell_failure
-from salesrl_trl.ground.shutdown import end_tidily
 
 PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2

@@ -26,37 +26,37 @@ remember_packages()
 
 from accelerate import PartialState
 
-from salesrl_trl.checkpoint.whole import step_of
-from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.demo.services.launcher import EmbeddedServices
-from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable
-from salesrl_trl.names import LOG_FILE, Phase, StartUp
-from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.reward.readiness import warm_up
-from salesrl_trl.run import signals
 from salesrl_trl.build.assembly import launched_services, open_reward
 from salesrl_trl.build.banner import closing_lines
 from salesrl_trl.build.building import build_instruments, build_trainer, take_policy
 from salesrl_trl.build.checks.budget import check_budget_left
 from salesrl_trl.build.checks.folders import check_output_dir, claim_output_dir
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.read_ahead import begin_read_ahead
+from salesrl_trl.build.recipes import FULL
+from salesrl_trl.build.settings import RunConfig, parse
+from salesrl_trl.checkpoint.whole import step_of
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.demo.services.launcher import EmbeddedServices
+from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_RESUMABLE, EXIT_STOPPED
+from salesrl_trl.names import LOG_FILE, Phase, StartUp
+from salesrl_trl.preflight.runner import prepare
+from salesrl_trl.preflight.simulation.command import SimulationConfig
+from salesrl_trl.preflight.simulation.command import main as simulate
+from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.readiness import warm_up
+from salesrl_trl.run import signals
 from salesrl_trl.run.console import (
     exit_with,
     keep_console,
     set_log_level,
     set_up_logging,
 )
-from salesrl_trl.build.plan import Plan
-from salesrl_trl.preflight.runner import prepare
-from salesrl_trl.build.read_ahead import begin_read_ahead
-from salesrl_trl.build.recipes import FULL
 from salesrl_trl.run.record import has_finished, write_finished, write_record
-from salesrl_trl.build.settings import RunConfig, parse
-from salesrl_trl.preflight.simulation.command import SimulationConfig
-from salesrl_trl.preflight.simulation.command import main as simulate
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.start_up import imports_so_far
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_RESUMABLE, EXIT_STOPPED
 from salesrl_trl.timing import TimingContext
 
 if TYPE_CHECKING:

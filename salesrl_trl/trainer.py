@@ -18,18 +18,16 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOConfig, GRPOTrainer
 
-from salesrl_trl.wiring.trl_access import BoundTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.schedule import follow
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
+from salesrl_trl.ground.patched import replaced
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
-from salesrl_trl.wiring.overrides import in_force_if
-from salesrl_trl.ground.patched import replaced
 from salesrl_trl.reward.given import GivenRewards, RewardFunc, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
@@ -39,6 +37,8 @@ from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
 from salesrl_trl.telemetry.trackers import tell
 from salesrl_trl.wiring.components import Wiring
+from salesrl_trl.wiring.overrides import in_force_if
+from salesrl_trl.wiring.trl_access import BoundTrainer
 
 
 @in_force_if("has_rooms")  # with a plain `GRPOConfig` each method is TRL's own

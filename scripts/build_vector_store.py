@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from salesrl_trl.data.knowledge import load_documents
 from salesrl_trl.data.rows import is_unicode
 from salesrl_trl.errors import ConfigError, DataError, ServiceError
+from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.reward.rag.embedding import SERVICE, Embedder
 from salesrl_trl.reward.rag.vector_store import StoredDocument, has_table, write_table
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.ground.service_keys import find_key
 
 EXIT_SERVICE = 1
 EXIT_USAGE = 2

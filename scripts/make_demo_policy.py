@@ -41,8 +41,8 @@ from salesrl_trl.demo.services.index import KnowledgeIndex
 from salesrl_trl.demo.services.rag import HISTORY_WEIGHT, PROFILE_WEIGHT, QUERY_WEIGHT
 from salesrl_trl.demo.services.rubric import judge_sections, load_terms
 from salesrl_trl.demo.teaching import imitate
-from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.ground.shutdown import end_tidily
+from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.types import Action, InvalidAction, SalesRow
 
 VOCAB_SIZE = 3072

@@ -6,7 +6,6 @@ that can't be made raises a `SalesRLError`.
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from transformers import (
     GenerationConfig,
@@ -17,7 +16,7 @@ from transformers import (
 )
 
 from salesrl_trl.data.form import Records
-from salesrl_trl.data.lengths import FittingPrompts, Limit, fit_prompts, token_counter
+from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
 from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import check_rows, is_file
@@ -35,12 +34,9 @@ from salesrl_trl.build.checks.model import (
 from salesrl_trl.build.checks.prompts import prompt_limit, prompt_of
 from salesrl_trl.build.checks.rows import held_out_records
 from salesrl_trl.build.memory.estimate import Estimate
-from salesrl_trl.preflight.alone import ServicesPlan
+from salesrl_trl.build.services_plan import ServicesPlan
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.types import SalesRow
-
-if TYPE_CHECKING:
-    from salesrl_trl.preflight.rehearsal import Rehearsal
 
 
 @dataclass
@@ -58,8 +54,8 @@ class Plan(ServicesPlan):
     """Findings that a user should know at the start: lines for the run's banner."""
     policy: PreTrainedModel | None = None
     """The policy with its weights. The stage `model` of a preflight sets it."""
-    rehearsal: "Rehearsal | None" = None
-    """The trainer of a preflight. The first stage that needs it sets it."""
+    rehearsal: object = None
+    """What `preflight.training` keeps of its trainer for later stages."""
 
     @property
     def rows(self) -> list[SalesRow]:
@@ -128,7 +124,7 @@ class Plan(ServicesPlan):
         return config.policy_path, config.model.model_revision, config.training.trust_remote_code
 
     @cached_property
-    def limit(self) -> Limit | None:
+    def limit(self) -> LengthLimit | None:
         """The longest prompt. Asks the vLLM server for its length, if there is one."""
         training, server_room = self.config.training, None
         if training.use_vllm and training.vllm_mode == "server":

@@ -25,11 +25,11 @@ from salesrl_trl.checkpoint.under_way import (
 from salesrl_trl.checkpoint.whole import STATE_FILE, Manifest, folders, in_order, read, seal
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError
+from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, SAVING_FOLDER
-from salesrl_trl.ground.process import put_in_place
-from salesrl_trl.ground.patched import replaced
-from salesrl_trl.rollout.pipeline import Kept
+from salesrl_trl.rollout.pipeline import KeptRollouts
 
 
 class Keeper:
@@ -44,7 +44,7 @@ class Keeper:
             From the training dataset to the identity of the run.
         is_skipping (`Callable[[], bool]`):
             Whether the generation batch under way is left out of the loss. Then it is no part of a checkpoint.
-        in_flight (`Callable[[int, int], Mapping[int, Kept]]`):
+        in_flight (`Callable[[int, int], Mapping[int, KeptRollouts]]`):
             `Pipeline.in_flight`.
     """
 
@@ -54,14 +54,14 @@ class Keeper:
         kl: BranchedKL | None,
         identity: Callable[[object], Identity],
         is_skipping: Callable[[], bool],
-        in_flight: Callable[[int, int], Mapping[int, Kept]],
+        in_flight: Callable[[int, int], Mapping[int, KeptRollouts]],
     ) -> None:
         self._args = args
         self._kl = kl
         self._identity_of = identity
         self._is_skipping = is_skipping
         self._in_flight = in_flight
-        self._kept: Mapping[int, Kept] = {}
+        self._kept: Mapping[int, KeptRollouts] = {}
         self._output_dir = Path(args.output_dir)
         self._is_main, self._leads_node = args.process_index == 0, args.local_process_index == 0
         self._last: Path | None = None
@@ -142,7 +142,7 @@ class Keeper:
         self._kept = load_rollouts(*place)
         return load_under_way(*place) if micro_step % self._args.window else None
 
-    def drain_rollouts(self) -> Mapping[int, Kept]:
+    def drain_rollouts(self) -> Mapping[int, KeptRollouts]:
         """The rollouts in flight of the checkpoint that `load_parts` has read: once, then none."""
         kept, self._kept = self._kept, {}
         return kept

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 
 from salesrl_trl.generation.sampler import Sampled
 from salesrl_trl.names import ROLLOUTS_FILE, UNDER_WAY_FILE
-from salesrl_trl.rollout.pipeline import Kept
+from salesrl_trl.rollout.pipeline import KeptRollouts
 from salesrl_trl.update.ranks import on_any_rank
 
 logger = get_logger(__name__)
@@ -56,13 +56,13 @@ def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torc
     return None
 
 
-def save_rollouts(folder: Path, rank: int, arrangement: list[int], kept: Mapping[int, Kept]) -> None:
+def save_rollouts(folder: Path, rank: int, arrangement: list[int], kept: Mapping[int, KeptRollouts]) -> None:
     """Save one process's rollouts in flight.
 
     Args:
         folder (`Path`), rank (`int`), arrangement (`list[int]`):
             As in `save_under_way`.
-        kept (`Mapping[int, Kept]`):
+        kept (`Mapping[int, KeptRollouts]`):
             From `Pipeline.in_flight`. Those with pictures are left out.
     """
     rollouts = {
@@ -81,7 +81,7 @@ def save_rollouts(folder: Path, rank: int, arrangement: list[int], kept: Mapping
     torch.save({"arrangement": arrangement, "rollouts": rollouts}, folder / ROLLOUTS_FILE.format(rank=rank))
 
 
-def load_rollouts(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> dict[int, Kept]:
+def load_rollouts(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> dict[int, KeptRollouts]:
     """The rollouts of `save_rollouts` on all ranks. None on all of them if any rank has none of this arrangement; a
     collective."""
     state = _read(folder / ROLLOUTS_FILE.format(rank=rank), arrangement, device)
@@ -89,7 +89,7 @@ def load_rollouts(folder: Path, rank: int, arrangement: list[int], device: torch
         return {}
     assert state is not None
     kept = {
-        first: Kept(
+        first: KeptRollouts(
             rows=each["rows"],
             step=each["step"],
             sampled=Sampled(generated=tuple(each["generated"]), metrics=each["metrics"], tokens=each["tokens"]),

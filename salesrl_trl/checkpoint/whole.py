@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE
 from salesrl_trl.ground.process import write_whole
+from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE
 
 logger = logging.getLogger(__name__)
 

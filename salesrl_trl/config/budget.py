@@ -4,21 +4,32 @@ Owns the checks of these settings, and the names under which limits are kept and
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from salesrl_trl.config.checks import check
 from salesrl_trl.config.judge import JudgeProviderConfig
 from salesrl_trl.reward.service.budget import CALLS, USD, Limit
 
-if TYPE_CHECKING:
-    from salesrl_trl.config.reward import RewardConfig
+
+class SpendingLimits(Protocol):
+    """The settings of `RewardConfig` that limit what a run spends."""
+
+    max_calls: int | None
+    max_usd: float | None
+    judge_tokens_per_minute: int | None
+    judge: str | None
+
+    @property
+    def uses_services(self) -> bool: ...
+
+    def parsed_judge_providers(self) -> Sequence[JudgeProviderConfig]: ...
 
 
-def check_budget(config: "RewardConfig", providers: Sequence[JudgeProviderConfig]) -> None:
+def check_budget(config: SpendingLimits, providers: Sequence[JudgeProviderConfig]) -> None:
     """Refuse limits that limit nothing. Raises `ConfigError`.
 
     Args:
-        config (`RewardConfig`):
+        config (`SpendingLimits`):
             Settings of the services.
         providers (`Sequence[JudgeProviderConfig]`):
             Its `judge_providers`.
@@ -43,11 +54,11 @@ def check_budget(config: "RewardConfig", providers: Sequence[JudgeProviderConfig
     )
 
 
-def limits_of(config: "RewardConfig", service_of: str) -> tuple[Limit, ...]:
+def limits_of(config: SpendingLimits, service_of: str) -> tuple[Limit, ...]:
     """All limits of calls and money.
 
     Args:
-        config (`RewardConfig`):
+        config (`SpendingLimits`):
             Settings of the services.
         service_of (`str`):
             A provider's service is named so, with an underscore and its name behind it.

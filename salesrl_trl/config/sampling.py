@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
-from salesrl_trl.config.checks import check, check_choice, load_object
+from salesrl_trl.config.checks import check, load_object
 
 if TYPE_CHECKING:
-    from salesrl_trl.config.training import SalesGRPOConfig
     from salesrl_trl.generation.sampler import Sampler, Upstream
 
 QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
@@ -49,13 +48,14 @@ def load_sampler(path: str) -> "Callable[[Upstream], Sampler]":
     return cast("Callable[[Upstream], Sampler]", sampler)
 
 
-def check_quantization(args: "SalesGRPOConfig") -> None:
+def check_quantization(quantization: str | None, *, can_correct: bool) -> None:
     """Refuse a quantised engine without a GPU of this process, or without the correction for its distribution."""
-    if args.vllm_quantization is None:
+    if quantization is None:
         return
-    check_choice(args, "vllm_quantization", QUANTIZATIONS)
+    expected = ", ".join(QUANTIZATIONS)
+    check(quantization in QUANTIZATIONS, f"`vllm_quantization` is {quantization!r}. Expected one of: {expected}.")
     check(
-        not args.use_cpu and args.vllm_mode == "colocate" and args.vllm_importance_sampling_correction,
-        f"`vllm_quantization` is {args.vllm_quantization!r}. Expected none, or a GPU with `vllm_mode: colocate` and "
+        can_correct,
+        f"`vllm_quantization` is {quantization!r}. Expected none, or a GPU with `vllm_mode: colocate` and "
         "`vllm_importance_sampling_correction: true`, because its completions are those of a slightly other policy.",
     )

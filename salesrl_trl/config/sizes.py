@@ -4,15 +4,11 @@ Owns these checks. TRL makes some of them too, but later, and without advice.
 """
 
 import os
-from typing import TYPE_CHECKING
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import check, check_choice
+from salesrl_trl.config.checks import check
 from salesrl_trl.config.ranges import EVERY, TRAINING, check_ranges
-
-if TYPE_CHECKING:
-    from salesrl_trl.config.training import SalesGRPOConfig
 
 RUN_MODES = ("train", "rollouts", "rewards")
 _WITHOUT_UPDATES = "Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores made-up texts."
@@ -90,14 +86,12 @@ def check_evaluation(args: GRPOConfig, processes: int) -> None:
     )
 
 
-def check_mode(args: "SalesGRPOConfig") -> None:
-    """Refuse an unknown `mode`, and several processes for rewards. Without training, nothing is evaluated or saved."""
-    check_choice(args, "mode", RUN_MODES)
+def check_mode(mode: str) -> None:
+    """Refuse an unknown `mode`, and several processes for rewards."""
+    check(mode in RUN_MODES, f"`mode` is {mode!r}. Expected one of: {', '.join(RUN_MODES)}.")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     check(
-        args.mode != "rewards" or processes == 1,
+        mode != "rewards" or processes == 1,
         f"`mode: rewards` was launched with {processes} processes, and needs no GPU. Expected one: launch with "
         "`python recipes/RECIPE.py --mode rewards`.",
     )
-    if args.mode != "train":
-        args.held_out_eval, args.save_strategy = False, "no"

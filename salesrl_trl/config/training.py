@@ -235,7 +235,9 @@ class SalesGRPOConfig(GRPOConfig):
         check_types(self)
         check_numbers(self)
         check_sizes(self)
-        check_mode(self)
+        check_mode(self.mode)
+        if self.mode != "train":  # nothing is evaluated or saved
+            self.held_out_eval, self.save_strategy = False, "no"
         check_choice(self, "shared_prompts", ("auto", "off"))
         check_choice(self, "failed_completions", (LEAVE_OUT, "as_trl"))
         self.compiled = compiled.folder_of(self.compile_cache_dir)
@@ -284,7 +286,8 @@ class SalesGRPOConfig(GRPOConfig):
         )
 
     def _check_sampling(self) -> None:
-        check_quantization(self)
+        can_correct = self.vllm_mode == "colocate" and self.vllm_importance_sampling_correction
+        check_quantization(self.vllm_quantization, can_correct=can_correct and not self.use_cpu)
         temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)
         check(
             temperature == self.temperature,

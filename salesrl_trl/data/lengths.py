@@ -31,7 +31,7 @@ SHOWN_ROWS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Limit:
+class LengthLimit:
     """The longest prompt."""
 
     tokens: int
@@ -96,7 +96,7 @@ def fit_prompts(
     rows: Sequence[SalesRow],
     prompt: str | PromptTemplate,
     count: Count,
-    limit: Limit | None,
+    limit: LengthLimit | None,
     rule: str,
     name: str,
     picture_tokens: Callable[[SalesRow], int] | None = None,
@@ -110,7 +110,7 @@ def fit_prompts(
             As in `build_prompt`.
         count (`Callable[[Sequence[Prompt]], list[int]]`):
             The counter of `token_counter`.
-        limit (`Limit`, *optional*):
+        limit (`LengthLimit`, *optional*):
             The longest prompt. Defaults to any length.
         rule (`str`):
             One of `LONG_PROMPT_RULES`.

@@ -5,5 +5,5 @@ Owns:
 - their answers and the rewards of these (`answers`);
 - the figures, and the comparison of two policies (`findings`), as text (`text`).
 
-Refuses to own the statistics: `salesrl_trl.evaluation.comparison` does. The command line is in `salesrl_trl.evaluate`.
+Refuses to own the statistics: `salesrl_trl.evaluation.comparison` does. `__main__` has the command line.
 """

@@ -18,17 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from salesrl_trl.build.recipes import FULL
 from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.run.launcher import begin_run
-from salesrl_trl.build.recipes import FULL
 from salesrl_trl.run.tools import ToolParser, finite
 
 if TYPE_CHECKING:
-    from salesrl_trl.demo.services.launcher import EmbeddedServices
-    from salesrl_trl.evaluate.findings import Findings
-    from salesrl_trl.evaluate.policies import Policy
     from salesrl_trl.build.plan import Plan
+    from salesrl_trl.demo.services.launcher import EmbeddedServices
+    from salesrl_trl.evaluate.findings import EvaluationFindings
+    from salesrl_trl.evaluate.policies import EvaluatedPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(ConfigError):  # it is raised again below, where errors are told
         options, settings = _parser().parse_known_args(argv)  # `--help` ends here, without the imports of seconds
 
-    from salesrl_trl.run.console import exit_with, set_log_level, set_up_logging
     from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
+    from salesrl_trl.run.console import exit_with, set_log_level, set_up_logging
 
     set_up_logging()
     with contextlib.ExitStack() as stack:
@@ -54,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 options, settings = _parser().parse_known_args(argv)
             _check(options)
             from salesrl_trl.build.assembly import launched_services
-            from salesrl_trl.evaluate.policies import Policy, plans_of, policy_of, settings_of
+            from salesrl_trl.evaluate.policies import EvaluatedPolicy, plans_of, policy_of, settings_of
             from salesrl_trl.evaluate.text import text_of
 
             named = [policy_of(name) for name in options.policy]
             config = settings_of(settings, named, FULL)
             set_log_level(config.training.log_level)
             policies = named or [
-                Policy(name=config.model.model_name_or_path or "the packaged small policy", path=None)
+                EvaluatedPolicy(name=config.model.model_name_or_path or "the packaged small policy", path=None)
             ]
             services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_evaluation_"))
@@ -81,17 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(
-    plans: Sequence["Plan"], policies: Sequence["Policy"], services: "EmbeddedServices", samples: int
-) -> "Findings":
+    plans: Sequence["Plan"], policies: Sequence["EvaluatedPolicy"], services: "EmbeddedServices", samples: int
+) -> "EvaluationFindings":
     """Let one policy after the other answer. The reward is opened once, so that equal calls are made once."""
-    from salesrl_trl.names import StartUp
-    from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
-    from salesrl_trl.reward.desk import RewardDesk
-    from salesrl_trl.reward.readiness import warm_up
     from salesrl_trl.build.assembly import open_reward
     from salesrl_trl.build.building import build_instruments
     from salesrl_trl.evaluate.answers import answers_of
     from salesrl_trl.evaluate.findings import LABELS, findings_of, modes
+    from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
+    from salesrl_trl.names import StartUp
+    from salesrl_trl.reward.desk import RewardDesk
+    from salesrl_trl.reward.readiness import warm_up
 
     plan, wanted = plans[0], modes(samples)
     config, training = plan.config, plan.config.training

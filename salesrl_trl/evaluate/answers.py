@@ -13,11 +13,11 @@ import torch
 from peft import PeftModel
 from transformers import set_seed
 
+from salesrl_trl.build.building import build_trainer, load_policy
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.evaluate.findings import Mode, Scored
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.build.building import build_trainer, load_policy
-from salesrl_trl.evaluate.findings import Mode, Scored
-from salesrl_trl.build.plan import Plan
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
 

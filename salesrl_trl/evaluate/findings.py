@@ -46,7 +46,7 @@ def modes(samples: int) -> list[Mode]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class GroupOfRows:
     """The answers of a policy to the rows of a branch, or to all, in one mode."""
 
     reward: Mean
@@ -64,7 +64,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
+class AnsweredRow:
     """All answers of a policy in one mode."""
 
     label: str
@@ -72,14 +72,14 @@ class Answered:
     mode: str
     values: Sequence[float]
     """Mean reward of each row, NaN where too few of its answers could be scored."""
-    groups: Mapping[str, Group]
+    groups: Mapping[str, GroupOfRows]
     """By branch; `ALL` is first."""
     missing: Mapping[str, int]
     """Answers without a reward, by reason code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Findings:
+class EvaluationFindings:
     """The result of an evaluation."""
 
     policies: Sequence[str]
@@ -88,7 +88,7 @@ class Findings:
     seed: int
     samples: int
     """Sampled answers to each row."""
-    answered: Sequence[Answered]
+    answered: Sequence[AnsweredRow]
     """By policy, then by mode."""
     differences: Mapping[str, Mapping[str, Difference]]
     """The second policy less the first: mode to branch to difference. Empty for one policy."""
@@ -157,7 +157,7 @@ def findings_of(
     *,
     seed: int,
     least: float,
-) -> Findings:
+) -> EvaluationFindings:
     """The figures of an evaluation.
 
     Args:
@@ -192,7 +192,7 @@ def findings_of(
                 for name, there in places.items()
             }
     samples = sum(mode.each for mode in modes if not mode.is_greedy)
-    return Findings(
+    return EvaluationFindings(
         policies=policies,
         rows=rows,
         seed=seed,
@@ -203,7 +203,7 @@ def findings_of(
     )
 
 
-def _answered(label: str, mode: Mode, scored: Sequence[Scored], places: Mapping[str, Sequence[int]]) -> Answered:
+def _answered(label: str, mode: Mode, scored: Sequence[Scored], places: Mapping[str, Sequence[int]]) -> AnsweredRow:
     rewards = [each.reward.value for each in scored]
     values = row_means([math.nan if reward is None else reward for reward in rewards], mode.each)
     by_row = [scored[first : first + mode.each] for first in range(0, len(scored), mode.each)]
@@ -212,12 +212,14 @@ def _answered(label: str, mode: Mode, scored: Sequence[Scored], places: Mapping[
         for name, there in places.items()
     }
     missing = Counter(each.reward.reason for each in scored if each.reward.value is None)
-    return Answered(label=label, mode=mode.name, values=values, groups=groups, missing=dict(sorted(missing.items())))
+    return AnsweredRow(
+        label=label, mode=mode.name, values=values, groups=groups, missing=dict(sorted(missing.items()))
+    )
 
 
-def _group(values: Sequence[float], scored: Sequence[Scored]) -> Group:
+def _group(values: Sequence[float], scored: Sequence[Scored]) -> GroupOfRows:
     count = len(scored)
-    return Group(
+    return GroupOfRows(
         reward=mean_of(values),
         answers=count,
         valid=sum(each.reward.outcome is not Outcome.INVALID_ACTION for each in scored) / count,

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.settings import RunConfig, parse
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.demo.policy import PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.sample import spread
-from salesrl_trl.build.plan import Plan
 from salesrl_trl.preflight.runner import prepare
-from salesrl_trl.build.settings import RunConfig, parse
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 _NOTHING_IS_TRAINED: dict[str, object] = {
@@ -45,7 +45,7 @@ _NOTHING_IS_TRAINED: dict[str, object] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class EvaluatedPolicy:
     """A policy before it is loaded."""
 
     name: str
@@ -61,7 +61,7 @@ class Policy:
         return self.path is None or _shape(Path(self.path).expanduser()) == _shape(PACKAGED)
 
 
-def policy_of(name: str) -> Policy:
+def policy_of(name: str) -> EvaluatedPolicy:
     """The policy of a folder or model id.
 
     Raises:
@@ -75,7 +75,7 @@ def policy_of(name: str) -> Policy:
                 f"`--policy` is {name!r}, whose {ADAPTER} names no base model. Expected `base_model_name_or_path` in "
                 "it. Add the folder or the id of the model that the adapter was trained on."
             )
-        return Policy(name=name, path=base, adapter=folder)
+        return EvaluatedPolicy(name=name, path=base, adapter=folder)
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.is_dir()
     if looks_local and not (folder / CONFIG).is_file():
         inside = sorted({str(each.parent) for file in (CONFIG, ADAPTER) for each in folder.glob(f"*/{file}")})
@@ -85,10 +85,10 @@ def policy_of(name: str) -> Policy:
             f"`--policy` is {name!r}, {found}. Expected a run's `output_dir`, its `best`, one of its checkpoints, or "
             f"another saved policy. {remedy}"
         )
-    return Policy(name=name, path=name)
+    return EvaluatedPolicy(name=name, path=name)
 
 
-def settings_of(argv: Sequence[str], policies: Sequence[Policy], recipe: Path) -> RunConfig:
+def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe: Path) -> RunConfig:
     """The settings of the run that the policies are of.
 
     A recipe that names no model trains the small policy, with settings for it. Another model than the small policy
@@ -112,13 +112,13 @@ def evaluated(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
     return made
 
 
-def plans_of(config: RunConfig, policies: Sequence[Policy], output_dir: str, rows: int | None) -> list[Plan]:
+def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir: str, rows: int | None) -> list[Plan]:
     """Check everything that can be checked before a model is loaded. The plans have the same rows and prompts.
 
     Args:
         config (`RunConfig`):
             From `settings_of`.
-        policies (`Sequence[Policy]`):
+        policies (`Sequence[EvaluatedPolicy]`):
             One or two.
         output_dir (`str`):
             A folder for what a run writes.

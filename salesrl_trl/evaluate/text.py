@@ -5,14 +5,14 @@ Owns tables, lines and wording. Refuses to compute figures.
 
 from collections.abc import Sequence
 
+from salesrl_trl.evaluate.findings import ALL, LABELS, EvaluationFindings, GroupOfRows
 from salesrl_trl.evaluation.comparison import FEW_ROWS, Difference, Mean
-from salesrl_trl.evaluate.findings import ALL, LABELS, Findings, Group
 
 UNKNOWN = "n/a"
 FEW = "*"
 
 
-def text_of(findings: Findings) -> str:
+def text_of(findings: EvaluationFindings) -> str:
     """The whole text, with a line of what was scored too little to be judged."""
     lines = [f"{label}  {name}" for label, name in zip(LABELS, findings.policies, strict=False)]
     lines += [_rows(findings), "", *_policies(findings)]
@@ -22,7 +22,7 @@ def text_of(findings: Findings) -> str:
     return "\n".join(lines)
 
 
-def _rows(findings: Findings) -> str:
+def _rows(findings: EvaluationFindings) -> str:
     branches = ", ".join(
         f"{name} {group.reward.total}" for name, group in findings.answered[0].groups.items() if name != ALL
     )
@@ -31,7 +31,7 @@ def _rows(findings: Findings) -> str:
     return f"{len(findings.rows)} held-out rows ({branches}){sampled}"
 
 
-def _policies(findings: Findings) -> list[str]:
+def _policies(findings: EvaluationFindings) -> list[str]:
     head = ["policy", "answers", "branch", "reward", "95 % interval", "rows scored", "valid", "unscored", "tokens",
             "truncated"]  # fmt: skip
     table = [
@@ -42,7 +42,7 @@ def _policies(findings: Findings) -> list[str]:
     return _table(head, table, left=3)
 
 
-def _figures(group: Group) -> list[str]:
+def _figures(group: GroupOfRows) -> list[str]:
     shares = (group.valid, group.unscored, group.truncated)
     valid, unscored, truncated = (f"{share:.1%}" for share in shares)
     reward = group.reward
@@ -52,7 +52,7 @@ def _figures(group: Group) -> list[str]:
     ]  # fmt: skip
 
 
-def _differences(findings: Findings) -> list[str]:
+def _differences(findings: EvaluationFindings) -> list[str]:
     head = ["B - A", "branch", "change", "95 % interval", "p", "better", "worse", "equal", "rows scored for both"]
     table = [
         [
@@ -85,7 +85,7 @@ def _verdict(found: Difference, least: float) -> str:
     )
 
 
-def _notes(findings: Findings) -> list[str]:
+def _notes(findings: EvaluationFindings) -> list[str]:
     means: list[Mean] = [group.reward for each in findings.answered for group in each.groups.values()]
     means += [found for by_branch in findings.differences.values() for found in by_branch.values()]
     lines = [

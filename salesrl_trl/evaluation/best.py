@@ -13,8 +13,8 @@ from pathlib import Path
 from salesrl_trl.errors import CheckpointError
 from salesrl_trl.evaluation.answers import Ranks
 from salesrl_trl.evaluation.record import QuickEvaluation
-from salesrl_trl.names import BEST_FOLDER, BEST_NOTE_FILE
 from salesrl_trl.ground.process import put_in_place
+from salesrl_trl.names import BEST_FOLDER, BEST_NOTE_FILE
 
 logger = logging.getLogger(__name__)
 

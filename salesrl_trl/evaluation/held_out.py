@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from salesrl_trl.names import HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
 from salesrl_trl.ground.process import put_aside, write_whole
+from salesrl_trl.names import HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
 from salesrl_trl.types import Outcome
 
 logger = logging.getLogger(__name__)

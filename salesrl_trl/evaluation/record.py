@@ -20,8 +20,8 @@ from salesrl_trl.evaluation.figures import (
     measure,
 )
 from salesrl_trl.evaluation.pareto import pareto_front
-from salesrl_trl.names import REWARD
 from salesrl_trl.ground.process import write_whole
+from salesrl_trl.names import REWARD
 
 Record = Mapping[str, Any]
 """One evaluation as a JSON object."""

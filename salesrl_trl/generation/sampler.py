@@ -26,8 +26,8 @@ from trl.trainer.utils import pad
 
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
-from salesrl_trl.names import Phase
 from salesrl_trl.ground.patched import replaced
+from salesrl_trl.names import Phase
 from salesrl_trl.timing import Span
 
 logger = get_logger(__name__)

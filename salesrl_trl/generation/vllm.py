@@ -33,8 +33,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from salesrl_trl.generation.merging import merged_beside, why_in_place
 from salesrl_trl.generation.pictures import check_expanded, one_token_each
 from salesrl_trl.generation.requests import MOST_REQUESTS, Completions, Requests
-from salesrl_trl.ground.process import allow_files
 from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.process import allow_files
 
 logger = logging.getLogger(__name__)
 

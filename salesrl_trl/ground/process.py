@@ -119,7 +119,7 @@ def child_environment() -> dict[str, str]:
     The child can import the package, also from a source tree.
     """
     environment = dict(os.environ)
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if root.name not in ("site-packages", "dist-packages"):
         paths = (str(root), environment.get("PYTHONPATH", ""))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

@@ -13,14 +13,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build import software
-from salesrl_trl.run.launcher import end_tidily
-from salesrl_trl.preflight.stage import Finding, StageReport, Verdict, finding_of
-from salesrl_trl.preflight.text import all_reports, next_step, stage_text
 from salesrl_trl.build.recipes import FULL
-from salesrl_trl.run.tools import ToolParser, strict_json
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import is_interrupt
+from salesrl_trl.preflight.stage import StageReport, StageVerdict
+from salesrl_trl.preflight.text import all_reports, next_step, stage_text
+from salesrl_trl.run.finding import Finding, finding_of
+from salesrl_trl.run.launcher import end_tidily
+from salesrl_trl.run.tools import ToolParser, strict_json
 
 FAILED = 2
 
@@ -43,30 +44,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # for lines of DeepSpeed and vLLM
         for report in examined:
             reports.append(report)
-            if not is_first and report.verdict is Verdict.FAILED:
+            if not is_first and report.verdict is StageVerdict.FAILED:
                 print(f"rank {os.environ['RANK']}: {stage_text(report)}")
             if is_first and not as_json:
                 print(stage_text(report), file=out, flush=True)
     following = next_step(reports, wanted)
     if is_first:
         print(strict_json(all_reports(reports, following)) if as_json else following)
-    return FAILED if reports[-1].verdict is Verdict.FAILED else 0
+    return FAILED if reports[-1].verdict is StageVerdict.FAILED else 0
 
 
 def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageReport]:
     start = time.perf_counter()
     try:
-        from salesrl_trl.run.console import set_up_logging
         from salesrl_trl.preflight import alone
+        from salesrl_trl.run.console import set_up_logging
 
         set_up_logging(logging.WARNING)
         logging.getLogger("salesrl_trl.demo").setLevel(logging.INFO)  # the small policy may have to be made first
         if len(wanted) == 1 and wanted[0] in alone.STAGES:
             yield from alone.examine_alone(wanted[0], settings, FULL)
             return
-        from salesrl_trl.preflight import runner
         from salesrl_trl.build.plan import Plan
         from salesrl_trl.build.settings import parse
+        from salesrl_trl.preflight import runner
 
         stages = runner.chosen(wanted, runner.STAGES)
         plan = Plan(parse(settings, FULL), in_depth=True)
@@ -83,7 +84,7 @@ def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageRe
 
 
 def _failed(stage: str, finding: Finding, start: float) -> StageReport:
-    return StageReport(stage, Verdict.FAILED, time.perf_counter() - start, (finding,), {})
+    return StageReport(stage, StageVerdict.FAILED, time.perf_counter() - start, (finding,), {})
 
 
 def _parser() -> ToolParser:

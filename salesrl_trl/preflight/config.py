@@ -2,6 +2,11 @@
 
 from pathlib import Path
 
+from salesrl_trl.build.checks.attention import choose_attention
+from salesrl_trl.build.checks.folders import earlier_start
+from salesrl_trl.build.checks.model import check_weights
+from salesrl_trl.build.checks.reward import check_stand_ins
+from salesrl_trl.build.plan import Plan
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.ranges import LORA, check_ranges
 from salesrl_trl.config.sizes import check_evaluation
@@ -10,11 +15,6 @@ from salesrl_trl.data.sources import check_source, is_file
 from salesrl_trl.demo.policy import PROMPT_STYLE
 from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
-from salesrl_trl.build.checks.attention import choose_attention
-from salesrl_trl.build.checks.folders import earlier_start
-from salesrl_trl.build.checks.model import check_weights
-from salesrl_trl.build.checks.reward import check_stand_ins
-from salesrl_trl.build.plan import Plan
 from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.types import DEFAULT_FORMAT
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from transformers.utils import is_torchvision_available
 
+from salesrl_trl.build.plan import Plan
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.build.plan import Plan
 from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.types import SalesRow
 

@@ -18,15 +18,15 @@ import torch
 from packaging.requirements import Requirement
 from transformers.integrations import get_available_reporting_integrations
 
-from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.compiling import Start, engine_start
-from salesrl_trl.ground.process import installed
 from salesrl_trl.build import software
 from salesrl_trl.build.checks import vllm_names
 from salesrl_trl.build.checks.folders import check_output_dir, free_gib
 from salesrl_trl.build.plan import Plan
-from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.compiling import Start, engine_start
+from salesrl_trl.ground.process import installed
+from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.telemetry.device import GIB
 
 BITSANDBYTES, TORCHAO = r"bnb|paged|ademamix|lion|^adamw_8bit", r"^adamw_torch_[48]bit"

@@ -6,18 +6,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from salesrl_trl.config.ranges import Range, check_range
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.memory.cards import Card, card_here, named_card, named_users, used_gib
 from salesrl_trl.build.memory.estimate import Estimate, estimate
 from salesrl_trl.build.memory.remedies import Remedy, advice, remedies
 from salesrl_trl.build.memory.setup import Setup, Sharding
-from salesrl_trl.preflight.memory import Scales, settle_precision
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import RunConfig, parse
-from salesrl_trl.run.tools import ToolParser, strict_json, tell_failure
+from salesrl_trl.config.ranges import Range, check_range
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
+from salesrl_trl.preflight.memory import Scales, settle_precision
+from salesrl_trl.run.tools import ToolParser, strict_json, tell_failure
 
 SHARDINGS = {each.name.lower(): each for each in Sharding}
 

@@ -8,7 +8,6 @@ import torch
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torchao_available
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.checks.folders import free_gib
 from salesrl_trl.build.checks.model import empty_model
 from salesrl_trl.build.memory.cards import Card, card_here, named_users, used_gib
@@ -17,8 +16,9 @@ from salesrl_trl.build.memory.remedies import advice
 from salesrl_trl.build.memory.setup import NUMBER_BYTES, Setup, setup_of
 from salesrl_trl.build.memory.shape import ModelShape, UnknownShape, adapters_of, model_shape, parameter_count
 from salesrl_trl.build.memory.states import moment_bytes
-from salesrl_trl.build.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, Precision, choose_precision
 from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, Precision, choose_precision
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.telemetry.device import GIB
 

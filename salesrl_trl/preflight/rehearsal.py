@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
+from salesrl_trl.build.building import build_instruments, build_trainer
+from salesrl_trl.build.plan import Plan
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.lengths import FittingPrompts, Prompt
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.build.building import build_instruments, build_trainer
-from salesrl_trl.build.plan import Plan
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 

@@ -2,23 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.preflight.config import ConfigStage
 from salesrl_trl.preflight.data import DataStage
 from salesrl_trl.preflight.environment import EnvironmentStage
 from salesrl_trl.preflight.memory import MemoryStage
-from salesrl_trl.build.plan import Plan
 from salesrl_trl.preflight.services import JudgeStage, RagStage
-from salesrl_trl.preflight.stage import Stage, StageReport, Verdict, report_of
+from salesrl_trl.preflight.stage import PreflightStage, StageReport, StageVerdict, report_of
 from salesrl_trl.preflight.tokenizer import TokenizerStage
 from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage
-from salesrl_trl.build.settings import RunConfig
 
-BEFORE_A_RUN: tuple[Stage, ...] = (
+BEFORE_A_RUN: tuple[PreflightStage, ...] = (
     EnvironmentStage(), ConfigStage(), DataStage(), TokenizerStage(), MemoryStage(), RagStage(), JudgeStage(),
 )  # fmt: skip
 """The stages of a run, in order of cost. None of them loads a model's weights."""
-STAGES: tuple[Stage, ...] = (*BEFORE_A_RUN, ModelStage(), EngineStage(), StepStage())
+STAGES: tuple[PreflightStage, ...] = (*BEFORE_A_RUN, ModelStage(), EngineStage(), StepStage())
 """The stages of a preflight."""
 
 
@@ -36,7 +36,7 @@ def prepare(config: RunConfig) -> Plan:
     return plan
 
 
-def chosen(wanted: Sequence[str], stages: Sequence[Stage]) -> list[Stage]:
+def chosen(wanted: Sequence[str], stages: Sequence[PreflightStage]) -> list[PreflightStage]:
     """All stages, or the wanted ones and those that they need, in their order.
 
     Raises:
@@ -51,7 +51,7 @@ def chosen(wanted: Sequence[str], stages: Sequence[Stage]) -> list[Stage]:
     return [stage for stage in stages if stage.name in needed]
 
 
-def examine(plan: Plan, stages: Sequence[Stage], wanted: Sequence[str] = ()) -> Iterator[StageReport]:
+def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] = ()) -> Iterator[StageReport]:
     """Run the stages of `chosen` in their order. The first failure ends it, and what they opened is closed.
 
     Yields:
@@ -60,7 +60,7 @@ def examine(plan: Plan, stages: Sequence[Stage], wanted: Sequence[str] = ()) -> 
     with plan.opened:
         for stage in stages:
             report = report_of(stage, plan)
-            if not wanted or stage.name in wanted or report.verdict is Verdict.FAILED:
+            if not wanted or stage.name in wanted or report.verdict is StageVerdict.FAILED:
                 yield report
-            if report.verdict is Verdict.FAILED:
+            if report.verdict is StageVerdict.FAILED:
                 return

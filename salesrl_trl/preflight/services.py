@@ -15,23 +15,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from salesrl_trl.build.assembly import budget_of, build_services
+from salesrl_trl.build.checks.reward import JUDGE, check_judges, check_retrieval
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import JudgeInvalid, ServiceError
+from salesrl_trl.preflight.load import Load, put_load, report_load, under_load
+from salesrl_trl.preflight.simulation.hints import limits_of
+from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import JudgeClient
-from salesrl_trl.reward.judge.noise import MIN_CALLS, Noise, Sample, noise_of, samples, widest_gap
+from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
 from salesrl_trl.reward.rag.answers import RagAnswers
 from salesrl_trl.reward.rag.checks import check_verdict
 from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.warm_up import add_places
-from salesrl_trl.build.assembly import budget_of, build_services
-from salesrl_trl.build.checks.reward import JUDGE, check_judges, check_retrieval
-from salesrl_trl.preflight.load import Load, put_load, report_load, under_load
-from salesrl_trl.preflight.stage import Findings
-from salesrl_trl.preflight.simulation.hints import limits_of
 from salesrl_trl.types import Answer, Verdict
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ async def _report_passages(
 # The judge
 
 
-_Asked = tuple[Transport | None, int, Callable[[Sample], Awaitable[Verdict]]]
+_Asked = tuple[Transport | None, int, Callable[[JudgedSample], Awaitable[Verdict]]]
 """A provider's transport, its calls in flight, and how it is asked. A judge of one's own has no transport."""
 
 
@@ -260,7 +260,7 @@ async def _examine_judge(plan: "Plan", rubrics: Mapping[str, str], findings: Fin
         if calls == 0:
             return
         loads = await _put_loads(services, config)
-        scored: dict[str, list[tuple[Sample, float]]] = {}
+        scored: dict[str, list[tuple[JudgedSample, float]]] = {}
         hopeless = all(_too_few(load, plan) for load in loads.values())
         for name, load in loads.items():
             _report(findings, name, load, plan, needed=hopeless)
@@ -298,12 +298,12 @@ def _providers(judge: Judge, config: RewardConfig, verdicts: int) -> dict[str, _
     return asked
 
 
-async def _ask(judge: JudgeClient, client: ProviderClient, sample: Sample) -> Verdict:
+async def _ask(judge: JudgeClient, client: ProviderClient, sample: JudgedSample) -> Verdict:
     material = judge.material(sample.rubric, sample.row, sample.action, sample.candidate, sample.reference)
     return await client.ask(material, candidate_first=sample.candidate_first, patient=True)
 
 
-async def _ask_own(judge: Judge, sample: Sample) -> Verdict:
+async def _ask_own(judge: Judge, sample: JudgedSample) -> Verdict:
     verdict = await judge.judge(sample.rubric, sample.row, sample.action, sample.candidate, sample.reference)
     check_verdict(True, verdict)
     return verdict
@@ -342,7 +342,7 @@ def _advice(noise: Noise, config: RewardConfig) -> str:
     return "Choose another model, write a clearer rubric, or lower the `temperature` of a provider that has one."
 
 
-def _report_judges(findings: Findings, scored: Mapping[str, Sequence[tuple[Sample, float]]]) -> None:
+def _report_judges(findings: Findings, scored: Mapping[str, Sequence[tuple[JudgedSample, float]]]) -> None:
     gap = widest_gap(scored)
     if gap is None:
         return

@@ -1,25 +1,21 @@
 """The form of a stage: its name, its findings and its report. Owns no check."""
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.run.fault import PAGE
-from salesrl_trl.run.last_words import recognised, short
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.run.finding import Finding, finding_of
 
 if TYPE_CHECKING:
     from salesrl_trl.build.plan import Plan
 
-logger = logging.getLogger(__name__)
-
 Figure = float | int | str | None
 
 
-class Verdict(StrEnum):
+class StageVerdict(StrEnum):
     """The outcome of a stage."""
 
     PASSED = "passed"
@@ -27,22 +23,6 @@ class Verdict(StrEnum):
     """Passed, with something to know."""
     FAILED = "failed"
     SKIPPED = "skipped"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that a stage found."""
-
-    text: str
-    """What was got, and what was expected."""
-    remedy: str = ""
-    """What to do; empty if there is nothing to do."""
-    is_failure: bool = False
-
-    @property
-    def message(self) -> str:
-        """Text and remedy."""
-        return f"{self.text} {self.remedy}".rstrip()
 
 
 @dataclass
@@ -74,15 +54,15 @@ class Findings:
                 raise ConfigError(finding.message)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> StageVerdict:
         if any(finding.is_failure for finding in self.found):
-            return Verdict.FAILED
+            return StageVerdict.FAILED
         if self.skipped is not None:
-            return Verdict.SKIPPED
-        return Verdict.NOTED if self.found else Verdict.PASSED
+            return StageVerdict.SKIPPED
+        return StageVerdict.NOTED if self.found else StageVerdict.PASSED
 
 
-class Stage(Protocol):
+class PreflightStage(Protocol):
     """A stage of the preflight."""
 
     name: str
@@ -102,13 +82,13 @@ class StageReport:
     """The outcome of one stage."""
 
     stage: str
-    verdict: Verdict
+    verdict: StageVerdict
     seconds: float
     findings: tuple[Finding, ...]
     figures: Mapping[str, Figure]
 
 
-def report_of(stage: Stage, plan: "Plan") -> StageReport:
+def report_of(stage: PreflightStage, plan: "Plan") -> StageReport:
     """Run a stage and time it. An error becomes a finding."""
     start = time.perf_counter()
     try:
@@ -117,15 +97,3 @@ def report_of(stage: Stage, plan: "Plan") -> StageReport:
         findings = Findings([finding_of(error)])
     found = [*findings.found, *([Finding(findings.skipped)] if findings.skipped else [])]
     return StageReport(stage.name, findings.verdict, time.perf_counter() - start, tuple(found), dict(findings.figures))
-
-
-def finding_of(error: Exception) -> Finding:
-    """An error of this package says what to do. Of another one the catalogue does, as at the end of a run."""
-    if isinstance(error, SalesRLError):
-        return Finding(str(error), is_failure=True)
-    fault, text = recognised(error), f"{type(error).__name__}: {short(error)}"
-    if fault is None:
-        logger.error("an error that is not in the catalogue", exc_info=error)
-        return Finding(text, f"The traceback is on stderr. {PAGE} has the known faults.", is_failure=True)
-    steps = " ".join(f"{number}. {step}" for number, step in enumerate(fault.remedies, 1))
-    return Finding(f"{fault.title}. {fault.cause} {text}", f"{steps} More: {PAGE}#{fault.anchor}.", is_failure=True)

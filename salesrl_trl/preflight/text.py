@@ -4,7 +4,7 @@ import dataclasses
 import textwrap
 from collections.abc import Sequence
 
-from salesrl_trl.preflight.stage import Figure, StageReport, Verdict
+from salesrl_trl.preflight.stage import Figure, StageReport, StageVerdict
 
 WIDTH = 119
 NBSP = "\N{NO-BREAK SPACE}"
@@ -25,7 +25,7 @@ def stage_text(report: StageReport) -> str:
 def next_step(reports: Sequence[StageReport], wanted: Sequence[str]) -> str:
     """The last line: what to do now."""
     seconds, last = sum(report.seconds for report in reports), reports[-1]
-    if last.verdict is Verdict.FAILED:
+    if last.verdict is StageVerdict.FAILED:
         return f"Stage {last.stage} failed after {seconds:.1f} s. Next: mend what it names, then start this again."
     if wanted:
         following = "all stages: `python -m salesrl_trl.preflight` without `--stage`"
@@ -36,7 +36,7 @@ def next_step(reports: Sequence[StageReport], wanted: Sequence[str]) -> str:
 def all_reports(reports: Sequence[StageReport], following: str) -> dict[str, object]:
     """All reports, for programs."""
     return {
-        "passed": reports[-1].verdict is not Verdict.FAILED,
+        "passed": reports[-1].verdict is not StageVerdict.FAILED,
         "seconds": sum(report.seconds for report in reports),
         "stages": [dataclasses.asdict(report) for report in reports],
         "next": following,

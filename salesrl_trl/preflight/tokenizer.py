@@ -2,8 +2,8 @@
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.plan import Plan
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.preflight.stage import Findings
 
 _ANSWER = "salesrl"

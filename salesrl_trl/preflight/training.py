@@ -6,19 +6,19 @@ builds the trainer, whose own check compares log-probs, and whose own steps are 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import PreTrainedModel
 from trl import ModelConfig
 
-from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, Phase, time_of
-from salesrl_trl.ground.patched import replaced
 from salesrl_trl.build.building import load_policy
 from salesrl_trl.build.checks.model import empty_model, linear_layers, put_adapter
-from salesrl_trl.build.precision import STOCHASTIC_OPTIM
 from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.precision import STOCHASTIC_OPTIM
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.ground.patched import replaced
+from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, Phase, time_of
 from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.telemetry.device import GIB, forget_peak
 from salesrl_trl.timing import TimingContext
@@ -249,4 +249,4 @@ def rehearsal_of(plan: Plan) -> "Rehearsal":
         from salesrl_trl.preflight.rehearsal import rehearse  # imports vLLM, which takes seconds
 
         plan.rehearsal = rehearse(plan)
-    return plan.rehearsal
+    return cast("Rehearsal", plan.rehearsal)

@@ -13,16 +13,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.generation import compiled
 from salesrl_trl.build.building import build_instruments, build_trainer
-from salesrl_trl.run.console import exit_with, set_up_logging
 from salesrl_trl.build.plan import Plan
-from salesrl_trl.preflight.rehearsal import MadeUpReward
-from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.build.read_ahead import read_ahead, weight_files
 from salesrl_trl.build.settings import parse
+from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.generation import compiled
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
+from salesrl_trl.preflight.rehearsal import MadeUpReward
+from salesrl_trl.preflight.runner import prepare
+from salesrl_trl.run.console import exit_with, set_up_logging
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from salesrl_trl.names import Stage
 from salesrl_trl.ground.process import is_locked, make_private
+from salesrl_trl.ground.surroundings import enter, here
+from salesrl_trl.names import Stage
 from salesrl_trl.recording.reader import as_json, digest, digest_of, run_of
 from salesrl_trl.recording.schema import TABLES, VERSION
 from salesrl_trl.recording.trail import Call, Judged, Trail
-from salesrl_trl.ground.surroundings import enter, here
 
 logger = logging.getLogger(__name__)
 

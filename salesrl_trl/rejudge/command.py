@@ -12,25 +12,25 @@ from pathlib import Path
 
 import stamina
 
+from salesrl_trl.build.assembly import addresses, budget_of, build_services
+from salesrl_trl.build.checks.reward import check_judges, read_reward
+from salesrl_trl.build.checks.rows import own_records, training_records
+from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.sources import check_rows
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.names import Stage
 from salesrl_trl.ground.process import make_private
+from salesrl_trl.names import Stage
 from salesrl_trl.recording.reader import Recorded, as_json, open_record, record_files, recorded
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.trail import Trail
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
+from salesrl_trl.rejudge.answers import RecordedRag
+from salesrl_trl.rejudge.comparison import Baseline, Judgement, Pair, ScoreChange, advantages, changes
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.build.assembly import addresses, budget_of, build_services
-from salesrl_trl.build.checks.reward import check_judges, read_reward
-from salesrl_trl.build.checks.rows import own_records, training_records
-from salesrl_trl.rejudge.answers import RecordedRag
-from salesrl_trl.rejudge.comparison import Baseline, Change, Judgement, Pair, advantages, changes
-from salesrl_trl.build.settings import parse_part
 from salesrl_trl.run.tools import exit_code_of, strict_json
 from salesrl_trl.types import Outcome, Reward, SalesRow
 
@@ -239,7 +239,7 @@ def _replace(file: sqlite3.Connection, old: Recorded, reward: Reward, trail: Tra
     add_verdicts(file, old.id, trail.verdicts)
 
 
-def text_of(compared: Sequence[Change]) -> str:
+def text_of(compared: Sequence[ScoreChange]) -> str:
     """The comparison for people."""
     head = (
         f"{'branch':16}{'completions':>12}{'scored':>14}{'mean reward':>17}{'ranks':>8}{'advantages':>12}"

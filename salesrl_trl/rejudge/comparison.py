@@ -45,7 +45,7 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class ScoreChange:
     """Of one branch, or of all."""
 
     branch: str
@@ -99,7 +99,7 @@ def _column(numbers: Sequence[float | None]) -> torch.Tensor:
     return torch.tensor([math.nan if each is None else each for each in numbers], dtype=torch.float64)
 
 
-def changes(pairs: Sequence[Pair], baseline: Baseline) -> list[Change]:
+def changes(pairs: Sequence[Pair], baseline: Baseline) -> list[ScoreChange]:
     """By branch, and of all at the end."""
     before = advantages(pairs, [each.before for each in pairs], baseline)
     after = advantages(pairs, [each.after for each in pairs], baseline)
@@ -109,7 +109,7 @@ def changes(pairs: Sequence[Pair], baseline: Baseline) -> list[Change]:
     return [_change(branch, part) for branch, part in ([*parts, ("all", numbered)] if len(parts) > 1 else parts)]
 
 
-def _change(branch: str, numbered: Sequence[tuple[Pair, float | None, float | None]]) -> Change:
+def _change(branch: str, numbered: Sequence[tuple[Pair, float | None, float | None]]) -> ScoreChange:
     both = [
         (pair.before.reward, pair.after.reward, before, after)
         for pair, before, after in numbered
@@ -121,7 +121,7 @@ def _change(branch: str, numbered: Sequence[tuple[Pair, float | None, float | No
     columns = [list(column) for column in zip(*both, strict=True)] or [[], [], [], []]
     shifts = [abs(after - before) for _, _, before, after in both]
     flips = [before * after < 0 for _, _, before, after in both]
-    return Change(
+    return ScoreChange(
         branch=branch,
         completions=len(numbered),
         scored_before=sum(pair.before.reward is not None for pair, *_ in numbered),

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.names import REPORT_PAGE_FILE, REPORT_TEXT_FILE
 from salesrl_trl.report.page import html_page, text_page
 from salesrl_trl.report.plots import draw, require_matplotlib
 from salesrl_trl.report.records import read_run
-from salesrl_trl.ground.shutdown import end_tidily
 
 PROGRAM = "python -m salesrl_trl.report"
 BAD_INPUT = 2

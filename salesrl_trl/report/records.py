@@ -52,7 +52,7 @@ class QuickEval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeldOut:
+class HeldOutRecord:
     """One entry of `held_out.json`."""
 
     step: int
@@ -81,7 +81,7 @@ class Run:
     """Number of infinite figures. They are in no series. NaN is in none either: it means "not measured"."""
     quick_evals: tuple[QuickEval, ...]
     """By step."""
-    held_out: tuple[HeldOut, ...]
+    held_out: tuple[HeldOutRecord, ...]
     """By step."""
     unread: tuple[str, ...]
     """Sentences about files that could not be read."""
@@ -296,14 +296,14 @@ def _mapping(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _held_out(path: Path) -> tuple[tuple[HeldOut, ...], tuple[str, ...]]:
+def _held_out(path: Path) -> tuple[tuple[HeldOutRecord, ...], tuple[str, ...]]:
     if not path.is_file():
         return (), ()
     records = _parsed(path.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(records, list):
         return (), (f"{HELD_OUT_FILE} could not be read",)
     found = {
-        int(step): HeldOut(step=int(step), figures={k: _number(v) for k, v in record.items() if k != "step"})
+        int(step): HeldOutRecord(step=int(step), figures={k: _number(v) for k, v in record.items() if k != "step"})
         for record in records
         if isinstance(record, dict) and (step := _number(record.get("step"))) is not None
     }

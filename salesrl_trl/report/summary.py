@@ -40,7 +40,7 @@ from salesrl_trl.report.figures import (
     share_in_band,
     shown_evals,
 )
-from salesrl_trl.report.records import HeldOut, Run
+from salesrl_trl.report.records import HeldOutRecord, Run
 from salesrl_trl.report.words import NOT_KNOWN, count, figure, number, percent, seconds, shown
 from salesrl_trl.reward.service.budget import Account
 
@@ -185,7 +185,7 @@ def _best(run: Run) -> str:
     return f"step {best.step}: reward {number(best.reward)}{f' ({scores})' if scores else ''}"
 
 
-def _held_out(evaluations: Sequence[HeldOut]) -> str:
+def _held_out(evaluations: Sequence[HeldOutRecord]) -> str:
     if not evaluations:
         return "no held-out evaluation was written"
     rewards = [f"{number(each.figures.get(REWARD))} at step {each.step}" for each in (evaluations[0], evaluations[-1])]

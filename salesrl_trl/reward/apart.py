@@ -20,8 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any, TypeVar
 
-from salesrl_trl.reward.service.deadline import remaining_s
 from salesrl_trl.ground.surroundings import enter
+from salesrl_trl.reward.service.deadline import remaining_s
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from salesrl_trl.reward.batch import Sample
 from salesrl_trl.ground.surroundings import enter
+from salesrl_trl.reward.batch import Sample
 from salesrl_trl.types import Reward
 
 T = TypeVar("T")

@@ -51,9 +51,9 @@ class RewardDesk:
             reward.apart = self._apart = Apart(reward.deadline_s, reward.batches.cut_off)
 
     @property
-    def functions(self) -> "list[Column]":
+    def functions(self) -> "list[RewardColumn]":
         """A function for each number that TRL weighs and logs by itself. They answer inside `answering` alone."""
-        return [Column(self, name, logged_as) for name, logged_as in self.reward.function_names.items()]
+        return [RewardColumn(self, name, logged_as) for name, logged_as in self.reward.function_names.items()]
 
     def column(self, name: str) -> list[float | None]:
         """The numbers of one function, for TRL, of the result that is answered with."""
@@ -196,7 +196,7 @@ class RewardDesk:
         return asyncio.run_coroutine_threadsafe(called(), self._loop)
 
 
-class Column:
+class RewardColumn:
     """The numbers of one reward function of a batch that is scored, as a reward function of TRL's.
 
     Args:

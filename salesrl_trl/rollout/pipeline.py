@@ -21,7 +21,7 @@ from salesrl_trl.reward.batch import BatchResult, Completion, RewardBatch
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.rollout.examples import keys_of, prompts_of
 from salesrl_trl.rollout.groups import ScoredGroups
-from salesrl_trl.rollout.schedule import MicroBatches, Schedule, Update, UpdatesAhead
+from salesrl_trl.rollout.schedule import MicroBatches, RolloutSchedule, Update, UpdatesAhead
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
@@ -86,7 +86,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class KeptRollouts:
     """A rollout of an earlier start of the run."""
 
     rows: list[int]
@@ -158,14 +158,14 @@ class Pipeline:
         self._inside_trl = inside_trl
         self._window = window
         self._dataloader: Iterable[object] = ()
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, KeptRollouts] = {}
         self._taken: dict[int, Rollout] = {}
         self.set_lookahead(lookahead)
 
     def set_lookahead(self, lookahead: int) -> None:
         """Change the lookahead, between two runs."""
         self._lookahead = lookahead
-        self._schedule: Schedule[Rollout] = Schedule(lookahead, self._window)
+        self._schedule: RolloutSchedule[Rollout] = RolloutSchedule(lookahead, self._window)
         self._updates = UpdatesAhead(lookahead + self._references_ahead)
 
     @property
@@ -173,7 +173,7 @@ class Pipeline:
         """The epoch whose prompts are pulled at the moment."""
         return self._updates.epoch
 
-    def restart(self, micro_step: int, update: int, has_batch: bool, kept: Mapping[int, Kept]) -> None:
+    def restart(self, micro_step: int, update: int, has_batch: bool, kept: Mapping[int, KeptRollouts]) -> None:
         """A run begins at these counts.
 
         Args:
@@ -183,7 +183,7 @@ class Pipeline:
                 Optimizer steps done.
             has_batch (`bool`):
                 Whether a generation batch is there to go on with in the middle of a window.
-            kept (`Mapping[int, Kept]`):
+            kept (`Mapping[int, KeptRollouts]`):
                 From `in_flight` of an earlier start of the run.
         """
         self.forget()
@@ -238,7 +238,7 @@ class Pipeline:
             else:
                 window.rollout = self.launch(window.inputs, update)
 
-    def in_flight(self, micro_step: int, update: int) -> dict[int, Kept]:
+    def in_flight(self, micro_step: int, update: int) -> dict[int, KeptRollouts]:
         """The rollouts with all their completions that were launched before the end of a step, and that nobody had
         trained on then.
 
@@ -247,18 +247,18 @@ class Pipeline:
                 Micro-steps and optimizer steps at the end of that step.
 
         Returns:
-            `dict[int, Kept]`: by the micro-step at which they are first trained on.
+            `dict[int, KeptRollouts]`: by the micro-step at which they are first trained on.
         """
         there = {first: each for first, each in self._taken.items() if first >= micro_step} | self._schedule.launched()
         return {
-            first: Kept(
+            first: KeptRollouts(
                 rows=keys_of(each.inputs), step=each.step, sampled=each.sampled, behaviour_logps=each.behaviour_logps
             )
             for first, each in there.items()
             if each.sampled is not None and each.step < update
         }
 
-    def _go_on(self, inputs: list[Example], kept: Kept) -> Rollout:
+    def _go_on(self, inputs: list[Example], kept: KeptRollouts) -> Rollout:
         """A rollout with the completions of an earlier start. Their rewards start anew, from answers in the cache."""
         group = self._group()
         rewards = self._desk.begin(self._rows(inputs, "train", kept.step), group)

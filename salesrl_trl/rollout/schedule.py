@@ -18,7 +18,7 @@ Update = tuple[MicroBatches, object]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Window(Generic[R]):
+class GenerationWindow(Generic[R]):
     """A generation batch to come."""
 
     first: int
@@ -31,7 +31,7 @@ class Window(Generic[R]):
     """The rollout, after it was launched."""
 
 
-class Schedule(Generic[R]):
+class RolloutSchedule(Generic[R]):
     """Generation batches in the order they are trained on.
 
     Args:
@@ -44,7 +44,7 @@ class Schedule(Generic[R]):
     def __init__(self, lookahead: int, window: int) -> None:
         self._lookahead = lookahead
         self._window = window
-        self._windows: deque[Window[R]] = deque()
+        self._windows: deque[GenerationWindow[R]] = deque()
         self._micro_step = 0
         self._update = 0
         self._generates = True  # the next micro-step, whatever its number
@@ -66,10 +66,10 @@ class Schedule(Generic[R]):
         self._micro_step, self._update, self._generates = micro_step, update, not has_batch
         return left
 
-    def add(self, micro_batches: Sequence[list[Example]]) -> list[Window[R]]:
+    def add(self, micro_batches: Sequence[list[Example]]) -> list[GenerationWindow[R]]:
         """The next optimizer step will have these micro-batches. Returns the generation batches among them."""
-        new: list[Window[R]] = [
-            Window(first=number, update=self._update, inputs=inputs)
+        new: list[GenerationWindow[R]] = [
+            GenerationWindow(first=number, update=self._update, inputs=inputs)
             for number, inputs in enumerate(micro_batches, start=self._micro_step)
             if number % self._window == 0 or (self._generates and number == self._micro_step)
         ]
@@ -79,7 +79,7 @@ class Schedule(Generic[R]):
         self._generates = False
         return new
 
-    def due(self, micro_step: int, update: int) -> list[Window[R]]:
+    def due(self, micro_step: int, update: int) -> list[GenerationWindow[R]]:
         """The batches to generate before `micro_step` of optimizer step `update`, the earliest first.
 
         Without lookahead it is the batch that this micro-step trains on. Then generation and shuffle draw random

@@ -77,7 +77,7 @@ class ScoringSettings:
     """TRL's `vllm_importance_sampling_mode`, and its `_clip_min` and `_clip_max`."""
 
 
-class Scoring:
+class RolloutScoring:
     """The way of a generation batch through TRL's scoring.
 
     Args:

@@ -19,10 +19,10 @@ import stamina
 import transformers
 
 from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
+from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from salesrl_trl.run.last_words import words_of
 from salesrl_trl.run.launcher import keep_log, speak
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
-from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
 _LEFT_OUT = {
     # at every weight push on a CPU, about the one module that has no weights

@@ -62,3 +62,16 @@ def page(faults: Iterable[Fault]) -> str:
 def _shown(sign: Sign) -> str:
     given = {"error": sign.kind, "message": sign.text, "raised in": sign.where, "signal": sign.status}
     return ", ".join(f"{name} `{value}`" for name, value in given.items() if value)
+
+
+@dataclass(frozen=True)
+class Words:
+    """The last words of one process."""
+
+    text: str
+    code: int
+    """Exit code."""
+    follows: bool = False
+    """Whether the error follows from that of another process, which then is the one to report."""
+    at: float = 0.0
+    """Seconds of the machine's monotonic clock, which its processes share."""

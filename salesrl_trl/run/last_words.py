@@ -13,8 +13,7 @@ from pathlib import Path
 
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.run.catalogue import FAULTS
-from salesrl_trl.run.fault import PAGE, Fault, Sign
-from salesrl_trl.run.launcher import Words
+from salesrl_trl.run.fault import PAGE, Fault, Sign, Words
 
 _LOG_TAIL = 400_000
 """Bytes at the end of a log that are searched."""

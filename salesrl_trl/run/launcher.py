@@ -25,14 +25,15 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from salesrl_trl.ground import shutdown as tidy_end
 from salesrl_trl.ground.process import stat_of
-from salesrl_trl.run import signals
 from salesrl_trl.ground.shutdown import say
+from salesrl_trl.run import signals
+from salesrl_trl.run.fault import Words
 
 FOLDER = "SALESRL_TRL_LAUNCH"
 """Environment variable with the folder, where accelerate's process will print the words."""
@@ -43,19 +44,6 @@ _PATIENCE_S = 120.0
 """Seconds that a launcher may take to end the other processes of a run: torch gives them 30."""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-
-@dataclass(frozen=True)
-class Words:
-    """The last words of one process."""
-
-    text: str
-    code: int
-    """Exit code."""
-    follows: bool = False
-    """Whether the error follows from that of another process, which then is the one to report."""
-    at: float = 0.0
-    """Seconds of the machine's monotonic clock, which its processes share."""
 
 
 def speak(words: Words, terminal: int = 2) -> None:

@@ -29,7 +29,7 @@ POLL_S = 0.25
 _PR_SET_PDEATHSIG = 1
 
 
-class _Asked:
+class _SignalAsked:
     """What was asked of this process."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class _Asked:
         self.tell: Tell = say
 
 
-_asked = _Asked()
+_asked = _SignalAsked()
 
 
 def catch(tell: Tell | None = None) -> None:

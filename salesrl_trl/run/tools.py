@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.preflight.stage import finding_of
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_STOPPED
+from salesrl_trl.run.finding import finding_of
 
 
 class ToolParser(argparse.ArgumentParser):

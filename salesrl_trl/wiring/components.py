@@ -37,16 +37,14 @@ from salesrl_trl.evaluation.quick import QuickEvaluator
 from salesrl_trl.evaluation.record import QuickEvalSettings
 from salesrl_trl.evaluation.sample import sample
 from salesrl_trl.generation.sampler import Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
-from salesrl_trl.wiring.hooks import Hooks
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.reference import Reference
 from salesrl_trl.names import Phase, StartUp
-from salesrl_trl.wiring.policy import Policy
 from salesrl_trl.reward.given import GivenRewards
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.rollout.scoring import Scoring
+from salesrl_trl.rollout.scoring import RolloutScoring
 from salesrl_trl.telemetry.epoch_lines import EpochLine
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
 from salesrl_trl.telemetry.layout import ScalarLayout
@@ -61,6 +59,8 @@ from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.update.spending import ForecastLine, Spending, evaluations_of
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
+from salesrl_trl.wiring.hooks import Hooks
+from salesrl_trl.wiring.policy import Policy
 
 logger = get_logger(__name__)
 
@@ -185,7 +185,7 @@ class Wiring:
             state=trl.state,
             inside_trl=trl.tools is not None,
         )
-        self.scoring = Scoring(
+        self.scoring = RolloutScoring(
             self.pipeline,
             self.desk,
             self.ledger,

@@ -19,15 +19,15 @@ from trl.models.utils import disable_gradient_checkpointing
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.sampler import Finished, Sampled, TokenSource, logps_arguments
-from salesrl_trl.wiring.hooks import Hooks
-from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.ground.patched import replaced
-from salesrl_trl.reward.desk import Column
+from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.reward.desk import RewardColumn
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.scoring import Output
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.update.boundary import Boundary
 from salesrl_trl.wiring.components import Wiring
+from salesrl_trl.wiring.hooks import Hooks
 
 
 class BoundTrainer(GRPOTrainer):
@@ -57,7 +57,7 @@ class BoundTrainer(GRPOTrainer):
             pad_to_multiple_of=self.pad_to_multiple_of,
             eos_token_ids=self.eos_token_ids,
             reward_weights=self.reward_weights.tolist(),
-            reward_answered=[isinstance(each, Column) for each in self.reward_funcs],
+            reward_answered=[isinstance(each, RewardColumn) for each in self.reward_funcs],
             group=lambda: self.num_generations if self.model.training else self.num_generations_eval,
             state=lambda: self.state,
             has_entropy_bonus=self._entropy_bonus_enabled,

@@ -601,12 +601,12 @@ def _compare_around_vllm(policy, out):
 
 def _preflights(policy, out):
     """Reports of the stages with the engine, whose weights are those of the last run: without a push, and with it."""
+    from salesrl_trl.build.plan import Plan
+    from salesrl_trl.build.settings import parse
     from salesrl_trl.generation.vllm import SalesVLLMGeneration
     from salesrl_trl.ground.patched import replaced
-    from salesrl_trl.build.plan import Plan
     from salesrl_trl.preflight.runner import examine
     from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage
-    from salesrl_trl.build.settings import parse
 
     model = AutoModelForCausalLM.from_pretrained(policy)
     model.lm_head.weight.data *= 50  # surer of its tokens than the policy of the last run

@@ -11,6 +11,8 @@ from support.scripted import settings, steps_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from salesrl_trl.build.assembly import open_reward
+from salesrl_trl.build.checks.reward import read_reward
 from salesrl_trl.config import RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
@@ -19,8 +21,6 @@ from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group
 from salesrl_trl.reward.given import GivenRewards
 from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.build.assembly import open_reward
-from salesrl_trl.build.checks.reward import read_reward
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 

@@ -14,6 +14,8 @@ from support.loopback import ACTION, BAD, action
 from support.ranks import of_one_machine, run_ranks
 from support.scripted import build_trainer, default_rows, loopback_reward
 
+from salesrl_trl.build.assembly import open_reward
+from salesrl_trl.build.checks.reward import check_stand_ins
 from salesrl_trl.config import RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.data.sources import build_dataset, load_rows
 from salesrl_trl.demo.cassette import FILE
@@ -23,8 +25,6 @@ from salesrl_trl.recording.reader import digest_of, open_record, recorded
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.replay import ReplayReward
-from salesrl_trl.build.assembly import open_reward
-from salesrl_trl.build.checks.reward import check_stand_ins
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from scripts import make_demo_cassette

@@ -33,16 +33,16 @@ from support.vllm_server import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.settings import parse
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import WeightSyncError
 from salesrl_trl.names import STALENESS, outcome_of
-from salesrl_trl.reward.judge.verdict import response_format
-from salesrl_trl.build.plan import Plan
 from salesrl_trl.preflight.runner import examine
-from salesrl_trl.preflight.stage import Verdict
+from salesrl_trl.preflight.stage import StageVerdict
 from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage
-from salesrl_trl.build.settings import parse
+from salesrl_trl.reward.judge.verdict import response_format
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Action, Outcome
@@ -190,7 +190,11 @@ def test_a_preflight_compares_with_a_server_and_makes_full_steps_with_its_comple
     given += ["--generation_kwargs", '{"stop_token_ids": [16, 24, 32, 40]}', "--max_train_rows", "8"]
     plan = Plan(parse(given, Path(__file__).parents[2] / "recipes/debug.yaml"), in_depth=True)
     model, engine, step = examine(plan, (ModelStage(), EngineStage(), StepStage()))
-    assert [each.verdict for each in (model, engine, step)] == [Verdict.PASSED, Verdict.NOTED, Verdict.PASSED]
+    assert [each.verdict for each in (model, engine, step)] == [
+        StageVerdict.PASSED,
+        StageVerdict.NOTED,
+        StageVerdict.PASSED,
+    ]
     assert "its start is not tried" in engine.findings[0].text
     assert engine.figures["logp_difference_nats"] < 0.01
     assert step.figures["completion_tokens"] == 24

@@ -4,11 +4,11 @@ import pytest
 from seams.own_reward import LONG, Brevity, ByLength, Deaf
 from support.loopback import ACTION, ANSWER, action, build_reward, row
 
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.build.assembly import NOWHERE, addresses
 from salesrl_trl.build.assembly import build_reward as build_from_settings
 from salesrl_trl.build.checks.reward import check_stand_ins, prepare_reward
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.types import Outcome
 
 BRANCHES = ("fairness", "of_my_own")

@@ -6,11 +6,11 @@ import pytest
 from seams.own_reward import LONG, Brevity, Doubt, Gate, Nameless, SecondJudge
 from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, row
 
+from salesrl_trl.build.assembly import build_reward as build_from_settings
+from salesrl_trl.build.checks.reward import prepare_reward
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.figures import encode
-from salesrl_trl.build.assembly import build_reward as build_from_settings
-from salesrl_trl.build.checks.reward import prepare_reward
 from salesrl_trl.types import Outcome
 from salesrl_trl.update.ledger import Ledger
 

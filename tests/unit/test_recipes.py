@@ -11,20 +11,20 @@ import pytest
 import yaml
 from transformers import TrainerState
 
+from salesrl_trl.build.building import build_instruments
+from salesrl_trl.build.checks.folders import claim_output_dir
+from salesrl_trl.build.memory.cards import Card
+from salesrl_trl.build.memory.estimate import Estimate, Moment
+from salesrl_trl.build.settings import parse
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.ground.process import remember_packages
+from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.recording.reader import recorded, run_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry
-from salesrl_trl.build.building import build_instruments
-from salesrl_trl.build.checks.folders import claim_output_dir
-from salesrl_trl.build.memory.cards import Card
-from salesrl_trl.build.memory.estimate import Estimate, Moment
-from salesrl_trl.preflight.runner import prepare
-from salesrl_trl.build.settings import parse
 from salesrl_trl.telemetry.instruments import InstrumentSettings
 from salesrl_trl.train import main
 

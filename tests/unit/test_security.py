@@ -9,9 +9,9 @@ import yaml
 from support.unsafe import findings
 from trl import ModelConfig
 
+from salesrl_trl.build.yaml_file import read_yaml
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.server import _parser
-from salesrl_trl.build.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {

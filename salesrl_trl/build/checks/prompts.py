@@ -1,7 +1,7 @@
 """Checks of the prompt: its template, and the room for prompt and completion."""
 
 from salesrl_trl.config import DataConfig, SalesGRPOConfig
-from salesrl_trl.data.lengths import Limit
+from salesrl_trl.data.lengths import LengthLimit
 from salesrl_trl.data.templates import PromptTemplate, read_template
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_FORMAT
@@ -25,7 +25,7 @@ def prompt_of(config: DataConfig, fields: tuple[str, ...] = DEFAULT_FORMAT.field
 
 def prompt_limit(
     data: DataConfig, training: SalesGRPOConfig, positions: int | None, server_room: int | None = None
-) -> Limit | None:
+) -> LengthLimit | None:
     """The longest prompt that leaves room for a completion of `max_completion_length`.
 
     Args:
@@ -37,7 +37,7 @@ def prompt_limit(
             The longest prompt and completion together that a vLLM server accepts, in tokens.
 
     Returns:
-        `Limit`, *optional*: `None` if no limit is known.
+        `LengthLimit`, *optional*: `None` if no limit is known.
 
     Raises:
         `ConfigError`: there is no room for a prompt, or for one of `max_prompt_tokens`.
@@ -51,10 +51,10 @@ def prompt_limit(
             "cut short. Raise the length, or lower the others."
         )
     if asked is not None:
-        return Limit(tokens=asked, reason="`max_prompt_tokens`")
+        return LengthLimit(tokens=asked, reason="`max_prompt_tokens`")
     if room is None:
         return None
-    return Limit(tokens=room - completion, reason=f"{source} {room} less `max_completion_length` {completion}")
+    return LengthLimit(tokens=room - completion, reason=f"{source} {room} less `max_completion_length` {completion}")
 
 
 def _room(training: SalesGRPOConfig, positions: int | None, server_room: int | None) -> tuple[int | None, str]:

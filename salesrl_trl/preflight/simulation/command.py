@@ -15,19 +15,19 @@ from typing import NamedTuple
 
 import stamina
 
-from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.data.sources import DEMO, check_rows, load_drafts
-from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
-from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.build.assembly import addresses, build_reward
 from salesrl_trl.build.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.build.checks.rows import own_records, training_records
 from salesrl_trl.build.settings import parse_part
+from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.data.sources import DEMO, check_rows, load_drafts
+from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
+from salesrl_trl.ground.shutdown import EXIT_STOPPED
 from salesrl_trl.preflight.simulation.completions import DEFAULT_MIX, VARIANTS, Completion, Fields, batches
 from salesrl_trl.preflight.simulation.findings import Step, step_summary, summarise
 from salesrl_trl.preflight.simulation.text import report_text, step_text
+from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.run.tools import exit_code_of, strict_json
-from salesrl_trl.ground.shutdown import EXIT_STOPPED
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 DESCRIPTION = (

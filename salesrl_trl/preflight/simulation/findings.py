@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple, TypedDict
 
+from salesrl_trl.build.checks.reward import JUDGE
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, Stage, usage_of
-from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.build.checks.reward import JUDGE
 from salesrl_trl.preflight.simulation.completions import VARIANTS, Completion
 from salesrl_trl.preflight.simulation.hints import NOTEWORTHY_SHARE, hints
+from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.telemetry.step_lines import judge_line
 from salesrl_trl.types import Outcome, Reward
 

@@ -6,9 +6,9 @@ Owns the advice. Refuses to know rewards or completions: it sees counts and seco
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from salesrl_trl.build.checks.reward import JUDGE
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.names import Stage
-from salesrl_trl.build.checks.reward import JUDGE
 
 NOTEWORTHY_SHARE = 0.05
 """From this share on, an oddity of a service is reported: it moves the mean of every second group of eight."""

@@ -6,8 +6,8 @@ Owns tables, lines and the verdict. Refuses to compute figures.
 from collections.abc import Mapping, Sequence
 
 from salesrl_trl.names import USAGE
-from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.preflight.simulation.findings import StepSummary, Summary
+from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.telemetry.step_lines import figure
 
 

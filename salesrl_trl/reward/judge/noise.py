@@ -41,7 +41,7 @@ class _Conversation(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class JudgedSample:
     """One verdict to ask for."""
 
     rubric: str
@@ -62,7 +62,7 @@ class Sample:
         return *self.group, self.candidate.text
 
 
-def samples(rubrics: Mapping[str, str], action_format: ActionFormat, calls: int) -> list[Sample]:
+def samples(rubrics: Mapping[str, str], action_format: ActionFormat, calls: int) -> list[JudgedSample]:
     """The verdicts to ask for: each answer in both orders, at least twice.
 
     Args:
@@ -104,11 +104,11 @@ def _sample(
     branch: str,
     action_format: ActionFormat,
     candidate_first: bool,
-) -> Sample:
+) -> JudgedSample:
     others = [name for name in action_format.fields if name != action_format.query]
     texts = zip(others, (written["profile"], written["summary"]), strict=False)
     fields = dict.fromkeys(action_format.fields, "") | dict(texts) | {action_format.query: written["query"]}
-    return Sample(
+    return JudgedSample(
         rubric=rubric,
         row=SalesRow(
             row_id=f"noise-{number}",
@@ -151,11 +151,11 @@ class Noise:
         return noise / total if total else None
 
 
-def noise_of(scored: Iterable[tuple[Sample, float]]) -> Noise:
+def noise_of(scored: Iterable[tuple[JudgedSample, float]]) -> Noise:
     """The figures of some verdicts.
 
     Args:
-        scored (`Iterable[tuple[Sample, float]]`):
+        scored (`Iterable[tuple[JudgedSample, float]]`):
             Samples with the score of their candidate. Invalid verdicts are left out.
     """
     inputs: dict[tuple[tuple[str, str, str], bool], list[float]] = defaultdict(list)
@@ -194,7 +194,7 @@ def _pooled_sd(groups: Iterable[Sequence[float]]) -> float | None:
     return math.sqrt(squares / sum(len(group) - 1 for group in several))
 
 
-def widest_gap(scored: Mapping[str, Sequence[tuple[Sample, float]]]) -> float | None:
+def widest_gap(scored: Mapping[str, Sequence[tuple[JudgedSample, float]]]) -> float | None:
     """The largest difference between the mean scores of two judges, over the answers that both scored."""
     means = [
         {

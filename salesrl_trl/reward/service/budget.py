@@ -133,7 +133,7 @@ class Terms:
     """Processes that share `tokens_per_minute`."""
 
 
-class Part:
+class BudgetShare:
     """What this process holds of one limit.
 
     Args:

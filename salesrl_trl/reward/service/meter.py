@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from salesrl_trl.errors import BudgetSpent, ServiceError, ServiceUnavailable
-from salesrl_trl.reward.service.budget import CALLS, USD, Means, Part, Price, Spent, Terms, TokenRate
+from salesrl_trl.reward.service.budget import CALLS, USD, BudgetShare, Means, Price, Spent, Terms, TokenRate
 from salesrl_trl.reward.service.deadline import now, remaining_s
 from salesrl_trl.reward.service.per_event_loop import PerLoop
 from salesrl_trl.reward.service.spent_file import Return, SpentFile
@@ -44,7 +44,7 @@ class Budget:
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
-        self.parts = [Part(limit) for limit in terms.limits]
+        self.parts = [BudgetShare(limit) for limit in terms.limits]
         self.meters: list[Meter] = []
         self._file = SpentFile(terms.path)
         self._thread: ThreadPoolExecutor | None = None
@@ -77,7 +77,7 @@ class Budget:
         if clerk.timer is None:
             clerk.timer = asyncio.get_running_loop().call_later(BOOK_AFTER_S, self._book_soon, clerk)
 
-    async def refill(self, parts: Iterable[Part], usd: float) -> None:
+    async def refill(self, parts: Iterable[BudgetShare], usd: float) -> None:
         """Get new parts for those that are used up. `usd`: the cost of a request.
 
         Raises:
@@ -87,7 +87,7 @@ class Budget:
         clerk.wanted |= dict.fromkeys(parts, usd)
         await self._written(clerk)
 
-    def refill_soon(self, part: Part) -> None:
+    def refill_soon(self, part: BudgetShare) -> None:
         """Get more of a part before it is used up, and do not wait."""
         clerk = self._clerk.get()
         clerk.wanted[part] = 0.0
@@ -189,7 +189,7 @@ class _Clerk:
     """The exchanges with the file on one event loop."""
 
     def __init__(self) -> None:
-        self.wanted: dict[Part, float] = {}
+        self.wanted: dict[BudgetShare, float] = {}
         self.returns = self.books = False
         self.lock = asyncio.Lock()  # held by the exchange that is under way
         self.coming: asyncio.Task[ServiceError | None] | None = None
@@ -205,7 +205,7 @@ class Meter:
             Of this process.
         service (`str`):
             Name of the service.
-        parts (`list[Part]`):
+        parts (`list[BudgetShare]`):
             What this process holds of the limits that are about the service.
         price (`Price`):
             Of its tokens.
@@ -213,7 +213,9 @@ class Meter:
             Makes requests wait for their tokens.
     """
 
-    def __init__(self, budget: Budget, service: str, parts: list[Part], price: Price, rate: TokenRate | None) -> None:
+    def __init__(
+        self, budget: Budget, service: str, parts: list[BudgetShare], price: Price, rate: TokenRate | None
+    ) -> None:
         self._budget = budget
         self.service = service
         self.spent = Spent()

@@ -30,7 +30,7 @@ from salesrl_trl.build.memory.setup import Engine, Setup, Sharding, setup_of
 from salesrl_trl.build.memory.shape import adapters_of, model_shape, parameter_count, shape_of
 from salesrl_trl.preflight import memory
 from salesrl_trl.build.plan import Plan
-from salesrl_trl.preflight.stage import Verdict
+from salesrl_trl.preflight.stage import StageVerdict
 from salesrl_trl.build.settings import parse
 from salesrl_trl.telemetry.device import GIB
 
@@ -286,20 +286,20 @@ def stage(tiny, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "verdict", "text"),
     [
-        ({"needed_gib": 60}, Verdict.PASSED, None),
+        ({"needed_gib": 60}, StageVerdict.PASSED, None),
         (
             {"needed_gib": 84},
-            Verdict.NOTED,
+            StageVerdict.NOTED,
             "takes about 84.0 GiB (forward), and the card has 80.0. The run",
         ),
-        ({"needed_gib": 90}, Verdict.FAILED, "takes about 90.0 GiB (forward), and the card has 80.0."),
+        ({"needed_gib": 90}, StageVerdict.FAILED, "takes about 90.0 GiB (forward), and the card has 80.0."),
         (
             {"needed_gib": 90, "arguments": ("--use_peft", "false")},
-            Verdict.NOTED,
+            StageVerdict.NOTED,
             "It is tried all the same, because `dtype` is float32.",
         ),
-        ({"needed_gib": 60, "sequences": 0.5}, Verdict.FAILED, "room for 0.5 completions of full length"),
-        ({"needed_gib": 60, "used_gib": 40}, Verdict.FAILED, "40.0 are in use now, by python (41) 40.0 GiB"),
+        ({"needed_gib": 60, "sequences": 0.5}, StageVerdict.FAILED, "room for 0.5 completions of full length"),
+        ({"needed_gib": 60, "used_gib": 40}, StageVerdict.FAILED, "40.0 are in use now, by python (41) 40.0 GiB"),
     ],
 )
 def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):
@@ -311,7 +311,7 @@ def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):
 
 def test_no_weights_are_trained_in_mode_rollouts_so_none_have_to_fit_in_float32(stage):
     found = stage(90, arguments=("--use_peft", "false", "--dtype", "bfloat16", "--mode", "rollouts"))
-    assert (found.verdict, found.found) == (Verdict.SKIPPED, [])
+    assert (found.verdict, found.found) == (StageVerdict.SKIPPED, [])
 
 
 def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monkeypatch):
@@ -323,7 +323,7 @@ def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monk
     model_shape.cache_clear()
     found = stage(60)
     model_shape.cache_clear()
-    assert found.verdict is Verdict.SKIPPED
+    assert found.verdict is StageVerdict.SKIPPED
     assert "mamba has no number for num_attention_heads" in found.skipped
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import GPT2Config, Qwen2Config
 
+from salesrl_trl.build.checks import attention
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.schedule import follow
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.build.checks import attention
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ON_PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}

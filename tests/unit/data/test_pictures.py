@@ -11,7 +11,7 @@ from support.seeing import draw, processor, seeing_rows
 
 from salesrl_trl.config import DataConfig
 from salesrl_trl.data.form import Form
-from salesrl_trl.data.lengths import Limit, fit_prompts, token_counter
+from salesrl_trl.data.lengths import LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
 from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.sources import build_dataset, load_rows
@@ -118,7 +118,7 @@ def test_a_prompt_that_is_too_long_with_its_pictures_is_named(tmp_path):
     rows = [*seeing_rows(tmp_path, ["tone"])]
     text, pictures = token_counter(processor().tokenizer), picture_counter(processor())
     alone = text([build_prompt(rows[0], "compact")])[0]
-    limit = Limit(tokens=alone + pictures(rows[1]), reason="as many as row 1 has")
+    limit = LengthLimit(tokens=alone + pictures(rows[1]), reason="as many as row 1 has")
     with pytest.raises(DataError, match=r"3 of 5 training rows .*row 2 \(\d+ tokens\), row 3"):
         fit_prompts(rows, "compact", text, limit, "error", "training", pictures)
     kept = fit_prompts(rows, "compact", text, limit, "drop", "training", pictures)

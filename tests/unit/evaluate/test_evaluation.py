@@ -5,16 +5,16 @@ import math
 
 import pytest
 
-from salesrl_trl.evaluate import __main__ as evaluate
+from salesrl_trl.build.recipes import FULL
+from salesrl_trl.build.settings import parse
 from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.demo.policy import PACKAGED
 from salesrl_trl.errors import ConfigError, StopRequested
+from salesrl_trl.evaluate import __main__ as evaluate
 from salesrl_trl.evaluate import policies
 from salesrl_trl.evaluate.findings import Scored, findings_of, modes
 from salesrl_trl.evaluate.policies import common_rows, evaluated, policy_of, settings_of
 from salesrl_trl.evaluate.text import text_of
-from salesrl_trl.build.recipes import FULL
-from salesrl_trl.build.settings import parse
 from salesrl_trl.types import Message, Outcome, Reward, SalesRow
 
 BRANCHES = ("fairness", "hallucination")

@@ -26,20 +26,20 @@ from torch.utils.file_baton import FileBaton
 from transformers import AutoTokenizer
 
 from salesrl_trl import env
-from salesrl_trl.data import sources
-from salesrl_trl.errors import SalesRLError
-from salesrl_trl.preflight.__main__ import main
 from salesrl_trl.build import software
 from salesrl_trl.build.checks import vllm_names
 from salesrl_trl.build.checks.addresses import PROBE_TIMEOUT_S
-from salesrl_trl.preflight import gpu_memory as command
 from salesrl_trl.build.memory.cards import Card
-from salesrl_trl.preflight import environment, runner
 from salesrl_trl.build.plan import Plan
-from salesrl_trl.preflight.runner import chosen, examine, prepare
-from salesrl_trl.preflight.stage import Findings, Verdict
 from salesrl_trl.build.settings import parse
+from salesrl_trl.data import sources
+from salesrl_trl.errors import SalesRLError
+from salesrl_trl.preflight import environment, runner
+from salesrl_trl.preflight import gpu_memory as command
+from salesrl_trl.preflight.__main__ import main
+from salesrl_trl.preflight.runner import chosen, examine, prepare
 from salesrl_trl.preflight.simulation.command import main as simulate
+from salesrl_trl.preflight.stage import Findings, StageVerdict
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
 ABSENT = ("bitsandbytes", "torchao")
@@ -75,7 +75,7 @@ def told(tmp_path, monkeypatch):
             change(config.training)
             reports = list(examine(Plan(config, in_depth=True), stages))
             found = [finding for report in reports for finding in report.findings]
-            is_failure = [report.verdict is Verdict.FAILED for report in reports]
+            is_failure = [report.verdict is StageVerdict.FAILED for report in reports]
             assert is_failure == [False] * (len(reports) - 1) + [any(each.is_failure for each in found)]
             in_preflight = [each.message for each in found]
         except SalesRLError as error:

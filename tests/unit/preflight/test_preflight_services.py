@@ -16,17 +16,17 @@ from support import virtual_time
 from support.in_memory import Network, Services
 from support.loopback import ANSWER, VERDICT, chat_completion, row
 
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.settings import SettingsParser, all_kinds, names_of_settings, parse
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.preflight.__main__ import main
+from salesrl_trl.preflight.alone import StepSettings, examine_alone, read_alone
+from salesrl_trl.preflight.services import JudgeStage, RagStage
+from salesrl_trl.preflight.stage import StageVerdict, report_of
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.service.spent_file import read_account
-from salesrl_trl.preflight.alone import StepSettings, examine_alone, read_alone
-from salesrl_trl.build.plan import Plan
-from salesrl_trl.preflight.services import JudgeStage, RagStage
-from salesrl_trl.preflight.stage import Verdict, report_of
-from salesrl_trl.build.settings import SettingsParser, all_kinds, names_of_settings, parse
 from salesrl_trl.types import Verdict as Scores
 
 SECRET = "my card number is 4111"
@@ -87,7 +87,7 @@ def nth(services, name, faulty):
 def test_healthy_services_pass_with_the_times_of_a_step(services):
     services.functions["8b"] = lambda request: (200, ANSWER, {}, 2.0)
     rag, judge = examine(RagStage(), services), examine(JudgeStage(), services)
-    assert (rag.verdict, judge.verdict) == (Verdict.PASSED, Verdict.PASSED)
+    assert (rag.verdict, judge.verdict) == (StageVerdict.PASSED, StageVerdict.PASSED)
     assert (rag.figures["rag_8b_p50_s"], rag.figures["rag_8b_p95_s"]) == pytest.approx((2.0, 2.0))
     assert (rag.figures["rag_8b_in_flight"], rag.figures["rag_32b_in_flight"], judge.figures["judge_in_flight"]) == (
         32,
@@ -122,13 +122,13 @@ def test_a_setting_bounds_the_calls(services, calls, made):
 def test_a_run_only_looks(services):
     plan = Plan(SimpleNamespace(reward=RewardConfig(rag_base_url=services.url), training=None))
     plan.reward = SimpleNamespace(rag_key=None)
-    assert report_of(RagStage(), plan).verdict is Verdict.PASSED
+    assert report_of(RagStage(), plan).verdict is StageVerdict.PASSED
     assert services.calls["8b"] == 0
 
 
 def test_of_several_processes_the_first_makes_the_calls_of_all(services):
-    assert examine(RagStage(), services, process_index=1).verdict is Verdict.PASSED
-    assert examine(JudgeStage(), services, process_index=1).verdict is Verdict.PASSED
+    assert examine(RagStage(), services, process_index=1).verdict is StageVerdict.PASSED
+    assert examine(JudgeStage(), services, process_index=1).verdict is StageVerdict.PASSED
     assert not services.calls["8b"] and not services.calls["judge"]
 
 
@@ -147,14 +147,14 @@ def test_a_service_that_refuses_every_call_fails_before_the_load(services, statu
     for stage, name in ((RagStage(), "8b"), (JudgeStage(), "judge")):
         services.functions[name] = lambda request: (status, {"error": {}})
         report = examine(stage, services)
-        assert report.verdict is Verdict.FAILED and message in text_of(report) and services.url in text_of(report)
+        assert report.verdict is StageVerdict.FAILED and message in text_of(report) and services.url in text_of(report)
         assert services.calls[name] == 1
 
 
 def test_calls_that_are_turned_away_are_counted_and_the_service_is_given_its_limit(services):
     nth(services, "8b", lambda n: (429, {}, {"Retry-After": "1"}) if 9 <= n < 33 else None)
     report = examine(RagStage(), services)
-    assert report.verdict is Verdict.NOTED
+    assert report.verdict is StageVerdict.NOTED
     assert (report.figures["rag_8b_http_429"], report.figures["rag_8b_retries"]) == (24, 24)
     assert report.figures["rag_8b_failed"] == 0 and report.figures["rag_8b_p95_s"] > 1
     assert "rag_8b turned 24 requests away and takes about" in text_of(report)
@@ -163,7 +163,7 @@ def test_calls_that_are_turned_away_are_counted_and_the_service_is_given_its_lim
 def test_a_storm_of_429_ends_in_time(services):
     services.functions["judge"] = lambda request: (429, {}, {"Retry-After": "1"})
     report = examine(JudgeStage(), services, judge_timeout_s=20.0)
-    assert report.verdict is Verdict.FAILED and services.calls["judge"] <= 21
+    assert report.verdict is StageVerdict.FAILED and services.calls["judge"] <= 21
     assert "overloaded (429)" in text_of(report) or "deadline" in text_of(report)
 
 
@@ -176,7 +176,7 @@ def test_a_late_call_is_not_made_twice(services):
 def test_a_slow_service_fails_where_a_step_would_be_skipped(services):
     nth(services, "8b", lambda n: (200, ANSWER, {}, 1.0 if n < 10 else 60.0))
     report = examine(RagStage(), services, rag_timeout_s=5.0)
-    assert report.verdict is Verdict.FAILED
+    assert report.verdict is StageVerdict.FAILED
     assert report.figures["rag_8b_failed"] == 23 and report.figures["rag_8b_p95_s"] == pytest.approx(1.0)
     assert "(rag_8b_timeout 23)" in text_of(report) and "`rag_timeout_s`" in text_of(report)
 
@@ -188,7 +188,9 @@ def test_a_slow_service_fails_where_a_step_would_be_skipped(services):
 def test_an_answer_of_another_shape_says_what_was_got(services, name):
     services.set(name, {"answer": "It costs 5980 yuan.", "documents": []})
     report = examine(RagStage(), services)
-    assert report.verdict is (Verdict.FAILED if name == "8b" else Verdict.NOTED)  # nothing weighs the reference
+    assert report.verdict is (
+        StageVerdict.FAILED if name == "8b" else StageVerdict.NOTED
+    )  # nothing weighs the reference
     assert f"rag_{name} answered with a body of" in text_of(report) and "at first 'passages' (missing)" in text_of(
         report
     )
@@ -197,7 +199,7 @@ def test_an_answer_of_another_shape_says_what_was_got(services, name):
 def test_a_reference_that_is_weighed_is_needed(services):
     services.set("32b", {})
     weights = {"fairness": {"margin": 1.0}}
-    assert examine(RagStage(), services, branch_reward_weights=weights).verdict is Verdict.FAILED
+    assert examine(RagStage(), services, branch_reward_weights=weights).verdict is StageVerdict.FAILED
 
 
 @pytest.mark.parametrize("empty", ["always", "with a threshold"])
@@ -210,9 +212,9 @@ def test_an_index_that_finds_nothing_fails_and_a_high_threshold_is_told(services
     report = examine(RagStage(), services)
     assert report.figures["rag_8b_without_passages"] == 32
     if empty == "always":
-        assert report.verdict is Verdict.FAILED and "whether it knows the rows' `tenant_id`" in text_of(report)
+        assert report.verdict is StageVerdict.FAILED and "whether it knows the rows' `tenant_id`" in text_of(report)
     else:
-        assert report.verdict is Verdict.NOTED and "Lower `rag_score_threshold`" in text_of(report)
+        assert report.verdict is StageVerdict.NOTED and "Lower `rag_score_threshold`" in text_of(report)
 
 
 # The judge.
@@ -222,11 +224,11 @@ def test_a_judge_that_ignores_the_schema_fails_at_the_first_call(services):
     services.verdict("The first answer is better.")
     services.functions.clear()
     report = examine(JudgeStage(), services)
-    assert report.verdict is Verdict.FAILED and "do not end with a JSON object" in text_of(report)
+    assert report.verdict is StageVerdict.FAILED and "do not end with a JSON object" in text_of(report)
     assert "The first answer" not in text_of(report)
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(4, Verdict.FAILED), (1, Verdict.NOTED)])
+@pytest.mark.parametrize(("share", "verdict"), [(4, StageVerdict.FAILED), (1, StageVerdict.NOTED)])
 def test_the_share_of_malformed_verdicts_is_told(services, share, verdict):
     malformed = (200, chat_completion(json.dumps({**VERDICT, "candidate": 7})), {})
     nth(services, "judge", lambda n: malformed if n and n % 5 < share else None)
@@ -269,7 +271,9 @@ def test_a_judge_that_likes_the_first_answer_is_told(services):
 def test_a_judge_that_can_not_tell_right_from_wrong_is_told(services):
     services.judge_by(lambda system, user: VERDICT)
     report = examine(JudgeStage(), services)
-    assert report.verdict is Verdict.NOTED and "right and wrong answers of the packaged set alike" in text_of(report)
+    assert report.verdict is StageVerdict.NOTED and "right and wrong answers of the packaged set alike" in text_of(
+        report
+    )
 
 
 def test_several_providers_are_told_by_name(services, monkeypatch):
@@ -286,7 +290,7 @@ def test_several_providers_are_told_by_name(services, monkeypatch):
     assert (report.figures["judge_mild_in_flight"], report.figures["judge_harsh_in_flight"]) == (24, 8)
     assert report.figures["judge_providers_gap"] == pytest.approx(0.3, abs=0.05)
     assert "judge_gone could not be reached" in text_of(report) and "Give one of them `weight: 0`" in text_of(report)
-    assert report.verdict is Verdict.NOTED
+    assert report.verdict is StageVerdict.NOTED
 
 
 class Lenient(Judge):
@@ -312,15 +316,17 @@ class Mute(Judge):
 def test_a_judge_that_never_answers_is_told_with_the_seconds_and_their_setting(services):
     said = "within 7 s. Expected an answer in time: look at the service's own log, or raise `judge_timeout_s` if"
     report = examine(JudgeStage(), services, judge=f"{__name__}.Mute", judge_timeout_s=7.0)
-    assert report.verdict is Verdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
+    assert report.verdict is StageVerdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
     for first in ([], [(500, {}, {}, 1.0)]):  # the attempt behind it has less than the whole time
         replies = itertools.chain(first, itertools.repeat((200, {}, {}, 1e9)))
         services.functions["judge"] = lambda request, replies=replies: next(replies)
         report = examine(JudgeStage(), services, judge_timeout_s=7.0, max_attempts=3)
-        assert report.verdict is Verdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
+        assert report.verdict is StageVerdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
 
 
-@pytest.mark.parametrize(("failing", "verdict"), [(("one", "two"), Verdict.FAILED), (("two",), Verdict.NOTED)])
+@pytest.mark.parametrize(
+    ("failing", "verdict"), [(("one", "two"), StageVerdict.FAILED), (("two",), StageVerdict.NOTED)]
+)
 def test_judges_fail_the_stage_if_all_of_them_fail_under_load(services, failing, verdict):
     asked, well = Counter(), services.functions["judge"]
 
@@ -338,7 +344,7 @@ def test_what_a_preflight_asks_counts_in_the_run_s_budget_and_stops_at_its_limit
     judge = {"name": "a", "base_url": f"{services.url}/v1", "model": "m", "usd_per_million_prompt_tokens": 1000.0}
     settings = {"output_dir": tmp_path, "judge_providers": [judge], "preflight_calls": 32, "max_calls": 50}
     rag, judge = (examine(stage, services, **settings) for stage in (RagStage(), JudgeStage()))
-    assert (rag.verdict, judge.verdict) == (Verdict.PASSED, Verdict.FAILED)
+    assert (rag.verdict, judge.verdict) == (StageVerdict.PASSED, StageVerdict.FAILED)
     assert "budget_spent" in text_of(judge)
     total = read_account(tmp_path / "budget.sqlite").total()
     assert total.calls == sum(map(len, services.asked.values())) == 50

@@ -9,19 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from salesrl_trl.data.lengths import token_counter
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.build.memory.cards import Card
 from salesrl_trl.build.memory.estimate import Estimate, Moment
 from salesrl_trl.build.memory.shape import UnknownShape
-from salesrl_trl.preflight.memory import MemoryStage, Scales
 from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.settings import parse
+from salesrl_trl.data.lengths import token_counter
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import GPU_PEAK
+from salesrl_trl.preflight.memory import MemoryStage, Scales
 from salesrl_trl.preflight.rehearsal import rehearse
 from salesrl_trl.preflight.runner import examine
-from salesrl_trl.preflight.stage import Findings, Verdict
+from salesrl_trl.preflight.stage import Findings, StageVerdict
 from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage, judge_update, report_memory
-from salesrl_trl.build.settings import parse
 from salesrl_trl.telemetry.device import GIB
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
@@ -44,7 +44,11 @@ def test_steps_are_made_on_the_longest_batch_and_leave_nothing(planned, tmp_path
     plan = planned("--quick_eval_steps", "1", "--save_steps", "1", "--rollout_lookahead", "2")
     settings = dict(vars(plan.config.training))
     model, engine, step = examine(plan, stages=(ModelStage(), EngineStage(), StepStage()))
-    assert [each.verdict for each in (model, engine, step)] == [Verdict.PASSED, Verdict.SKIPPED, Verdict.PASSED]
+    assert [each.verdict for each in (model, engine, step)] == [
+        StageVerdict.PASSED,
+        StageVerdict.SKIPPED,
+        StageVerdict.PASSED,
+    ]
     assert model.figures["trained_m"] == model.figures["parameters_m"] > 0
     assert step.figures["prompt_tokens"] == max(token_counter(plan.tokenizer)(plan.train.prompts))
     assert step.figures["completion_tokens"] == 8
@@ -67,8 +71,8 @@ def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, mon
     monkeypatch.setattr(Scales, "shape", property(weighed))
     monkeypatch.setattr(Scales, "weigh", weighed)
     memory, _, step = examine(planned(), stages=(MemoryStage(), ModelStage(), StepStage()))
-    assert memory.verdict is (Verdict.PASSED if known else Verdict.SKIPPED)
-    assert step.verdict is Verdict.PASSED
+    assert memory.verdict is (StageVerdict.PASSED if known else StageVerdict.SKIPPED)
+    assert step.verdict is StageVerdict.PASSED
     assert step.figures.get("estimated_gib") == (3.0 if known else None)
 
 
@@ -86,7 +90,7 @@ def test_the_engine_is_asked_with_the_shortest_prompt_where_rows_come_again(plan
 def test_nothing_is_tried_that_the_run_does_not_do(planned, mode):
     stages = (EngineStage(), StepStage()) if mode == "rollouts" else (ModelStage(), EngineStage(), StepStage())
     plan = planned("--mode", mode)
-    assert [each.verdict for each in examine(plan, stages=stages)] == [Verdict.SKIPPED] * len(stages)
+    assert [each.verdict for each in examine(plan, stages=stages)] == [StageVerdict.SKIPPED] * len(stages)
     assert plan.policy is plan.rehearsal is None
 
 
@@ -94,7 +98,7 @@ def test_an_adapter_without_a_place_fails_before_weights_are_loaded(planned):
     plan = planned("--use_peft", "true", "--lora_target_modules", "nowhere")
     for stage in (MemoryStage(), ModelStage()):  # a run passes the first
         (report,) = examine(plan, stages=(stage, StepStage()))
-        assert report.verdict is Verdict.FAILED
+        assert report.verdict is StageVerdict.FAILED
         assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in report.findings[0].text
     assert plan.policy is None
 
@@ -110,7 +114,7 @@ def test_a_model_whose_layers_peft_does_not_know_needs_their_names_only_for_an_a
 def test_a_name_that_no_layer_has_is_noted_and_the_adapters_weights_are_counted(planned):
     plan = planned("--use_peft", "true", "--lora_target_modules", "q_proj", "k_porj", "--lora_r", "4")
     (report,) = examine(plan, stages=(ModelStage(),))
-    assert report.verdict is Verdict.NOTED
+    assert report.verdict is StageVerdict.NOTED
     assert "names k_porj, which" in report.findings[0].text
     assert report.figures["trained_m"] == pytest.approx(4 * (32 + 32) / 1e6)
 
@@ -121,13 +125,13 @@ def test_weights_that_are_no_numbers_fail(planned, tiny, tmp_path):
     model.save_pretrained(tmp_path / "broken")
     AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "broken")
     (report,) = examine(planned(policy=tmp_path / "broken"), stages=(ModelStage(),))
-    assert report.verdict is Verdict.FAILED
+    assert report.verdict is StageVerdict.FAILED
     assert "logits for the first prompt are no numbers" in report.findings[0].text
 
 
 def test_a_backend_that_is_not_there_fails_with_the_remedy_of_the_catalogue(planned):
     (report,) = examine(planned("--attn_implementation", "flash_attention_2"), stages=(ModelStage(), StepStage()))
-    assert report.verdict is Verdict.FAILED
+    assert report.verdict is StageVerdict.FAILED
     assert report.findings[0].text.startswith("No working attention backend.")
     assert "--attn_implementation sdpa" in report.findings[0].remedy
 
@@ -138,7 +142,7 @@ def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monke
 
     monkeypatch.setattr("trl.GRPOTrainer._compute_loss", full)
     *_, report = examine(planned(), stages=(ModelStage(), StepStage()))
-    assert report.verdict is Verdict.FAILED
+    assert report.verdict is StageVerdict.FAILED
     assert report.findings[0].text.startswith("No room on the GPU in training.")
     assert "--gradient_checkpointing true" in report.findings[0].remedy
 
@@ -146,15 +150,20 @@ def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monke
 @pytest.mark.parametrize(
     ("step", "changed", "settings", "verdict"),
     [
-        ({"loss": 0.0, "grad_norm": 0.1}, 0.99, {}, Verdict.PASSED),
-        ({"loss": 0.0}, 0.99, {}, Verdict.PASSED),  # `max_grad_norm: 0`
-        ({"loss": 0.0, "grad_norm": float("nan")}, 0.99, {}, Verdict.FAILED),
-        ({"loss": float("inf"), "grad_norm": 0.1}, 0.99, {}, Verdict.FAILED),
-        ({"loss": 0.0, "grad_norm": float("inf")}, None, {"fp16": True}, Verdict.NOTED),  # the scale is found
-        ({"loss": 0.0, "grad_norm": 0.0}, None, {}, Verdict.FAILED),
-        ({"loss": 0.0, "grad_norm": 0.1}, 0.0, {}, Verdict.FAILED),
-        ({"loss": 0.0, "grad_norm": 0.1}, 0.2, {}, Verdict.NOTED),
-        ({"loss": 0.0, "grad_norm": 0.1}, 0.2, {"optim": "adamw_torch_8bit"}, Verdict.PASSED),  # by chance, on average
+        ({"loss": 0.0, "grad_norm": 0.1}, 0.99, {}, StageVerdict.PASSED),
+        ({"loss": 0.0}, 0.99, {}, StageVerdict.PASSED),  # `max_grad_norm: 0`
+        ({"loss": 0.0, "grad_norm": float("nan")}, 0.99, {}, StageVerdict.FAILED),
+        ({"loss": float("inf"), "grad_norm": 0.1}, 0.99, {}, StageVerdict.FAILED),
+        ({"loss": 0.0, "grad_norm": float("inf")}, None, {"fp16": True}, StageVerdict.NOTED),  # the scale is found
+        ({"loss": 0.0, "grad_norm": 0.0}, None, {}, StageVerdict.FAILED),
+        ({"loss": 0.0, "grad_norm": 0.1}, 0.0, {}, StageVerdict.FAILED),
+        ({"loss": 0.0, "grad_norm": 0.1}, 0.2, {}, StageVerdict.NOTED),
+        (
+            {"loss": 0.0, "grad_norm": 0.1},
+            0.2,
+            {"optim": "adamw_torch_8bit"},
+            StageVerdict.PASSED,
+        ),  # by chance, on average
     ],
 )
 def test_a_step_that_moves_no_weights_is_seen(step, changed, settings, verdict):
@@ -165,7 +174,7 @@ def test_a_step_that_moves_no_weights_is_seen(step, changed, settings, verdict):
     assert all(each.remedy for each in findings.found)
 
 
-@pytest.mark.parametrize(("peak", "verdict"), [(67.0, Verdict.PASSED), (69.0, Verdict.NOTED)])
+@pytest.mark.parametrize(("peak", "verdict"), [(67.0, StageVerdict.PASSED), (69.0, StageVerdict.NOTED)])
 def test_a_card_that_is_nearly_full_at_the_peak_is_noted(monkeypatch, peak, verdict):
     """Of 80 GiB, 60 are free now and PyTorch has 10: another 10 are used outside of it, and 70 could be used."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))

@@ -21,15 +21,22 @@ from support.seconds import check_seconds
 from salesrl_trl import train
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import load_drafts, load_rows
+from salesrl_trl.preflight.simulation import findings
+from salesrl_trl.preflight.simulation.command import SimulationConfig, main
+from salesrl_trl.preflight.simulation.completions import (
+    DEFAULT_MIX,
+    VARIANTS,
+    Completion,
+    SimulatedCase,
+    actions,
+    batches,
+)
+from salesrl_trl.preflight.simulation.hints import hints
+from salesrl_trl.preflight.simulation.text import report_text
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.judge.base import ProviderUsage
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.reward.service.transport import TRAFFIC
-from salesrl_trl.preflight.simulation import findings
-from salesrl_trl.preflight.simulation.command import SimulationConfig, main
-from salesrl_trl.preflight.simulation.completions import DEFAULT_MIX, VARIANTS, Case, Completion, actions, batches
-from salesrl_trl.preflight.simulation.hints import hints
-from salesrl_trl.preflight.simulation.text import report_text
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Message, Outcome, Reward, SalesRow
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "simulate_training_rewards.py"
@@ -170,7 +177,7 @@ def invalid(reason):
 
 
 def pair(variant, reason, reward):
-    return Completion(0, variant, Case("", reason)), reward
+    return Completion(0, variant, SimulatedCase("", reason)), reward
 
 
 def test_a_completion_that_is_taken_for_what_it_is_not_is_a_finding():
@@ -239,7 +246,7 @@ def step(*rewards, **traffic):
         records=(),
         cache_hits={"answers": 1, "references": 2},
     )
-    return findings.Step([Completion(0, "clean", Case(""))] * len(rewards), list(rewards), report)
+    return findings.Step([Completion(0, "clean", SimulatedCase(""))] * len(rewards), list(rewards), report)
 
 
 def test_a_step_waited_for_what_its_slowest_completion_waited_for():

@@ -17,14 +17,14 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.recording.reader import recorded
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
+from salesrl_trl.rejudge.command import main, of_all_functions, rejudged, text_of, write
+from salesrl_trl.rejudge.comparison import Baseline, Judgement, Pair, advantages, changes, rank_correlation
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Sample
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.rejudge.command import main, of_all_functions, rejudged, text_of, write
-from salesrl_trl.rejudge.comparison import Baseline, Judgement, Pair, advantages, changes, rank_correlation
 from salesrl_trl.update.advantages import hybrid_advantages
 
 BRANCHES = ("fairness", "hallucination")

@@ -21,8 +21,8 @@ from salesrl_trl.reward.service.budget import (
     NOTHING_SPENT,
     USD,
     Account,
+    BudgetShare,
     Limit,
-    Part,
     Price,
     Spent,
     Terms,
@@ -105,7 +105,7 @@ def test_a_kill_in_the_middle_of_a_transaction_leaves_the_account_as_it_was_befo
 
 
 def test_a_part_that_was_not_waited_for_when_it_was_asked_for_refuses_nothing():
-    part = Part(MAX_CALLS)
+    part = BudgetShare(MAX_CALLS)
     part.receive(0.0, is_needed=False)  # the last of the part before was used meanwhile
     assert not part.is_refused
     part.receive(0.0, is_needed=True)

@@ -25,6 +25,7 @@ import pytest
 from support import deadly
 from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, row
 
+from salesrl_trl.build import assembly
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.errors import ConfigError
@@ -36,7 +37,6 @@ from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward
 from salesrl_trl.reward.service.budget import Limit, Terms
 from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.service.spent_file import read_account
-from salesrl_trl.build import assembly
 from salesrl_trl.types import DEFAULT_BRANCHES, Outcome
 
 PATIENCE_S = 30.0

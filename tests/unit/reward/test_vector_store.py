@@ -24,6 +24,8 @@ import pytest
 from support.loopback import ACTION, BAD, VERDICT, Services, action, row
 from werkzeug import Response
 
+from salesrl_trl.build.assembly import build_reward
+from salesrl_trl.build.checks.reward import prepare_reward
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.demo.services import rag as embedded
 from salesrl_trl.errors import BadServiceResponse, ConfigError, ServiceError, ServiceUnavailable
@@ -40,8 +42,6 @@ from salesrl_trl.reward.rag.vector_store import (
 )
 from salesrl_trl.reward.scoring import Scoring, default_weights
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.build.assembly import build_reward
-from salesrl_trl.build.checks.reward import prepare_reward
 from salesrl_trl.types import Action, Outcome, RequestIds
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lancedb") is None, reason="needs lancedb")

@@ -8,7 +8,7 @@ import torch
 from salesrl_trl.checkpoint.under_way import load_rollouts, save_rollouts
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
-from salesrl_trl.rollout.pipeline import Kept, Pipeline
+from salesrl_trl.rollout.pipeline import KeptRollouts, Pipeline
 from salesrl_trl.telemetry.timeline import Timeline
 
 
@@ -163,7 +163,7 @@ def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_p
 
 
 def test_a_kept_rollout_of_other_rows_is_not_used():
-    sampler, kept = Now(), Kept(rows=[7], step=0, sampled=sampled(["p7"]), behaviour_logps=None)
+    sampler, kept = Now(), KeptRollouts(rows=[7], step=0, sampled=sampled(["p7"]), behaviour_logps=None)
     pipeline(sampler, kept={0: kept}).launch_due(0, 0)
     assert sampler.asked == [(["p0"], False)]
 

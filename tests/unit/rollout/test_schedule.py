@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from salesrl_trl.rollout.groups import parts
-from salesrl_trl.rollout.schedule import Schedule, UpdatesAhead
+from salesrl_trl.rollout.schedule import RolloutSchedule, UpdatesAhead
 
 
 def prompts(count, epoch=0):
@@ -38,7 +38,7 @@ def take(size):
 
 
 def test_without_lookahead_a_batch_is_due_at_the_micro_step_that_trains_on_it():
-    schedule = Schedule(0, window=2)
+    schedule = RolloutSchedule(0, window=2)
     add(schedule, updates=2, size=4)
     assert firsts(schedule.due(0, 0)) == [0]
     assert schedule.due(1, 0) == []
@@ -47,14 +47,14 @@ def test_without_lookahead_a_batch_is_due_at_the_micro_step_that_trains_on_it():
 
 
 def test_with_lookahead_all_batches_of_the_steps_it_reaches_are_due_the_earliest_first():
-    schedule = Schedule(1, window=2)
+    schedule = RolloutSchedule(1, window=2)
     add(schedule, updates=3, size=4)
     assert firsts(schedule.due(0, 0)) == [0, 2, 4, 6]
     assert firsts(schedule.due(4, 1)) == [0, 2, 4, 6, 8, 10]
 
 
 def test_what_is_generated_is_not_due_again():
-    schedule = Schedule(1, window=4)
+    schedule = RolloutSchedule(1, window=4)
     add(schedule, updates=3, size=4)
     for window in schedule.due(0, 0):
         window.rollout = f"rollout {window.first}"
@@ -64,13 +64,13 @@ def test_what_is_generated_is_not_due_again():
 
 
 def test_one_batch_for_each_step_where_a_window_is_a_step():
-    told = add(Schedule(0, window=4), updates=3, size=4)
+    told = add(RolloutSchedule(0, window=4), updates=3, size=4)
     assert [[(window.first, window.update) for window in each] for each in told] == [[(0, 0)], [(4, 1)], [(8, 2)]]
 
 
 def test_a_window_over_several_steps_is_one_batch():
     """num_iterations 2, steps_per_generation 4, gradient accumulation 2: 8 micro-steps, 4 optimizer steps."""
-    schedule = Schedule(1, window=8)
+    schedule = RolloutSchedule(1, window=8)
     told = add(schedule, updates=9, size=2)
     assert [len(each) for each in told] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
     assert [window.update for each in told for window in each] == [0, 4, 8]
@@ -81,25 +81,25 @@ def test_a_window_over_several_steps_is_one_batch():
 
 def test_several_batches_in_a_step_have_the_same_staleness():
     """steps_per_generation 2, gradient accumulation 6."""
-    (told,) = add(Schedule(2, window=2), updates=1, size=6)
+    (told,) = add(RolloutSchedule(2, window=2), updates=1, size=6)
     assert [(window.first, window.update) for window in told] == [(0, 0), (2, 0), (4, 0)]
 
 
 def test_a_batch_may_begin_in_the_middle_of_a_step():
     """steps_per_generation 3, gradient accumulation 2."""
-    told = add(Schedule(0, window=3), updates=3, size=2)
+    told = add(RolloutSchedule(0, window=3), updates=3, size=2)
     assert [[(window.first, window.update) for window in each] for each in told] == [[(0, 0)], [(3, 1)], []]
 
 
 def test_after_a_resume_the_first_micro_step_generates_whatever_its_number_and_then_windows_go_on():
-    schedule = Schedule(0, window=4)
+    schedule = RolloutSchedule(0, window=4)
     schedule.restart(micro_step=5, update=7, has_batch=False)
     told = add(schedule, updates=3, size=3)
     assert [[(window.first, window.update) for window in each] for each in told] == [[(5, 7)], [(8, 8)], [(12, 9)]]
 
 
 def test_a_run_that_goes_on_with_a_batch_at_hand_waits_for_the_next_window():
-    schedule = Schedule(0, window=4)
+    schedule = RolloutSchedule(0, window=4)
     schedule.restart(micro_step=5, update=7, has_batch=True)
     told = add(schedule, updates=2, size=3)
     assert [[(window.first, window.update) for window in each] for each in told] == [[], [(8, 8)]]
@@ -107,13 +107,13 @@ def test_a_run_that_goes_on_with_a_batch_at_hand_waits_for_the_next_window():
 
 def test_a_window_that_begins_where_a_run_resumes_is_one_batch():
     for has_batch in (True, False):
-        schedule = Schedule(0, window=4)
+        schedule = RolloutSchedule(0, window=4)
         schedule.restart(micro_step=8, update=2, has_batch=has_batch)
         assert [firsts(each) for each in add(schedule, updates=2, size=2)] == [[8], []]
 
 
 def test_a_rollout_is_taken_once_by_its_micro_step_and_its_own_inputs():
-    schedule = Schedule(1, window=2)
+    schedule = RolloutSchedule(1, window=2)
     inputs = prompts(4)
     for window in schedule.add(inputs):
         window.rollout = f"rollout {window.first}"
@@ -125,7 +125,7 @@ def test_a_rollout_is_taken_once_by_its_micro_step_and_its_own_inputs():
 
 
 def test_nothing_can_be_taken_before_its_time():
-    schedule = Schedule(1, window=2)
+    schedule = RolloutSchedule(1, window=2)
     inputs = prompts(4)
     for window in schedule.add(inputs):
         window.rollout = f"rollout {window.first}"
@@ -135,7 +135,7 @@ def test_nothing_can_be_taken_before_its_time():
 
 
 def test_one_that_was_passed_over_is_in_nobodys_way():
-    schedule = Schedule(1, window=1)
+    schedule = RolloutSchedule(1, window=1)
     inputs = prompts(2)
     for window in schedule.add(inputs):
         window.rollout = f"rollout {window.first}"
@@ -143,15 +143,15 @@ def test_one_that_was_passed_over_is_in_nobodys_way():
 
 
 def test_one_that_was_not_generated_is_nothing():
-    schedule = Schedule(0, window=2)
+    schedule = RolloutSchedule(0, window=2)
     inputs = prompts(2)
     schedule.add(inputs)
     assert schedule.take(0, inputs[0]) is None
-    assert Schedule(0, window=2).take(0, inputs[0]) is None
+    assert RolloutSchedule(0, window=2).take(0, inputs[0]) is None
 
 
 def test_a_restart_returns_the_rollouts_that_nobody_will_train_on():
-    schedule = Schedule(2, window=2)
+    schedule = RolloutSchedule(2, window=2)
     inputs = prompts(2)
     told = schedule.add(inputs) + schedule.add(prompts(2)) + schedule.add(prompts(2))
     told[0].rollout, told[1].rollout = "taken", "left"  # the third is not generated
@@ -327,7 +327,7 @@ def train(lengths, size, window, lookahead, references_ahead, max_updates, start
     """The trainer's loop: pull an optimizer step, launch what is due before each micro-step, take where a generation
     batch begins."""
     game, source = Game(), Source(lengths)
-    schedule, updates = Schedule(lookahead, window), UpdatesAhead(lookahead + references_ahead)
+    schedule, updates = RolloutSchedule(lookahead, window), UpdatesAhead(lookahead + references_ahead)
     micro_step, update = start
     schedule.restart(micro_step, update, has_batch)
     last = update + min(sum(-(-length // size) for length in lengths), max_updates)

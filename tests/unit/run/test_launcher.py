@@ -12,9 +12,9 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from salesrl_trl.ground.shutdown import EXIT_RESUMABLE
 from salesrl_trl.run import signals
 from salesrl_trl.run.launcher import FOLDER, Words, _end, speak
-from salesrl_trl.ground.shutdown import EXIT_RESUMABLE
 
 ROOT = Path(__file__).parents[3]
 HOOK = ROOT / "scripts/salesrl_trl_launch.pth"

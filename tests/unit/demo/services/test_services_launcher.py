@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from salesrl_trl.ground import process
 from salesrl_trl.demo.services import launcher
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.demo.services.server import main
 from salesrl_trl.errors import ServiceUnavailable
+from salesrl_trl.ground import process
 
 COMMAND = [sys.executable, "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-port=0"]
 WAIT_S = 15
