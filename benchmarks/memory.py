@@ -52,7 +52,7 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.service import InstantReward
-from salesrl_trl.build.checks.attention import FLASH
+from salesrl_trl.build.checks.model import FLASH
 from salesrl_trl.build.memory.estimate import Estimate, estimate
 from salesrl_trl.build.memory.setup import setup_of
 from salesrl_trl.build.memory.shape import ModelShape, adapters_of, shape_of

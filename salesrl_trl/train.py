@@ -42,8 +42,8 @@ from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_RESUMABLE, EXIT_STOPPED
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.preflight.runner import prepare
-from salesrl_trl.preflight.simulation.command import SimulationConfig
-from salesrl_trl.preflight.simulation.command import main as simulate
+from salesrl_trl.preflight.simulation import SimulationConfig
+from salesrl_trl.preflight.simulation import main as simulate
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.readiness import warm_up
 from salesrl_trl.run import signals

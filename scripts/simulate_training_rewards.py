@@ -18,6 +18,6 @@ from salesrl_trl.ground.shutdown import end_tidily
 
 if __name__ == "__main__":
     end_tidily()
-    from salesrl_trl.preflight.simulation.command import main  # takes seconds
+    from salesrl_trl.preflight.simulation import main  # takes seconds
 
     sys.exit(main())

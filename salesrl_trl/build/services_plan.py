@@ -1,4 +1,4 @@
-"""The part of a run's plan that services need: no torch, no tokenizer, no training settings beside those of a step's load.
+"""The part of a run's plan that services need: no torch, no tokenizer, of training the settings of a step's load.
 
 Each part is made when it is first asked for, and kept.
 """
@@ -86,14 +86,14 @@ class ServicesPlan:
     @cached_property
     def own_records(self) -> "Records":
         """All records of `dataset`."""
-        from salesrl_trl.build.checks.rows import own_records  # brings pandas
+        from salesrl_trl.build.checks.dataset import own_records  # brings pandas
 
         return own_records(self.config.data)
 
     @cached_property
     def train_records(self) -> "Records":
         """The records to train on."""
-        from salesrl_trl.build.checks.rows import training_records  # brings pandas
+        from salesrl_trl.build.checks.dataset import training_records  # brings pandas
 
         return training_records(self.config.data, self.own_records)
 

@@ -1,7 +1,7 @@
 """Prompts that are too long for the model, found before it is loaded.
 
 Owns the count of every prompt's tokens, and the three rules for prompts above the limit. Refuses to decide the limit:
-`build.checks.prompts` does.
+`build.checks.dataset` does.
 """
 
 import dataclasses

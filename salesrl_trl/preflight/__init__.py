@@ -1,10 +1,11 @@
-"""The stages of a preflight, in order of cost: can this run work?
+"""Can this run work? Stages in order of cost: checks of `build.checks`, then what only the command tries out.
 
-- `stage`: the form of a stage and of its findings.
-- `plan`: the settings, and the parts that stages make of them for later stages and for the run.
-- `runner`: the list of the stages, a preflight of them, and `prepare`, the start of a run.
-- A module for each stage, or for two that belong together.
+- `stage`, `runner`: a list of checks under one name with its report; the list of the stages, and their order.
+- `services`, `load`: the stages `rag` and `judge`, and the load of a step on a service.
+- `memory`, `gpu_memory`: the stage `memory`, and its table.
+- `training`, `rehearsal`: the stages `model`, `engine` and `step`; `warming` fills caches by a rehearsed step.
+- `simulation`, `made_up`, `simulated`: made-up completions, scored by the reward chain of training, and what follows.
 
 A run passes the same stages, up to the first that loads a model. So a preflight and a run have one code and one
-message. Refuses to check a single setting, row or address: `config`, `data` and `build.checks` do that.
+message.
 """

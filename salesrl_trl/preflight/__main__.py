@@ -1,7 +1,8 @@
 """`python -m salesrl_trl.preflight [--config RECIPE.yaml] [--stage NAME[,NAME]] [--json] [--SETTING VALUE ...]`.
 
-Says whether a run can work before it is started. Owns the command line. The stages are in `preflight`. Without
-`--config` the settings are those of `run.recipes.FULL`.
+Says whether a run can work before it is started. Owns the command line; `runner` has the stages. The stage `rag` or
+`judge` alone imports no torch, no TRL trainer and no tokenizer: all settings of training but those of a step's load
+are accepted and not checked. Without `--config` the settings are those of `build.recipes.FULL`.
 
 Exit code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
 """
@@ -12,16 +13,22 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from salesrl_trl.build import software
+from salesrl_trl.build.checks.outcome import Finding, StageVerdict
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import is_interrupt
-from salesrl_trl.preflight.stage import StageReport, StageVerdict
-from salesrl_trl.preflight.text import all_reports, next_step, stage_text
-from salesrl_trl.run.finding import Finding, finding_of
+from salesrl_trl.preflight.stage import StageReport, all_reports, next_step, report_of, stage_text
+from salesrl_trl.run.finding import finding_of
 from salesrl_trl.run.launcher import end_tidily
 from salesrl_trl.run.tools import ToolParser, strict_json
+
+if TYPE_CHECKING:
+    from salesrl_trl.build.plan import Plan
+    from salesrl_trl.build.services_plan import ServicesConfig
 
 FAILED = 2
 
@@ -57,13 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageReport]:
     start = time.perf_counter()
     try:
-        from salesrl_trl.preflight import alone
         from salesrl_trl.run.console import set_up_logging
 
         set_up_logging(logging.WARNING)
         logging.getLogger("salesrl_trl.demo").setLevel(logging.INFO)  # the small policy may have to be made first
-        if len(wanted) == 1 and wanted[0] in alone.STAGES:
-            yield from alone.examine_alone(wanted[0], settings, FULL)
+        if wanted in (["rag"], ["judge"]):
+            yield examine_alone(wanted[0], settings, FULL)
             return
         from salesrl_trl.build.plan import Plan
         from salesrl_trl.build.settings import parse
@@ -74,13 +80,36 @@ def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageRe
     except ImportError as error:
         if is_interrupt(error):
             raise
-        wrong = ", ".join(f"{each.name}{each.wanted}" for each in software.packages() if not each.is_met)
+        wrong = ", ".join(f"{package.name}{package.wanted}" for package in software.packages() if not package.is_met)
         text = f"{error}. Expected the packages of setup.cfg; not met: {wrong or 'none'}."
         yield _failed("environment", Finding(text, "Install them with scripts/install.sh.", is_failure=True), start)
     except Exception as error:
         yield _failed("config", finding_of(error), start)
     else:
         yield from runner.examine(plan, stages, wanted)
+
+
+def read_alone(argv: Sequence[str], default_recipe: Path) -> "ServicesConfig":
+    """The settings of the two stages. A misspelt setting of any stage raises `ConfigError`."""
+    from salesrl_trl.build.services_plan import ServicesConfig, StepSettings
+    from salesrl_trl.build.settings import SettingsParser, names_of_settings
+    from salesrl_trl.config import DataConfig, RewardConfig
+
+    parser = SettingsParser((DataConfig, RewardConfig, StepSettings), unread=names_of_settings())
+    return ServicesConfig(*parser.read(argv, default_recipe))
+
+
+def examine_alone(name: str, argv: Sequence[str], default_recipe: Path) -> StageReport:
+    """Run the stage `rag` or `judge`. Raises `SalesRLError` if a setting does not work."""
+    from salesrl_trl.build.checks.reward import check_stand_ins
+    from salesrl_trl.build.services_plan import ServicesPlan
+    from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
+
+    config = read_alone(argv, default_recipe)
+    check_stand_ins(config.reward, config.training.branches, next(iter(config.data.own_sources), None))
+    plan = ServicesPlan(config)
+    with plan.opened:
+        return report_of(RAG_STAGE if name == "rag" else JUDGE_STAGE, cast("Plan", plan))
 
 
 def _failed(stage: str, finding: Finding, start: float) -> StageReport:

@@ -1,6 +1,7 @@
-"""Many calls to one service at once, as a step of training makes them, and how they went.
+"""Many calls to one service at once, as a step of training makes them, how they went, and which setting would help.
 
-Owns the load, its figures, and when failed calls fail a stage. The transport of training makes each call.
+`services` puts the load, and `simulation` asks for the same advice about the traffic of its steps. The transport of
+training makes each call.
 """
 
 import asyncio
@@ -8,18 +9,36 @@ import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+from salesrl_trl.build.checks.outcome import Findings
+from salesrl_trl.build.checks.reward import JUDGE
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import DeadlineExceeded, ServiceError, ServiceTimeout
-from salesrl_trl.preflight.simulation.hints import trouble
-from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.reward.clocked import clocked
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.service.transport import TRAFFIC, Transport
 from salesrl_trl.telemetry.aggregates import percentile
 
 T = TypeVar("T")
+
+NOTEWORTHY_SHARE = 0.05
+"""From this share on, an oddity of a service is reported: it moves the mean of every second group of eight."""
+
+
+@dataclass(frozen=True)
+class Target(Generic[T]):
+    """A service under the load of a step."""
+
+    transport: Transport | None
+    """`None` for a judge of one's own."""
+    in_flight: int
+    """Most calls at once."""
+    patience_s: float
+    """Seconds for one call, retries included."""
+    calls: Sequence[Callable[[], Awaitable[T]]]
+    instead: str | None
+    """What happens without this service; `None` if training needs it."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +54,13 @@ class Load(Generic[T]):
 
     @property
     def errors(self) -> list[ServiceError]:
-        """The calls that failed."""
-        return [each for each in self.results if isinstance(each, ServiceError)]
+        """Errors of the calls that failed."""
+        return [result for result in self.results if isinstance(result, ServiceError)]
 
     @property
     def answers(self) -> list[T]:
-        """The calls that did not."""
-        return [each[0] for each in self.results if not isinstance(each, ServiceError)]
+        """Answers of the calls that did not."""
+        return [result[0] for result in self.results if not isinstance(result, ServiceError)]
 
     @property
     def codes(self) -> str:
@@ -55,22 +74,17 @@ def under_load(config: RewardConfig) -> RewardConfig:
     return dataclasses.replace(config, initial_concurrency=most, hedge_fraction=0.0, outage_patience_s=0.0)
 
 
-async def put_load(
-    transport: Transport | None,
-    calls: Sequence[Callable[[], Awaitable[T]]],
-    in_flight: int,
-    patience_s: float,
-    service: str,
-    setting: str,
-) -> Load[T]:
-    """Make the calls, which all go over the transport, if there is one.
+async def put_loads(targets: Mapping[str, Target[T]], config: RewardConfig) -> dict[str, Load[T]]:
+    """Make the calls of all services at once, by service name."""
+    loads = await asyncio.gather(*(_put_load(target, name, config) for name, target in targets.items()))
+    return dict(zip(targets, loads, strict=True))
 
-    At most `in_flight` at once. Each one may take `patience_s` seconds, retries included. The error of one that takes
-    longer names the `service` and the `setting` of its time.
-    """
-    gate = asyncio.Semaphore(in_flight)
 
-    async def one(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
+async def _put_load(target: Target[T], service: str, config: RewardConfig) -> Load[T]:
+    """Make the calls. The error of one that takes too long names the service and the setting of its time."""
+    gate, transport, patience_s = asyncio.Semaphore(target.in_flight), target.transport, target.patience_s
+
+    async def answer_of(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
         async with gate:
             try:
                 with deadline(patience_s):
@@ -78,24 +92,24 @@ async def put_load(
                         result = await clocked(call)
             except TimeoutError:
                 result = DeadlineExceeded("")
-        return _late(result) if isinstance(result, ServiceTimeout) else result
-
-    def _late(error: ServiceTimeout) -> ServiceTimeout:
-        is_own = isinstance(error, DeadlineExceeded)
-        said = f"{service} gave no complete answer within {patience_s:g} s" if is_own else str(error)
+        if not isinstance(result, ServiceTimeout):
+            return result
+        is_own = isinstance(result, DeadlineExceeded)
+        said = f"{service} gave no complete answer within {patience_s:g} s" if is_own else str(result)
+        setting = limits_of(service, config).timeout
         remedy = f"look at the service's own log, or raise {setting} if it is merely slow."
         return ServiceTimeout(f"{said}. Expected an answer in time: {remedy}", f"{service}_timeout")
 
-    results = await asyncio.gather(*(one(call) for call in calls))
+    results = await asyncio.gather(*map(answer_of, target.calls))
     traffic = dict.fromkeys((*TRAFFIC, "slots"), 0)
     if transport is not None:
         traffic = {**transport.drain_traffic(), "slots": transport.slots}
-    return Load(results, min(in_flight, len(calls)), traffic)
+    return Load(results, min(target.in_flight, len(target.calls)), traffic)
 
 
 def report_load(findings: Findings, name: str, load: Load[T], config: RewardConfig) -> str:
     """Add the figures of a load, and what its service has trouble with. Returns them in words."""
-    seconds = [each[1] for each in load.results if not isinstance(each, ServiceError)]
+    seconds = [result[1] for result in load.results if not isinstance(result, ServiceError)]
     figures = {
         "calls": len(load.results),
         "in_flight": load.in_flight,
@@ -113,3 +127,42 @@ def report_load(findings: Findings, name: str, load: Load[T], config: RewardConf
         f"{name}: {len(load.results)} calls, {load.in_flight} at once: {times}, {len(load.errors)} failed, "
         f"{load.traffic['overloads']} turned away, {load.traffic['retries']} retries"
     )
+
+
+def trouble(service: str, traffic: Mapping[str, int], config: RewardConfig) -> list[str]:
+    """The trouble that a service had, with advice."""
+    lines = []
+    if traffic["overloads"]:
+        relief = "larger quota, or more `judge_providers`," if service.startswith(JUDGE) else "larger service"
+        lines.append(
+            f"turned {traffic['overloads']} requests away and takes about {traffic['slots']} calls at once. Only a "
+            f"{relief} makes it faster."
+        )
+    if traffic["timeouts"]:
+        timeout = limits_of(service, config).timeout
+        lines.append(f"{traffic['timeouts']} timeouts. Raise {timeout} if the service is only slow.")
+    if traffic["failures"] + traffic["held_back"] > NOTEWORTHY_SHARE * traffic["calls"]:
+        lines.append(
+            f"{traffic['failures']} attempts failed and {traffic['held_back']} calls were held back after that. Mend "
+            "it: `max_attempts` and `outage_patience_s` bridge short outages only."
+        )
+    return lines
+
+
+class Limits(NamedTuple):
+    """The limit of one service, and the names of its settings."""
+
+    cap: int
+    concurrency: str
+    timeout: str
+
+
+def limits_of(service: str, config: RewardConfig) -> Limits:
+    """The limit of a service, and the names of its settings."""
+    if not service.startswith(JUDGE):
+        return Limits(config.rag_max_concurrency, "`rag_max_concurrency`", "`rag_timeout_s`")
+    for provider in config.parsed_judge_providers():
+        if service == f"{JUDGE}_{provider.name}":
+            cap = provider.max_concurrency or config.judge_max_concurrency
+            return Limits(cap, f"`max_concurrency` of {provider.name}", f"`timeout_s` of {provider.name}")
+    return Limits(config.judge_max_concurrency, "`judge_max_concurrency`", "`judge_timeout_s`")

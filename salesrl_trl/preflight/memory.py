@@ -10,6 +10,7 @@ from transformers.utils import is_torchao_available
 
 from salesrl_trl.build.checks.folders import free_gib
 from salesrl_trl.build.checks.model import empty_model
+from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.memory.cards import Card, card_here, named_users, used_gib
 from salesrl_trl.build.memory.estimate import Estimate, estimate
 from salesrl_trl.build.memory.remedies import advice
@@ -19,7 +20,6 @@ from salesrl_trl.build.memory.states import moment_bytes
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, Precision, choose_precision
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.telemetry.device import GIB
 
 MARGIN = 0.1

@@ -1,7 +1,7 @@
 """Optimizer steps by the run's own trainer that leave nothing behind.
 
 Owns the settings in which they differ from a run, the choice of the longest prompts, and the made-up rewards. The
-trainer itself is the run's: `build.building` builds it.
+trainer itself is the run's: `build.building` builds it. Called by the stages `engine` and `step`, and by `warming`.
 """
 
 import copy
@@ -26,7 +26,6 @@ STEPS = 2
 GOLDEN = 0.6180339887
 """Multiples of this number, without their whole parts, are all different and evenly spread over 0 to 1."""
 _IN_FRONT_OF_A_RUN: dict[str, object] = {
-    "max_steps": STEPS,
     "warmup_steps": 0,  # the first step moves the weights, as far as a step of the run does
     "lr_scheduler_type": SchedulerType.CONSTANT,
     "lr_scheduler_kwargs": None,
@@ -72,10 +71,10 @@ class Rehearsal:
     """The shortest of its prompts."""
 
 
-def rehearse(plan: Plan) -> Rehearsal:
-    """Build the run's trainer, with vLLM's engine. The end of the preflight closes it and drops its output folder."""
+def rehearse(plan: Plan, steps: int = STEPS) -> Rehearsal:
+    """Build the run's trainer, with vLLM's engine. The end of `plan.opened` closes it and drops its output folder."""
     folder = plan.opened.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_preflight_"))
-    training = rehearsed(plan.config.training, folder)
+    training = rehearsed(plan.config.training, folder, steps)
     if training.vllm_load_format == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
         training.vllm_load_format = "dummy"  # random weights: only a push that works can make log-probs agree
     rows = longest(plan.train, training.generation_batch_size // training.num_generations)
@@ -89,14 +88,14 @@ def rehearse(plan: Plan) -> Rehearsal:
     return Rehearsal(trainer=trainer, prompt_tokens=rows.longest, shortest=shortest)
 
 
-def rehearsed(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
-    """The run's settings of training, for `STEPS` steps with completions of full length that write no checkpoint."""
+def rehearsed(training: SalesGRPOConfig, output_dir: str, steps: int) -> SalesGRPOConfig:
+    """The run's settings of training, for some steps with completions of full length that write no checkpoint."""
     made = copy.copy(training)  # `replace` would settle settings again that are settled
     full_length: dict[str, object] = {} if training.sampler else {"min_new_tokens": training.max_completion_length}
     if training.use_vllm:
         full_length = {"ignore_eos": True}
-    kept = {name: each for name, each in (training.generation_kwargs or {}).items() if name not in _ENDS}
-    changes = {"output_dir": output_dir, "generation_kwargs": kept | full_length}
+    kept = {name: value for name, value in (training.generation_kwargs or {}).items() if name not in _ENDS}
+    changes = {"output_dir": output_dir, "max_steps": steps, "generation_kwargs": kept | full_length}
     for name, value in (_IN_FRONT_OF_A_RUN | changes).items():
         setattr(made, name, value)
     return made
@@ -104,6 +103,6 @@ def rehearsed(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
 
 def longest(rows: FittingPrompts, count: int) -> FittingPrompts:
     """So many rows with the longest prompts, from the longest on. Rows come again if there are too few."""
-    order = sorted(zip(rows.lengths, rows.rows, rows.prompts, strict=True), key=lambda each: -each[0])
+    order = sorted(zip(rows.lengths, rows.rows, rows.prompts, strict=True), key=lambda prompt: -prompt[0])
     lengths, chosen, prompts = map(list, zip(*itertools.islice(itertools.cycle(order), count), strict=True))
     return FittingPrompts(rows=chosen, prompts=prompts, lengths=lengths, note=None)

@@ -1,33 +1,37 @@
-"""The order of the stages: `prepare` for a run, `examine` for a preflight."""
+"""The stages and their order: `prepare` for a run, `examine` for a preflight.
+
+`train` and `evaluate` call `prepare`; `__main__` calls `examine`. Each subject has its checks in `build.checks`.
+"""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from salesrl_trl.build.checks.dataset import check_pictures, check_splits
+from salesrl_trl.build.checks.environment import check_environment
+from salesrl_trl.build.checks.folders import earlier_start
+from salesrl_trl.build.checks.model import check_tokenizer, check_weights, choose_attention
+from salesrl_trl.build.checks.outcome import Findings, StageVerdict
+from salesrl_trl.build.checks.reward import check_stand_ins
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.preflight.config import ConfigStage
-from salesrl_trl.preflight.data import DataStage
-from salesrl_trl.preflight.environment import EnvironmentStage
+from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
+from salesrl_trl.checkpoint.whole import find
+from salesrl_trl.config.ranges import LORA, check_ranges
+from salesrl_trl.config.sizes import check_evaluation
+from salesrl_trl.data.faster_disk import copied
+from salesrl_trl.data.sources import check_source, is_file
+from salesrl_trl.demo.policy import PROMPT_STYLE
+from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
+from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.preflight.memory import MemoryStage
-from salesrl_trl.preflight.services import JudgeStage, RagStage
-from salesrl_trl.preflight.stage import PreflightStage, StageReport, StageVerdict, report_of
-from salesrl_trl.preflight.tokenizer import TokenizerStage
-from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage
-
-BEFORE_A_RUN: tuple[PreflightStage, ...] = (
-    EnvironmentStage(), ConfigStage(), DataStage(), TokenizerStage(), MemoryStage(), RagStage(), JudgeStage(),
-)  # fmt: skip
-"""The stages of a run, in order of cost. None of them loads a model's weights."""
-STAGES: tuple[PreflightStage, ...] = (*BEFORE_A_RUN, ModelStage(), EngineStage(), StepStage())
-"""The stages of a preflight."""
+from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
+from salesrl_trl.preflight.stage import PreflightStage, StageReport, report_of
+from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
+from salesrl_trl.types import DEFAULT_FORMAT
 
 
 def prepare(config: RunConfig) -> Plan:
-    """Pass all stages of a run. Findings become notes of the plan.
-
-    Raises:
-        `SalesRLError`: the first failure.
-    """
+    """Pass all stages of a run. Findings become notes of the plan. Raises a `SalesRLError` for the first failure."""
     plan = Plan(config)
     for stage in BEFORE_A_RUN:
         findings = stage.run(plan)
@@ -37,26 +41,20 @@ def prepare(config: RunConfig) -> Plan:
 
 
 def chosen(wanted: Sequence[str], stages: Sequence[PreflightStage]) -> list[PreflightStage]:
-    """All stages, or the wanted ones and those that they need, in their order.
-
-    Raises:
-        `ConfigError`: there is no such stage.
-    """
+    """All stages, or the wanted ones and those that they need, in their order. Raises `ConfigError` for an unknown
+    name."""
     by_name = {stage.name: stage for stage in stages}
     if unknown := [name for name in wanted if name not in by_name]:
         raise ConfigError(f"`stage` is {', '.join(unknown)!r}. Expected some of: {', '.join(by_name)}. Correct it.")
     needed = list(wanted or by_name)
-    for each in needed:  # grows while it is walked
-        needed += [other for other in by_name[each].needs if other not in needed]
+    for name in needed:  # grows while it is walked
+        needed += [other for other in by_name[name].needs if other not in needed]
     return [stage for stage in stages if stage.name in needed]
 
 
 def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] = ()) -> Iterator[StageReport]:
-    """Run the stages of `chosen` in their order. The first failure ends it, and what they opened is closed.
-
-    Yields:
-        `StageReport`: when a stage has ended. With `wanted`, only of these stages and of one that failed.
-    """
+    """Run the stages of `chosen` in their order, and yield each report. The first failure ends it, and what they
+    opened is closed. With `wanted`, only these stages are reported, and one that failed."""
     with plan.opened:
         for stage in stages:
             report = report_of(stage, plan)
@@ -64,3 +62,120 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
                 yield report
             if report.verdict is StageVerdict.FAILED:
                 return
+
+
+def _check_environment(plan: Plan, findings: Findings) -> None:
+    check_environment(plan.config, plan.in_depth, findings)
+
+
+def _copy_data(plan: Plan, findings: Findings) -> None:
+    """Read rows and vector store from copies, if `data_copy_dir` is set."""
+    data = plan.config.data
+    for owner, name in ((data, "dataset"), (data, "eval_dataset"), (plan.config.reward, "vector_store_path")):
+        path = getattr(owner, name)
+        is_local = path is not None and (owner is not data or is_file(path))  # else `demo`, or a dataset on the hub
+        if data.data_copy_dir is not None and is_local:
+            setattr(owner, name, str(copied(Path(path), Path(data.data_copy_dir))))
+            findings.note(f"`{name}` is read from {getattr(owner, name)}, a copy of {path}")
+
+
+def _check_settings(plan: Plan, findings: Findings) -> None:
+    """Settings that depend on each other or on files. Those alone are checked in `config`."""
+    config, training, model = plan.config, plan.config.training, plan.config.model
+    config.telemetry.check_branches(training.branches)
+    resumed = find(
+        training.resume_from_checkpoint,
+        training.output_dir,
+        with_digests=training.local_process_index == 0,
+        without_manifest=training.allow_changed_resume,
+    )
+    training.resume_from_checkpoint = None if resumed is None else str(resumed)
+    if training.held_out_eval:
+        check_evaluation(training, training.world_size)
+    _check_small_policy(plan)
+    if model.use_peft:
+        check_ranges(model, LORA)
+    for source in config.data.own_sources:
+        check_source(source)
+    notes = check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
+    _ = plan.reward, plan.model_config  # raise if they do not work
+    check_weights(Path(config.policy_path).expanduser())
+    micro_batch = training.per_device_train_batch_size * training.world_size
+    findings.figures["processes"] = training.world_size
+    findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
+    notes += earlier_start(training.output_dir, resumes=resumed is not None)
+    in_16_bits = training.bf16 or training.fp16
+    model.attn_implementation, attention = choose_attention(
+        model.attn_implementation, training.device, in_16_bits=in_16_bits, model=plan.model_config
+    )
+    for note in (*notes, *filter(None, [attention])):
+        findings.note(note)
+    steps, warm_up = training.max_steps, training.warmup_steps
+    if 0 < steps <= warm_up:
+        findings.note(f"`warmup_steps` is {warm_up:g} and `max_steps` {steps}: the learning rate is never reached")
+
+
+def _check_small_policy(plan: Plan) -> None:
+    """Raise unless the prompt works, and prompts a small policy, if it is used, as it was taught."""
+    prompt, is_usual = plan.prompt, plan.config.reward.action_format() == DEFAULT_FORMAT
+    if plan.config.model.model_name_or_path is None and not (prompt == PROMPT_STYLE and is_usual):
+        reason = f"`prompt_style` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
+        raise ConfigError(
+            f"{reason if prompt != PROMPT_STYLE else '`action_fields` is given'}, but the small demo policy is taught "
+            f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_style: "
+            f"{PROMPT_STYLE}` and neither `prompt_template` nor `action_fields`."
+        )
+    if Path(plan.config.policy_path) == VISION_FOLDER and not VISION_FOLDER.is_dir():
+        raise ModelNotFoundError(
+            f"there is no {VISION_FOLDER} here, the small policy that reads pictures. Expected it to be taught "
+            f"before, in two minutes. Run `python -m salesrl_trl.demo.vision {VISION_FOLDER}`."
+        )
+
+
+def _check_data(plan: Plan, findings: Findings) -> None:
+    """Columns, branches, lengths, and enough rows. A checkpoint's rows have to be these rows."""
+    config, training = plan.config, plan.config.training
+    policy = config.model.model_name_or_path or "(the packaged small policy)"
+    check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy, training)
+    train, held_out = plan.train, plan.held_out
+    for part in (plan.train_records, plan.held_out_records, train, held_out):
+        if part is not None and part.note:
+            findings.note(part.note)
+    if training.resume_from_checkpoint is not None:  # the trainer logs differences that are allowed
+        made_of = identity_of(training, rows_of(train.prompts, (row.branch for row in train.rows)))
+        check_identity(Path(training.resume_from_checkpoint), made_of, training.allow_changed_resume)
+    if config.telemetry.quick_eval_steps and len(held_out.rows) < training.world_size:
+        raise ConfigError(
+            f"a quick evaluation has {len(held_out.rows)} held-out rows for {training.world_size} processes. Expected "
+            "one for each. Hold out more (`max_eval_rows`), or set `quick_eval_steps: 0`."
+        )
+    check_splits(train.rows, held_out.rows, training.branches, findings)
+    findings.figures["longest_prompt_tokens"] = max(train.longest, held_out.longest)
+    findings.figures["limit_tokens"] = None if plan.limit is None else plan.limit.tokens
+
+
+def _check_tokenizer(plan: Plan, findings: Findings) -> None:
+    kwargs = plan.config.training.chat_template_kwargs or {}
+    check_tokenizer(plan.tokenizer, plan.generation_config, plan.model_config, kwargs, findings)
+
+
+def _check_memory(plan: Plan, findings: Findings) -> None:
+    """Whether training fits the card. It chooses the number format of the weights."""
+    memory = MemoryStage().run(plan)
+    findings.found += memory.found
+    findings.figures |= memory.figures
+    findings.skipped = memory.skipped
+
+
+BEFORE_A_RUN = (
+    PreflightStage("environment", (), (_check_environment,)),
+    PreflightStage("config", (), (_copy_data, _check_settings)),
+    PreflightStage("data", ("config",), (_check_data,)),
+    PreflightStage("tokenizer", ("config",), (_check_tokenizer,)),
+    PreflightStage("memory", ("config", "data"), (_check_memory,)),
+    RAG_STAGE,
+    JUDGE_STAGE,
+)
+"""The stages of a run, in order of cost. None of them loads a model's weights."""
+STAGES = (*BEFORE_A_RUN, MODEL_STAGE, ENGINE_STAGE, STEP_STAGE)
+"""The stages of a preflight."""

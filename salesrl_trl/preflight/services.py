@@ -1,27 +1,25 @@
-"""The stages `rag` and `judge`: do the services answer, in time and in form?
+"""The stages `rag` and `judge`: do the services answer, in time and in form, and how far do verdicts differ?
 
-Owns which calls are made, and what their answers mean for training. Refuses to own:
-- addresses, keys and model names (`checks.addresses`, `checks.reward`);
-- the form of an answer (`reward.rag.client`, `reward.judge.verdict`);
-- the calls themselves (`load`), and a judge's noise as a figure (`reward.judge.noise`).
+Before a run they only ask the addresses (`build.checks.reward`). A preflight also puts the load of a step on them.
+`runner` lists them, and `__main__` runs one of them alone without torch, so nothing here imports torch.
 """
 
 import asyncio
 import dataclasses
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from salesrl_trl.build.assembly import budget_of, build_services
+from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.checks.reward import JUDGE, check_judges, check_retrieval
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import JudgeInvalid, ServiceError
-from salesrl_trl.preflight.load import Load, put_load, report_load, under_load
-from salesrl_trl.preflight.simulation.hints import limits_of
-from salesrl_trl.preflight.stage import Findings
+from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, report_load, under_load
+from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import JudgeClient
@@ -29,7 +27,6 @@ from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise
 from salesrl_trl.reward.judge.provider import ProviderClient
 from salesrl_trl.reward.rag.answers import RagAnswers
 from salesrl_trl.reward.rag.checks import check_verdict
-from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.warm_up import add_places
 from salesrl_trl.types import Answer, Verdict
@@ -53,43 +50,33 @@ FAR_APART = 0.1
 MOST_REPEATS = 8
 """Most `judge_repeats` that a note advises."""
 
-FUNCTIONS_SCORE = "`reward_funcs` score, without a RAG service and a judge"
+
+def _ask_rag_address(plan: "Plan", findings: Findings) -> None:
+    if not plan.config.reward.uses_services:
+        findings.skipped = "`reward_funcs` score, without a RAG service and a judge"
+        return
+    for note in check_retrieval(plan.config.reward, plan.reward):
+        findings.note(note)
 
 
-class RagStage:
-    """Both endpoints answer the rows' questions with passages, at the load of a step."""
-
-    name = "rag"
-    needs: tuple[str, ...] = ("config",)
-
-    def run(self, plan: "Plan") -> Findings:
-        if not plan.config.reward.uses_services:
-            return Findings(skipped=FUNCTIONS_SCORE)
-        findings = Findings()
-        for note in check_retrieval(plan.config.reward, plan.reward):
-            findings.note(note)
-        if _measures(plan):
-            asyncio.run(_examine_rag(plan, findings))
-        return findings
-
-
-class JudgeStage:
-    """Judges give valid verdicts at the load of a step. How far do verdicts on the same answer differ?"""
-
-    name = "judge"
-    needs: tuple[str, ...] = ("config",)
-
-    def run(self, plan: "Plan") -> Findings:
-        if not plan.config.reward.uses_services:
-            return Findings(skipped=FUNCTIONS_SCORE)
-        findings, rubrics = Findings(), _rubrics(plan)
-        if not rubrics:
-            return Findings(skipped="no branch weighs a judge")
+def _ask_judge_address(plan: "Plan", findings: Findings) -> None:
+    if not plan.config.reward.uses_services:
+        findings.skipped = "`reward_funcs` score, without a RAG service and a judge"
+    elif not _rubrics(plan):
+        findings.skipped = "no branch weighs a judge"
+    else:
         for note in check_judges(plan.config.reward, plan.reward):
             findings.note(note)
-        if _measures(plan):
-            asyncio.run(_examine_judge(plan, rubrics, findings))
-        return findings
+
+
+def _load_rag(plan: "Plan", findings: Findings) -> None:
+    if _measures(plan):
+        asyncio.run(_examine_rag(plan, findings))
+
+
+def _load_judge(plan: "Plan", findings: Findings) -> None:
+    if _measures(plan):
+        asyncio.run(_examine_judge(plan, findings))
 
 
 def _measures(plan: "Plan") -> bool:
@@ -99,6 +86,12 @@ def _measures(plan: "Plan") -> bool:
     return plan.in_depth and plan.config.training.process_index == 0
 
 
+RAG_STAGE = PreflightStage("rag", ("config",), (_ask_rag_address, _load_rag))
+"""Both endpoints answer the rows' questions with passages, at the load of a step."""
+JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge_address, _load_judge))
+"""Judges give valid verdicts at the load of a step."""
+
+
 def calls_of(config: RewardConfig, in_flight: int) -> int:
     """The calls to a service: `preflight_calls`, or as many as a step makes at once, within bounds."""
     if config.preflight_calls is not None:
@@ -106,47 +99,16 @@ def calls_of(config: RewardConfig, in_flight: int) -> int:
     return min(max(in_flight, FEWEST_CALLS), MOST_CALLS)
 
 
-def _budget(plan: "Plan") -> Budget | None:
-    """The run's own budget: what a preflight asks counts in its folder."""
-    return budget_of(plan.config.reward, Path(plan.config.training.output_dir))
-
-
-async def _book(budget: Budget | None) -> None:
-    if budget is not None:
-        await budget.aclose()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Service(Generic[T]):
-    """A service at the load of a step."""
-
-    transport: Transport | None
-    in_flight: int
-    patience_s: float
-    calls: Sequence[Callable[[], Awaitable[T]]]
-    instead: str | None
-    """What happens without this service; `None` if training needs it."""
-
-
-async def _put_loads(services: Mapping[str, _Service[T]], config: RewardConfig) -> dict[str, Load[T]]:
-    loads = (
-        put_load(each.transport, each.calls, each.in_flight, each.patience_s, name, limits_of(name, config).timeout)
-        for name, each in services.items()
-    )
-    return dict(zip(services, await asyncio.gather(*loads), strict=True))
-
-
 async def _drop_failing(
-    services: dict[str, _Service[T]], places: Mapping[str, str], config: RewardConfig, findings: Findings
+    targets: dict[str, Target[T]], places: Mapping[str, str], config: RewardConfig, findings: Findings
 ) -> None:
     """Ask each service once. Raises the error of one that training needs, or of the first if all of them fail."""
-    loads = await _put_loads(
-        {name: dataclasses.replace(each, calls=each.calls[:1]) for name, each in services.items()}, config
-    )
+    once = {name: dataclasses.replace(target, calls=target.calls[:1]) for name, target in targets.items()}
+    loads = await put_loads(once, config)
     failed = {name: load.errors[0] for name, load in loads.items() if load.errors}
     add_places(failed, places)
     for name, error in failed.items():
-        instead = services.pop(name).instead
+        instead = targets.pop(name).instead
         if instead is None or len(failed) == len(loads):
             raise error
         findings.note(str(error), instead)
@@ -163,10 +125,11 @@ def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: 
         return
     text = f"{words} ({load.codes}). The first failure: {load.errors[0]}"
     if needed and _too_few(load, plan):
+        least = f"{plan.config.training.min_valid_reward_fraction:.0%} of its rewards."
+        limit = limits_of(name, plan.config.reward).concurrency
         findings.fail(
-            f"{text} Training skips a batch with fewer than {plan.config.training.min_valid_reward_fraction:.0%} of "
-            "its rewards.",
-            f"Mend the service, or ask it for less at once ({limits_of(name, plan.config.reward).concurrency}).",
+            f"{text} Training skips a batch with fewer than {least}",
+            f"Mend the service, or ask it for less at once ({limit}).",
         )
     else:
         findings.note(text)
@@ -177,10 +140,10 @@ def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: 
 
 async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     config, training = plan.config.reward, plan.config.training
-    budget = _budget(plan)
+    budget = budget_of(config, Path(training.output_dir))  # the run's own: what a preflight asks counts in its folder
     rag, _ = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
-    kept = (AnswerStore(keep=0), AnswerStore(keep=0))
-    answers = RagAnswers(rag, config.rag_score_threshold, config.rag_top_k, config.action_format(), *kept)
+    stores = (AnswerStore(keep=0), AnswerStore(keep=0))
+    answers = RagAnswers(rag, config.rag_score_threshold, config.rag_top_k, config.action_format(), *stores)
     batch, most, patience_s = training.generation_batch_size, config.rag_max_concurrency, config.rag_timeout_s
     completions, prompts = min(batch, most), min(max(batch // training.num_generations, 1), most)
     count = calls_of(config, completions)
@@ -189,45 +152,38 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     ask_32b = [partial(answers.ask_32b, row) for row in rows[: max(count // training.num_generations, prompts)]]
     alone = None if plan.reward.reference_weighed else "Without a reference the judge scores each answer alone."
     (name_8b, transport_8b), (name_32b, transport_32b) = rag.transports.items()
-    services: dict[str, _Service[Answer]] = {
-        name_8b: _Service(transport_8b, completions, patience_s, ask_8b, None),
-        name_32b: _Service(transport_32b, prompts, patience_s, ask_32b, alone),
+    targets: dict[str, Target[Answer]] = {
+        name_8b: Target(transport_8b, completions, patience_s, ask_8b, None),
+        name_32b: Target(transport_32b, prompts, patience_s, ask_32b, alone),
     }
     try:
-        await _drop_failing(services, dict.fromkeys(services, f"at {rag.identity}"), config, findings)
-        if count == 0:
-            return
-        for name, load in (await _put_loads(services, config)).items():
-            _report(findings, name, load, plan, needed=services[name].instead is None)
-            await _report_passages(findings, name, load, answers, plan)
+        await _drop_failing(targets, dict.fromkeys(targets, f"at {rag.identity}"), config, findings)
+        for name, load in (await put_loads(targets, config)).items() if count else ():
+            _report(findings, name, load, plan, needed=targets[name].instead is None)
+            without = sum(not answer.passages for answer in load.answers)
+            findings.figures[f"{name}_without_passages"] = without
+            if 2 * without <= len(load.answers):
+                continue
+            text = f"{name}: {without} of {len(load.answers)} answers have no passage."
+            if name == name_8b and not await answers.index_has_some(plan.train_rows[0]):
+                findings.fail(
+                    f"{text} The first row finds none without a threshold either. Expected some: without passages a "
+                    "completion is not scored (`no_passages`).",
+                    "Look whether the service's index is loaded, and whether it knows the rows' `tenant_id`.",
+                )
+            else:
+                remedy = f"Lower `rag_score_threshold` ({config.rag_score_threshold:g}) if the index knows the rows'"
+                findings.note(text, f"{remedy} subjects.")
     finally:
         await answers.aclose()
-        await _book(budget)
-
-
-async def _report_passages(
-    findings: Findings, name: str, load: Load[Answer], answers: RagAnswers, plan: "Plan"
-) -> None:
-    without = sum(not answer.passages for answer in load.answers)
-    findings.figures[f"{name}_without_passages"] = without
-    if 2 * without <= len(load.answers):
-        return
-    text = f"{name}: {without} of {len(load.answers)} answers have no passage."
-    if name == next(iter(answers.backend.transports)) and not await answers.index_has_some(plan.train_rows[0]):
-        findings.fail(
-            f"{text} The first row finds none without a threshold either. Expected some: without passages a "
-            "completion is not scored (`no_passages`).",
-            "Look whether the service's index is loaded, and whether it knows the rows' `tenant_id`.",
-        )
-    else:
-        threshold = plan.config.reward.rag_score_threshold
-        findings.note(text, f"Lower `rag_score_threshold` ({threshold:g}) if the index knows the rows' subjects.")
+        if budget is not None:
+            await budget.aclose()
 
 
 # The judge
 
 
-_Asked = tuple[Transport | None, int, Callable[[JudgedSample], Awaitable[Verdict]]]
+_Provider = tuple[Transport | None, int, Callable[[JudgedSample], Awaitable[Verdict]]]
 """A provider's transport, its calls in flight, and how it is asked. A judge of one's own has no transport."""
 
 
@@ -237,29 +193,28 @@ def _rubrics(plan: "Plan") -> dict[str, str]:
     return {rubric: branch for branch in reversed([*scoring.weights]) for rubric in scoring.rubrics(branch).values()}
 
 
-async def _examine_judge(plan: "Plan", rubrics: Mapping[str, str], findings: Findings) -> None:
-    config = plan.config.reward
-    budget = _budget(plan)
+async def _examine_judge(plan: "Plan", findings: Findings) -> None:
+    config, training, scoring = plan.config.reward, plan.config.training, plan.reward.scoring
+    budget = budget_of(config, Path(training.output_dir))
     _, judge = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
-    scoring = plan.reward.scoring
-    verdicts = plan.config.training.generation_batch_size * config.judge_repeats
+    verdicts = training.generation_batch_size * config.judge_repeats
     verdicts *= max(len(scoring.rubrics(branch)) for branch in scoring.weights)
-    asked = _providers(judge, config, verdicts)
-    calls = max(calls_of(config, in_flight) for _, in_flight, _ in asked.values())
-    planned = samples(rubrics, config.action_format(), max(calls, MIN_CALLS))
+    providers = _providers(judge, config, verdicts)
+    count = max(calls_of(config, in_flight) for _, in_flight, _ in providers.values())
+    planned = samples(_rubrics(plan), config.action_format(), max(count, MIN_CALLS))
     if not isinstance(judge, JudgeClient):  # it reads the answers in an order of its own
-        planned = [dataclasses.replace(each, candidate_first=True) for each in planned]
-    patience_s = max([config.judge_timeout_s, *(each.timeout_s or 0.0 for each in config.parsed_judge_providers())])
+        planned = [dataclasses.replace(sample, candidate_first=True) for sample in planned]
+    patience_s = max([config.judge_timeout_s, *(it.timeout_s or 0.0 for it in config.parsed_judge_providers())])
     instead = "Its verdicts go to the other providers."
-    services = {
-        name: _Service(transport, in_flight, patience_s, [partial(ask, sample) for sample in planned], instead)
-        for name, (transport, in_flight, ask) in asked.items()
+    targets = {
+        name: Target(transport, in_flight, patience_s, [partial(ask, sample) for sample in planned], instead)
+        for name, (transport, in_flight, ask) in providers.items()
     }
     try:
-        await _drop_failing(services, judge.places, config, findings)
-        if calls == 0:
+        await _drop_failing(targets, judge.places, config, findings)
+        if count == 0:
             return
-        loads = await _put_loads(services, config)
+        loads = await put_loads(targets, config)
         scored: dict[str, list[tuple[JudgedSample, float]]] = {}
         hopeless = all(_too_few(load, plan) for load in loads.values())
         for name, load in loads.items():
@@ -272,30 +227,29 @@ async def _examine_judge(plan: "Plan", rubrics: Mapping[str, str], findings: Fin
                 if not isinstance(result, ServiceError)
             ]
             _report_noise(findings, name, noise_of(scored[name]), config)
-        _report_judges(findings, scored)
+        _report_gap(findings, widest_gap(scored))
         usage = judge.drain_usage().values()
-        findings.figures |= {
-            "judge_tokens": sum(each.prompt_tokens + each.completion_tokens for each in usage),
-            "judge_usd": sum(each.usd for each in usage),
-        }
+        findings.figures["judge_tokens"] = sum(it.prompt_tokens + it.completion_tokens for it in usage)
+        findings.figures["judge_usd"] = sum(it.usd for it in usage)
     finally:
         await judge.aclose()
-        await _book(budget)
+        if budget is not None:
+            await budget.aclose()
 
 
-def _providers(judge: Judge, config: RewardConfig, verdicts: int) -> dict[str, _Asked]:
+def _providers(judge: Judge, config: RewardConfig, verdicts: int) -> dict[str, _Provider]:
     """By service name, how a provider is asked. Each has its share of a step's verdicts, a mere fallback has all."""
     if not isinstance(judge, JudgeClient):
         return {JUDGE: (None, min(verdicts, config.judge_max_concurrency), partial(_ask_own, judge))}
     clients = list(judge.providers.values())
     weights = sum(client.settings.weight for client in clients)
-    asked: dict[str, _Asked] = {}
+    providers: dict[str, _Provider] = {}
     for client in clients:
         transport = client.settings.transport
         share = math.ceil(verdicts * (client.settings.weight / weights or 1))
         in_flight = min(share, limits_of(transport.service, config).cap)
-        asked[transport.service] = (transport, in_flight, partial(_ask, judge, client))
-    return asked
+        providers[transport.service] = (transport, in_flight, partial(_ask, judge, client))
+    return providers
 
 
 async def _ask(judge: JudgeClient, client: ProviderClient, sample: JudgedSample) -> Verdict:
@@ -320,30 +274,28 @@ def _report_noise(findings: Findings, name: str, noise: Noise, config: RewardCon
             "Look at the rubrics and at the judge's model.",
         )
     elif share is not None and noise.verdict_sd is not None and share > NOISY:
+        remedy = "Choose another model, write a clearer rubric, or lower the `temperature` of a provider that has one."
+        for repeats in range(2 * (config.judge_repeats // 2) + 2, MOST_REPEATS + 1, 2):
+            if (left := noise.share(repeats)) is not None and left <= NOISY:
+                remedy = f"Set `judge_repeats: {repeats}`: it brings the share of noise to {left:.0%}."
+                break
         findings.note(
             f"{name} is noisy: its verdicts on one answer have a standard deviation of {noise.verdict_sd:.3f}, those "
             f"on right and wrong answers {noise.spread_sd:.3f}. So {share:.0%} of the variance of a group's scores is "
             "noise, and more in groups of similar answers.",
-            _advice(noise, config),
+            remedy,
         )
     gap, error = noise.order_gap, noise.order_gap_error or 0.0
     if gap is not None and abs(gap) >= max(BIASED, 2 * error):
+        direction = "higher" if gap > 0 else "lower"
         findings.note(
-            f"{name} scores a candidate {abs(gap):.2f} {'higher' if gap > 0 else 'lower'} where it stands before the "
-            "reference.",
+            f"{name} scores a candidate {abs(gap):.2f} {direction} where it stands before the reference.",
             "" if config.judge_repeats % 2 == 0 else "Set `judge_repeats: 2`, for a verdict in each order.",
         )
 
 
-def _advice(noise: Noise, config: RewardConfig) -> str:
-    for repeats in range(2 * (config.judge_repeats // 2) + 2, MOST_REPEATS + 1, 2):
-        if (share := noise.share(repeats)) is not None and share <= NOISY:
-            return f"Set `judge_repeats: {repeats}`: it brings the share of noise to {share:.0%}."
-    return "Choose another model, write a clearer rubric, or lower the `temperature` of a provider that has one."
-
-
-def _report_judges(findings: Findings, scored: Mapping[str, Sequence[tuple[JudgedSample, float]]]) -> None:
-    gap = widest_gap(scored)
+def _report_gap(findings: Findings, gap: float | None) -> None:
+    """Add the widest gap between two judges' mean scores of the same answers. `None` where there is one judge."""
     if gap is None:
         return
     findings.figures["judge_providers_gap"] = gap

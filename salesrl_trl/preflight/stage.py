@@ -1,80 +1,46 @@
-"""The form of a stage: its name, its findings and its report. Owns no check."""
+"""A stage of a preflight: its checks in order, its report, and reports as text and as JSON. Imports no torch.
 
+`runner` has the list of stages and runs them; `__main__` prints their reports.
+"""
+
+import dataclasses
+import textwrap
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.run.finding import Finding, finding_of
+from salesrl_trl.build.checks.outcome import Figure, Finding, Findings, StageVerdict
+from salesrl_trl.run.finding import finding_of
 
 if TYPE_CHECKING:
     from salesrl_trl.build.plan import Plan
 
-Figure = float | int | str | None
+Check = Callable[["Plan", Findings], None]
+"""Looks at a plan, which has the settings and the parts of earlier stages, and adds to the findings. With
+`plan.in_depth` it may take seconds. It raises a `SalesRLError` where nothing behind it can work."""
+
+WIDTH = 119
+NBSP = "\N{NO-BREAK SPACE}"
+"""Keeps a figure and its name on one line."""
 
 
-class StageVerdict(StrEnum):
-    """The outcome of a stage."""
-
-    PASSED = "passed"
-    NOTED = "noted"
-    """Passed, with something to know."""
-    FAILED = "failed"
-    SKIPPED = "skipped"
-
-
-@dataclass
-class Findings:
-    """Collects what a stage finds.
-
-    A note is a line for the user, in the banner of a run too. A figure is for those who look for it.
-    """
-
-    found: list[Finding] = field(default_factory=list)
-    figures: dict[str, Figure] = field(default_factory=dict)
-    """By name, which has the unit: `p95_s`, `free_gib`."""
-    skipped: str | None = None
-    """Reason why the stage had nothing to do."""
-
-    def note(self, text: str, remedy: str = "") -> None:
-        self.add(text, remedy, is_failure=False)
-
-    def fail(self, text: str, remedy: str) -> None:
-        self.add(text, remedy, is_failure=True)
-
-    def add(self, text: str, remedy: str, *, is_failure: bool) -> None:
-        self.found.append(Finding(text, remedy, is_failure))
-
-    def raise_failure(self) -> None:
-        """Raise `ConfigError` with the first failure, if there is one."""
-        for finding in self.found:
-            if finding.is_failure:
-                raise ConfigError(finding.message)
-
-    @property
-    def verdict(self) -> StageVerdict:
-        if any(finding.is_failure for finding in self.found):
-            return StageVerdict.FAILED
-        if self.skipped is not None:
-            return StageVerdict.SKIPPED
-        return StageVerdict.NOTED if self.found else StageVerdict.PASSED
-
-
-class PreflightStage(Protocol):
-    """A stage of the preflight."""
+@dataclass(frozen=True)
+class PreflightStage:
+    """A stage: a list of checks under one name."""
 
     name: str
     needs: tuple[str, ...]
     """Names of earlier stages without which this one can't run."""
+    checks: tuple[Check, ...]
 
     def run(self, plan: "Plan") -> Findings:
-        """Check. With `plan.in_depth` it may take seconds.
-
-        Raises:
-            `SalesRLError`: the stage failed. The message says what was got, what was expected and what to do.
-        """
+        """Make the checks, up to one that says that there is nothing to check."""
+        findings = Findings()
+        for check in self.checks:
+            if findings.skipped is None:
+                check(plan, findings)
+        return findings
 
 
 @dataclass(frozen=True)
@@ -95,5 +61,39 @@ def report_of(stage: PreflightStage, plan: "Plan") -> StageReport:
         findings = stage.run(plan)
     except Exception as error:
         findings = Findings([finding_of(error)])
-    found = [*findings.found, *([Finding(findings.skipped)] if findings.skipped else [])]
-    return StageReport(stage.name, findings.verdict, time.perf_counter() - start, tuple(found), dict(findings.figures))
+    reason = [Finding(findings.skipped)] if findings.skipped else []
+    seconds = time.perf_counter() - start
+    return StageReport(stage.name, findings.verdict, seconds, (*findings.found, *reason), dict(findings.figures))
+
+
+def stage_text(report: StageReport) -> str:
+    """A line with verdict, seconds and figures. Below it a line for each finding, and one for its remedy."""
+    head = f"{report.stage:<12} {report.verdict:<8} {report.seconds:6.2f} s  "
+    shown = {name: f"{it:.4g}" if isinstance(it, float) else f"{it}" for name, it in report.figures.items()}
+    figures = ", ".join(f"{name}{NBSP}{value}" for name, value in shown.items())
+    lines = textwrap.wrap(figures, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) or [head.rstrip()]
+    for finding in report.findings:
+        lines += textwrap.wrap(finding.text, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        lines += textwrap.wrap(finding.remedy, WIDTH, initial_indent="    -> ", subsequent_indent="       ")
+    return "\n".join(lines).replace(NBSP, " ")
+
+
+def next_step(reports: Sequence[StageReport], wanted: Sequence[str]) -> str:
+    """The last line: what to do now."""
+    seconds, last = sum(report.seconds for report in reports), reports[-1]
+    if last.verdict is StageVerdict.FAILED:
+        return f"Stage {last.stage} failed after {seconds:.1f} s. Next: mend what it names, then start this again."
+    if wanted:
+        following = "all stages: `python -m salesrl_trl.preflight` without `--stage`"
+        return f"Passed in {seconds:.1f} s: {', '.join(wanted)}. Next: {following}."
+    return f"All stages passed in {seconds:.1f} s. Next: start the recipe's script with the same settings."
+
+
+def all_reports(reports: Sequence[StageReport], following: str) -> dict[str, object]:
+    """All reports, for programs."""
+    return {
+        "passed": reports[-1].verdict is not StageVerdict.FAILED,
+        "seconds": sum(report.seconds for report in reports),
+        "stages": [dataclasses.asdict(report) for report in reports],
+        "next": following,
+    }

@@ -1,7 +1,7 @@
 """The stages `model`, `engine` and `step`: does the policy load, does vLLM sample from its weights, does it train?
 
-Owns what each of them measures and when it fails. Each uses the code of the run: `build.building` loads the policy and
-builds the trainer, whose own check compares log-probs, and whose own steps are made. Refuses to keep anything.
+Each uses the code of the run: `build.building` loads the policy and builds the trainer, whose own check compares
+log-probs, and whose own steps are made. `runner` lists the stages. Nothing is kept.
 """
 
 import math
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import PreTrainedModel
-from trl import ModelConfig
 
 from salesrl_trl.build.building import load_policy
 from salesrl_trl.build.checks.model import empty_model, linear_layers, put_adapter
+from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.precision import STOCHASTIC_OPTIM
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.ground.patched import replaced
 from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, Phase, time_of
-from salesrl_trl.preflight.stage import Findings
+from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.telemetry.device import GIB, forget_peak
 from salesrl_trl.timing import TimingContext
 
@@ -40,62 +40,58 @@ LATER = (
 NO_POLICY = "`mode` is rewards: no policy is loaded"
 
 
-class ModelStage:
-    """The policy loads, its adapter has places, and a forward pass gives numbers."""
-
-    name = "model"
-    needs: tuple[str, ...] = ("config", "data", "memory")
-
-    def run(self, plan: Plan) -> Findings:
-        config, findings = plan.config, Findings()
-        if config.training.mode == "rewards":
-            return Findings(skipped=NO_POLICY)
-        count_weights(config.policy_path, config.model, config.training.trust_remote_code, findings)
-        with TimingContext("load") as loading:
-            policy = plan.policy = load_policy(config, plan.dtype)
-        findings.figures |= {
-            "load_s": loading.cost_time,
-            "dtype": str(policy.dtype).removeprefix("torch."),
-            "attention": policy.config._attn_implementation,
-        }
-        if config.training.is_sharded:
-            findings.note(LATER)
-            return findings
-        with TimingContext("forward") as forward:
-            unusable = numbers_missing(policy, plan, config.training)
-        findings.figures["forward_s"] = forward.cost_time
-        if unusable:
-            findings.fail(
-                f"{unusable} of the policy's logits for the first prompt are no numbers, with weights in "
-                f"{policy.dtype}. Expected a number for each: weights are broken, or overflow in their format.",
-                "Load the model again, or set `bf16: true` in place of `fp16`, or `dtype: float32`.",
-            )
-        return findings
-
-
-def count_weights(path: str, model: ModelConfig, trust_remote_code: bool, findings: Findings) -> None:
+def _count_weights(plan: Plan, findings: Findings) -> None:
     """Count the weights, and those that are trained, of the model without its weights.
 
     Raises `ConfigError` if the adapter has no place in the model.
     """
-    empty = empty_model(path, model.model_revision, trust_remote_code)
-    findings.figures["parameters_m"] = sum(each.numel() for each in empty.parameters()) / 1e6
+    config, lora = plan.config, plan.config.model
+    if config.training.mode == "rewards":
+        findings.skipped = NO_POLICY
+        return
+    empty = empty_model(config.policy_path, lora.model_revision, config.training.trust_remote_code)
+    findings.figures["parameters_m"] = sum(weight.numel() for weight in empty.parameters()) / 1e6
     trained: torch.nn.Module = empty
-    if model.use_peft:
-        there = linear_layers(empty)
-        trained = adapted = put_adapter(empty, model)
+    if lora.use_peft:
+        layers = linear_layers(empty)
+        trained = adapted = put_adapter(empty, lora)
         used = {name.rpartition(".")[2] for name in adapted.targeted_module_names}
-        wanted = model.lora_target_modules
+        wanted = lora.lora_target_modules
         names = [wanted] if isinstance(wanted, str) else wanted or []
         if missing := [name for name in names if name.isidentifier() and name not in used]:
             findings.note(
                 f"`lora_target_modules` names {', '.join(missing)}, which the model does not have.",
-                f"Its linear layers are {there}. Correct the names.",
+                f"Its linear layers are {layers}. Correct the names.",
             )
-    findings.figures["trained_m"] = sum(each.numel() for each in trained.parameters() if each.requires_grad) / 1e6
+    numbers = sum(weight.numel() for weight in trained.parameters() if weight.requires_grad)
+    findings.figures["trained_m"] = numbers / 1e6
 
 
-def numbers_missing(policy: PreTrainedModel, plan: Plan, training: SalesGRPOConfig) -> int:
+def _load_policy(plan: Plan, findings: Findings) -> None:
+    """The policy loads, and a forward pass gives numbers."""
+    training = plan.config.training
+    with TimingContext("load") as loading:
+        policy = plan.policy = load_policy(plan.config, plan.dtype)
+    findings.figures |= {
+        "load_s": loading.cost_time,
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "attention": policy.config._attn_implementation,
+    }
+    if training.is_sharded:
+        findings.note(LATER)
+        return
+    with TimingContext("forward") as forward:
+        unusable = _numbers_missing(policy, plan, training)
+    findings.figures["forward_s"] = forward.cost_time
+    if unusable:
+        findings.fail(
+            f"{unusable} of the policy's logits for the first prompt are no numbers, with weights in "
+            f"{policy.dtype}. Expected a number for each: weights are broken, or overflow in their format.",
+            "Load the model again, or set `bf16: true` in place of `fp16`, or `dtype: float32`.",
+        )
+
+
+def _numbers_missing(policy: PreTrainedModel, plan: Plan, training: SalesGRPOConfig) -> int:
     """The number of logits that are NaN or infinite, in a forward pass as training makes it."""
     if not getattr(policy, "is_quantized", False):  # such a one is on its device
         policy.to(training.device)
@@ -107,91 +103,97 @@ def numbers_missing(policy: PreTrainedModel, plan: Plan, training: SalesGRPOConf
     return int((~logits.isfinite()).sum())
 
 
-class EngineStage:
-    """vLLM starts as in the run, gets the policy's weights once, and its log-probs are those of the trainer."""
-
-    name = "engine"
-    needs: tuple[str, ...] = ("config", "data", "memory", "model")
-
-    def run(self, plan: Plan) -> Findings:
-        training, findings = plan.config.training, Findings()
-        if training.mode == "rewards":
-            return Findings(skipped=NO_POLICY)
-        if not training.use_vllm:
-            instead = f"`sampler` {training.sampler}" if training.sampler else "transformers"
-            return Findings(skipped=f"`use_vllm` is false: {instead} generates, with the trainer's own model")
+def _start_engine(plan: Plan, findings: Findings) -> None:
+    """vLLM starts as in the run."""
+    training = plan.config.training
+    if training.mode == "rewards":
+        findings.skipped = NO_POLICY
+    elif not training.use_vllm:
+        instead = f"`sampler` {training.sampler}" if training.sampler else "transformers"
+        findings.skipped = f"`use_vllm` is false: {instead} generates, with the trainer's own model"
+    else:
         with TimingContext("start") as starting:
-            rehearsal = rehearsal_of(plan)
+            _rehearsal_of(plan)
         findings.figures["start_s"] = starting.cost_time
         if training.vllm_mode == "server":
             findings.note("vLLM is a server: its start is not tried, and it has the policy's weights from now on")
-        if training.is_sharded:
-            findings.note(LATER)
-        else:
-            self._compare(rehearsal, training, findings)
-        return findings
-
-    def _compare(self, rehearsal: "Rehearsal", training: SalesGRPOConfig, findings: Findings) -> None:
-        """Push the weights, generate, and let the trainer's check judge the log-probs."""
-        engine, rooms = rehearsal.trainer.vllm_generation, rehearsal.trainer.rooms
-        pushing, generating = TimingContext("push"), TimingContext("generation")
-
-        def push(stock: Callable[[], None] = engine.sync_weights) -> None:
-            with pushing:
-                stock()
-                if training.device.type == "cuda":
-                    torch.cuda.synchronize(training.device)
-
-        with (
-            replaced(engine, "sync_weights", push),
-            replaced(engine, "generate", generating(engine.generate)),
-            replaced(engine, "max_completion_length", min(SHORT, training.max_completion_length)),
-        ):
-            sampled = rooms.check_sampler([rehearsal.shortest] * training.num_generations)
-        findings.figures |= {
-            "weight_push_s": pushing.cost_time,
-            "generation_s": generating.cost_time,
-            "tokens": sum(map(len, sampled.completion_ids)),
-            "logp_difference_nats": rooms.policy.weight_check.difference,
-        }
 
 
-class StepStage:
+def _compare_engine(plan: Plan, findings: Findings) -> None:
+    """Push the weights once, generate, and let the trainer's check judge the log-probs."""
+    training = plan.config.training
+    if training.is_sharded:
+        findings.note(LATER)
+        return
+    rehearsal = _rehearsal_of(plan)
+    engine, rooms = rehearsal.trainer.vllm_generation, rehearsal.trainer.rooms
+    pushing, generating = TimingContext("push"), TimingContext("generation")
+
+    def push(stock: Callable[[], None] = engine.sync_weights) -> None:
+        with pushing:
+            stock()
+            if training.device.type == "cuda":
+                torch.cuda.synchronize(training.device)
+
+    with (
+        replaced(engine, "sync_weights", push),
+        replaced(engine, "generate", generating(engine.generate)),
+        replaced(engine, "max_completion_length", min(SHORT, training.max_completion_length)),
+    ):
+        sampled = rooms.check_sampler([rehearsal.shortest] * training.num_generations)
+    findings.figures |= {
+        "weight_push_s": pushing.cost_time,
+        "generation_s": generating.cost_time,
+        "tokens": sum(map(len, sampled.completion_ids)),
+        "logp_difference_nats": rooms.policy.weight_check.difference,
+    }
+
+
+def _make_steps(plan: Plan, findings: Findings) -> None:
     """Optimizer steps on the longest batch: completions of full length to the longest prompts, made-up rewards."""
+    training = plan.config.training
+    if training.mode != "train":
+        findings.skipped = f"`mode` is {training.mode}: no weights are trained"
+        return
+    rehearsal = _rehearsal_of(plan)
+    trainer = rehearsal.trainer
+    forget_peak(training.device)
+    trainer.train()
+    entries = trainer.state.log_history
+    first, *_, last = [entry for entry in entries if "loss" in entry]
+    report_memory((first, last), training.device, findings)
+    if plan.estimate is not None:  # these steps have no evaluation
+        moments = [moment.tensors_gib for moment in plan.estimate.moments if moment.name != "evaluation"]
+        findings.figures["estimated_gib"] = max(moments)
+    findings.figures |= {
+        "first_step_s": first[STEP_SECONDS],
+        "step_s": last[STEP_SECONDS],
+        **{f"{phase}_s": last[time_of(phase)] for phase in TIMED},
+        "logp_difference_nats": trainer.rooms.policy.weight_check.difference,
+        "prompt_tokens": rehearsal.prompt_tokens,
+        "completion_tokens": int(last["completions/mean_length"]),
+    }
+    if last["completions/min_length"] < training.max_completion_length:
+        findings.note(
+            f"completions of {last['completions/mean_length']:.0f} tokens on average came, not of "
+            f"`max_completion_length` {training.max_completion_length}: memory and seconds are lower bounds"
+        )
+    changed = next((entry[CHANGED_SHARE] for entry in entries if CHANGED_SHARE in entry), None)
+    judge_update(first, changed, training, findings)
 
-    name = "step"
-    needs: tuple[str, ...] = ("config", "data", "memory", "model", "engine")
 
-    def run(self, plan: Plan) -> Findings:
-        training, findings = plan.config.training, Findings()
-        if training.mode != "train":
-            return Findings(skipped=f"`mode` is {training.mode}: no weights are trained")
-        rehearsal = rehearsal_of(plan)
-        trainer = rehearsal.trainer
-        forget_peak(training.device)
-        trainer.train()
-        entries = trainer.state.log_history
-        first, *_, last = [entry for entry in entries if "loss" in entry]
-        report_memory((first, last), training.device, findings)
-        if plan.estimate is not None:  # these steps have no evaluation
-            moments = [each.tensors_gib for each in plan.estimate.moments if each.name != "evaluation"]
-            findings.figures["estimated_gib"] = max(moments)
-        findings.figures |= {
-            "first_step_s": first[STEP_SECONDS],
-            "step_s": last[STEP_SECONDS],
-            **{f"{phase}_s": last[time_of(phase)] for phase in TIMED},
-            "logp_difference_nats": trainer.rooms.policy.weight_check.difference,
-            "prompt_tokens": rehearsal.prompt_tokens,
-            "completion_tokens": int(last["completions/mean_length"]),
-        }
-        if last["completions/min_length"] < training.max_completion_length:
-            findings.note(
-                f"completions of {last['completions/mean_length']:.0f} tokens on average came, not of "
-                f"`max_completion_length` {training.max_completion_length}: memory and seconds are lower bounds"
-            )
-        changed = next((entry[CHANGED_SHARE] for entry in entries if CHANGED_SHARE in entry), None)
-        judge_update(first, changed, training, findings)
-        return findings
+MODEL_STAGE = PreflightStage("model", ("config", "data", "memory"), (_count_weights, _load_policy))
+ENGINE_STAGE = PreflightStage("engine", ("config", "data", "memory", "model"), (_start_engine, _compare_engine))
+STEP_STAGE = PreflightStage("step", ("config", "data", "memory", "model", "engine"), (_make_steps,))
+
+
+def _rehearsal_of(plan: Plan) -> "Rehearsal":
+    """The trainer that the stages `engine` and `step` share. Built when it is first asked for."""
+    if plan.rehearsal is None:
+        from salesrl_trl.preflight.rehearsal import rehearse  # imports vLLM, which takes seconds
+
+        plan.rehearsal = rehearse(plan)
+    return cast("Rehearsal", plan.rehearsal)
 
 
 def judge_update(
@@ -230,7 +232,7 @@ def report_memory(steps: Sequence[Mapping[str, float]], device: torch.device, fi
     if device.type != "cuda":
         findings.figures["host_gib"] = max(step[HOST_MEMORY] for step in steps)
         return
-    free, card = (each / GIB for each in torch.cuda.mem_get_info(device))
+    free, card = (size / GIB for size in torch.cuda.mem_get_info(device))
     peak = max(step[GPU_PEAK] for step in steps)
     outside = card - free - torch.cuda.memory_reserved(device) / GIB  # CUDA itself, and other processes
     findings.figures |= {"peak_gib": peak, "left_gib": card - outside - peak, "card_gib": card}
@@ -241,12 +243,3 @@ def report_memory(steps: Sequence[Mapping[str, float]], device: torch.device, fi
             "Lower `vllm_gpu_memory_utilization` or `per_device_train_batch_size`, or set `gradient_checkpointing: "
             "true`.",
         )
-
-
-def rehearsal_of(plan: Plan) -> "Rehearsal":
-    """The trainer that the stages `engine` and `step` share. Built when it is first asked for."""
-    if plan.rehearsal is None:
-        from salesrl_trl.preflight.rehearsal import rehearse  # imports vLLM, which takes seconds
-
-        plan.rehearsal = rehearse(plan)
-    return cast("Rehearsal", plan.rehearsal)

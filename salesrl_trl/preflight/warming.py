@@ -1,7 +1,7 @@
 """Fills the caches that a start takes from: the page cache, compiled code, CUDA graphs' sizes.
 
-Owns `scripts/warmup_model.py`. It goes through a run's own start and one step of training, with a reward that asks no
-service, so that what is kept is what the run will look for. The run's folder is a temporary one.
+Owns `scripts/warmup_model.py`. It goes through a run's own checks and one step of the rehearsal that a preflight
+makes, so that what is kept is what the run will look for. The run's folder is a temporary one.
 """
 
 import argparse
@@ -13,40 +13,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from salesrl_trl.build.building import build_instruments, build_trainer
-from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.read_ahead import read_ahead, weight_files
 from salesrl_trl.build.settings import parse
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.generation import compiled
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
-from salesrl_trl.preflight.rehearsal import MadeUpReward
+from salesrl_trl.preflight.rehearsal import rehearse
 from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.run.console import exit_with, set_up_logging
 
 logger = logging.getLogger(__name__)
 
-_ONE_STEP = {
-    "max_steps": "1",
-    "held_out_eval": "false",
-    "quick_eval_steps": "0",
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "report_to": "none",
-    "warmup_steps": "0",
-}
-"""Settings in place of those of the recipe and the command line."""
+_NO_EVALUATION = ("--held_out_eval", "false", "--quick_eval_steps", "0", "--eval_strategy", "no")
+"""Settings in place of those of the recipe and the command line: no held-out row is looked for."""
 
 
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
-    """Warm up for a recipe, or for each of several shapes in a process of its own, and exit.
-
-    Args:
-        default_recipe (`Path`):
-            The recipe's YAML file, for a command line without `--config`.
-        argv (`Sequence[str]`, *optional*):
-            Command-line arguments. Defaults to those of the process.
-    """
+    """Warm up for a recipe, or for each of several shapes in a process of its own, and exit."""
     parser = argparse.ArgumentParser(
         description="Fill the page cache and the folder of compiled code for a recipe, so that its runs start fast. "
         "Every setting of a run is accepted too.",
@@ -67,8 +50,8 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
     except SalesRLError as error:
         exit_with(error, EXIT_BAD_INPUT)
     if len(shapes) > 1:  # an engine leaves memory behind
-        codes = [subprocess.run([sys.executable, sys.argv[0], *settings, "--shapes", each]) for each in own.shapes]
-        raise SystemExit(max(code.returncode for code in codes))
+        runs = [subprocess.run([sys.executable, sys.argv[0], *settings, "--shapes", shape]) for shape in own.shapes]
+        raise SystemExit(max(run.returncode for run in runs))
     with tempfile.TemporaryDirectory() as folder:
         _warm_up([*settings, *(shapes[0] if shapes else []), "--output_dir", folder], default_recipe)
 
@@ -85,9 +68,8 @@ def settings_of(shape: str) -> list[str]:
 
 
 def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
-    fixed = [part for name, value in _ONE_STEP.items() for part in (f"--{name}", value)]
     try:
-        config = parse([*settings, *fixed], default_recipe)
+        config = parse([*settings, *_NO_EVALUATION], default_recipe)
         folder, training = config.training.compiled, config.training
         if folder is None:
             raise ConfigError(
@@ -104,7 +86,8 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
         size = read_ahead(weight_files(name, config.model.model_revision))
         logger.info(f"[WarmUp] page cache: {size / 2**30:.2f} GiB of weights, {time.perf_counter() - began:.1f} s")
     try:
-        _train_one_step(plan)
+        with plan.opened:
+            rehearse(plan, steps=1).trainer.train()
     except Exception as error:
         exit_with(error, EXIT_STOPPED)
     logger.info(
@@ -112,15 +95,3 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
         f"{training.per_device_train_batch_size * training.steps_per_generation} sequences of "
         f"{training.vllm_max_model_length or 'the longest'} tokens"
     )
-
-
-def _train_one_step(plan: Plan) -> None:
-    instruments = build_instruments(plan.config)
-    try:
-        trainer = build_trainer(plan, MadeUpReward(), instruments)
-        try:
-            trainer.train()
-        finally:
-            trainer.finish()
-    finally:
-        instruments.close()

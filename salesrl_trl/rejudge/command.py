@@ -13,8 +13,8 @@ from pathlib import Path
 import stamina
 
 from salesrl_trl.build.assembly import addresses, budget_of, build_services
+from salesrl_trl.build.checks.dataset import own_records, training_records
 from salesrl_trl.build.checks.reward import check_judges, read_reward
-from salesrl_trl.build.checks.rows import own_records, training_records
 from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.config.reward import SALES

@@ -1,9 +1,11 @@
 """Whether every rank can score, before anything waits for its services.
 
-Owns what the ranks conclude together. How a service is asked belongs to `warm_up`.
+Owns what the ranks conclude together, for a run, an evaluation and a simulation. How a service is asked belongs to
+`warm_up`.
 """
 
 import logging
+from collections.abc import Callable
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -14,11 +16,10 @@ from salesrl_trl.reward.desk import RewardDesk
 logger = logging.getLogger(__name__)
 
 
-def warm_up(desk: RewardDesk) -> None:
-    """Ask every service once, and log how long it took; a collective.
+def warm_up(desk: RewardDesk, report: Callable[[str], object] = logger.info) -> None:
+    """Ask every service once, and report how long it took; a collective.
 
-    Raises:
-        `ServiceUnavailable`: the 8B endpoint, or every judge, did not answer; on all ranks alike.
+    Raises `ServiceUnavailable` if the 8B endpoint, or every judge, did not answer; on all ranks alike.
     """
     answers: dict[str, float | ServiceError] = {}
     try:
@@ -31,7 +32,7 @@ def warm_up(desk: RewardDesk) -> None:
     if PartialState().is_main_process and all(everywhere):
         for name, *results in zip(answers, *everywhere, strict=True):
             codes = sorted({result for result in results if isinstance(result, str)})
-            logger.info(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
+            report(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
     if failures:
         raise ServiceUnavailable(
             f"the services did not pass their warm-up, so nothing could be scored: {failures[0]} Mend the service and "

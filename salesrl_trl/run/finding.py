@@ -1,32 +1,13 @@
-"""One thing that a check found, with what to do about it; and an error as such a finding.
-
-Owns the form. Checks and commands make findings, and `preflight.stage` collects them.
-"""
+"""An error as a finding, with what to do about it. Called by commands and by the stages of a preflight."""
 
 import logging
-from dataclasses import dataclass
 
+from salesrl_trl.build.checks.outcome import Finding
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.run.fault import PAGE
 from salesrl_trl.run.last_words import recognised, short
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that a stage found."""
-
-    text: str
-    """What was got, and what was expected."""
-    remedy: str = ""
-    """What to do; empty if there is nothing to do."""
-    is_failure: bool = False
-
-    @property
-    def message(self) -> str:
-        """Text and remedy."""
-        return f"{self.text} {self.remedy}".rstrip()
 
 
 def finding_of(error: Exception) -> Finding:

@@ -606,7 +606,7 @@ def _preflights(policy, out):
     from salesrl_trl.generation.vllm import SalesVLLMGeneration
     from salesrl_trl.ground.patched import replaced
     from salesrl_trl.preflight.runner import examine
-    from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage
+    from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
 
     model = AutoModelForCausalLM.from_pretrained(policy)
     model.lm_head.weight.data *= 50  # surer of its tokens than the policy of the last run
@@ -618,7 +618,7 @@ def _preflights(policy, out):
     for push in (lambda _: None, SalesVLLMGeneration.sync_weights):
         plan = Plan(parse(given, ROOT / "recipes/debug.yaml"), in_depth=True)
         with replaced(SalesVLLMGeneration, "sync_weights", push):
-            reports.append([asdict(each) for each in examine(plan, stages=(ModelStage(), EngineStage(), StepStage()))])
+            reports.append([asdict(each) for each in examine(plan, stages=(MODEL_STAGE, ENGINE_STAGE, STEP_STAGE))])
     return reports
 
 

@@ -40,8 +40,8 @@ from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import WeightSyncError
 from salesrl_trl.names import STALENESS, outcome_of
 from salesrl_trl.preflight.runner import examine
-from salesrl_trl.preflight.stage import StageVerdict
-from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage
+from salesrl_trl.build.checks.outcome import StageVerdict
+from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
 from salesrl_trl.reward.judge.verdict import response_format
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -189,7 +189,7 @@ def test_a_preflight_compares_with_a_server_and_makes_full_steps_with_its_comple
     given += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--num_generations", "4"]
     given += ["--generation_kwargs", '{"stop_token_ids": [16, 24, 32, 40]}', "--max_train_rows", "8"]
     plan = Plan(parse(given, Path(__file__).parents[2] / "recipes/debug.yaml"), in_depth=True)
-    model, engine, step = examine(plan, (ModelStage(), EngineStage(), StepStage()))
+    model, engine, step = examine(plan, (MODEL_STAGE, ENGINE_STAGE, STEP_STAGE))
     assert [each.verdict for each in (model, engine, step)] == [
         StageVerdict.PASSED,
         StageVerdict.NOTED,

@@ -93,7 +93,7 @@ def test_a_module_imports_only_from_above_itself(path):
         ("salesrl_trl.ground.fencing", "torch"),
         ("salesrl_trl.demo.services.server", "torch"),
         ("salesrl_trl.reward.chain", "torch"),
-        ("salesrl_trl.preflight.alone", "torch"),
+        ("salesrl_trl.preflight.services", "torch"),
         # benchmarks/policies.py has both this and vLLM on a GPU, which JAX, if bm25s brings it, takes for itself
         ("salesrl_trl.demo.services.judge", "bm25s"),
         ("salesrl_trl.view.__main__", "torch"),

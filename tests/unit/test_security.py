@@ -18,7 +18,7 @@ ALLOWED = {
     # Between the trainer and the child that it started, through a socket without a name.
     "salesrl_trl/reward/remote.py": ["pickle.loads"],
     # Is the port free? It is closed at once, and never listens.
-    "salesrl_trl/preflight/environment.py": ["probe.bind on every interface"],
+    "salesrl_trl/build/checks/environment.py": ["probe.bind on every interface"],
 }
 SOURCES = sorted(
     path

@@ -1,11 +1,12 @@
-"""Checks before a model's weights are loaded, one module for each thing that is checked.
+"""Checks before a model's weights are loaded: one module for each subject, called by a run and by a preflight.
 
-- `folders`: the output folder, and the checkpoint to resume from.
-- `prompts`: the prompt's template, and the room for prompt and completion.
-- `model`: the model's configuration, tokenizer and size.
-- `reward`: rubrics, weights, keys and addresses of the reward's services.
-- `addresses`: requests to configured addresses. Only this module uses the network, and `model` for a model on the hub.
+- `outcome`: the form of what a check finds.
+- `environment`: versions, GPUs, disk, memory, ports, compilers.
+- `folders`, `budget`: the output folder with its lock, and what is left to spend.
+- `dataset`: rows, the prompt's template, the room for prompt and completion.
+- `model`: the policy's configuration, weights, tokenizer and attention.
+- `reward`: rubrics, weights, keys and stand-ins; `addresses` asks what answers at its services' addresses.
 
-Each check raises a `SalesRLError` that says what was got, what was expected and what to do. Refuses to decide the
-order of the checks: `preflight` does. A setting by itself is checked in `config`, a row in `data`.
+A check raises a `SalesRLError`, or adds to `Findings`, which says what was got, what was expected and what to do.
+Refuses to decide the order: `preflight.runner` does. A setting by itself is checked in `config`, a row in `data`.
 """

@@ -1,7 +1,7 @@
 """Checks of configured addresses: does the expected service answer there, and does it know the model?
 
-Owns the requests that cost a service nothing (`/healthz`, `/models`), and the reading of their answers. Refuses to
-score anything: `reward` makes the calls of training.
+Owns the requests that cost a service nothing (`/healthz`, `/models`). `checks.reward` asks them before every run,
+`preflight.services` before its load, and `build.plan` asks a vLLM server.
 """
 
 import asyncio
@@ -36,12 +36,8 @@ STAND_IN_OWNER = "salesrl_trl"
 def check_rag(base_url: str, key: str | None) -> list[str]:
     """Check that a service answers at the RAG service's address. Its `/healthz` may be missing.
 
-    Returns:
-        `list[str]`: lines for the run's banner, about what could not be checked.
-
-    Raises:
-        `ServiceError`: nothing answers, or the key is refused.
-        `ConfigError`: the service answers at another path.
+    Returns lines for the run's banner, about what could not be checked. Raises `ServiceError` if nothing answers or
+    the key is refused, `ConfigError` if the service answers at another path.
     """
     if _probe(base_url, "/healthz", key, "RAG service", "rag_base_url") is not None:
         return []
@@ -59,24 +55,8 @@ def check_models(
 ) -> list[str]:
     """Check that an OpenAI-compatible service answers, and lists the model. Its `/models` may be missing.
 
-    Args:
-        base_url (`str`):
-            Address of the service, `/v1` included.
-        key (`str`, *optional*):
-            Key of the service.
-        model (`str`):
-            Name of the model, as the service has it.
-        service (`str`, *optional*, defaults to `"judge"`):
-            Name of the service in messages.
-        setting (`str`, *optional*, defaults to `"judge_base_url"`):
-            Name of the setting that holds the address.
-
-    Returns:
-        `list[str]`: lines for the run's banner, about what could not be checked.
-
-    Raises:
-        `ServiceError`: nothing answers, or the key is refused.
-        `ConfigError`: the service answers at another path, or does not list the model.
+    `service` is its name in messages, and `setting` the one that holds the address. Returns and raises as `check_rag`
+    does, and `ConfigError` for a model that is not listed.
     """
     body = _probe(base_url, "/models", key, service, setting)
     known = _model_names(body)
@@ -91,9 +71,12 @@ def check_models(
             f"the {service} at {base_url} gave no list of models: the first call will show whether it has {model!r}"
         ]
     if not known or model in known:
-        stand_in = f"the {service} at {base_url} is the demo's stand-in, a program that reads no rubric: for other "
-        stand_in += f"rubrics or rows than the demo's {MEANINGLESS}"
-        return [stand_in] if f'"{STAND_IN_OWNER}"'.encode() in (body or b"") else []
+        if f'"{STAND_IN_OWNER}"'.encode() not in (body or b""):
+            return []
+        return [
+            f"the {service} at {base_url} is the demo's stand-in, a program that reads no rubric: for other rubrics "
+            f"or rows than the demo's {MEANINGLESS}"
+        ]
     near = difflib.get_close_matches(model, known, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     more = f" and {len(known) - SHOWN_MODELS} more" if len(known) > SHOWN_MODELS else ""
@@ -106,19 +89,8 @@ def check_models(
 def check_vllm_server(base_url: str, patience_s: float) -> int | None:
     """Wait until a vLLM server answers, as TRL's client will.
 
-    Args:
-        base_url (`str`):
-            Address of the server.
-        patience_s (`float`):
-            Seconds that the server may still take to start.
-
-    Returns:
-        `int`, *optional*: the longest prompt and completion together that the server accepts, in tokens; `None` if it
-        does not say.
-
-    Raises:
-        `ServiceUnavailable`: it does not answer in time.
-        `ConfigError`: the server can't take new weights.
+    Returns the longest prompt and completion together that the server accepts, in tokens; `None` if it does not say.
+    Raises `ServiceUnavailable` if it does not answer in time, `ConfigError` if it can't take new weights.
     """
     ends = time.monotonic() + patience_s
     while not isinstance(answer := _ask(base_url, "/health", None, "vLLM server"), bytes):
@@ -137,7 +109,12 @@ def check_vllm_server(base_url: str, patience_s: float) -> int | None:
             f"the vLLM server at {base_url} has no /server_info. Expected it: the weights' update needs it. Start the "
             "server with VLLM_SERVER_DEV_MODE=1 in its environment."
         )
-    return _room(_ask(base_url, "/v1/models", None, "vLLM server"))
+    models = _ask(base_url, "/v1/models", None, "vLLM server")
+    try:
+        room = json.loads(models)["data"][0]["max_model_len"] if isinstance(models, bytes) else None
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None
+    return room if isinstance(room, int) else None
 
 
 def _other_address(base_url: str, key: str | None, service: str) -> str | None:
@@ -159,26 +136,13 @@ def _model_names(body: bytes | None) -> Sequence[str] | None:
         return None
 
 
-def _room(models: bytes | ServiceError) -> int | None:
-    """The first listed model's `max_model_len`, in tokens; `None` if it is not given."""
-    try:
-        room = json.loads(models)["data"][0]["max_model_len"] if isinstance(models, bytes) else None
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return None
-    return room if isinstance(room, int) else None
-
-
 def _beside(setting: str, name: str) -> str:
     """`judge_model` beside `judge_base_url`, `judge_providers[a].model` beside `judge_providers[a].base_url`."""
     return setting.removesuffix("base_url") + name
 
 
 def _probe(base_url: str, path: str, key: str | None, service: str, setting: str) -> bytes | None:
-    """GET `path`, with the time limit `PROBE_TIMEOUT_S` and the size limit of answers in training.
-
-    Returns:
-        `bytes`, *optional*: the body of a 200; `None` if the service has nothing at that path.
-    """
+    """The body of a 200 to GET `path`, within `PROBE_TIMEOUT_S`; `None` if the service has nothing at that path."""
     asked = f"GET {base_url.rstrip('/')}{path}"
     answer = _ask(base_url, path, key, service)
     if isinstance(answer, bytes):
@@ -202,27 +166,23 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
 
 
 def _ask(base_url: str, path: str, key: str | None, service: str) -> bytes | ServiceError:
-    """In this thread, where Ctrl-C ends it at once; in a notebook, whose thread runs an event loop, in another."""
+    """GET in this thread, where Ctrl-C ends it at once; in a notebook, whose thread runs an event loop, in another."""
 
-    def ask() -> bytes | ServiceError:
-        return asyncio.run(_get(base_url, path, key, service))
+    async def get() -> bytes | ServiceError:
+        http = HttpClient(f"the {service}", base_url, api_key=key)
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                return await http.get(path)
+        except TimeoutError:
+            return ServiceTimeout("no complete answer in time")
+        except ServiceError as error:
+            return error
+        finally:
+            await http.aclose()
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return ask()
+        return asyncio.run(get())
     with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(ask).result()
-
-
-async def _get(base_url: str, path: str, key: str | None, service: str) -> bytes | ServiceError:
-    http = HttpClient(f"the {service}", base_url, api_key=key)
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            return await http.get(path)
-    except TimeoutError:
-        return ServiceTimeout("no complete answer in time")
-    except ServiceError as error:
-        return error
-    finally:
-        await http.aclose()
+        return thread.submit(lambda: asyncio.run(get())).result()

@@ -1,6 +1,11 @@
-"""Checks of the model: its configuration and its tokenizer. Loads no weights."""
+"""Checks of the policy: its configuration, weights, tokenizer and attention. Loads no weights.
+
+Called by `build.plan` and `build.building` for the parts, and by `preflight.runner` before every run. vLLM chooses an
+attention of its own.
+"""
 
 import contextlib
+import difflib
 import http.client
 import json
 import os
@@ -9,8 +14,9 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,10 +30,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_utils import set_zero3_state
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, set_zero3_state
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 from trl import ModelConfig, get_peft_config
 
+from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -38,6 +46,24 @@ HUB_TIMEOUT_S = 10.0
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
 """Endings of files of weights."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+AUTO = "auto"
+"""A value of `attn_implementation`: FlashAttention where it can be used, else SDPA."""
+_ANSWER = "salesrl"
+"""An answer in a rendered conversation. The template's end of a turn follows it."""
+
+
+class _Flash(NamedTuple):
+    is_installed: Callable[[], bool]
+    oldest: tuple[int, int]
+    """CUDA compute capability."""
+    newest: tuple[int, int]
+
+
+FLASH = {
+    "flash_attention_3": _Flash(is_flash_attn_3_available, (9, 0), (9, 9)),  # made for Hopper
+    "flash_attention_2": _Flash(is_flash_attn_2_available, (8, 0), (99, 9)),
+}
+"""FlashAttention's names in transformers, the fastest first."""
 
 
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
@@ -45,9 +71,9 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
     path = Path(name_or_path).expanduser()
     looks_local = name_or_path.startswith(("/", ".", "~")) or path.is_dir() or name_or_path.count("/") > 1
     if looks_local and not (path / "config.json").is_file():
-        found = "a folder without config.json" if path.is_dir() else "nothing"
+        content = "a folder without config.json" if path.is_dir() else "nothing"
         raise ModelNotFoundError(
-            f"`model_name_or_path` is {name_or_path!r}, where there is {found}. Expected a folder that "
+            f"`model_name_or_path` is {name_or_path!r}, where there is {content}. Expected a folder that "
             "`save_pretrained` wrote, or the name of a model on the hub. Correct the path, or leave it out to train "
             "the small demo policy."
         )
@@ -118,12 +144,7 @@ def check_weights(folder: Path) -> None:
 
 
 def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer.
-
-    Raises:
-        `ModelNotFoundError`: there is none.
-        `ConfigError`: it has no chat template.
-    """
+    """Load the model's tokenizer. Raises `ModelNotFoundError` if there is none, `ConfigError` without a template."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
         raise ModelNotFoundError(  # from config.json alone transformers makes a tokenizer without a vocabulary
@@ -154,17 +175,13 @@ def generation_config_of(name_or_path: str, revision: str | None) -> GenerationC
 
 
 def positions_of(model: PretrainedConfig) -> int | None:
-    """The number of tokens that a model is made for.
-
-    Returns:
-        `int`, *optional*: `None` if the configuration does not say. Also `None` for scaled positions (YaRN and
-        others): vLLM has rules of its own for them.
-    """
+    """The number of tokens that a model is made for. `None` if the configuration does not say, and for scaled
+    positions (YaRN and others): vLLM has rules of its own for them."""
     text = model.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     scaled = getattr(text, "rope_parameters", None) or {}
     kinds = {scaled.get("rope_type", "default")} | {
-        each.get("rope_type", "default") for each in scaled.values() if isinstance(each, dict)
+        layer.get("rope_type", "default") for layer in scaled.values() if isinstance(layer, dict)
     }
     return positions if isinstance(positions, int) and kinds <= {"default"} else None
 
@@ -190,8 +207,7 @@ def empty_model(name_or_path: str, revision: str | None, trust_remote_code: bool
 def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":
     """Put the LoRA adapter of the settings on an empty model, which changes it.
 
-    Raises:
-        `ConfigError`: the model has no layer of the names in `lora_target_modules`, or PEFT knows none by itself.
+    Raises `ConfigError` if the model has no layer of `lora_target_modules`, or PEFT knows none by itself.
     """
     from peft import get_peft_model
 
@@ -211,3 +227,156 @@ def linear_layers(model: torch.nn.Module) -> str:
     """The last names of a model's linear layers: `"down_proj, gate_proj, k_proj"`."""
     names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+
+
+# Attention
+
+
+def choose_attention(
+    asked: str | None, device: torch.device, *, in_16_bits: bool, model: PretrainedConfig | None
+) -> tuple[str | None, str | None]:
+    """The implementation for `from_pretrained`, and a line for the banner.
+
+    `asked` is the setting `attn_implementation`: `None` leaves the choice to transformers. `in_16_bits` is said of the
+    forward pass. `model` is `None` for the small policy, which has every implementation.
+
+    Raises `ConfigError` if there is no such implementation, or it can't be used here.
+    """
+    if asked is None:
+        return None, None
+    if asked == AUTO:
+        faults = {name: _fault(name, device, in_16_bits, model) for name in FLASH}
+        for name, fault in faults.items():
+            if fault is None:
+                return name, f"attention: {name}"
+        chosen = "sdpa" if _has(model, "_supports_sdpa") else None  # transformers then takes eager
+        return chosen, f"attention: {chosen or 'eager'}; {faults['flash_attention_2']}"
+    names = [AUTO, "eager", *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
+    if asked not in names and "/" not in asked:  # else a kernel of the hub
+        near = difflib.get_close_matches(asked, names, 1)
+        guess = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"`attn_implementation` is {asked!r}. Expected one of: {', '.join(sorted(names))}; or a kernel of the "
+            f"hub, as ORGANISATION/NAME.{guess}"
+        )
+    fault = _fault(asked, device, in_16_bits, model) if asked in FLASH else None
+    if fault is not None:
+        raise ConfigError(
+            f"`attn_implementation` is {asked}, but {fault}. Expected an implementation that works here. Set "
+            f"`attn_implementation: {AUTO}`, or sdpa."
+        )
+    return asked, f"attention: {asked}"
+
+
+def _fault(name: str, device: torch.device, in_16_bits: bool, model: PretrainedConfig | None) -> str | None:
+    """The reason why this FlashAttention can't be used."""
+    flash = FLASH[name]
+    if device.type != "cuda":
+        return "FlashAttention needs a GPU, and this run is on the CPU"
+    if not in_16_bits:
+        return "FlashAttention computes in 16 bits, and this run in float32"
+    capability = torch.cuda.get_device_capability(device)
+    if not flash.oldest <= capability <= flash.newest:
+        return f"{name} is not made for this card (compute capability {capability[0]}.{capability[1]})"
+    if not flash.is_installed():
+        return f"{name} is not installed (scripts/install_flash_attn.sh installs it)"
+    return None if _has(model, "_supports_flash_attn") else "this model has no FlashAttention"
+
+
+def _has(model: PretrainedConfig | None, feature: str) -> bool:
+    kind = None if model is None else model_class(model)._model_mapping.get(type(model), None)
+    return model is None or bool(getattr(kind, feature, False))
+
+
+# The tokenizer: does a completion begin and end where the chat template says?
+
+
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    generation: GenerationConfig,
+    model: PretrainedConfig,
+    template_kwargs: dict[str, object],
+    findings: Findings,
+) -> None:
+    """Check the tokens that end a completion, the template's generation prompt, the model's sampling flags and its
+    number of embeddings. Raises `ConfigError` if the tokenizer lacks an end token of the model."""
+    listed = generation.eos_token_id
+    ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+    unknown = [token for token in sorted(ends) if token >= len(tokenizer)]
+    if unknown:
+        raise ConfigError(
+            f"The model's generation_config.json has the end tokens {unknown}, and the tokenizer {len(tokenizer)} "
+            "tokens. Expected tokens of the tokenizer. Put the tokenizer's files of the same model beside it."
+        )
+    findings.figures["end_tokens"] = ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends)))
+    if ends:
+        _check_end_of_turn(tokenizer, ends, template_kwargs, findings)
+    else:
+        findings.fail(
+            "Neither the tokenizer nor the model's generation_config.json has an end token: every completion "
+            "would be cut off at `max_completion_length`.",
+            "Set `eos_token` in tokenizer_config.json to the token that ends a turn of the chat template.",
+        )
+    _check_generation_prompt(tokenizer, template_kwargs, findings)
+    try:  # a model with flags that contradict each other is sampled from without a word, and refused when it is saved
+        generation.validate(strict=True)
+    except ValueError as error:
+        findings.fail(
+            "The model's generation_config.json contradicts itself, and transformers refuses to save such a model: "
+            + " ".join(str(error).split()),
+            "Correct that file: with temperature, top_p or top_k it wants `do_sample: true`.",
+        )
+    embeddings = getattr(model.get_text_config(), "vocab_size", None)
+    if embeddings is not None and len(tokenizer) > embeddings:
+        findings.fail(
+            f"The tokenizer has {len(tokenizer)} tokens, and the model embeddings for {embeddings}. Expected no more "
+            "tokens than embeddings.",
+            "Use the tokenizer that was saved with the model, or resize the model's embeddings and save it.",
+        )
+
+
+def _check_end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, ends: set[int], template_kwargs: dict[str, object], findings: Findings
+) -> None:
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
+    behind = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
+    special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
+    token = None if special is None else tokenizer.convert_ids_to_tokens(special)
+    findings.figures["end_of_turn"] = token
+    if ends.intersection(behind):
+        return
+    names = findings.figures["end_tokens"]
+    if token is not None:
+        findings.fail(
+            f"The chat template ends a turn with {token}, which ends no completion: only {names} does. Completions "
+            "would run on to `max_completion_length`.",
+            f"Add {special} to `eos_token_id` in the model's generation_config.json, or set `eos_token` to {token} "
+            "in tokenizer_config.json.",
+        )
+    else:
+        findings.note(
+            f"The chat template puts no end token ({names}) behind an answer, so that a policy may not know where to "
+            "end.",
+            "Use an instruct model's own template, or watch `completions/clipped_ratio` in the first steps.",
+        )
+
+
+def _check_generation_prompt(
+    tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, object], findings: Findings
+) -> None:
+    turns = [{"role": "user", "content": _ANSWER}]
+    without = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
+    prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    if prompt == without:
+        findings.note(
+            "The chat template has no generation prompt: `add_generation_prompt` changes nothing, so the policy may "
+            "go on with the customer's turn.",
+            "Check that the template marks where the answer begins, as [/INST] does.",
+        )
+    elif not prompt.startswith(without):
+        findings.note(
+            "The chat template changes earlier text when it adds its generation prompt. Expected it at the end alone.",
+            "Correct chat_template.jinja, or use the instruct model's own.",
+        )
+    findings.figures["generation_prompt"] = repr(prompt.removeprefix(without))

@@ -1,6 +1,7 @@
 """Checks of the reward's settings against the branches, the environment and the services' addresses.
 
-Owns `RewardParts`, the checked parts that `assembly` builds the reward chain from. Refuses to build a client.
+Owns `RewardParts`, which `build.assembly` builds the reward chain from. Called by `build.services_plan`, and by the
+stages `config`, `rag` and `judge` before every run.
 """
 
 import logging
@@ -9,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from salesrl_trl.build.checks.addresses import MEANINGLESS, check_models, check_rag
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.checks import build_object, load_object
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.knowledge import load_documents
 from salesrl_trl.demo.cassette import CASSETTE
 from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.judge.base import Judge
@@ -23,8 +26,6 @@ from salesrl_trl.reward.rag.vector_store import has_table
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
-from salesrl_trl.build.checks.addresses import MEANINGLESS, check_models, check_rag
-from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.types import DEFAULT_FORMAT
 
 logger = logging.getLogger(__name__)
@@ -56,16 +57,7 @@ class RewardParts:
 def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
     """Check rubrics, weights and keys, and that the configured addresses answer.
 
-    Args:
-        config (`RewardConfig`):
-            Settings.
-        branches (`Sequence[str]`):
-            Branch names.
-        hybrid_baseline (`bool`, *optional*, defaults to `False`):
-            Whether `hybrid_reference_weight` is more than 0.
-
-    Raises:
-        `ConfigError`, `ServiceError`: a setting or a service is not as expected.
+    `hybrid_baseline` says whether `hybrid_reference_weight` is more than 0. Raises `ConfigError` or `ServiceError`.
     """
     parts = read_reward(config, branches, hybrid_baseline)
     if not config.asks_nobody:
@@ -108,11 +100,7 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
 def check_retrieval(config: RewardConfig, parts: RewardParts) -> list[str]:
     """Check that the RAG service, or the embedding service of a vector store, answers at its configured address.
 
-    Returns:
-        `list[str]`: lines for the run's banner, about what could not be checked.
-
-    Raises:
-        `ConfigError`, `ServiceError`: it is not as expected.
+    Returns lines for the run's banner, about what could not be checked. Raises `ConfigError` or `ServiceError`.
     """
     notes = [] if config.rag_base_url is None else check_rag(config.rag_base_url, parts.rag_key)
     if config.vector_store_path is not None and config.embedding_base_url and config.embedding_model:
@@ -124,13 +112,7 @@ def check_retrieval(config: RewardConfig, parts: RewardParts) -> list[str]:
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
     """Check that the judge, or at least one of several, answers at its configured address and lists its model.
 
-    A warning is logged for each of several judges that does not.
-
-    Returns:
-        `list[str]`: lines for the run's banner, about what could not be checked.
-
-    Raises:
-        `ConfigError`, `ServiceError`: it is not as expected.
+    A warning is logged for each of several judges that does not. Returns and raises as `check_retrieval` does.
     """
     if config.judge_base_url is not None:
         return check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
@@ -150,20 +132,9 @@ def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
 def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
     """Check that the embedded services know the rows and rubrics that they are to score.
 
-    Args:
-        config (`RewardConfig`):
-            Settings.
-        branches (`Sequence[str]`):
-            Branch names.
-        own_rows (`str`, *optional*):
-            A dataset of the run that is not the demo.
-
-    Returns:
-        `list[str]`: lines for the run's banner, if `allow_stand_ins` lets them score rows or rubrics unknown to them.
-
-    Raises:
-        `ConfigError`: they don't know them, and `allow_stand_ins` is not set.
-        `DataError`: `knowledge_file` can't be read.
+    `own_rows` is a dataset of the run that is not the demo. Returns lines for the run's banner, if `allow_stand_ins`
+    lets them score rows or rubrics unknown to them. Raises `ConfigError` if they don't know them and it is not set,
+    `DataError` if `knowledge_file` can't be read.
     """
     if config.knowledge_file is not None:
         load_documents(Path(config.knowledge_file).expanduser())
@@ -201,9 +172,8 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
 def read_key(variable: str | None, setting: str) -> str | None:
     """Read a key as `find_key` does; `None` if the setting names no variable.
 
-    Raises:
-        `ConfigError`: there is no key, its file is not its owner's alone, or the key can't be sent. The message never
-            shows the key, even if the setting holds it in place of a name.
+    Raises `ConfigError` if there is no key, its file is not its owner's alone, or the key can't be sent. The message
+    never shows the key, even if the setting holds it in place of a name.
     """
     if variable is None:
         return None

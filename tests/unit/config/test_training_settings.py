@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, Qwen2Config
 
-from salesrl_trl.build.checks import attention
+from salesrl_trl.build.checks import model as model_checks
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.schedule import follow
 from salesrl_trl.errors import ConfigError
@@ -101,9 +101,9 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         flash = {
             name: each._replace(is_installed=lambda name=name: name in installed)
-            for name, each in attention.FLASH.items()
+            for name, each in model_checks.FLASH.items()
         }
-        monkeypatch.setattr(attention, "FLASH", flash)
+        monkeypatch.setattr(model_checks, "FLASH", flash)
 
     return have
 
@@ -123,7 +123,7 @@ def test_auto_takes_the_fastest_attention_that_is_there_and_says_why_it_is_no_fa
     card, capability, installed, model, chosen
 ):
     card(capability, *installed)
-    name, line = attention.choose_attention("auto", GPU, in_16_bits=True, model=model)
+    name, line = model_checks.choose_attention("auto", GPU, in_16_bits=True, model=model)
     assert line.startswith(f"attention: {chosen}")
     assert (name or "eager") == chosen.split(";")[0]
 
@@ -143,11 +143,11 @@ def test_auto_takes_the_fastest_attention_that_is_there_and_says_why_it_is_no_fa
 def test_attention_that_can_not_be_used_is_refused_before_a_model_is_loaded(card, asked, in_16_bits, message):
     card((9, 0), "flash_attention_2")
     with pytest.raises(ConfigError, match=message):
-        attention.choose_attention(asked, GPU, in_16_bits=in_16_bits, model=GPT2Config())
+        model_checks.choose_attention(asked, GPU, in_16_bits=in_16_bits, model=GPT2Config())
 
 
 def test_attention_on_a_cpu_is_sdpa_and_none_is_left_to_transformers():
-    sdpa = attention.choose_attention("auto", CPU, in_16_bits=False, model=None)
+    sdpa = model_checks.choose_attention("auto", CPU, in_16_bits=False, model=None)
     assert sdpa == ("sdpa", "attention: sdpa; FlashAttention needs a GPU, and this run is on the CPU")
-    assert attention.choose_attention(None, CPU, in_16_bits=False, model=None) == (None, None)
-    assert attention.choose_attention("me/my-kernel", CPU, in_16_bits=False, model=None)[0] == "me/my-kernel"
+    assert model_checks.choose_attention(None, CPU, in_16_bits=False, model=None) == (None, None)
+    assert model_checks.choose_attention("me/my-kernel", CPU, in_16_bits=False, model=None)[0] == "me/my-kernel"

@@ -27,19 +27,20 @@ from transformers import AutoTokenizer
 
 from salesrl_trl import env
 from salesrl_trl.build import software
-from salesrl_trl.build.checks import vllm_names
+from salesrl_trl.build.checks import environment
 from salesrl_trl.build.checks.addresses import PROBE_TIMEOUT_S
+from salesrl_trl.build.checks.outcome import StageVerdict
 from salesrl_trl.build.memory.cards import Card
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import parse
 from salesrl_trl.data import sources
 from salesrl_trl.errors import SalesRLError
-from salesrl_trl.preflight import environment, runner
 from salesrl_trl.preflight import gpu_memory as command
+from salesrl_trl.preflight import runner
 from salesrl_trl.preflight.__main__ import main
 from salesrl_trl.preflight.runner import chosen, examine, prepare
-from salesrl_trl.preflight.simulation.command import main as simulate
-from salesrl_trl.preflight.stage import Findings, StageVerdict
+from salesrl_trl.preflight.simulation import main as simulate
+from salesrl_trl.preflight.stage import PreflightStage
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
 ABSENT = ("bitsandbytes", "torchao")
@@ -148,11 +149,11 @@ def test_the_names_of_vllm_are_those_that_it_has(monkeypatch):
     from vllm.envs import environment_variables as variables
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    assert {each.name for each in fields(EngineArgs)} <= vllm_names.engine_arguments()
-    assert vllm_names.attention_backends() == tuple(AttentionBackendEnum.__members__)
-    assert {name for name in variables if name.startswith("VLLM_")} <= vllm_names.environment_variables()
+    assert {each.name for each in fields(EngineArgs)} <= environment.engine_arguments()
+    assert environment.attention_backends() == tuple(AttentionBackendEnum.__members__)
+    assert {name for name in variables if name.startswith("VLLM_")} <= environment.environment_variables()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not vllm_names.engine_arguments() and not vllm_names.environment_variables()  # then nothing is compared
+    assert not environment.engine_arguments() and not environment.environment_variables()  # then nothing is compared
 
 
 def test_variables_that_vllm_does_not_read_are_told(told, monkeypatch):
@@ -447,30 +448,35 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(told, policy):
     assert "and the model embeddings for 100" in told(*asked(policy))
 
 
-class Counted:
-    """A stage that knows how often it ran."""
-
-    def __init__(self, name, needs=(), fails=False):
-        self.name, self.needs, self.fails, self.runs = name, needs, fails, 0
-
-    def run(self, plan):
-        self.runs += 1
-        findings = Findings()
-        if self.fails:
-            findings.fail("It is broken.", "Mend it.")
-        return findings
-
-
 def test_a_named_stage_runs_after_those_it_needs_and_is_reported_alone():
-    a, b, c, d = Counted("a"), Counted("b", ("a",)), Counted("c"), Counted("d", ("b",))
-    plan = Plan(parse([], RECIPE))
-    assert [each.stage for each in examine(plan, chosen(["d"], (a, b, c, d)), ["d"])] == ["d"]
-    assert [each.runs for each in (a, b, c, d)] == [1, 1, 0, 1]
-    a.fails = True
-    assert [each.stage for each in examine(plan, chosen(["d"], (a, b, c, d)), ["d"])] == ["a"]
-    assert d.runs == 1
-    a.fails = False
-    assert [each.stage for each in examine(plan, chosen(["c", "b"], (a, b, c, d)), ["c", "b"])] == ["b", "c"]
+    ran, broken = [], set()
+
+    def stage(name, *needs):
+        def check(plan, findings):
+            ran.append(name)
+            if name in broken:
+                findings.fail("It is broken.", "Mend it.")
+
+        return PreflightStage(name, needs, (check,))
+
+    plan, stages = Plan(parse([], RECIPE)), (stage("a"), stage("b", "a"), stage("c"), stage("d", "b"))
+
+    def examined(*wanted):
+        ran.clear()
+        return [report.stage for report in examine(plan, chosen(wanted, stages), wanted)]
+
+    assert (examined("d"), ran) == (["d"], ["a", "b", "d"])
+    assert examined("c", "b") == ["b", "c"]
+    broken.add("a")
+    assert (examined("d"), ran) == (["a"], ["a"])
+
+
+def test_the_checks_of_a_stage_end_where_one_says_that_there_is_nothing_to_check():
+    def skip(plan, findings):
+        findings.skipped = "nothing is trained"
+
+    findings = PreflightStage("a", (), (skip, pytest.fail)).run(None)
+    assert findings.verdict is StageVerdict.SKIPPED
 
 
 def test_the_command_says_what_to_do_next_and_ends_with_2_for_a_failure(capsys, tmp_path, monkeypatch):
@@ -491,15 +497,12 @@ def test_the_command_says_what_to_do_next_and_ends_with_2_for_a_failure(capsys, 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", 1), ("1", 0)])
 def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsys, tmp_path, monkeypatch, rank, told):
-    class Chatty:
-        name, needs = "chatty", ()
-
-        def run(self, plan):
-            print("a line of another library")
-            return Findings(figures={"kl": math.nan})
+    def check(plan, findings):
+        print("a line of another library")
+        findings.figures["kl"] = math.nan
 
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(runner, "STAGES", (Chatty(),))
+    monkeypatch.setattr(runner, "STAGES", (PreflightStage("chatty", (), (check,)),))
     assert main(["--json", "--config", str(RECIPE), "--output_dir", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line, parse_constant=pytest.fail)["passed"] for line in lines] == [True] * told

@@ -16,15 +16,16 @@ from support import virtual_time
 from support.in_memory import Network, Services
 from support.loopback import ANSWER, VERDICT, chat_completion, row
 
+from salesrl_trl.build.checks.outcome import StageVerdict
 from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import SettingsParser, all_kinds, names_of_settings, parse
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.preflight.__main__ import main
-from salesrl_trl.preflight.alone import StepSettings, examine_alone, read_alone
-from salesrl_trl.preflight.services import JudgeStage, RagStage
-from salesrl_trl.preflight.stage import StageVerdict, report_of
+from salesrl_trl.preflight.__main__ import examine_alone, main, read_alone
+from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
+from salesrl_trl.preflight.stage import report_of
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.service.spent_file import read_account
 from salesrl_trl.types import Verdict as Scores
@@ -86,7 +87,7 @@ def nth(services, name, faulty):
 
 def test_healthy_services_pass_with_the_times_of_a_step(services):
     services.functions["8b"] = lambda request: (200, ANSWER, {}, 2.0)
-    rag, judge = examine(RagStage(), services), examine(JudgeStage(), services)
+    rag, judge = examine(RAG_STAGE, services), examine(JUDGE_STAGE, services)
     assert (rag.verdict, judge.verdict) == (StageVerdict.PASSED, StageVerdict.PASSED)
     assert (rag.figures["rag_8b_p50_s"], rag.figures["rag_8b_p95_s"]) == pytest.approx((2.0, 2.0))
     assert (rag.figures["rag_8b_in_flight"], rag.figures["rag_32b_in_flight"], judge.figures["judge_in_flight"]) == (
@@ -101,34 +102,34 @@ def test_healthy_services_pass_with_the_times_of_a_step(services):
 def test_the_limits_bound_the_calls_in_flight(services):
     services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=1.0)
     services.functions.clear()
-    report = examine(JudgeStage(), services, judge_max_concurrency=4)
+    report = examine(JUDGE_STAGE, services, judge_max_concurrency=4)
     assert report.figures["judge_in_flight"] == 4 and report.figures["judge_p95_s"] == pytest.approx(1.0)
 
 
 def test_the_references_of_a_large_step_are_asked_for_at_once(services):
-    report = examine(RagStage(), services, generation_batch_size=512, rag_max_concurrency=64)
+    report = examine(RAG_STAGE, services, generation_batch_size=512, rag_max_concurrency=64)
     # 512 completions are 64 groups of 8, each of which wants a reference
     assert (report.figures["rag_8b_in_flight"], report.figures["rag_32b_in_flight"]) == (64, 64)
 
 
 @pytest.mark.parametrize(("calls", "made"), [(0, 1), (8, 9), (50, 49)])
 def test_a_setting_bounds_the_calls(services, calls, made):
-    examine(JudgeStage(), services, preflight_calls=calls)
+    examine(JUDGE_STAGE, services, preflight_calls=calls)
     assert services.calls["judge"] == made
-    examine(RagStage(), services, preflight_calls=calls)
+    examine(RAG_STAGE, services, preflight_calls=calls)
     assert services.calls["8b"] == calls + 1
 
 
 def test_a_run_only_looks(services):
     plan = Plan(SimpleNamespace(reward=RewardConfig(rag_base_url=services.url), training=None))
     plan.reward = SimpleNamespace(rag_key=None)
-    assert report_of(RagStage(), plan).verdict is StageVerdict.PASSED
+    assert report_of(RAG_STAGE, plan).verdict is StageVerdict.PASSED
     assert services.calls["8b"] == 0
 
 
 def test_of_several_processes_the_first_makes_the_calls_of_all(services):
-    assert examine(RagStage(), services, process_index=1).verdict is StageVerdict.PASSED
-    assert examine(JudgeStage(), services, process_index=1).verdict is StageVerdict.PASSED
+    assert examine(RAG_STAGE, services, process_index=1).verdict is StageVerdict.PASSED
+    assert examine(JUDGE_STAGE, services, process_index=1).verdict is StageVerdict.PASSED
     assert not services.calls["8b"] and not services.calls["judge"]
 
 
@@ -144,7 +145,7 @@ def test_of_several_processes_the_first_makes_the_calls_of_all(services):
     ],
 )
 def test_a_service_that_refuses_every_call_fails_before_the_load(services, status, message):
-    for stage, name in ((RagStage(), "8b"), (JudgeStage(), "judge")):
+    for stage, name in ((RAG_STAGE, "8b"), (JUDGE_STAGE, "judge")):
         services.functions[name] = lambda request: (status, {"error": {}})
         report = examine(stage, services)
         assert report.verdict is StageVerdict.FAILED and message in text_of(report) and services.url in text_of(report)
@@ -153,7 +154,7 @@ def test_a_service_that_refuses_every_call_fails_before_the_load(services, statu
 
 def test_calls_that_are_turned_away_are_counted_and_the_service_is_given_its_limit(services):
     nth(services, "8b", lambda n: (429, {}, {"Retry-After": "1"}) if 9 <= n < 33 else None)
-    report = examine(RagStage(), services)
+    report = examine(RAG_STAGE, services)
     assert report.verdict is StageVerdict.NOTED
     assert (report.figures["rag_8b_http_429"], report.figures["rag_8b_retries"]) == (24, 24)
     assert report.figures["rag_8b_failed"] == 0 and report.figures["rag_8b_p95_s"] > 1
@@ -162,20 +163,20 @@ def test_calls_that_are_turned_away_are_counted_and_the_service_is_given_its_lim
 
 def test_a_storm_of_429_ends_in_time(services):
     services.functions["judge"] = lambda request: (429, {}, {"Retry-After": "1"})
-    report = examine(JudgeStage(), services, judge_timeout_s=20.0)
+    report = examine(JUDGE_STAGE, services, judge_timeout_s=20.0)
     assert report.verdict is StageVerdict.FAILED and services.calls["judge"] <= 21
     assert "overloaded (429)" in text_of(report) or "deadline" in text_of(report)
 
 
 def test_a_late_call_is_not_made_twice(services):
     nth(services, "8b", lambda n: (200, ANSWER, {}, 25.0 if n == 100 else 1.0))
-    assert examine(RagStage(), services, preflight_calls=128).figures["rag_8b_failed"] == 0
+    assert examine(RAG_STAGE, services, preflight_calls=128).figures["rag_8b_failed"] == 0
     assert services.calls["8b"] == 129
 
 
 def test_a_slow_service_fails_where_a_step_would_be_skipped(services):
     nth(services, "8b", lambda n: (200, ANSWER, {}, 1.0 if n < 10 else 60.0))
-    report = examine(RagStage(), services, rag_timeout_s=5.0)
+    report = examine(RAG_STAGE, services, rag_timeout_s=5.0)
     assert report.verdict is StageVerdict.FAILED
     assert report.figures["rag_8b_failed"] == 23 and report.figures["rag_8b_p95_s"] == pytest.approx(1.0)
     assert "(rag_8b_timeout 23)" in text_of(report) and "`rag_timeout_s`" in text_of(report)
@@ -187,7 +188,7 @@ def test_a_slow_service_fails_where_a_step_would_be_skipped(services):
 @pytest.mark.parametrize("name", ["8b", "32b"])
 def test_an_answer_of_another_shape_says_what_was_got(services, name):
     services.set(name, {"answer": "It costs 5980 yuan.", "documents": []})
-    report = examine(RagStage(), services)
+    report = examine(RAG_STAGE, services)
     assert report.verdict is (
         StageVerdict.FAILED if name == "8b" else StageVerdict.NOTED
     )  # nothing weighs the reference
@@ -199,7 +200,7 @@ def test_an_answer_of_another_shape_says_what_was_got(services, name):
 def test_a_reference_that_is_weighed_is_needed(services):
     services.set("32b", {})
     weights = {"fairness": {"margin": 1.0}}
-    assert examine(RagStage(), services, branch_reward_weights=weights).verdict is StageVerdict.FAILED
+    assert examine(RAG_STAGE, services, branch_reward_weights=weights).verdict is StageVerdict.FAILED
 
 
 @pytest.mark.parametrize("empty", ["always", "with a threshold"])
@@ -209,7 +210,7 @@ def test_an_index_that_finds_nothing_fails_and_a_high_threshold_is_told(services
         return 200, answers(passages=[] if nothing else ANSWER["passages"]), {}
 
     services.functions["8b"] = answer
-    report = examine(RagStage(), services)
+    report = examine(RAG_STAGE, services)
     assert report.figures["rag_8b_without_passages"] == 32
     if empty == "always":
         assert report.verdict is StageVerdict.FAILED and "whether it knows the rows' `tenant_id`" in text_of(report)
@@ -223,7 +224,7 @@ def test_an_index_that_finds_nothing_fails_and_a_high_threshold_is_told(services
 def test_a_judge_that_ignores_the_schema_fails_at_the_first_call(services):
     services.verdict("The first answer is better.")
     services.functions.clear()
-    report = examine(JudgeStage(), services)
+    report = examine(JUDGE_STAGE, services)
     assert report.verdict is StageVerdict.FAILED and "do not end with a JSON object" in text_of(report)
     assert "The first answer" not in text_of(report)
 
@@ -232,7 +233,7 @@ def test_a_judge_that_ignores_the_schema_fails_at_the_first_call(services):
 def test_the_share_of_malformed_verdicts_is_told(services, share, verdict):
     malformed = (200, chat_completion(json.dumps({**VERDICT, "candidate": 7})), {})
     nth(services, "judge", lambda n: malformed if n and n % 5 < share else None)
-    report = examine(JudgeStage(), services)
+    report = examine(JUDGE_STAGE, services)
     assert report.verdict is verdict
     assert report.figures["judge_invalid_share"] == pytest.approx(share / 5, abs=0.05)
     assert "judge_outside_schema" in text_of(report) and "less than or equal to 1" in text_of(report)
@@ -245,11 +246,11 @@ def test_a_noisy_judge_is_told_with_the_repeats_that_make_up_for_it(services):
         return {**VERDICT, "candidate": by_quality(system, user)["candidate"] - 0.2 + rng.uniform(0, 0.4)}
 
     services.judge_by(lambda system, user: {**(v := judge(system, user)), "candidate": min(max(v["candidate"], 0), 1)})
-    report = examine(JudgeStage(), services, preflight_calls=128)
+    report = examine(JUDGE_STAGE, services, preflight_calls=128)
     assert report.figures["judge_repeat_sd"] == pytest.approx(0.4 / 12**0.5, abs=0.03)
     assert report.figures["judge_spread_sd"] == pytest.approx(0.3, abs=0.06)
     assert "judge is noisy" in text_of(report) and "Set `judge_repeats: 2`" in text_of(report)
-    again = examine(JudgeStage(), services, preflight_calls=128, judge_repeats=2)
+    again = examine(JUDGE_STAGE, services, preflight_calls=128, judge_repeats=2)
     assert "noisy" not in text_of(again)
 
 
@@ -261,7 +262,7 @@ def test_a_judge_that_likes_the_first_answer_is_told(services):
         return {**VERDICT, "candidate": by_quality(system, user)["candidate"] - (0.0 if first else 0.2)}
 
     services.judge_by(judge)
-    report = examine(JudgeStage(), services)
+    report = examine(JUDGE_STAGE, services)
     assert report.figures["judge_order_gap"] == pytest.approx(0.2) and report.figures["judge_repeat_sd"] == 0
     assert "scores a candidate 0.20 higher where it stands before the reference. Set `judge_repeats: 2`" in text_of(
         report
@@ -270,7 +271,7 @@ def test_a_judge_that_likes_the_first_answer_is_told(services):
 
 def test_a_judge_that_can_not_tell_right_from_wrong_is_told(services):
     services.judge_by(lambda system, user: VERDICT)
-    report = examine(JudgeStage(), services)
+    report = examine(JUDGE_STAGE, services)
     assert report.verdict is StageVerdict.NOTED and "right and wrong answers of the packaged set alike" in text_of(
         report
     )
@@ -286,7 +287,7 @@ def test_several_providers_are_told_by_name(services, monkeypatch):
         {"name": "harsh", "base_url": f"{harsh.url}/v1", "model": "m", "weight": 1},
         {"name": "gone", "base_url": "http://gone.test/v1", "model": "m", "weight": 0},
     ]
-    report = examine(JudgeStage(), mild, judge_providers=providers)
+    report = examine(JUDGE_STAGE, mild, judge_providers=providers)
     assert (report.figures["judge_mild_in_flight"], report.figures["judge_harsh_in_flight"]) == (24, 8)
     assert report.figures["judge_providers_gap"] == pytest.approx(0.3, abs=0.05)
     assert "judge_gone could not be reached" in text_of(report) and "Give one of them `weight: 0`" in text_of(report)
@@ -301,7 +302,7 @@ class Lenient(Judge):
 
 
 def test_a_judge_of_ones_own_is_measured_too(services):
-    report = examine(JudgeStage(), services, judge=f"{__name__}.Lenient")
+    report = examine(JUDGE_STAGE, services, judge=f"{__name__}.Lenient")
     assert report.figures["judge_repeat_sd"] == 0 and report.figures["judge_calls"] == 32
     assert report.figures["judge_order_gap"] is None  # the order is its own
 
@@ -315,12 +316,12 @@ class Mute(Judge):
 
 def test_a_judge_that_never_answers_is_told_with_the_seconds_and_their_setting(services):
     said = "within 7 s. Expected an answer in time: look at the service's own log, or raise `judge_timeout_s` if"
-    report = examine(JudgeStage(), services, judge=f"{__name__}.Mute", judge_timeout_s=7.0)
+    report = examine(JUDGE_STAGE, services, judge=f"{__name__}.Mute", judge_timeout_s=7.0)
     assert report.verdict is StageVerdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
     for first in ([], [(500, {}, {}, 1.0)]):  # the attempt behind it has less than the whole time
         replies = itertools.chain(first, itertools.repeat((200, {}, {}, 1e9)))
         services.functions["judge"] = lambda request, replies=replies: next(replies)
-        report = examine(JudgeStage(), services, judge_timeout_s=7.0, max_attempts=3)
+        report = examine(JUDGE_STAGE, services, judge_timeout_s=7.0, max_attempts=3)
         assert report.verdict is StageVerdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
 
 
@@ -336,14 +337,14 @@ def test_judges_fail_the_stage_if_all_of_them_fail_under_load(services, failing,
 
     services.functions["judge"] = judge
     one, two = ({"name": name, "base_url": f"{services.url}/v1", "model": name} for name in ("one", "two"))
-    report = examine(JudgeStage(), services, judge_providers=[one, two])
+    report = examine(JUDGE_STAGE, services, judge_providers=[one, two])
     assert report.verdict is verdict and "judge_two_http_500" in text_of(report)
 
 
 def test_what_a_preflight_asks_counts_in_the_run_s_budget_and_stops_at_its_limit(services, tmp_path):
     judge = {"name": "a", "base_url": f"{services.url}/v1", "model": "m", "usd_per_million_prompt_tokens": 1000.0}
     settings = {"output_dir": tmp_path, "judge_providers": [judge], "preflight_calls": 32, "max_calls": 50}
-    rag, judge = (examine(stage, services, **settings) for stage in (RagStage(), JudgeStage()))
+    rag, judge = (examine(stage, services, **settings) for stage in (RAG_STAGE, JUDGE_STAGE))
     assert (rag.verdict, judge.verdict) == (StageVerdict.PASSED, StageVerdict.FAILED)
     assert "budget_spent" in text_of(judge)
     total = read_account(tmp_path / "budget.sqlite").total()
@@ -408,4 +409,4 @@ def test_the_script_for_components_begins_with_the_machine(services, capsys, mon
 
 def test_stand_ins_score_no_rows_of_ones_own_alone_either(tmp_path):
     with pytest.raises(ConfigError, match="from the demo's course catalogue"):
-        next(examine_alone("rag", ["--dataset", "mine.jsonl"], RECIPES[0]))
+        examine_alone("rag", ["--dataset", "mine.jsonl"], RECIPES[0])

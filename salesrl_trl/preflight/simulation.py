@@ -1,6 +1,7 @@
-"""The order of a simulation: settings, checks, load, report.
+"""The load of a training run on a RAG service and a judge, without a model or a GPU: settings, checks, load, report.
 
-Owns the settings that a simulation adds to those of a run. Refuses to count or to judge: `findings` does.
+Called by `scripts/simulate_training_rewards.py`, and by `train` for `mode: rewards`. The reward chain of training
+scores; `made_up` makes the completions, and `simulated` the figures.
 """
 
 import dataclasses
@@ -8,7 +9,7 @@ import functools
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -16,17 +17,17 @@ from typing import NamedTuple
 import stamina
 
 from salesrl_trl.build.assembly import addresses, build_reward
+from salesrl_trl.build.checks.dataset import own_records, training_records
 from salesrl_trl.build.checks.reward import RewardParts, prepare_reward
-from salesrl_trl.build.checks.rows import own_records, training_records
 from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.sources import DEMO, check_rows, load_drafts
-from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_STOPPED
-from salesrl_trl.preflight.simulation.completions import DEFAULT_MIX, VARIANTS, Completion, Fields, batches
-from salesrl_trl.preflight.simulation.findings import Step, step_summary, summarise
-from salesrl_trl.preflight.simulation.text import report_text, step_text
+from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Fields, batches
+from salesrl_trl.preflight.simulated import SimulatedStep, report_text, step_summary, step_text, summarise
 from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.readiness import warm_up
 from salesrl_trl.run.tools import exit_code_of, strict_json
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
@@ -64,7 +65,7 @@ class SimulationConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class LoadSettings:
     """The training settings that shape the load. The other ones are accepted and ignored."""
 
     seed: int
@@ -78,18 +79,13 @@ class Training:
             raise ConfigError(f"`min_valid_reward_fraction` is {self.min_valid_reward_fraction}. Expected 0 to 1.")
 
 
-class Settings(NamedTuple):
-    """All settings of a simulation, by owner."""
+class Simulation(NamedTuple):
+    """Settings of a simulation by owner, and the results of its checks."""
 
     simulation: SimulationConfig
     data: DataConfig
     reward: RewardConfig
-    training: Training
-
-
-class Prepared(NamedTuple):
-    """The results of the checks."""
-
+    training: LoadSettings
     rows: list[SalesRow]
     drafts: dict[str, list[Fields]]
     """Valid actions, by row id."""
@@ -101,8 +97,8 @@ def _check_count(name: str, value: object) -> None:
         raise ConfigError(f"`{name}` is {value!r}. Expected a whole number from 1 on.")
 
 
-def parse(argv: Sequence[str]) -> Settings:
-    """Read the settings, from a recipe if one is named. The command line wins. Raises `ConfigError`."""
+def prepare_simulation(argv: Sequence[str]) -> Simulation:
+    """Read the settings and check all that can be checked before the load. Raises `SalesRLError`."""
     simulation, data, reward, others = parse_part(
         argv,
         (SimulationConfig, DataConfig, RewardConfig),
@@ -111,122 +107,64 @@ def parse(argv: Sequence[str]) -> Settings:
     )
     if reward.reference_cache is None:  # answers of an earlier run would take load off the services
         reward = dataclasses.replace(reward, reference_cache="")
-    training = Training(**{each.name: getattr(others, each.name) for each in dataclasses.fields(Training)})
-    return Settings(simulation, data, reward, training)
-
-
-def prepare(settings: Settings) -> Prepared:
-    """Check everything that can be checked before the load. Raises `SalesRLError`."""
-    _, data, reward, training = settings
+    training = LoadSettings(**{it.name: getattr(others, it.name) for it in dataclasses.fields(LoadSettings)})
     if reward.action_format() != DEFAULT_FORMAT:
         raise ConfigError(
             f"`action_fields` is {', '.join(reward.action_fields)}. Expected {', '.join(DEFAULT_FORMAT.fields)}: the "
             "simulation writes no other actions. Leave it out."
         )
-    return Prepared(
-        rows=check_rows(training_records(data, own_records(data)), training.branches, data.max_train_rows),
-        drafts={row.row_id: each for row, each in load_drafts()} if data.dataset == DEMO else {},
-        parts=prepare_reward(_with_services(reward), training.branches),
-    )
-
-
-def simulate(
-    desk: RewardDesk, planned: Iterator[list[Completion]], warm_up: bool, report: Callable[[int, Step], None]
-) -> list[Step]:
-    """Score every planned batch, one after the other.
-
-    Args:
-        desk (`RewardDesk`):
-            Scores the completions.
-        planned (`Iterator[list[Completion]]`):
-            The batches.
-        warm_up (`bool`):
-            Ask every service once before.
-        report (`Callable[[int, Step], None]`):
-            Called with the number of each step and the step.
-
-    Raises:
-        `ServiceUnavailable`: a service did not pass the warm-up.
-    """
-    if warm_up:
-        _warm_up(desk)
-    steps: list[Step] = []
-    for number, batch in enumerate(planned, start=1):
-        result = desk.result(desk.begin([each.row for each in batch]), [each.case.text for each in batch])
-        steps.append(Step(batch, list(result.rewards), result.report))
-        report(number, steps[-1])
-    return steps
-
-
-def _with_services(reward: RewardConfig) -> RewardConfig:
+    rows = check_rows(training_records(data, own_records(data)), training.branches, data.max_train_rows)
     if not reward.uses_services:
         raise ConfigError(
             "`reward_funcs` has no `sales`, and made-up completions are actions for the packaged chain. Expected the "
             "chain. Leave out `reward_funcs`."
         )
-    return reward
+    drafts = {row.row_id: draft for row, draft in load_drafts()} if data.dataset == DEMO else {}
+    parts = prepare_reward(reward, training.branches)
+    return Simulation(simulation, data, reward, training, rows, drafts, parts)
 
 
-def _warm_up(desk: RewardDesk) -> None:
-    results = desk.warm_up()
-    for name, result in results.items():
-        text = result.code if isinstance(result, ServiceError) else f"{result:.2f} s"
-        print(f"[WarmUp] {name}: {text}", file=sys.stderr)
-    for error in desk.reward.unusable(results):
-        raise ServiceUnavailable(
-            f"the services did not pass their warm-up, so nothing could be scored: {error} Mend the service and try "
-            "again (`warm_up_services: false` leaves the check out)."
-        )
-
-
-def run(prepared: Prepared, settings: Settings) -> int:
+def run(prepared: Simulation) -> int:
     """Simulate and print. Returns the exit code. Raises `SalesRLError` if the services do not work."""
-    simulation, _, config, training = settings
-    rows, drafts, parts = prepared
+    simulation, data, config, training, rows, drafts, parts = prepared
     planned = batches(
         rows, drafts, mix=simulation.mix, prompts=simulation.prompts_per_step, generations=training.num_generations,
         seed=training.seed,
     )  # fmt: skip
-    progress = sys.stderr if simulation.json else sys.stdout
-
-    def report(number: int, step: Step) -> None:
-        text = step_text(step_summary(number, step, simulation.show_text), simulation.steps)
-        print(text, file=progress, flush=True)
-
-    print(_head(len(rows), settings), file=progress, flush=True)
+    show = functools.partial(print, file=sys.stderr if simulation.json else sys.stdout, flush=True)
+    rag = "as configured" if config.rag_base_url else "embedded"  # no address: some hold a password
+    judge = "as configured" if config.judge_base_url or config.judge_providers else "embedded"
+    show(
+        f"{simulation.steps} steps of {simulation.prompts_per_step} x {training.num_generations} completions for "
+        f"{len(rows)} rows of {data.dataset}, seed {training.seed}; RAG service: {rag}, judge: {judge}"
+    )
+    steps, summaries = list[SimulatedStep](), []
     with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
         desk = RewardDesk(build_reward(config, parts, rows, *urls, output_dir=Path(folder)))
         try:
-            steps = simulate(desk, itertools.islice(planned, simulation.steps), config.warm_up_services, report)
+            if config.warm_up_services:
+                warm_up(desk, functools.partial(print, file=sys.stderr))
+            for number, batch in enumerate(itertools.islice(planned, simulation.steps), 1):
+                result = desk.result(desk.begin([made.row for made in batch]), [made.case.text for made in batch])
+                steps.append(SimulatedStep(batch, list(result.rewards), result.report))
+                summaries.append(step_summary(number, steps[-1], simulation.show_text))
+                show(step_text(summaries[-1], simulation.steps))
         finally:
             desk.close()
     summary = summarise(steps, training.min_valid_reward_fraction, config)
     if simulation.json:
-        each = [step_summary(number, step, simulation.show_text) for number, step in enumerate(steps, 1)]
-        print(strict_json({"steps": each, **summary}))
+        print(strict_json({"steps": summaries, **summary}))
     else:
         print(report_text(summary, simulation.steps, training.min_valid_reward_fraction))
     return EXIT_STOPPED if summary["skipped_steps"] else 0
 
 
-def _head(rows: int, settings: Settings) -> str:
-    """The line at the start. It holds no address: some addresses hold a password."""
-    simulation, data, config, training = settings
-    rag = "as configured" if config.rag_base_url else "embedded"
-    judge = "as configured" if config.judge_base_url or config.judge_providers else "embedded"
-    return (
-        f"{simulation.steps} steps of {simulation.prompts_per_step} x {training.num_generations} completions for "
-        f"{rows} rows of {data.dataset}, seed {training.seed}; RAG service: {rag}, judge: {judge}"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, prepare, run. Returns the exit code."""
+    """Prepare and run. Returns the exit code."""
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
-    given = sys.argv[1:] if argv is None else argv
+    argv = sys.argv[1:] if argv is None else argv
 
-    def prepared() -> Callable[[], int]:
-        settings = parse(given)
-        return functools.partial(run, prepare(settings), settings)
+    def prepare() -> Callable[[], int]:
+        return functools.partial(run, prepare_simulation(argv))
 
-    return exit_code_of(given, prepared)
+    return exit_code_of(argv, prepare)

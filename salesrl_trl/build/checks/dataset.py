@@ -1,0 +1,150 @@
+"""Checks of the rows and their prompts: sources, template, room for a completion, branches, repeats, pictures.
+
+Called by `build.plan` for the parts, and by `preflight.runner` before every run. `data` loads the rows and checks each
+of them alone.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers.utils import is_torchvision_available
+
+from salesrl_trl.build.checks.outcome import Findings
+from salesrl_trl.config import DataConfig, SalesGRPOConfig
+from salesrl_trl.data.form import Part, Records, part_of
+from salesrl_trl.data.lengths import LengthLimit
+from salesrl_trl.data.sources import load_records
+from salesrl_trl.data.templates import PromptTemplate, read_template
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
+
+SHOWN_ROWS = 5
+
+
+def own_records(data: DataConfig) -> Records:
+    """All records of `dataset`, of which a share may be held out. Raises `DataError` as `load_rows` does."""
+    return load_records(data.dataset, data.train_split, data.form())
+
+
+def training_records(data: DataConfig, own: Records) -> Records:
+    """The records to train on, of those of `own_records`. Raises `DataError` if there are none."""
+    return part_of(own, data.form(), Part.TRAINING if data.held_out_share else Part.ALL)
+
+
+def held_out_records(data: DataConfig, own: Callable[[], Records]) -> Records:
+    """The records to evaluate on: a share of `own_records`, or a source of their own. Raises as `own_records` does."""
+    if data.held_out_share:
+        return part_of(own(), data.form(), Part.HELD_OUT)
+    return load_records(data.eval_dataset or data.dataset, data.eval_split, data.eval_form())
+
+
+def prompt_of(config: DataConfig, fields: tuple[str, ...] = DEFAULT_FORMAT.fields) -> str | PromptTemplate:
+    """The policy's prompt: the user's template, or the name of a packaged style.
+
+    Raises `ConfigError` if the template does not work, or the packaged prompt asks for other fields than `fields`.
+    """
+    if config.prompt_template is not None:
+        return read_template(config.prompt_template, fields)
+    if config.prompt_style == "instruct" and fields != DEFAULT_FORMAT.fields:
+        raise ConfigError(
+            f"`action_fields` is {', '.join(fields)}, but the packaged prompt asks for "
+            f"{', '.join(DEFAULT_FORMAT.fields)}. Give a `prompt_template` that asks for yours (docs/DATA.md)."
+        )
+    return config.prompt_style
+
+
+def prompt_limit(
+    data: DataConfig, training: SalesGRPOConfig, positions: int | None, server_room: int | None = None
+) -> LengthLimit | None:
+    """The longest prompt that leaves room for a completion of `max_completion_length`. `None` if no limit is known.
+
+    `positions` are the model's, and `server_room` is the longest prompt and completion together that a vLLM server
+    accepts, both in tokens.
+
+    Raises `ConfigError` if there is no room for a prompt, or for one of `max_prompt_tokens`.
+    """
+    room, source = positions, "the model's positions"
+    if training.use_vllm and training.vllm_mode == "colocate":
+        if training.vllm_max_model_length is not None:
+            room, source = training.vllm_max_model_length, "`vllm_max_model_length`"
+        if isinstance(given := training.parsed_engine_kwargs().get("max_model_len"), int):
+            room, source = given, "`max_model_len` of `vllm_engine_kwargs`"
+        if positions is not None and room is not None and room > positions:
+            raise ConfigError(
+                f"{source} is {room}, but the model has {positions} positions: vLLM would refuse to start. Expected "
+                f"{positions} or less, with room for `max_completion_length` {training.max_completion_length} in it. "
+                f"Set `vllm_max_model_length: {positions}`."
+            )
+    elif server_room is not None:
+        room, source = server_room, "the vLLM server's length"
+    asked, completion = data.max_prompt_tokens, training.max_completion_length or 1
+    if room is not None and (asked or 1) + completion > room:
+        prompt = "a prompt" if asked is None else f"`max_prompt_tokens` {asked}"
+        raise ConfigError(
+            f"{prompt} and `max_completion_length` {completion} do not fit into {source} {room}: completions would be "
+            "cut short. Raise the length, or lower the others."
+        )
+    if asked is not None:
+        return LengthLimit(tokens=asked, reason="`max_prompt_tokens`")
+    if room is None:
+        return None
+    return LengthLimit(tokens=room - completion, reason=f"{source} {room} less `max_completion_length` {completion}")
+
+
+def check_pictures(rows: Sequence[SalesRow], reads_pictures: bool, policy: str, training: SalesGRPOConfig) -> None:
+    """Raise `ConfigError` unless the policy reads pictures, if rows have some, and the engine does."""
+    with_pictures = [row for row in rows if row.images]
+    if with_pictures and not reads_pictures:
+        raise ConfigError(
+            f"{len(with_pictures):,} rows have pictures ({_named(with_pictures)}), and the policy {policy} reads "
+            "text alone. Expected one that reads both, such as a Qwen2.5-VL. Name one in `model_name_or_path`, or "
+            "leave the pictures out: `columns: {images: {value: null}}`."
+        )
+    if reads_pictures and training.use_vllm and training.vllm_mode == "colocate" and not is_torchvision_available():
+        raise ConfigError(
+            "the policy reads pictures, and vLLM loads such models with torchvision, which is not installed. Expected "
+            f"the build that belongs to torch {torch.__version__} (a GPU's installation has it). Install it, or set "
+            "`use_vllm: false`: transformers generates then, more slowly."
+        )
+
+
+def check_splits(
+    train: Sequence[SalesRow], held_out: Sequence[SalesRow], branches: Sequence[str], findings: Findings
+) -> None:
+    """Look for branches without rows, conversations that come twice in training, and held-out ones that are trained
+    on."""
+    counts = Counter(row.branch for row in train)
+    findings.figures |= {f"rows_{branch}": counts[branch] for branch in branches}
+    if without := [branch for branch in branches if not counts[branch]]:
+        remedy = "Add rows, or leave the branch out of `branches`."
+        findings.note(f"No training row belongs to {', '.join(without)}.", remedy)
+    seen, repeats = set[object](), list[SalesRow]()
+    for row in train:
+        key = (row.branch, row.conversation, row.documents, row.images)
+        if key in seen:
+            repeats.append(row)
+        seen.add(key)
+    if repeats:
+        findings.note(
+            f"{len(repeats):,} of {len(train):,} training rows repeat an earlier one: {_named(repeats)}.",
+            "Leave them out, unless they are to count more.",
+        )
+    trained = {(row.conversation, row.images) for row in train}
+    known = [row for row in held_out if (row.conversation, row.images) in trained]
+    if known:
+        findings.note(
+            f"{len(known):,} of {len(held_out):,} held-out rows have a conversation of the training rows, so the "
+            f"evaluation does not show what is learned: {_named(known)}.",
+            "Hold out other conversations.",
+        )
+    findings.figures |= {
+        "train_rows": len(train),
+        "held_out_rows": len(held_out),
+        "rows_with_pictures": sum(bool(row.images) for row in (*train, *held_out)),
+    }
+
+
+def _named(rows: Sequence[SalesRow]) -> str:
+    more = f" and {len(rows) - SHOWN_ROWS:,} more" if len(rows) > SHOWN_ROWS else ""
+    return ", ".join(row.row_id for row in rows[:SHOWN_ROWS]) + more

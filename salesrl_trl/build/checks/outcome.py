@@ -1,0 +1,74 @@
+"""What checks find: what was got, what to do about it, and figures.
+
+Checks of this room and stages of `preflight` add to `Findings`; `run.finding` makes a finding of an error.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from salesrl_trl.errors import ConfigError
+
+Figure = float | int | str | None
+
+
+class StageVerdict(StrEnum):
+    """The outcome of a stage."""
+
+    PASSED = "passed"
+    NOTED = "noted"
+    """Passed, with something to know."""
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a check found."""
+
+    text: str
+    """What was got, and what was expected."""
+    remedy: str = ""
+    """What to do; empty if there is nothing to do."""
+    is_failure: bool = False
+
+    @property
+    def message(self) -> str:
+        """Text and remedy."""
+        return f"{self.text} {self.remedy}".rstrip()
+
+
+@dataclass
+class Findings:
+    """Collects what checks find.
+
+    A note is a line for the user, in the banner of a run too. A figure is for those who look for it.
+    """
+
+    found: list[Finding] = field(default_factory=list)
+    figures: dict[str, Figure] = field(default_factory=dict)
+    """By name, which has the unit: `p95_s`, `free_gib`."""
+    skipped: str | None = None
+    """Reason why there was nothing to check."""
+
+    def note(self, text: str, remedy: str = "") -> None:
+        self.add(text, remedy, is_failure=False)
+
+    def fail(self, text: str, remedy: str) -> None:
+        self.add(text, remedy, is_failure=True)
+
+    def add(self, text: str, remedy: str, *, is_failure: bool) -> None:
+        self.found.append(Finding(text, remedy, is_failure))
+
+    def raise_failure(self) -> None:
+        """Raise `ConfigError` with the first failure, if there is one."""
+        for finding in self.found:
+            if finding.is_failure:
+                raise ConfigError(finding.message)
+
+    @property
+    def verdict(self) -> StageVerdict:
+        if any(finding.is_failure for finding in self.found):
+            return StageVerdict.FAILED
+        if self.skipped is not None:
+            return StageVerdict.SKIPPED
+        return StageVerdict.NOTED if self.found else StageVerdict.PASSED
