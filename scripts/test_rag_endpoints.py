@@ -2,13 +2,15 @@
 """Checks whether a RAG service is ready for training: the connection, the form of its answers, their speed.
 
     python3 scripts/test_rag_endpoints.py --base-url https://rag.example.com --key-env RAG_KEY
+    python3 scripts/test_rag_endpoints.py --base-url http://127.0.0.1:8801 --quick --query "Python data analysis price"
 
 It tries the stages of a connection (DNS, TCP, TLS, HTTP), holds an answer of each endpoint against the contract in
-docs/SERVICES.md, measures latencies, and suggests settings.
+docs/SERVICES.md, measures latencies, and suggests settings. With --quick it asks the 8B endpoint one question, and
+prints the passages and the answer.
 
 - It connects as training does: without a proxy, with the system's certificates, without following a redirect.
 - It retries nothing: every failure shall be seen.
-- It prints no key. It prints no text of an answer without --show-answers.
+- It prints no key. It prints no text of an answer without --show-answers or --quick.
 - It needs the standard library of any Python from 3.9 on and nothing else: a copy runs where nothing is installed.
 
 Exit code: 0 ready; 1 not ready, with the reasons printed; 2 wrong usage; 130 interrupted.
@@ -20,7 +22,6 @@ import argparse
 import contextlib
 import functools
 import http.client
-import io
 import json
 import math
 import os
@@ -127,17 +128,16 @@ def make_request_id() -> str:
 
 
 def request_of(endpoint: str, number: int, options: argparse.Namespace, request_id: str) -> bytes:
-    """The body of the `number`-th request to an endpoint."""
+    """The body of the `number`-th request to an endpoint. The options' own question replaces those of the tool."""
     question, profile, summary = QUESTIONS[number % len(QUESTIONS)]
-    body: dict[str, Any] = {"context": f"customer: {question}"}
+    question = options.query or question
+    body: dict[str, Any] = {"context": options.context or f"customer: {question}"}
     if endpoint == "8b":
         body.update(dict.fromkeys(("tenant_id", "contact_id", "account_id", "message_id"), ""))
-        body.update(user_profile=profile, rewritten_query=question, history_summary=summary)
+        body.update(user_profile=options.profile or profile, rewritten_query=question)
+        body.update(history_summary=options.summary or summary)
     body.update(score_threshold=options.score_threshold, top_k=options.top_k, request_id=request_id)
     return json.dumps(body, ensure_ascii=False).encode()
-
-
-# One request under one deadline, on `http.client`.
 
 
 @dataclass(frozen=True)
@@ -149,112 +149,62 @@ class Exchange:
     seconds: float
     status: int = 0
     content: bytes = b""
-    location: str = ""
-    retry_after: str | None = None
-    retry_after_ms: str | None = None
-    request_id: str | None = None
-    """From the header of the answer."""
+    headers: Any = field(default_factory=dict)
 
 
 class TooLarge(Exception):
     """An answer is longer than `MAX_BODY_BYTES`."""
 
 
-class TimedReader(io.RawIOBase):
-    """Reads from a socket under one deadline for all reads: slow single bytes do not restart the time."""
-
-    def __init__(self, sock: socket.socket, seconds_left: Callable[[], float]) -> None:
-        self._sock, self._seconds_left = sock, seconds_left
-        self._raw = sock.makefile("rb", buffering=0)  # keeps the socket open during an answer
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        self._sock.settimeout(self._seconds_left())
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-class TimedSocket:
-    """The part of a socket that `http.client` uses, under the deadline of its connection."""
-
-    def __init__(self, sock: socket.socket, seconds_left: Callable[[], float]) -> None:
-        self._sock, self._seconds_left = sock, seconds_left
-
-    def sendall(self, data: bytes) -> None:
-        self._sock.settimeout(self._seconds_left())
-        self._sock.sendall(data)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(TimedReader(self._sock, self._seconds_left))
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def close(self) -> None:
-        self._sock.close()
-
-
 class Connection(http.client.HTTPConnection):
-    """A keep-alive connection for one thread. It goes to an address that is known to work, and has a deadline."""
+    """A keep-alive connection for one thread, to an address that is known to work."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target.host, target.port)
         self.default_port = 443 if target.scheme == "https" else 80
         self.opened = 0
-        self._target = target
-        self._deadline = 0.0
+        self._target, self._timeout_s, self._late = target, 0.0, threading.Event()
 
     def connect(self) -> None:
-        self.sock = TimedSocket(open_socket(self._target, self._seconds_left()), self._seconds_left)
+        self.sock = open_socket(self._target, self._timeout_s)
         self.opened += 1
+        if self._late.is_set():
+            raise TimeoutError
+
+    def _cut_off(self) -> None:
+        """End all reads and writes of a request. A read's own timeout would begin anew with every byte."""
+        self._late.set()
+        with contextlib.suppress(OSError, TypeError):  # closed meanwhile, or not yet open
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
     def ask(
         self, method: str, path: str, body: bytes | None, timeout_s: float, request_id: str | None = None
     ) -> Exchange:
         """Send one request and read its whole answer, both within `timeout_s` seconds."""
         started = time.perf_counter()
-        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s, self._late = timeout_s, threading.Event()
+        timer = threading.Timer(timeout_s, self._cut_off)
+        timer.daemon = True
+        timer.start()
         try:
-            response = self._answer(method, self._target.prefix + path, body, request_id)
-            with response:
+            if self.sock is not None and select.select([self.sock], [], [], 0)[0]:
+                self.close()  # bytes between two answers: the other side has closed
+            headers = {"Accept": "application/json", "User-Agent": "test_rag_endpoints"}
+            headers.update({"Content-Type": "application/json"} if body is not None else {})
+            headers.update({REQUEST_ID_HEADER: request_id} if request_id is not None else {})
+            headers.update({"Authorization": f"Bearer {self._target.key}"} if self._target.key else {})
+            self.request(method, self._target.prefix + path, body, headers)
+            with self.getresponse() as response:
                 content = read_bounded(response)
+            if self._late.is_set():
+                raise TimeoutError
         except (OSError, http.client.HTTPException, TooLarge) as error:
             self.close()
-            return Exchange(outcome_of(error), time.perf_counter() - started)
-        return Exchange(
-            "answered",
-            time.perf_counter() - started,
-            response.status,
-            content,
-            response.getheader("Location", ""),
-            response.getheader("Retry-After"),
-            response.getheader("Retry-After-Ms"),
-            response.getheader(REQUEST_ID_HEADER),
-        )
-
-    def _answer(self, method: str, path: str, body: bytes | None, request_id: str | None) -> http.client.HTTPResponse:
-        if self.sock is not None and select.select([self.sock], [], [], 0)[0]:
-            self.close()  # bytes between two answers: the other side has closed
-        headers = {"Accept": "application/json", "User-Agent": "test_rag_endpoints"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        if request_id is not None:
-            headers[REQUEST_ID_HEADER] = request_id
-        if self._target.key:
-            headers["Authorization"] = f"Bearer {self._target.key}"
-        self.request(method, path, body, headers)
-        return self.getresponse()
-
-    def _seconds_left(self) -> float:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        return left
+            outcome = "timeout" if self._late.is_set() else outcome_of(error)
+            return Exchange(outcome, time.perf_counter() - started)
+        finally:
+            timer.cancel()
+        return Exchange("answered", time.perf_counter() - started, response.status, content, response.headers)
 
 
 def open_socket(target: Target, timeout_s: float, context: ssl.SSLContext | None = None) -> socket.socket:
@@ -269,6 +219,7 @@ def open_socket(target: Target, timeout_s: float, context: ssl.SSLContext | None
         if target.scheme == "https":
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
             sock = (context or system_context()).wrap_socket(sock, server_hostname=target.host)
+            sock.settimeout(timeout_s)
     except BaseException:
         sock.close()
         raise
@@ -347,13 +298,13 @@ def diagnose(target: Target, timeout_s: float) -> Iterator[Stage]:
 
 def look_up(target: Target, timeout_s: float) -> str:
     """DNS: the addresses of the host."""
-    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def resolve() -> None:
         try:
-            found.put(socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM))
+            results.put(socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM))
         except (OSError, UnicodeError) as error:
-            found.put(error)
+            results.put(error)
 
     threading.Thread(target=resolve, daemon=True).start()  # it has no timeout of its own
     advice = (
@@ -361,13 +312,13 @@ def look_up(target: Target, timeout_s: float) -> str:
         f"Try `getent hosts {target.host}` here and where the name is known to work."
     )
     try:
-        result = found.get(timeout=timeout_s)
+        result = results.get(timeout=timeout_s)
     except queue.Empty:
         raise StageFailed(f"no answer about {target.host} within {timeout_s:g} s", advice) from None
     if isinstance(result, Exception):
         reason = getattr(result, "strerror", None) or "not a valid host name"
         raise StageFailed(f"no address for {target.host} ({reason})", advice)
-    target.addresses = list(dict.fromkeys((each[0], each[4]) for each in result))[:MAX_ADDRESSES]
+    target.addresses = list(dict.fromkeys((entry[0], entry[4]) for entry in result))[:MAX_ADDRESSES]
     return ", ".join(address[0] for _, address in target.addresses)
 
 
@@ -539,7 +490,9 @@ class Contract:
     id_returned: list[str] = field(default_factory=list)
     """The places that returned the request's id: `header`, `body`. A service need not return it."""
     answer: str | None = None
-    """Only with --show-answers."""
+    """Only with --show-answers or --quick."""
+    found: list[str] | None = None
+    """Score and id of each passage; only with --quick."""
 
 
 def check_contract(target: Target, endpoint: str, options: argparse.Namespace) -> Contract:
@@ -555,24 +508,23 @@ def check_contract(target: Target, endpoint: str, options: argparse.Namespace) -
     else:
         body, contract.faults = read_answer(exchange, options.top_k, request_id)
         if not contract.faults:
+            passages = body["passages"]
             contract.id_returned = [name for name, got in ids_in(exchange, body).items() if got == request_id]
-            fill_in(contract, body, target if options.show_answers else None)
+            contract.passages, contract.took_ms = len(passages), body["took_ms"]
+            contract.best_score = passages[0]["score"] if passages else None
+            if options.show_answers or options.quick:
+                contract.answer = target.clean(body["answer"], MAX_BODY_BYTES)
+            if options.quick:
+                contract.found = [f"{it['score']:.3f}  {target.clean(it['id'])}" for it in passages]
     contract.outcome = outcome_name(exchange, contract.faults)
     contract.state = "failed" if contract.faults else "ok"
     return contract
 
 
-def fill_in(contract: Contract, body: dict[str, Any], shown_to: Target | None) -> None:
-    """Add the figures of a good answer, and its text if it may be shown."""
-    contract.passages, contract.took_ms = len(body["passages"]), body["took_ms"]
-    contract.best_score = body["passages"][0]["score"] if body["passages"] else None
-    if shown_to is not None:
-        contract.answer = shown_to.clean(body["answer"], MAX_BODY_BYTES)
-
-
 def ids_in(exchange: Exchange, body: Any) -> dict[str, Any]:
     """The values at the places where a service may return the request's id."""
-    return {"header": exchange.request_id, "body": body.get("request_id") if isinstance(body, dict) else None}
+    in_body = body.get("request_id") if isinstance(body, dict) else None
+    return {"header": exchange.headers.get(REQUEST_ID_HEADER), "body": in_body}
 
 
 def read_answer(exchange: Exchange, top_k: int, request_id: str) -> tuple[Any, list[str]]:
@@ -635,11 +587,16 @@ def answer_faults(body: Any, top_k: int) -> list[str]:
         *field_fault(body, "passages", "a list", lambda value: isinstance(value, list)),
     ]
     passages = body.get("passages")
-    return [*faults, *passages_faults(passages, top_k)] if isinstance(passages, list) else faults
-
-
-def passages_faults(passages: list[Any], top_k: int) -> list[str]:
-    faults = [fault for index, passage in enumerate(passages) for fault in passage_faults(passage, index)]
+    if not isinstance(passages, list):
+        return faults
+    for index, passage in enumerate(passages):
+        where = f"passages[{index}]"
+        if not isinstance(passage, dict):
+            faults.append(f"{where} is {described(passage)}, expected an object with id, text and score")
+            continue
+        faults += field_fault(passage, "id", "a string", is_text, where)
+        faults += field_fault(passage, "text", "a string", is_text, where)
+        faults += field_fault(passage, "score", "a number in [0, 1]", is_score, where)
     if len(passages) > top_k:
         faults.append(f"passages has {len(passages)} entries, expected at most top_k, which was {top_k}")
     scores = [passage.get("score") if isinstance(passage, dict) else None for passage in passages]
@@ -650,17 +607,6 @@ def passages_faults(passages: list[Any], top_k: int) -> list[str]:
             faults.append(f"{got}, expected the best passage first; sort them")
             break
     return faults
-
-
-def passage_faults(passage: Any, index: int) -> list[str]:
-    where = f"passages[{index}]"
-    if not isinstance(passage, dict):
-        return [f"{where} is {described(passage)}, expected an object with id, text and score"]
-    return [
-        *field_fault(passage, "id", "a string", is_text, where),
-        *field_fault(passage, "text", "a string", is_text, where),
-        *field_fault(passage, "score", "a number in [0, 1]", is_score, where),
-    ]
 
 
 def field_fault(
@@ -750,7 +696,7 @@ def status_advice(target: Target, status: int) -> str:
 def redirect_of(target: Target, exchange: Exchange) -> str:
     """The target of a redirect, without its query, which may hold a token."""
     try:
-        place = urlsplit(exchange.location)
+        place = urlsplit(exchange.headers.get("Location", ""))
         host = place.netloc.rpartition("@")[2]
     except ValueError:
         return "an address that cannot be read"
@@ -761,15 +707,13 @@ def redirect_of(target: Target, exchange: Exchange) -> str:
 def shown_retry_after(target: Target, exchange: Exchange) -> str | None:
     """Retry-After and Retry-After-Ms as they came, with their form; `None` without both."""
     shown = []
-    if exchange.retry_after is not None:
-        value = target.clean(exchange.retry_after.strip())
-        number_of = value.replace(".", "", 1)
-        form = (
-            "seconds" if number_of.isdecimal() else "date" if value.endswith("GMT") else "neither seconds nor a date"
-        )
+    if (seconds := exchange.headers.get("Retry-After")) is not None:
+        value = target.clean(seconds.strip())
+        is_number_of = value.replace(".", "", 1).isdecimal()
+        form = "seconds" if is_number_of else "date" if value.endswith("GMT") else "neither seconds nor a date"
         shown.append(f"{value} ({form})")
-    if exchange.retry_after_ms is not None:
-        shown.append(f"{target.clean(exchange.retry_after_ms.strip())} (Retry-After-Ms)")
+    if (milliseconds := exchange.headers.get("Retry-After-Ms")) is not None:
+        shown.append(f"{target.clean(milliseconds.strip())} (Retry-After-Ms)")
     return ", ".join(shown) or None
 
 
@@ -799,70 +743,51 @@ class Latency:
     """The different values of Retry-After, by status."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One request of a latency run."""
-
-    outcome: str
-    status: int
-    seconds: float
-    took_ms: float | None
-    retry_after: str | None
-
-
 def measure(target: Target, endpoint: str, options: argparse.Namespace) -> Latency:
     """Ask an endpoint `--requests` times from `--concurrency` threads, each with a connection of its own."""
     numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(options.requests):
         numbers.put(number)
-    samples: list[Sample] = []
     connections = [Connection(target) for _ in range(min(options.concurrency, options.requests))]
+    outcomes: Counter[str] = Counter()
+    wall_ms, took_ms = [], []
+    retry_after: dict[str, list[str]] = {}
 
     def work(connection: Connection) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                samples.append(sample(target, connection, endpoint, numbers.get_nowait(), options))
+                request_id = make_request_id()
+                body = request_of(endpoint, numbers.get_nowait(), options, request_id)
+                exchange = connection.ask("POST", path_of(endpoint), body, options.timeout, request_id)
+                is_answer = exchange.status == 200
+                answer, faults = read_answer(exchange, options.top_k, request_id) if is_answer else (None, [])
+                asked_to_wait, outcome = shown_retry_after(target, exchange), outcome_name(exchange, faults)
+                with lock:
+                    outcomes[outcome] += 1
+                    wall_ms.extend([1000 * exchange.seconds] if is_answer else [])
+                    took_ms.extend([answer["took_ms"]] if is_answer and not faults else [])
+                    if asked_to_wait is not None and asked_to_wait not in retry_after.setdefault(outcome, []):
+                        retry_after[outcome].append(asked_to_wait)
         connection.close()
 
     # Daemon threads: Ctrl+C does not wait for them.
-    threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in connections]
+    lock, threads = threading.Lock(), [threading.Thread(target=work, args=(it,), daemon=True) for it in connections]
     started = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return summed_up(samples, options.requests, time.perf_counter() - started, connections)
-
-
-def sample(target: Target, connection: Connection, endpoint: str, number: int, options: argparse.Namespace) -> Sample:
-    request_id = make_request_id()
-    body = request_of(endpoint, number, options, request_id)
-    exchange = connection.ask("POST", path_of(endpoint), body, options.timeout, request_id)
-    answer, faults = read_answer(exchange, options.top_k, request_id) if exchange.status == 200 else (None, [])
-    took_ms = answer["took_ms"] if exchange.status == 200 and not faults else None
-    outcome = outcome_name(exchange, faults)
-    return Sample(outcome, exchange.status, exchange.seconds, took_ms, shown_retry_after(target, exchange))
-
-
-def summed_up(
-    samples: Sequence[Sample], requests: int, elapsed_s: float, connections: Sequence[Connection]
-) -> Latency:
-    outcomes = dict(Counter(each.outcome for each in samples).most_common())
-    answered = [1000 * each.seconds for each in samples if each.status == 200]
-    retry_after: dict[str, list[str]] = {}
-    for each in samples:
-        if each.retry_after is not None and each.retry_after not in retry_after.setdefault(each.outcome, []):
-            retry_after[each.outcome].append(each.retry_after)
+    elapsed_s = time.perf_counter() - started
     return Latency(
-        state="ok" if outcomes.get("200") == requests else "failed",
-        requests=requests,
+        state="ok" if outcomes["200"] == options.requests else "failed",
+        requests=options.requests,
         concurrency=len(connections),
         connections=sum(connection.opened for connection in connections),
         elapsed_s=elapsed_s,
-        requests_per_s=len(answered) / elapsed_s,
-        outcomes=outcomes,
-        wall_ms=percentiles(answered),
-        took_ms=percentiles([each.took_ms for each in samples if each.took_ms is not None]),
+        requests_per_s=len(wall_ms) / elapsed_s,
+        outcomes=dict(outcomes.most_common()),
+        wall_ms=percentiles(wall_ms),
+        took_ms=percentiles(took_ms),
         retry_after=retry_after,
     )
 
@@ -874,13 +799,6 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
         return {}
     ranks = {f"p{share}": math.ceil(share / 100 * len(ordered)) - 1 for share in (50, 90, 95, 99)}
     return {**{name: ordered[rank] for name, rank in ranks.items()}, "max": ordered[-1]}
-
-
-def worth_measuring(contract: Contract) -> bool:
-    """Whether a repetition can have another result. A latency run of certain failures only takes time."""
-    outcome = contract.outcome
-    status = int(outcome) if outcome.isdigit() else 0
-    return outcome in ("200", "bad body") or status in RETRYABLE_STATUSES or status >= 500
 
 
 # The verdict.
@@ -908,17 +826,10 @@ def judge(stages: Sequence[Stage], results: dict[str, tuple[Contract, Latency]],
         bad = latency.requests - latency.outcomes.get("200", 0)
         if bad:
             reasons.append(f"{endpoint}: {bad} of {latency.requests} requests failed")
-    verdict = Verdict(not reasons, reasons)
-    runs = [latency for _, latency in results.values()]
-    if runs and all(run.outcomes.get("200") for run in runs):
-        suggest(verdict, runs, timeout_s)
-    else:
+    verdict, runs = Verdict(not reasons, reasons), [latency for _, latency in results.values()]
+    if not runs or not all(run.outcomes.get("200") for run in runs):
         verdict.rules = ["no settings are suggested, since not every endpoint gave good answers in a latency run"]
-    return verdict
-
-
-def suggest(verdict: Verdict, runs: Sequence[Latency], timeout_s: float) -> None:
-    """Settings from latency runs in which every endpoint gave some good answers."""
+        return verdict
     tested = min(run.concurrency for run in runs)
     overloaded = any(set(run.outcomes) - {"200", "bad body"} for run in runs)
     verdict.rag_max_concurrency = max(tested // 2, 1) if overloaded else tested
@@ -930,13 +841,14 @@ def suggest(verdict: Verdict, runs: Sequence[Latency], timeout_s: float) -> None
     )
     if any("timeout" in run.outcomes for run in runs):
         verdict.rules.append(f"rag_timeout_s: none, since answers were cut off at {timeout_s:g} s; raise --timeout")
-        return
+        return verdict
     slowest_s = max(run.wall_ms["p99"] for run in runs) / 1000
     verdict.rag_timeout_s = max(math.ceil(TIMEOUT_MARGIN * slowest_s), MIN_TIMEOUT_S)
     verdict.rules.append(
         f"rag_timeout_s: {TIMEOUT_MARGIN} x the slower endpoint's p99 of {slowest_s:.3g} s in whole seconds, at least "
         f"{MIN_TIMEOUT_S} s"
     )
+    return verdict
 
 
 # The text.
@@ -978,6 +890,7 @@ def contract_lines(endpoint: str, contract: Contract) -> list[str]:
     if contract.state == "ok":
         returned = " and ".join(contract.id_returned)
         lines.append(f"  id        {f'returned in the {returned}' if returned else NO_ID}")
+    lines += [f"    {line}" for line in contract.found or ()]
     return [*lines, f"    answer: {contract.answer}"] if contract.answer is not None else lines
 
 
@@ -1025,7 +938,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stages.append(stage)
         write(stage_lines(stage))
     results = {}
-    for endpoint in [options.only] if options.only else ENDPOINTS:
+    for endpoint in ["8b"] if options.quick else [options.only] if options.only else ENDPOINTS:
         results[endpoint] = look_at(target, endpoint, options, write)
     verdict = judge(stages, results, options.timeout)
     write(verdict_lines(verdict))
@@ -1043,7 +956,12 @@ def look_at(
         contract = check_contract(target, endpoint, options)
         latency.reason = f"{contract.outcome} would come again; mend it first"
     write(contract_lines(endpoint, contract))
-    if target.speaks_http and worth_measuring(contract):
+    # a repetition of certain failures has the same result, and takes time
+    status = int(contract.outcome) if contract.outcome.isdigit() else 0
+    is_worth_it = contract.outcome == "bad body" or status == 200 or status in RETRYABLE_STATUSES or status >= 500
+    if options.quick:
+        latency.reason = "--quick asks one question"
+    elif target.speaks_http and is_worth_it:
         latency = measure(target, endpoint, options)
     write(latency_lines(latency))
     return contract, latency
@@ -1084,6 +1002,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=number(int, 1, 50), default=3, help="most passages in an answer")
     parser.add_argument("--score-threshold", type=number(float, 0, 1), default=0.03, help="lowest score of a passage")
     parser.add_argument("--only", choices=ENDPOINTS, help="check only this endpoint")
+    parser.add_argument("--quick", action="store_true", help="ask 8b one question, and print passages and answer")
+    parser.add_argument("--query", help="the customer's question, in place of the tool's own ones")
+    parser.add_argument("--profile", help="the customer's profile, in place of the tool's own ones")
+    parser.add_argument("--summary", help="what was said before, in place of the tool's own ones")
+    parser.add_argument("--context", help="the conversation; default: the question, asked by the customer")
     parser.add_argument("--show-answers", action="store_true", help="print the texts of answers too")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parser.parse_args(arguments)

@@ -64,7 +64,6 @@ def test_a_signal_during_the_imports_of_a_recipe_is_one_line_and_75(number, name
         ("-m", "salesrl_trl.env"),
         ("-u", "-m", "salesrl_trl.env"),
         ("-m", "salesrl_trl.preflight", "--stage", "absent"),
-        (f"{ROOT}/scripts/quick_test_rag_8b.py", *ADDRESS),
         (f"{ROOT}/scripts/test_rag_endpoints.py", *ADDRESS),
     ],
     ids=" ".join,

@@ -1,4 +1,4 @@
-"""The two tools that users run against their own RAG service, mostly as they run them: alone, without any package.
+"""The tool that users run against their own RAG service, mostly as they run it: alone, without any package.
 
 The services are real ones on loopback: the embedded one where all is well, and servers with one fault each.
 """
@@ -27,7 +27,7 @@ from salesrl_trl.errors import ErrorInAnswer
 from salesrl_trl.reward.service.http import FAILED_WORDS, make_request_id, refuse_stated_error
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
-ENDPOINTS, QUICK = SCRIPTS / "test_rag_endpoints.py", SCRIPTS / "quick_test_rag_8b.py"
+ENDPOINTS = SCRIPTS / "test_rag_endpoints.py"
 KEY = "sk-test-7d2f81c0"
 GOOD = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}
 TOOL = runpy.run_path(str(ENDPOINTS))
@@ -142,21 +142,22 @@ def fixture_service_url() -> Iterator[str]:
         yield addresses.rag_base_url
 
 
-# They stand alone.
+# It stands alone.
 
 
-@pytest.mark.parametrize("script", [ENDPOINTS, QUICK], ids=lambda script: script.name)
-def test_a_tool_needs_nothing_but_the_standard_library_of_python_39(script: Path) -> None:
-    tree = ast.parse(script.read_text(encoding="utf-8"), feature_version=(3, 9))
+def test_the_tool_needs_nothing_but_the_standard_library_of_python_39() -> None:
+    tree = ast.parse(ENDPOINTS.read_text(encoding="utf-8"), feature_version=(3, 9))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("script", [ENDPOINTS, QUICK], ids=lambda script: script.name)
-def test_a_copy_of_a_tool_runs_from_another_folder(script: Path, service_url: str, tmp_path: Path) -> None:
-    copied = Path(shutil.copy(script, tmp_path))
-    assert run(copied, "--base-url", service_url).returncode == 0
+@pytest.mark.parametrize("arguments", [(), ("--quick",)], ids=str)
+def test_a_copy_of_the_tool_runs_from_another_folder(
+    arguments: tuple[str, ...], service_url: str, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copy(ENDPOINTS, tmp_path))
+    assert run(copied, "--base-url", service_url, *arguments).returncode == 0
 
 
 # A good service.
@@ -381,7 +382,6 @@ def https(server: _Server) -> str:
 def test_a_certificate_of_the_systems_store_is_accepted_and_shown(serve: Serve, certify: Certify) -> None:
     made = certify("rag-test")
     url = https(serve(200, {}, GOOD, tls=made.context))
-    assert run(QUICK, "--base-url", url, trusting=made.path).returncode == 0
     code, report = examine(url, trusting=made.path)
     assert code == 0
     got = report["stages"][2]["got"]
@@ -452,8 +452,7 @@ def test_a_refusal_is_explained_and_not_repeated(serve: Serve, status: int, said
     ids=["seconds", "date", "other", "milliseconds"],
 )
 def test_retry_after_is_shown_with_its_form(headers: dict[str, str], shown: str) -> None:
-    values = (headers.get(name) for name in ("Retry-After", "Retry-After-Ms"))
-    exchange = TOOL["Exchange"]("answered", 0.1, 429, b"", "", *values)
+    exchange = TOOL["Exchange"]("answered", 0.1, 429, b"", headers)
     assert TOOL["shown_retry_after"](TOOL["target_of"]("http://127.0.0.1:8801"), exchange) == shown
 
 
@@ -491,7 +490,6 @@ def test_a_redirect_is_reported_and_not_followed(serve: Serve) -> None:
         result = run(ENDPOINTS, "--base-url", server.url, "--only", "8b", "--key-env", "KEY_VARIABLE")
         assert result.returncode == 1
         assert f"answered {status}, a redirect to {other.url}/login, expected 200" in result.stdout
-        assert run(QUICK, "--base-url", server.url).returncode == 1
     assert other.asked == []
 
 
@@ -660,7 +658,9 @@ def test_a_body_that_breaks_off_is_a_lost_connection(serve: Serve) -> None:
 # What is not told.
 
 
-@pytest.mark.parametrize("arguments", [(), ("--json",), ("--show-answers",), ("--show-answers", "--json")], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [(), ("--json",), ("--show-answers",), ("--show-answers", "--json"), ("--quick",)], ids=str
+)
 def test_a_key_that_the_service_echoes_everywhere_is_not_printed(serve: Serve, arguments: tuple[str, ...]) -> None:
     echo = {**GOOD, "answer": f"Bearer {KEY}", "passages": [{"id": KEY, "text": KEY, "score": 0.5}]}
     replies = [(200, {}, echo), (429, {"Retry-After": KEY}, echo), (302, {"Location": f"http://{KEY}/{KEY}"}, b"")]
@@ -668,9 +668,7 @@ def test_a_key_that_the_service_echoes_everywhere_is_not_printed(serve: Serve, a
     result = run(ENDPOINTS, "--base-url", server.url, "--key-env", "KEY_VARIABLE", "--requests", "6", *arguments)
     assert server.asked[0][1]["Authorization"] == f"Bearer {KEY}"
     assert KEY not in result.stdout + result.stderr
-    assert ("Bearer <KEY_VARIABLE>" in result.stdout) == ("--show-answers" in arguments)
-    quick = run(QUICK, "--base-url", serve(200, {}, echo).url, "--key-env", "KEY_VARIABLE")
-    assert (quick.returncode, KEY in quick.stdout + quick.stderr) == (0, False)
+    assert ("Bearer <KEY_VARIABLE>" in result.stdout) == bool({"--show-answers", "--quick"}.intersection(arguments))
 
 
 def test_a_proxy_is_named_and_gets_no_request(serve: Serve) -> None:
@@ -680,7 +678,6 @@ def test_a_proxy_is_named_and_gets_no_request(serve: Serve) -> None:
     assert result.returncode == 0
     assert "used neither by training nor by this tool: HTTP_PROXY, all_proxy\n" in result.stdout
     assert KEY not in result.stdout
-    assert run(QUICK, "--base-url", server.url, http_proxy=url).returncode == 0
     assert proxy.asked == []
 
 
@@ -689,12 +686,12 @@ Misuse = Callable[..., str]
 
 @pytest.fixture(name="misuse")
 def fixture_misuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Misuse:
-    """Runs a tool in this process, where it ends at its command line with 2: what it said on stderr."""
+    """Runs the tool in this process, where it ends at its command line with 2: what it said on stderr."""
 
-    def misuse(script: Path, *arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    def misuse(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(ENDPOINTS), *arguments])
         with pytest.raises(SystemExit, match="2"):
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(str(ENDPOINTS), run_name="__main__")
         told = capsys.readouterr()
         assert told.out == ""
         return told.err
@@ -715,11 +712,8 @@ def fixture_misuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     ],
     ids=["no-url", "no-scheme", "password", "password-and-port", "query", "key-for-its-name", "timeout"],
 )
-@pytest.mark.parametrize("script", [ENDPOINTS, QUICK], ids=lambda script: script.name)
-def test_wrong_usage_ends_with_2_and_shows_no_secret(
-    script: Path, arguments: tuple[str, ...], misuse: "Misuse"
-) -> None:
-    told = misuse(script, *arguments)
+def test_wrong_usage_ends_with_2_and_shows_no_secret(arguments: tuple[str, ...], misuse: "Misuse") -> None:
+    told = misuse(*arguments)
     assert "error:" in told
     assert KEY not in told
 
@@ -739,46 +733,25 @@ def test_wrong_usage_says_what_was_got_and_what_is_expected(
     arguments: tuple[str, ...], said: str, misuse: Misuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BROKEN", f"{KEY}\n")
-    told = misuse(ENDPOINTS, *arguments)
+    told = misuse(*arguments)
     assert said in told
     assert KEY not in told
 
 
-# The quick one.
+# One question.
 
 
-def test_the_quick_tool_prints_status_passages_and_answer(serve: Serve) -> None:
-    answer = "It costs 5980 yuan.\x1b[2J\n周三晚上七点半。"
-    passages = [{"id": "d1", "text": "...", "score": 0.5}, {"id": "d2", "text": "...", "score": 0.25}]
-    server = serve(200, {}, {"answer": answer, "passages": passages, "took_ms": 1.5})
+def test_the_quick_look_prints_passages_and_answer_to_a_question_of_ones_own(serve: Serve) -> None:
+    passages = [{"id": "d1", "text": "...", "score": 0.5}, {"id": "d2\x1b[2J", "text": "...", "score": 0.25}]
+    server = serve(200, {}, {**GOOD, "answer": "It costs 5980 yuan.\x1b[2J\n周三晚上七点半。", "passages": passages})
     given = ("--query", "Python price", "--profile", "nurse", "--summary", "asked", "--context", "customer: hi")
-    result = run(QUICK, "--base-url", server.url, *given, "--top-k", "2", "--score-threshold", "0.1")
+    result = run(ENDPOINTS, "--base-url", server.url, "--quick", *given, "--top-k", "2", "--score-threshold", "0.1")
     assert (result.returncode, result.stderr) == (0, "")
-    first, *rest = result.stdout.splitlines()
-    assert first.startswith(f"POST {server.url}/v1/rag/8b: 200 in ")
-    assert rest == [
-        "2 passages, took_ms 1.5",
-        "  0.500  d1",
-        "  0.250  d2",
-        "It costs 5980 yuan. [2J",
-        "周三晚上七点半。",
-    ]
-    asked = json.loads(server.asked[0][2])
-    assert (asked["rewritten_query"], asked["user_profile"]) == ("Python price", "nurse")
+    assert "    0.500  d1\n    0.250  d2 [2J\n    answer: It costs 5980 yuan. [2J 周三晚上七点半。\n" in result.stdout
+    assert "latency   not tried            --quick asks one question" in result.stdout
+    ((path, _, body),) = server.asked
+    asked = json.loads(body)
+    assert (path, asked["rewritten_query"], asked["user_profile"]) == ("/v1/rag/8b", "Python price", "nurse")
     assert (asked["history_summary"], asked["context"]) == ("asked", "customer: hi")
     assert (asked["top_k"], asked["score_threshold"]) == (2, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("reply", "said"),
-    [
-        ((401, {}, b""), ": 401 in "),
-        ((200, {}, b"<html>"), "got another body than"),
-        ((200, {}, {"answer": 1, "passages": [], "took_ms": 1}), "got another body than"),
-        ((200, {}, drip(HEADERS + b"\r\n{")), ": no complete answer in "),
-    ],
-    ids=["status", "html", "types", "drip"],
-)
-def test_the_quick_tool_ends_with_1_where_there_is_no_answer(serve: Serve, reply: Reply, said: str) -> None:
-    result = run(QUICK, "--base-url", serve(*reply).url, "--timeout", "1")
-    assert (result.returncode, said in result.stdout, result.stderr) == (1, True, "")
+    assert run(ENDPOINTS, "--base-url", serve(401).url, "--quick").returncode == 1
