@@ -16,7 +16,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -165,19 +165,13 @@ def _vllm_names(training: SalesGRPOConfig, findings: Findings) -> None:
 
 def engine_arguments() -> frozenset[str]:
     """The arguments of `vllm.LLM`."""
-    fields = (line for line in _class_body("engine/arg_utils.py", "EngineArgs") if isinstance(line, ast.AnnAssign))
-    named = {line.target.id for line in fields if isinstance(line.target, ast.Name)}
-    for line in _class_body("entrypoints/llm.py", "LLM"):
-        if named and isinstance(line, ast.FunctionDef) and line.name == "__init__":
-            named |= {argument.arg for argument in (*line.args.args, *line.args.kwonlyargs)} - {"self"}
-    return frozenset(named)
+    fields = _names_in("engine/arg_utils.py", "EngineArgs")
+    return frozenset(fields and [*fields, *_names_in("entrypoints/llm.py", "LLM")])
 
 
 def attention_backends() -> tuple[str, ...]:
     """The names of vLLM's `AttentionBackendEnum`, in its order."""
-    members = _class_body("v1/attention/backends/registry.py", "AttentionBackendEnum")
-    targets = (line.targets[0] for line in members if isinstance(line, ast.Assign))
-    return tuple(target.id for target in targets if isinstance(target, ast.Name))
+    return tuple(_names_in("v1/attention/backends/registry.py", "AttentionBackendEnum"))
 
 
 def environment_variables() -> frozenset[str]:
@@ -186,10 +180,16 @@ def environment_variables() -> frozenset[str]:
     return frozenset(text for text in texts if isinstance(text, str) and text.startswith("VLLM_"))
 
 
-def _class_body(place: str, name: str) -> Iterator[ast.stmt]:
-    for node in _vllm_module(place).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            yield from node.body
+def _names_in(place: str, name: str) -> list[str]:
+    """A class's fields or members, and the arguments of its `__init__`."""
+    names: list[str] = []
+    for line in (line for node in _vllm_module(place).body if getattr(node, "name", "") == name for line in node.body):
+        if isinstance(line, ast.FunctionDef) and line.name == "__init__":
+            names += [argument.arg for argument in (*line.args.args[1:], *line.args.kwonlyargs)]
+        elif isinstance(line, ast.Assign | ast.AnnAssign):
+            target = line.target if isinstance(line, ast.AnnAssign) else line.targets[0]
+            names += [target.id] if isinstance(target, ast.Name) else []
+    return names
 
 
 def _vllm_module(place: str) -> ast.Module:

@@ -6,19 +6,15 @@ attention of its own.
 
 import contextlib
 import difflib
-import http.client
 import json
-import os
 import re
-import ssl
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import httpx
 import torch
+from huggingface_hub import HfApi, constants
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -91,28 +87,22 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
 
 
 def _reach_hub(name: str, revision: str | None) -> None:
-    """Ask the hub for the model once. Without it `from_pretrained` tries for most of a minute, and prints each try.
-
-    The hub's own client has certificates and kinds of proxies that Python has not. It decides where these matter.
-    """
+    """Ask the hub for the model once. Without it `from_pretrained` tries for most of a minute, and prints each try."""
     is_cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
-    if is_cached or is_offline_mode() or urllib.request.getproxies().keys() - {"no"}:
+    if is_cached or is_offline_mode():
         return
-    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:
-        urllib.request.urlopen(f"{hub}/api/models/{urllib.parse.quote(name)}", timeout=HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        return  # it answered; `from_pretrained` says what it lacks
-    except (OSError, http.client.HTTPException) as error:
-        if isinstance(getattr(error, "reason", error), ssl.SSLError):
-            return
-        shown = re.sub("//.*@", "//", hub)  # without a password
+        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+    except httpx.TransportError as error:
+        shown = re.sub("//.*@", "//", constants.ENDPOINT)  # without a password
         raise ModelNotFoundError(
             f"`model_name_or_path` is {name!r}, which is not on this machine, and the hub can't be reached at "
             f"{shown} ({type(error).__name__}). Expected a folder that `save_pretrained` wrote, or a hub that this "
             "machine can reach. Name such a folder, set `HTTPS_PROXY` or `HF_ENDPOINT`, or leave the model out to "
             "train the small demo policy."
         ) from error
+    except (OSError, ValueError, ImportError, httpx.HTTPError):
+        return  # it answered, or has a kind of address of its own; `from_pretrained` says what it lacks
 
 
 def check_weights(folder: Path) -> None:

@@ -82,14 +82,16 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
             f"`vector_store_path` is {config.vector_store_path}, where there is no store. Expected a folder that "
             "scripts/build_vector_store.py wrote. Build it, or correct the path."
         )
+    asks, providers = not config.asks_nobody, config.parsed_judge_providers()
+    keys = {it.name: (it.api_key_env, f"judge_providers[{it.name}].api_key_env") for it in providers} or {
+        JUDGE: (config.judge_api_key_env, "judge_api_key_env")
+    }
     return RewardParts(
         scoring=scoring,
         rubrics=load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir) if needs_rubrics else {},
-        rag_key=None if config.asks_nobody else read_key(config.rag_api_key_env, "rag_api_key_env"),
-        embedding_key=(
-            None if config.asks_nobody else read_key(config.embedding_api_key_env, "embedding_api_key_env")
-        ),
-        judge_keys=_judge_keys(config),
+        rag_key=read_key(config.rag_api_key_env, "rag_api_key_env") if asks else None,
+        embedding_key=read_key(config.embedding_api_key_env, "embedding_api_key_env") if asks else None,
+        judge_keys={name: read_key(*key) if asks else None for name, key in keys.items()},
         judge=judge,
         stages=stages,
         functions=functions,
@@ -236,12 +238,3 @@ def _own_rubrics(config: RewardConfig, branches: Sequence[str]) -> str:
     names = _rubric_names(config.parsed_branch_weights(), branches)
     own = [name for name in names if name not in packaged or (folder and (folder / f"{name}.txt").is_file())]
     return ", ".join(f"{name}.txt" for name in own)
-
-
-def _judge_keys(config: RewardConfig) -> dict[str, str | None]:
-    providers = config.parsed_judge_providers()
-    if config.asks_nobody:
-        return dict.fromkeys([each.name for each in providers] or [JUDGE])
-    if not providers:
-        return {JUDGE: read_key(config.judge_api_key_env, "judge_api_key_env")}
-    return {each.name: read_key(each.api_key_env, f"judge_providers[{each.name}].api_key_env") for each in providers}
