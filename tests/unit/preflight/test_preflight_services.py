@@ -30,6 +30,7 @@ from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.service.spent_file import read_account
 from salesrl_trl.types import Verdict as Scores
 
+PASSED, NOTED, FAILED = StageVerdict.PASSED, StageVerdict.NOTED, StageVerdict.FAILED
 SECRET = "my card number is 4111"
 TRAINING = {"num_generations": 8, "min_valid_reward_fraction": 0.5}
 RIGHT = ("2,400 yuan for 24 lessons, on", "前5节内可以退还剩余课程的学费，退款")
@@ -69,7 +70,13 @@ def examine(stage, services, process_index=0, generation_batch_size=32, output_d
 
 
 def text_of(report):
-    return " ".join(each.message for each in report.findings)
+    return " ".join(finding.message for finding in report.findings)
+
+
+def ends_as(report, verdict, *texts):
+    assert report.verdict is verdict
+    for text in texts:
+        assert text in text_of(report)
 
 
 def answers(**changes):
@@ -88,25 +95,19 @@ def nth(services, name, faulty):
 def test_healthy_services_pass_with_the_times_of_a_step(services):
     services.functions["8b"] = lambda request: (200, ANSWER, {}, 2.0)
     rag, judge = examine(RAG_STAGE, services), examine(JUDGE_STAGE, services)
-    assert (rag.verdict, judge.verdict) == (StageVerdict.PASSED, StageVerdict.PASSED)
+    assert (rag.verdict, judge.verdict) == (PASSED, PASSED)
     assert (rag.figures["rag_8b_p50_s"], rag.figures["rag_8b_p95_s"]) == pytest.approx((2.0, 2.0))
-    assert (rag.figures["rag_8b_in_flight"], rag.figures["rag_32b_in_flight"], judge.figures["judge_in_flight"]) == (
-        32,
-        4,
-        32,
-    )
+    assert (rag.figures["rag_8b_in_flight"], rag.figures["rag_32b_in_flight"]) == (32, 4)
+    assert judge.figures["judge_in_flight"] == 32
     assert services.calls == {"8b": 33, "32b": 5, "judge": 33}  # one before the load
     assert judge.figures["judge_noise_share"] == judge.figures["judge_invalid_share"] == 0.0
 
 
-def test_the_limits_bound_the_calls_in_flight(services):
+def test_the_limits_bound_the_calls_in_flight_and_the_references_of_a_large_step_are_asked_for_at_once(services):
     services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=1.0)
     services.functions.clear()
     report = examine(JUDGE_STAGE, services, judge_max_concurrency=4)
     assert report.figures["judge_in_flight"] == 4 and report.figures["judge_p95_s"] == pytest.approx(1.0)
-
-
-def test_the_references_of_a_large_step_are_asked_for_at_once(services):
     report = examine(RAG_STAGE, services, generation_batch_size=512, rag_max_concurrency=64)
     # 512 completions are 64 groups of 8, each of which wants a reference
     assert (report.figures["rag_8b_in_flight"], report.figures["rag_32b_in_flight"]) == (64, 64)
@@ -123,13 +124,13 @@ def test_a_setting_bounds_the_calls(services, calls, made):
 def test_a_run_only_looks(services):
     plan = Plan(SimpleNamespace(reward=RewardConfig(rag_base_url=services.url), training=None))
     plan.reward = SimpleNamespace(rag_key=None)
-    assert report_of(RAG_STAGE, plan).verdict is StageVerdict.PASSED
+    assert report_of(RAG_STAGE, plan).verdict is PASSED
     assert services.calls["8b"] == 0
 
 
 def test_of_several_processes_the_first_makes_the_calls_of_all(services):
-    assert examine(RAG_STAGE, services, process_index=1).verdict is StageVerdict.PASSED
-    assert examine(JUDGE_STAGE, services, process_index=1).verdict is StageVerdict.PASSED
+    assert examine(RAG_STAGE, services, process_index=1).verdict is PASSED
+    assert examine(JUDGE_STAGE, services, process_index=1).verdict is PASSED
     assert not services.calls["8b"] and not services.calls["judge"]
 
 
@@ -148,14 +149,14 @@ def test_a_service_that_refuses_every_call_fails_before_the_load(services, statu
     for stage, name in ((RAG_STAGE, "8b"), (JUDGE_STAGE, "judge")):
         services.functions[name] = lambda request: (status, {"error": {}})
         report = examine(stage, services)
-        assert report.verdict is StageVerdict.FAILED and message in text_of(report) and services.url in text_of(report)
+        assert report.verdict is FAILED and message in text_of(report) and services.url in text_of(report)
         assert services.calls[name] == 1
 
 
 def test_calls_that_are_turned_away_are_counted_and_the_service_is_given_its_limit(services):
     nth(services, "8b", lambda n: (429, {}, {"Retry-After": "1"}) if 9 <= n < 33 else None)
     report = examine(RAG_STAGE, services)
-    assert report.verdict is StageVerdict.NOTED
+    assert report.verdict is NOTED
     assert (report.figures["rag_8b_http_429"], report.figures["rag_8b_retries"]) == (24, 24)
     assert report.figures["rag_8b_failed"] == 0 and report.figures["rag_8b_p95_s"] > 1
     assert "rag_8b turned 24 requests away and takes about" in text_of(report)
@@ -164,7 +165,7 @@ def test_calls_that_are_turned_away_are_counted_and_the_service_is_given_its_lim
 def test_a_storm_of_429_ends_in_time(services):
     services.functions["judge"] = lambda request: (429, {}, {"Retry-After": "1"})
     report = examine(JUDGE_STAGE, services, judge_timeout_s=20.0)
-    assert report.verdict is StageVerdict.FAILED and services.calls["judge"] <= 21
+    assert report.verdict is FAILED and services.calls["judge"] <= 21
     assert "overloaded (429)" in text_of(report) or "deadline" in text_of(report)
 
 
@@ -177,7 +178,7 @@ def test_a_late_call_is_not_made_twice(services):
 def test_a_slow_service_fails_where_a_step_would_be_skipped(services):
     nth(services, "8b", lambda n: (200, ANSWER, {}, 1.0 if n < 10 else 60.0))
     report = examine(RAG_STAGE, services, rag_timeout_s=5.0)
-    assert report.verdict is StageVerdict.FAILED
+    assert report.verdict is FAILED
     assert report.figures["rag_8b_failed"] == 23 and report.figures["rag_8b_p95_s"] == pytest.approx(1.0)
     assert "(rag_8b_timeout 23)" in text_of(report) and "`rag_timeout_s`" in text_of(report)
 
@@ -189,18 +190,14 @@ def test_a_slow_service_fails_where_a_step_would_be_skipped(services):
 def test_an_answer_of_another_shape_says_what_was_got(services, name):
     services.set(name, {"answer": "It costs 5980 yuan.", "documents": []})
     report = examine(RAG_STAGE, services)
-    assert report.verdict is (
-        StageVerdict.FAILED if name == "8b" else StageVerdict.NOTED
-    )  # nothing weighs the reference
-    assert f"rag_{name} answered with a body of" in text_of(report) and "at first 'passages' (missing)" in text_of(
-        report
-    )
+    said = (f"rag_{name} answered with a body of", "at first 'passages' (missing)")
+    ends_as(report, FAILED if name == "8b" else NOTED, *said)  # nothing weighs the reference
 
 
 def test_a_reference_that_is_weighed_is_needed(services):
     services.set("32b", {})
     weights = {"fairness": {"margin": 1.0}}
-    assert examine(RAG_STAGE, services, branch_reward_weights=weights).verdict is StageVerdict.FAILED
+    assert examine(RAG_STAGE, services, branch_reward_weights=weights).verdict is FAILED
 
 
 @pytest.mark.parametrize("empty", ["always", "with a threshold"])
@@ -213,9 +210,9 @@ def test_an_index_that_finds_nothing_fails_and_a_high_threshold_is_told(services
     report = examine(RAG_STAGE, services)
     assert report.figures["rag_8b_without_passages"] == 32
     if empty == "always":
-        assert report.verdict is StageVerdict.FAILED and "whether it knows the rows' `tenant_id`" in text_of(report)
+        ends_as(report, FAILED, "whether it knows the rows' `tenant_id`")
     else:
-        assert report.verdict is StageVerdict.NOTED and "Lower `rag_score_threshold`" in text_of(report)
+        ends_as(report, NOTED, "Lower `rag_score_threshold`")
 
 
 # The judge.
@@ -225,11 +222,11 @@ def test_a_judge_that_ignores_the_schema_fails_at_the_first_call(services):
     services.verdict("The first answer is better.")
     services.functions.clear()
     report = examine(JUDGE_STAGE, services)
-    assert report.verdict is StageVerdict.FAILED and "do not end with a JSON object" in text_of(report)
+    ends_as(report, FAILED, "do not end with a JSON object")
     assert "The first answer" not in text_of(report)
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(4, StageVerdict.FAILED), (1, StageVerdict.NOTED)])
+@pytest.mark.parametrize(("share", "verdict"), [(4, FAILED), (1, NOTED)])
 def test_the_share_of_malformed_verdicts_is_told(services, share, verdict):
     malformed = (200, chat_completion(json.dumps({**VERDICT, "candidate": 7})), {})
     nth(services, "judge", lambda n: malformed if n and n % 5 < share else None)
@@ -256,25 +253,20 @@ def test_a_noisy_judge_is_told_with_the_repeats_that_make_up_for_it(services):
 
 def test_a_judge_that_likes_the_first_answer_is_told(services):
     def judge(system, user):
-        first = list(read_sections(user)).index("candidate_answer") < list(read_sections(user)).index(
-            "reference_answer"
-        )
-        return {**VERDICT, "candidate": by_quality(system, user)["candidate"] - (0.0 if first else 0.2)}
+        answers = [name for name in read_sections(user) if name in ("candidate_answer", "reference_answer")]
+        loss = 0.2 if answers[0] == "reference_answer" else 0.0
+        return {**VERDICT, "candidate": by_quality(system, user)["candidate"] - loss}
 
     services.judge_by(judge)
     report = examine(JUDGE_STAGE, services)
     assert report.figures["judge_order_gap"] == pytest.approx(0.2) and report.figures["judge_repeat_sd"] == 0
-    assert "scores a candidate 0.20 higher where it stands before the reference. Set `judge_repeats: 2`" in text_of(
-        report
-    )
+    ends_as(report, NOTED, "scores a candidate 0.20 higher where it stands before the reference. Set `judge_repeats")
 
 
 def test_a_judge_that_can_not_tell_right_from_wrong_is_told(services):
     services.judge_by(lambda system, user: VERDICT)
     report = examine(JUDGE_STAGE, services)
-    assert report.verdict is StageVerdict.NOTED and "right and wrong answers of the packaged set alike" in text_of(
-        report
-    )
+    ends_as(report, NOTED, "right and wrong answers of the packaged set alike")
 
 
 def test_several_providers_are_told_by_name(services, monkeypatch):
@@ -291,7 +283,7 @@ def test_several_providers_are_told_by_name(services, monkeypatch):
     assert (report.figures["judge_mild_in_flight"], report.figures["judge_harsh_in_flight"]) == (24, 8)
     assert report.figures["judge_providers_gap"] == pytest.approx(0.3, abs=0.05)
     assert "judge_gone could not be reached" in text_of(report) and "Give one of them `weight: 0`" in text_of(report)
-    assert report.verdict is StageVerdict.NOTED
+    assert report.verdict is NOTED
 
 
 class Lenient(Judge):
@@ -317,17 +309,15 @@ class Mute(Judge):
 def test_a_judge_that_never_answers_is_told_with_the_seconds_and_their_setting(services):
     said = "within 7 s. Expected an answer in time: look at the service's own log, or raise `judge_timeout_s` if"
     report = examine(JUDGE_STAGE, services, judge=f"{__name__}.Mute", judge_timeout_s=7.0)
-    assert report.verdict is StageVerdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
+    ends_as(report, FAILED, f"judge gave no complete answer {said}")
     for first in ([], [(500, {}, {}, 1.0)]):  # the attempt behind it has less than the whole time
         replies = itertools.chain(first, itertools.repeat((200, {}, {}, 1e9)))
         services.functions["judge"] = lambda request, replies=replies: next(replies)
         report = examine(JUDGE_STAGE, services, judge_timeout_s=7.0, max_attempts=3)
-        assert report.verdict is StageVerdict.FAILED and f"judge gave no complete answer {said}" in text_of(report)
+        ends_as(report, FAILED, f"judge gave no complete answer {said}")
 
 
-@pytest.mark.parametrize(
-    ("failing", "verdict"), [(("one", "two"), StageVerdict.FAILED), (("two",), StageVerdict.NOTED)]
-)
+@pytest.mark.parametrize(("failing", "verdict"), [(("one", "two"), FAILED), (("two",), NOTED)])
 def test_judges_fail_the_stage_if_all_of_them_fail_under_load(services, failing, verdict):
     asked, well = Counter(), services.functions["judge"]
 
@@ -338,14 +328,14 @@ def test_judges_fail_the_stage_if_all_of_them_fail_under_load(services, failing,
     services.functions["judge"] = judge
     one, two = ({"name": name, "base_url": f"{services.url}/v1", "model": name} for name in ("one", "two"))
     report = examine(JUDGE_STAGE, services, judge_providers=[one, two])
-    assert report.verdict is verdict and "judge_two_http_500" in text_of(report)
+    ends_as(report, verdict, "judge_two_http_500")
 
 
 def test_what_a_preflight_asks_counts_in_the_run_s_budget_and_stops_at_its_limit(services, tmp_path):
     judge = {"name": "a", "base_url": f"{services.url}/v1", "model": "m", "usd_per_million_prompt_tokens": 1000.0}
     settings = {"output_dir": tmp_path, "judge_providers": [judge], "preflight_calls": 32, "max_calls": 50}
     rag, judge = (examine(stage, services, **settings) for stage in (RAG_STAGE, JUDGE_STAGE))
-    assert (rag.verdict, judge.verdict) == (StageVerdict.PASSED, StageVerdict.FAILED)
+    assert (rag.verdict, judge.verdict) == (PASSED, FAILED)
     assert "budget_spent" in text_of(judge)
     total = read_account(tmp_path / "budget.sqlite").total()
     assert total.calls == sum(map(len, services.asked.values())) == 50

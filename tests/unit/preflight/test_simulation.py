@@ -67,44 +67,34 @@ def at(services):
 # What is dealt out.
 
 
-@pytest.mark.parametrize(
-    ("variant", "reasons"),
-    [
-        ("clean", {""}),
-        ("duplicate", {""}),
-        ("missing", {"missing_field"}),
-        ("empty", {"empty", "missing_field", "empty_query", ""}),
-        ("very_long", {"", "too_long", "not_json"}),
-        ("wrong_type", {"wrong_type", "not_an_object", "extra_field"}),
-        ("emoji", {"", "empty_query", "not_unicode"}),
-        ("control", {""}),
-        ("mixed", {""}),
-        ("injection", {"", "missing_field", "extra_field"}),
-        ("not_json", {"not_json"}),
-    ],
-)
-def test_every_case_of_a_variant_is_read_as_it_says(variant, reasons):
+REASONS = {
+    "clean": {""},
+    "duplicate": {""},
+    "missing": {"missing_field"},
+    "empty": {"empty", "missing_field", "empty_query", ""},
+    "very_long": {"", "too_long", "not_json"},
+    "wrong_type": {"wrong_type", "not_an_object", "extra_field"},
+    "emoji": {"", "empty_query", "not_unicode"},
+    "control": {""},
+    "mixed": {""},
+    "injection": {"", "missing_field", "extra_field"},
+    "not_json": {"not_json"},
+}
+
+
+def test_every_case_of_a_variant_is_read_as_it_says():
     rng = random.Random(0)
     demo = [actions(each, drafts, 1, rng)[0] for each, drafts in itertools.islice(load_drafts(), 40)]
-    said = [
-        ("How much is the guitar course?",),
-        ("吉他课多少钱？", "还有呢？"),
-        ('It\'s "ok"\\ {', "好的"),
-        ("x" * 9000,),
-    ]
-    own = [actions(row(*each), None, 1, rng)[0] for each in said]
-    seen = set()
+    questions = ("How much is the guitar course?", "吉他课多少钱？", 'It\'s "ok"\\ {', "x" * 9000)
+    own = [actions(row(question, "还有呢？"), None, 1, rng)[0] for question in questions]
+    seen = {name: set() for name in VARIANTS}
     for action in (*demo, *own):
-        for case in cases_of(action)[variant]:
-            parsed = parse_action(case.text)
-            assert ("" if isinstance(parsed, Action) else parsed.reason) == case.reason
-            seen.add(case.reason)
-    assert seen == reasons
-
-
-def test_all_variants_are_tested_above():
-    tested = test_every_case_of_a_variant_is_read_as_it_says.pytestmark[0].args[1]
-    assert list(VARIANTS) == [variant for variant, _ in tested]
+        for variant, cases in cases_of(action).items():
+            for case in cases:
+                parsed = parse_action(case.text)
+                assert ("" if isinstance(parsed, Action) else parsed.reason) == case.reason
+                seen[variant].add(case.reason)
+    assert seen == REASONS
 
 
 def test_an_action_asks_what_the_customer_asked_last_that_says_something():
@@ -133,10 +123,8 @@ def test_a_batch_has_the_shape_of_grpos_and_the_default_shares():
     assert all(len(set(group)) == 1 for group in groups)
     assert len({group[0] for group in groups}) == 6
     # Two decks of 24 make 48.
-    others = set(VARIANTS) - {"clean", "duplicate"}
-    assert Counter(completion.variant for completion in batch) == {
-        "clean": 26, "duplicate": 4, **dict.fromkeys(others, 2)
-    }  # fmt: skip
+    counts = Counter(completion.variant for completion in batch)
+    assert counts == {**dict.fromkeys(VARIANTS, 2), "clean": 26, "duplicate": 4}
 
 
 def test_fewer_rows_than_prompts_come_up_again():
@@ -146,15 +134,10 @@ def test_fewer_rows_than_prompts_come_up_again():
     assert sorted(Counter(completion.row for completion in batch).values()) == [4, 6]
 
 
-def test_duplicates_of_a_group_are_equal_and_clean_completions_differ():
-    same = dealt(variants="duplicate", prompts_per_step=1)[0]
-    assert len({completion.case.text for completion in same}) == 1
+def test_duplicates_of_a_group_are_equal_clean_completions_differ_and_every_case_has_its_turn():
     # All 50 rows' drafts have at least 8 combinations: 4 drafts of 3 fields, mostly 2 values or more each.
-    different = dealt(variants="clean", prompts_per_step=1)[0]
-    assert len({completion.case.text for completion in different}) == 8
-
-
-def test_every_case_of_a_variant_has_its_turn():
+    for variant, texts in (("duplicate", 1), ("clean", 8)):
+        assert len({made.case.text for made in dealt(variants=variant, prompts_per_step=1)[0]}) == texts
     cases = cases_of(dict.fromkeys(DEFAULT_FORMAT.fields, "a"))["emoji"]
     batch = dealt(variants="emoji", prompts_per_step=1, generations=len(cases))[0]
     assert [completion.case.reason for completion in batch] == [case.reason for case in cases]
