@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import stamina
+from salesrl_trl.reward.service.meter import Budget
 from support.loopback import row
 
 from salesrl_trl.errors import BudgetSpent, ServiceError
@@ -20,7 +21,6 @@ from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderC
 from salesrl_trl.reward.service.budget import Limit, Price, Terms
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.service.http import HttpClient
-from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer
 

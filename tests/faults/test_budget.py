@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from faults.callers import CALL_USD, RANKS, SERVICES, SLOTS
-
 from salesrl_trl.reward.service.spent_file import read_account
 
 CALLERS = Path(__file__).with_name("callers.py")

@@ -3,15 +3,15 @@
 import logging
 
 import pytest
+from salesrl_trl.build.checks.budget import check_budget_left
+from salesrl_trl.reward.service.meter import Budget
 from support.loopback import action
 
-from salesrl_trl.build.checks.budget import check_budget_left
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, RunStopped
 from salesrl_trl.names import HELD_OUT_FILE, SPENT_FILE
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.service.budget import CALLS, Limit, Terms
-from salesrl_trl.reward.service.meter import Budget
 
 MOST, FOR_ALL_STEPS = 34, 72
 STEPS = 8
