@@ -24,7 +24,7 @@ from salesrl_trl.names import LOG_FILE
 from salesrl_trl.ground.process import installed
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.reward.service.account import read_account
-from salesrl_trl.build.checks.budget_left import budget_of
+from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.build.checks.addresses import MEANINGLESS
 from salesrl_trl.build.checks.model import generation_config_of
 from salesrl_trl.build.memory.shape import parameter_count

@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from salesrl_trl.build.assembly import build_services
-from salesrl_trl.build.checks.budget_left import budget_of
+from salesrl_trl.build.assembly import budget_of, build_services
 from salesrl_trl.build.checks.reward import JUDGE, check_judges, check_retrieval
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import JudgeInvalid, ServiceError

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import stamina
 
-from salesrl_trl.build.assembly import addresses, build_services
-from salesrl_trl.build.checks.budget_left import budget_of
+from salesrl_trl.build.assembly import addresses, budget_of, build_services
 from salesrl_trl.build.checks.reward import check_judges, read_reward
 from salesrl_trl.build.checks.rows import own_records, training_records
 from salesrl_trl.build.settings import parse_part

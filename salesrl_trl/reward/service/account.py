@@ -104,7 +104,7 @@ class Account:
 
     def give_back(self, limit: Limit, held: float) -> None:
         """A process gives back what is left of its block; below 0 if it used more."""
-        # the largest: a limit may be new in an old run
+        # at least what was spent: a limit may be new in an old run
         self.taken[limit.name] = max(self.taken.get(limit.name, 0.0) - held, self.used(limit))
         self.most[limit.name] = limit.most
 
@@ -139,7 +139,8 @@ def _wait_for(lock: TextIO) -> None:
     until = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             if time.monotonic() > until:
                 raise

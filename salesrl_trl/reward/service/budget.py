@@ -56,6 +56,11 @@ class Price:
         """The cost of a request."""
         return prompt_tokens * self.prompt_token + completion_tokens * self.completion_token
 
+    @property
+    def is_free(self) -> bool:
+        """Whether no request costs anything."""
+        return self.prompt_token == self.completion_token == 0
+
 
 FREE = Price()
 
@@ -79,10 +84,8 @@ class Budget:
 
     def quota(self, service: str, price: Price = FREE, tokens_per_minute: float | None = None) -> "ServiceQuota":
         """The quota of a service, by all limits that are about it. Limits of money are not about one without price."""
-        is_free = price.prompt_token == price.completion_token == 0
-        limits = [
-            limit for limit in self.limits if limit.service in (None, service) and not (limit.kind == USD and is_free)
-        ]
+        about = [limit for limit in self.limits if limit.service in (None, service)]
+        limits = [limit for limit in about if not (limit.kind == USD and price.is_free)]
         rate = None if tokens_per_minute is None else TokenRate(tokens_per_minute / self._processes)
         return ServiceQuota(self, service, limits, price, rate)
 
@@ -211,8 +214,8 @@ class ServiceQuota:
         request = self._spent(self._prompt_tokens, self._completion_tokens)
         request.calls = 1
         if not self._counted:
-            most = (FIRST_SHARE * limit.most for limit in self._limits if limit.kind == USD)
-            request.usd = min(request.usd, *most, request.usd)
+            limits = (limit.most for limit in self._limits if limit.kind == USD)
+            request.usd = min([request.usd, *(FIRST_SHARE * most for most in limits)])
         return request
 
     def _begin(self) -> None:
@@ -222,7 +225,7 @@ class ServiceQuota:
         self._budget.record(self._service, self._limits, Spent(calls=1, usd=request.usd))
         if self._rate is not None:
             self._rate.take(_tokens(request))
-        if self._rate is not None or self._price is not FREE:
+        if self._rate is not None or not self._price.is_free:
             self._expected.append(request)
 
     def _end(self, spent: Spent) -> None:

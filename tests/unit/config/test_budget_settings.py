@@ -2,7 +2,7 @@
 
 import pytest
 
-from salesrl_trl.build.checks.budget_left import budget_of
+from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.service.account import CALLS, USD, Limit

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from salesrl_trl.reward.service.meter import Bill
 from support.seconds import check_seconds
 
 from salesrl_trl.demo.services.language import words
@@ -23,6 +22,7 @@ from salesrl_trl.reward.judge.verdict import MAX_VERDICT_CHARS, read_verdict
 from salesrl_trl.reward.parsing import MAX_COMPLETION_CHARS, parse_action
 from salesrl_trl.reward.rag.client import MAX_ANSWER_CHARS, _read_answer
 from salesrl_trl.reward.rag.embedding import Embedder
+from salesrl_trl.reward.service.budget import Bill
 from salesrl_trl.reward.service.http import retry_after_s
 from salesrl_trl.types import InvalidAction
 
