@@ -30,7 +30,9 @@ def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
     of_one = {limit.service for limit in reached}
     providers = config.parsed_judge_providers()
     asked = [
-        judge for judge in providers if f"{JUDGE}_{judge.name}" not in of_one and not (judge.has_price and USD in of_all)
+        judge
+        for judge in providers
+        if f"{JUDGE}_{judge.name}" not in of_one and not (judge.has_price and USD in of_all)
     ]
     if CALLS in of_all or (providers and not asked):
         raise ConfigError(

@@ -127,7 +127,9 @@ class Budget:
                     account.services.setdefault(service, Spent()).add(spent)
                 for limit in limits:
                     account.give_back(limit, self._held[limit.name])
-                    blocks[limit.name] = request and account.take(limit, limit.of(request), self._processes)
+                    blocks[limit.name] = 0.0
+                    if request is not None:
+                        blocks[limit.name] = account.take(limit, limit.of(request), self._processes)
         except (OSError, ConfigError) as error:
             message = f"the account of what was spent, {self.path}, can't be used: {error}."
             if not self._has_complained:
@@ -136,8 +138,7 @@ class Budget:
             raise ServiceError(message, NO_ACCOUNT) from None
         self._unwritten = {}
         self._held |= {name: block or 0.0 for name, block in blocks.items()}
-        if request is not None:
-            self._refused |= {name for name, block in blocks.items() if block is None}
+        self._refused |= {name for name, block in blocks.items() if block is None}
 
 
 class ServiceQuota:
