@@ -12,6 +12,10 @@ from transformers import AutoTokenizer
 from trl import ModelConfig
 
 from salesrl_trl import __version__
+from salesrl_trl.build.assembly import budget_of
+from salesrl_trl.build.checks.addresses import MEANINGLESS
+from salesrl_trl.build.checks.model import generation_config_of
+from salesrl_trl.build.memory.shape import parameter_count
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
@@ -19,15 +23,11 @@ from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.formats import ROWS
 from salesrl_trl.demo.cassette import CASSETTE
 from salesrl_trl.generation import compiled
+from salesrl_trl.ground.process import installed
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
-from salesrl_trl.ground.process import installed
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.reward.service.account import read_account
-from salesrl_trl.build.assembly import budget_of
-from salesrl_trl.build.checks.addresses import MEANINGLESS
-from salesrl_trl.build.checks.model import generation_config_of
-from salesrl_trl.build.memory.shape import parameter_count
 from salesrl_trl.telemetry.step_lines import calls_and_usd
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
