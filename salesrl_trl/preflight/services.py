@@ -177,7 +177,7 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     finally:
         await answers.aclose()
         if budget is not None:
-            await budget.aclose()
+            budget.settle()
 
 
 # The judge
@@ -234,7 +234,7 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
     finally:
         await judge.aclose()
         if budget is not None:
-            await budget.aclose()
+            budget.settle()
 
 
 def _providers(judge: Judge, config: RewardConfig, verdicts: int) -> dict[str, _Provider]:

@@ -21,6 +21,7 @@ from trl import ModelConfig, get_peft_config
 
 from benchmarks.memory import Row, estimate_of, figures_of, settings_of
 from salesrl_trl.build import software
+from salesrl_trl.build.checks.outcome import StageVerdict
 from salesrl_trl.build.memory import cards, states
 from salesrl_trl.build.memory.activations import layer_activations, saved_activations
 from salesrl_trl.build.memory.cards import named_card
@@ -28,10 +29,9 @@ from salesrl_trl.build.memory.estimate import Estimate, Moment, estimate
 from salesrl_trl.build.memory.remedies import advice, remedies
 from salesrl_trl.build.memory.setup import Engine, Setup, Sharding, setup_of
 from salesrl_trl.build.memory.shape import adapters_of, model_shape, parameter_count, shape_of
-from salesrl_trl.preflight import memory
 from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.checks.outcome import StageVerdict
 from salesrl_trl.build.settings import parse
+from salesrl_trl.preflight import memory
 from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]
