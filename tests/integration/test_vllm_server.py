@@ -33,6 +33,7 @@ from support.vllm_server import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
+from salesrl_trl.build.checks.outcome import StageVerdict
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import parse
 from salesrl_trl.config import SalesGRPOConfig
@@ -40,7 +41,6 @@ from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import WeightSyncError
 from salesrl_trl.names import STALENESS, outcome_of
 from salesrl_trl.preflight.runner import examine
-from salesrl_trl.build.checks.outcome import StageVerdict
 from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
 from salesrl_trl.reward.judge.verdict import response_format
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings

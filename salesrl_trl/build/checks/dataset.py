@@ -68,8 +68,8 @@ def prompt_limit(
     if training.use_vllm and training.vllm_mode == "colocate":
         if training.vllm_max_model_length is not None:
             room, source = training.vllm_max_model_length, "`vllm_max_model_length`"
-        if isinstance(given := training.parsed_engine_kwargs().get("max_model_len"), int):
-            room, source = given, "`max_model_len` of `vllm_engine_kwargs`"
+        if isinstance(length := training.parsed_engine_kwargs().get("max_model_len"), int):
+            room, source = length, "`max_model_len` of `vllm_engine_kwargs`"
         if positions is not None and room is not None and room > positions:
             raise ConfigError(
                 f"{source} is {room}, but the model has {positions} positions: vLLM would refuse to start. Expected "

@@ -132,16 +132,16 @@ def _extras(config: RunConfig, findings: Findings) -> None:
 
 def _vllm_names(training: SalesGRPOConfig, findings: Findings) -> None:
     """Check the names that vLLM gets. It would refuse them after minutes, or not read them."""
-    given, backends = training.parsed_engine_kwargs(), attention_backends()
-    known = engine_arguments() if given else frozenset()
-    for name in sorted(given.keys() - known if known else ()):
+    arguments, backends = training.parsed_engine_kwargs(), attention_backends()
+    known = engine_arguments() if arguments else frozenset()
+    for name in sorted(arguments.keys() - known if known else ()):
         near = "".join(f" Did you mean {close}?" for close in difflib.get_close_matches(name, known, n=1))
         findings.fail(
             f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine.{near}",
             "Expected arguments of `vllm.LLM`: see its documentation, or leave this one out.",
         )
-    config = given.get("attention_config")
-    for backend in (given.get("attention_backend"), config.get("backend") if isinstance(config, dict) else None):
+    config = arguments.get("attention_config")
+    for backend in (arguments.get("attention_backend"), config.get("backend") if isinstance(config, dict) else None):
         if isinstance(backend, str) and backends and backend.upper() not in (*backends, "AUTO"):
             findings.fail(
                 f"`vllm_engine_kwargs` has the attention backend {backend!r}, which the installed vLLM does not have. "

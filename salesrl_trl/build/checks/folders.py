@@ -77,10 +77,10 @@ def _locked(lock: TextIO) -> bool:
 
 def _is_orphan(owner: str) -> bool:
     """Whether the process is of this machine, and its parent has died."""
-    found = re.match(r"process (\d+) on (\S+),", owner)
-    if found is None or found[2] != socket.gethostname():
+    process = re.match(r"process (\d+) on (\S+),", owner)
+    if process is None or process[2] != socket.gethostname():
         return False
-    stat = stat_of(int(found[1]))
+    stat = stat_of(int(process[1]))
     return stat is not None and stat[1] == 1
 
 
@@ -92,9 +92,9 @@ def free_gib(folder: Path | str) -> float:
 def earlier_start(output_dir: Path | str, resumes: bool) -> list[str]:
     """Lines for the banner: files of an earlier run in the output folder that this run uses or overwrites."""
     folder, notes = Path(output_dir).expanduser(), []
-    kept = sorted(folder.glob("answers.rank*.sqlite"))
-    if kept and not resumes:
-        written = datetime.fromtimestamp(max(each.stat().st_mtime for each in kept)).isoformat(" ", "minutes")
+    files = sorted(folder.glob("answers.rank*.sqlite"))
+    if files and not resumes:
+        written = datetime.fromtimestamp(max(file.stat().st_mtime for file in files)).isoformat(" ", "minutes")
         notes.append(
             f"8B answers and verdicts of an earlier start, last written {written}, are used again for equal requests. "
             f"Delete {folder}/answers.rank*.sqlite if the judge behind the same name has changed"

@@ -119,10 +119,10 @@ def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
     if config.judge_base_url is not None:
         return check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
     providers, failures, notes = config.parsed_judge_providers(), [], list[str]()
-    for each in providers:
+    for provider in providers:
         try:
-            key, setting = parts.judge_keys[each.name], f"judge_providers[{each.name}].base_url"
-            notes += check_models(each.base_url, key, each.model, setting=setting)
+            key, setting = parts.judge_keys[provider.name], f"judge_providers[{provider.name}].base_url"
+            notes += check_models(provider.base_url, key, provider.model, setting=setting)
         except ServiceError as error:
             failures.append(error)
             logger.warning(str(error))
