@@ -10,15 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from salesrl_trl.build.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
 from salesrl_trl.config.budget import limits_of
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.ground.process import cache_dir
-from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import JudgeClient
@@ -33,7 +34,6 @@ from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.service.budget import Price, Terms
 from salesrl_trl.reward.service.meter import FREE, Budget
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.build.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.types import SalesRow
 
 if TYPE_CHECKING:
@@ -403,7 +403,7 @@ def _provider(config: JudgeProviderConfig, api_key: str | None, transport: Trans
 
 
 def _answer_store(config: RewardConfig, path: Path | None) -> AnswerStore:
-    return AnswerStore(path) if config.cache_answers else AnswerStore(keep=0)
+    return AnswerStore(path) if config.cache_answers else AnswerStore(most=0)
 
 
 def _reference_file(setting: str | None) -> Path | None:
