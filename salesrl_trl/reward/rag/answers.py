@@ -119,8 +119,8 @@ class RagAnswers:
         await store.forget(known)
         return (
             f"the knowledge behind the 32B endpoint has changed: {sum(compared)} of {len(compared)} references differ "
-            f"from those in {place}. Its answers to this run's rows ({share}) are forgotten and asked for anew, as are "
-            "8B answers that were kept beside them",
+            f"from those in {place}. Its answers to this run's rows ({share}) are forgotten and asked for anew, as "
+            "are 8B answers that were kept beside them",
             True,
         )
 
