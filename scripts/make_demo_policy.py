@@ -37,8 +37,8 @@ from salesrl_trl.data.prompts import action_text, build_prompt
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import demo_path, load_drafts, load_rows
 from salesrl_trl.demo.policy import PACKAGED, PROMPT_STYLE
-from salesrl_trl.demo.services.index import KnowledgeIndex
-from salesrl_trl.demo.services.rag import HISTORY_WEIGHT, PROFILE_WEIGHT, QUERY_WEIGHT
+from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
+from salesrl_trl.demo.services.rag_app import HISTORY_WEIGHT, PROFILE_WEIGHT, QUERY_WEIGHT
 from salesrl_trl.demo.services.rubric import judge_sections, load_terms
 from salesrl_trl.demo.teaching import imitate
 from salesrl_trl.ground.shutdown import end_tidily

@@ -22,10 +22,10 @@ from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.judge.client import JudgeClient
+from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.provider import JudgeProvider
 from salesrl_trl.reward.mixed import combined
-from salesrl_trl.reward.rag.client import RagBackend, RagClient
+from salesrl_trl.reward.rag.rag_client import RagBackend, RagClient
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines

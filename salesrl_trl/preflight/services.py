@@ -2,7 +2,7 @@
 
 Owns which calls are made, and what their answers mean for training. Refuses to own:
 - addresses, keys and model names (`checks.addresses`, `checks.reward`);
-- the form of an answer (`reward.rag.client`, `reward.judge.verdict`);
+- the form of an answer (`reward.rag.rag_client`, `reward.judge.verdict`);
 - the calls themselves (`load`), and a judge's noise as a figure (`reward.judge.noise`).
 """
 
@@ -24,10 +24,10 @@ from salesrl_trl.preflight.simulation.hints import limits_of
 from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.judge.base import Judge, check_verdict
-from salesrl_trl.reward.judge.client import JudgeClient
+from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
-from salesrl_trl.reward.rag.answers import RagAnswers
+from salesrl_trl.reward.rag.rag_answers import RagAnswers
 from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.warm_up import add_places

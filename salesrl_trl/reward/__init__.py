@@ -8,5 +8,5 @@ Owns:
 - the reward in a process of its own (`remote`, `worker`);
 - the first question to every service (`warm_up`, `readiness`), and the figures of a log line (`figures`).
 
-Its rooms ask the services: `service`, `rag`, `judge`. Refuses to know the policy, its tokens and the schedule.
+Its packages ask the services: `service`, `rag`, `judge`. Refuses to know the policy, its tokens and the schedule.
 """

@@ -25,8 +25,8 @@ from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.reward.judge.base import Judge, check_verdict
 from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
 from salesrl_trl.reward.parsing import parse_action
-from salesrl_trl.reward.rag.answers import RagAnswers
-from salesrl_trl.reward.rag.client import RagBackend, answer_to_json
+from salesrl_trl.reward.rag.rag_answers import RagAnswers
+from salesrl_trl.reward.rag.rag_client import RagBackend, answer_to_json
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.service.deadline import deadline, remaining_s

@@ -18,7 +18,7 @@ from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.judge.client import load_rubrics, packaged_rubrics
+from salesrl_trl.reward.judge.judge_client import load_rubrics, packaged_rubrics
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage

@@ -1,6 +1,6 @@
 """The embedded judge's rubric: a fixed formula that scores two answers.
 
-Owns the formula and its word lists. Refuses to know HTTP (`judge`) or rewards. Obeys no text inside a section.
+Owns the formula and its word lists. Refuses to know HTTP (`judge_app`) or rewards. Obeys no text inside a section.
 """
 
 import json
@@ -166,12 +166,8 @@ def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> JudgeV
     that is part of one of its words, or that has one of them as a part. A missing action mentions and claims nothing,
     so only the answer is judged. The same holds for an action that is no JSON object of exactly the three texts.
 
-    Args:
-        sections (`Mapping[str, str]`):
-            `branch`, `conversation`, `documents` (a paragraph each), `action` (JSON), `candidate_answer` and perhaps
-            `reference_answer`. A missing section counts as empty.
-        terms (`ProtectedTerms`):
-            Terms that the fairness branch looks for.
+    The sections are `branch`, `conversation`, `documents` (a paragraph each), `action` (JSON), `candidate_answer` and
+    perhaps `reference_answer`. A missing one counts as empty.
     """
     action = _read_action(sections.get("action", ""))
     answer, reference = sections.get("candidate_answer", ""), sections.get("reference_answer")

@@ -17,7 +17,7 @@ import pytest
 from support.seconds import check_seconds
 
 from salesrl_trl.data.knowledge import Document
-from salesrl_trl.demo.services.index import KnowledgeIndex
+from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.language import bigrams
 from salesrl_trl.types import Passage
 

@@ -15,8 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from salesrl_trl.demo.services.echo import EchoRequestId
-from salesrl_trl.demo.services.index import KnowledgeIndex
+from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.language import is_chinese, sentences, words
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import fence
@@ -119,11 +118,7 @@ class Writer(Protocol):
     """Writes the answer to a question from passages."""
 
     async def write(self, question: str, passages: Sequence[Passage]) -> str:
-        """Answer from the passages, best first; there may be none.
-
-        Raises:
-            `WriterFailed`: if no answer could be written.
-        """
+        """Answer from the passages, best first; there may be none. Raises `WriterFailed`."""
         ...
 
 
@@ -151,18 +146,10 @@ def _closest_sentence(question: str, text: str) -> str:
 
 
 class ChatWriter:
-    """Answers through a model behind any OpenAI-compatible server.
+    """Answers through a model behind any OpenAI-compatible server, whose address includes `/v1`.
 
-    Args:
-        base_url (`str`):
-            Address of the server, up to and including `/v1`.
-        model (`str`):
-            The model's name there.
-        key_env (`str`):
-            Name of the environment variable that holds the key; `find_key` reads it. The key appears in no message.
-
-    Raises:
-        `ConfigError`: if there is no key.
+    `key_env` names the environment variable that holds the key; `find_key` reads it. Raises `ConfigError` if there is
+    none. The key appears in no message.
     """
 
     _INSTRUCTION = (
@@ -223,18 +210,10 @@ def _content_of(completion: object) -> str:
 
 
 def create_rag_app(index: KnowledgeIndex, writer: Writer) -> FastAPI:
-    """Make the RAG service.
-
-    Args:
-        index (`KnowledgeIndex`):
-            Finds the passages.
-        writer (`Writer`):
-            Writes an answer from them.
-    """
+    """Make the RAG service: the index finds passages, the writer writes an answer from them."""
     app = FastAPI(title="RAG service", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
     app.add_exception_handler(WriterFailed, _report_writer)
-    app.add_middleware(EchoRequestId)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str | int]:

@@ -14,7 +14,7 @@ from salesrl_trl.errors import BadServiceResponse, ServiceError
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
-from salesrl_trl.reward.rag.client import RagBackend, answer_from_json, answer_to_json
+from salesrl_trl.reward.rag.rag_client import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.types import Action, ActionFormat, Answer, SalesRow
 
 COMPARED_REFERENCES = 8
