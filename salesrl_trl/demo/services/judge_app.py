@@ -4,6 +4,7 @@ Owns the HTTP form of a request and of a verdict. It stands in for an LLM judge:
 answers with the same JSON. `rubric` scores.
 """
 
+import json
 import time
 import uuid
 from typing import Annotated, Literal
@@ -105,7 +106,9 @@ def _verdict_text(request: ChatRequest, terms: ProtectedTerms) -> str:
     sections = read_sections(asked)
     if not sections.keys() >= REQUIRED_SECTIONS:
         return CANNOT_JUDGE
-    return judge_sections(sections, terms).to_json(read_nonce(asked))
+    verdict = judge_sections(sections, terms)
+    scores = {"candidate": verdict.candidate, "reference": verdict.reference, "reason": verdict.reason}
+    return json.dumps({"nonce": read_nonce(asked), **scores})
 
 
 def _completion(request: ChatRequest, content: str) -> dict[str, object]:
