@@ -92,7 +92,7 @@ class AnswerStore:
         self._connection: sqlite3.Connection | None = None
         self._is_readable = self._is_writable = path is not None
         self._locked_until = 0.0
-        self._late: Future[object] | None = None  # a look-up that has not answered in time
+        self._late: Future[list[tuple[str, ...]] | Exception] | None = None  # a look-up that has not answered in time
         self._lock_logged = False
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.types import Passage
 
 QUERY_WEIGHT = 3
-"""How often each word of `rewritten_query` counts, because it holds the question. Those of the other fields count once.
+"""How often each word of `rewritten_query` counts, because it holds the question. The other fields' words count once.
 That is enough for an age in `user_profile` to find the offers for this age."""
 
 CLOSE_SCORE_RATIO = 0.95
