@@ -45,14 +45,7 @@ class StartUpSeconds:
 
     @classmethod
     def of(cls, spans: Sequence[Span], first: StepTimes) -> "StartUpSeconds":
-        """The seconds of a start.
-
-        Args:
-            spans (`Sequence[Span]`):
-                All spans until now.
-            first (`StepTimes`):
-                The first step.
-        """
+        """The seconds of a start, from all spans until now and the first step."""
         known = [span for span in spans if span.name in set(StartUp)]
         phases, beside = dict[str, float](), dict[str, float]()
         for span in sorted(known, key=lambda span: span.started):

@@ -57,9 +57,7 @@ class Clock(Protocol):
     def settle(self, marks: Sequence[Mark]) -> None:
         """Set the `time` of each mark, on `time.perf_counter`'s scale. Waits for the last one.
 
-        Args:
-            marks (`Sequence[Mark]`):
-                In the order in which they were made. Their times never fall.
+        The marks come in the order in which they were made. Their times never fall.
         """
 
     def is_reached(self, mark: Mark) -> bool:
@@ -126,12 +124,8 @@ class _Step:
 class Timeline:
     """Phases of steps on one thread, and spans of other threads.
 
-    Args:
-        clock (`Clock`, *optional*):
-            Says when marks were reached. The host's own clock when not given.
-        opaque (`Iterable[str]`, *optional*):
-            Phases that own everything inside them. An evaluation generates and scores too, but all of this time
-            counts as evaluation.
+    `clock` says when marks were reached: by default the host's own. The phases in `opaque` own everything inside them:
+    an evaluation generates and scores too, but all of this time counts as evaluation.
 
     `enabled` may be switched between steps. While it is off, nothing is marked and no step is counted.
     """
@@ -255,8 +249,7 @@ class Timeline:
     def close(self) -> StepTimes | None:
         """End all open phases as failed, and settle everything. Waits at most `CLOSE_PATIENCE_S` for the device.
 
-        Returns:
-            `StepTimes`, *optional*: the step that was cut off, if there was one.
+        Returns the step that was cut off, if there was one.
         """
         while self._stack:
             self._stack[-1].timing.failed = True
