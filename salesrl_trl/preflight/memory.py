@@ -1,4 +1,7 @@
-"""The stage `memory`: whether training fits the card, and the number format of the policy's weights."""
+"""The stage `memory`: whether training fits the card, and the number format of the policy's weights.
+
+`gpu_memory` makes the same estimate for `scripts/check_gpu_memory.py`.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,15 +13,12 @@ from transformers.utils import is_torchao_available
 
 from salesrl_trl.build.checks.folders import free_gib
 from salesrl_trl.build.checks.model import empty_model
-from salesrl_trl.build.memory.cards import Card, card_here, named_users, used_gib
-from salesrl_trl.build.memory.estimate import Estimate, estimate
-from salesrl_trl.build.memory.remedies import advice
-from salesrl_trl.build.memory.setup import NUMBER_BYTES, Setup, setup_of
+from salesrl_trl.build.memory.cards import Card, card_here, used_gib, users
+from salesrl_trl.build.memory.estimate import Estimate, advice, estimate, moment_bytes
+from salesrl_trl.build.memory.setup import NUMBER_BYTES, Setup, Sharding, setup_of
 from salesrl_trl.build.memory.shape import ModelShape, UnknownShape, adapters_of, model_shape, parameter_count
-from salesrl_trl.build.memory.states import moment_bytes
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, Precision, choose_precision
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.telemetry.device import GIB
 
@@ -34,6 +34,9 @@ class Scales:
     card_gib: float
     prompt_tokens: int | None = None
     """Tokens of a prompt; `None` for those of the longest training row."""
+    sharding: Sharding | None = None
+    processes: int | None = None
+    """In place of those of the launch."""
 
     @property
     def source(self) -> tuple[str, str | None, bool]:
@@ -44,26 +47,17 @@ class Scales:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The policy's figures, without adapters unless they are trained."""
-        return self.adapted if self.plan.config.model.use_peft else model_shape(*self.source)
-
-    @cached_property
-    def adapted(self) -> ModelShape:
-        """The policy's figures with adapters. Raises `ConfigError` if these are to be trained, and have no place."""
-        lora, plain = self.plan.config.model, model_shape(*self.source)
-        try:
-            return replace(plain, adapters=adapters_of(empty_model(*self.source), lora))
-        except ConfigError:
-            if lora.use_peft:
-                raise
-            # only a remedy, for a model whose usual layers PEFT does not know
-            everywhere = replace(lora, lora_target_modules="all-linear")
-            return replace(plain, adapters=adapters_of(empty_model(*self.source), everywhere))
+        """The policy's figures, with adapters if they are trained. Raises `ConfigError` if these have no place."""
+        plain, lora = model_shape(*self.source), self.plan.config.model
+        return replace(plain, adapters=adapters_of(empty_model(*self.source), lora)) if lora.use_peft else plain
 
     def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
-        prompt_tokens = self.plan.train.longest if self.prompt_tokens is None else self.prompt_tokens
         config = self.plan.config
-        return setup_of(config.training, config.model, self.shape, prompt_tokens, dtype=dtype, optim=optim)
+        tokens = self.plan.train.longest if self.prompt_tokens is None else self.prompt_tokens
+        return setup_of(
+            config.training, config.model, self.shape, tokens,
+            dtype=dtype, optim=optim, sharding=self.sharding, processes=self.processes,
+        )  # fmt: skip
 
     def weigh(self, dtype: str | None, optim: str | None = None) -> Estimate:
         """The estimate for weights of a number format, and an optimizer by its name in transformers."""
@@ -167,15 +161,15 @@ def _compare(scales: Scales, found: Estimate, findings: Findings) -> None:
     if found.fits:
         return
     text = f"training takes about {found.needed_gib:.1f} GiB ({peak.name}), and the card has {card:.1f}."
-    setup = scales.setup(scales.plan.dtype)
+    setup, model = scales.setup(scales.plan.dtype), scales.plan.config.model
     if setup.engine is not None and not found.starts_engine:
         text = (
             f"vLLM's share of the card has room for {found.sequences:.1f} completions of full length beside the "
             f"weights, of `vllm_max_model_length` {setup.engine.length} tokens. Expected at least 1: vLLM would not "
             "start."
         )
-    remedy = f"{advice(scales.adapted, setup, card)} `scripts/check_gpu_memory.py` shows all."
-    model = scales.plan.config.model
+    remedy = f"What takes less, the cheapest first: {'; '.join(advice(found, setup))}. "
+    remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
     if found.starts_engine and found.needed_gib <= (1 + MARGIN) * card:
         findings.note(f"{text} The run may still fit: the estimate is good to {MARGIN:.0%}.", remedy)
     elif found.starts_engine and model.dtype == "float32" and not model.use_peft:
@@ -193,6 +187,6 @@ def _compare_with_others(card: Card, found: Estimate, findings: Findings) -> Non
     if found.fits and used + found.needed_gib > (1 + MARGIN) * card.gib:
         findings.fail(
             f"training takes about {found.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in use "
-            f"now, by {named_users(card) or 'processes that the driver does not name here'}.",
+            f"now, by {users(card) or 'processes that the driver does not name here'}.",
             "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
         )
