@@ -100,9 +100,10 @@ def _preset(
     smaller = [name for name in SOLD if sizes[name].gib <= card.gib + 1]  # a card of 80 GB may have a little less
     for name in [*smaller[-1:], *(name for name in SOLD if name not in smaller)]:
         on = card if name in smaller else sizes[name]
-        found = _weigh(parse([*settings, "--preset", name], FULL), on, options).estimate
-        if found.fits:
-            return _OtherPreset(name, found.needed_gib)
+        with contextlib.suppress(ConfigError):  # of a model whose layers PEFT does not know
+            found = _weigh(parse([*settings, "--preset", name], FULL), on, options).estimate
+            if found.fits:
+                return _OtherPreset(name, found.needed_gib)
     return None
 
 

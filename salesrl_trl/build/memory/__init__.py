@@ -5,6 +5,6 @@
 - `estimate`: the memory at four moments of a step, by parts, and what takes less; `activations`: one part of it.
 - `cards`: the memory of a card, and the processes that use it now.
 
-`preflight.memory` calls them: for each run, and for `scripts/check_gpu_memory.py`. An estimate is good to about 10 %. The
-stage `step` of preflight measures.
+`preflight.memory` calls them: for each run, and for `scripts/check_gpu_memory.py`. An estimate is good to about 10 %;
+the stage `step` of preflight measures.
 """

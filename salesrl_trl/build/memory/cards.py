@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.software import ask_driver
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.device import GIB
 
 

@@ -6,9 +6,9 @@ Sources: TRL 1.16 (`GRPOTrainer.__init__` loads a reference model), PEFT 0.21 (a
 
 Against an H200: within 6 % of the driver's figure (docs/EXPERIMENTS.md). Example, LoRA of 7B (7.6e9 weights) on a card
 of 40 GB (37.3 GiB): in 16 bits the weights take 14.2 GiB, in training and once more in vLLM, 28.4 together. vLLM
-starts if its share has its weights, 0.6 GiB to work in and one completion: from 0.45 of this card on, and the recipes
+starts if its share has its weights, 0.6 GiB to work in and one completion: from 0.41 of this card on, and the recipes
 have 0.35. With half of the card, as in the preset `40gb`, generation takes 14.2 + 18.6 GiB and 1.4 around them: 34.2.
-Asleep, vLLM leaves the rest to training, which takes 18.
+Asleep, vLLM leaves the card to training, which takes 18, and to evaluations, which take 22.
 """
 
 import re
@@ -39,13 +39,11 @@ BUCKET, LIVE = 500_000_000, 1_000_000_000
 """Numbers of DeepSpeed's `reduce_bucket_size` and `stage3_max_live_parameters`."""
 MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3}
 """Numbers that an optimizer keeps for a weight, by the begin of its name in transformers. Others count as AdamW."""
-TRAINING, STEP, GENERATION, SCORING = (
-    "forward and backward",
-    "optimizer step",
-    "generation",
-    "passes without gradients",
-)
-"""The moments: a micro-batch; the end of an update; vLLM or the KV cache; evaluation and log-probs of the reference."""
+TRAINING = "forward and backward"
+STEP = "optimizer step"
+GENERATION = "generation"
+SCORING = "passes without gradients"
+"""The moments. The last one is an evaluation, or the log-probs of the reference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,18 +238,10 @@ def _gradients(shape: ModelShape, setup: Setup) -> float:
 
 
 def _communication(shape: ModelShape, setup: Setup) -> dict[str, float]:
-    """Buckets in which gradients travel, and weights that a process gathers: at most DeepSpeed's default sizes.
-
-    FSDP gathers two blocks and the embeddings, in 16 bits.
-    """
-    size = 0.0
-    if setup.sharding is Sharding.FSDP:
-        heads = shape.embedding * (1 if shape.is_tied else 2)
-        size = 2.0 * (2 * (shape.linear + shape.experts) / shape.layers + heads)
-    elif setup.sharding.is_zero:
-        gathered = min(LIVE, shape.parameters) * (setup.sharding is Sharding.ZERO3)
-        size = setup.compute_bytes * (min(BUCKET, _trained(shape, setup)) + gathered)
-    return {"communication buffers": size}
+    """Buckets in which gradients travel, and weights that a process gathers: at most DeepSpeed's default sizes."""
+    gathered = min(LIVE, shape.parameters) * (setup.sharding.level == 3)
+    bucket = min(BUCKET, _trained(shape, setup)) * (setup.sharding is not Sharding.NONE)
+    return {"communication buffers": setup.compute_bytes * (bucket + gathered)}
 
 
 def _optimizer_work(shape: ModelShape, setup: Setup) -> float:
@@ -270,16 +260,10 @@ def _optimizer_work(shape: ModelShape, setup: Setup) -> float:
 
 
 def _generation(shape: ModelShape, setup: Setup, card_gib: float) -> dict[str, float]:
-    """The memory for generation, by part, in bytes.
+    """The memory for generation, by part, in bytes. Without vLLM: the KV cache of `generate`, and its float32 logits.
 
-    vLLM takes its share of the card, asleep none of it:
-
-    - weights;
-    - the working memory of its largest batch: hidden states, the MLP's two widths, logits of every sequence, thrice in
-      float32. In training it is PyTorch's again.
-    - the KV cache, which gets the rest.
-
-    Without vLLM: the KV cache of transformers' `generate`, and its logits in float32.
+    vLLM takes its share of the card, asleep none of it: weights; the working memory of its largest batch, which are
+    hidden states, the MLP's two widths, and logits of every sequence, thrice in float32; the KV cache gets the rest.
     """
     if (engine := setup.engine) is not None:
         weights = shape.parameters * engine.number_bytes / engine.processes

@@ -6,9 +6,9 @@ from enum import StrEnum
 
 from trl import ModelConfig
 
+from salesrl_trl.build.memory.shape import ModelShape
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.order import why_in_trls_order
-from salesrl_trl.build.memory.shape import ModelShape
 from salesrl_trl.shared_prompts.ahead import unasked_tokens
 from salesrl_trl.shared_prompts.passes import MOST_TOKENS
 
@@ -36,13 +36,10 @@ class Sharding(StrEnum):
 class Engine:
     """vLLM in the process of training."""
 
-    share: float
-    """`vllm_gpu_memory_utilization`."""
+    share: float  # `vllm_gpu_memory_utilization`
     sleeps: bool
-    """`vllm_enable_sleep_mode`."""
     number_bytes: int
     processes: int
-    """`vllm_tensor_parallel_size`."""
     length: int
     """`max_model_len`: tokens of the longest prompt and completion. vLLM starts if its cache has room for them."""
 
@@ -52,44 +49,29 @@ class Setup:
     """What a process trains with."""
 
     micro_batch: int
-    """`per_device_train_batch_size`."""
     micro_batches: int
-    """`gradient_accumulation_steps`."""
-    rollouts: int
-    """Completions that a process generates at once."""
-    evaluated: int = 0
-    """Completions of an evaluation's batch (`per_device_eval_batch_size`); 0 without evaluations."""
+    rollouts: int  # completions that a process generates at once
+    evaluated: int = 0  # completions of an evaluation's batch; 0 without evaluations
     prompt_tokens: int
     completion_tokens: int
     checkpointing: bool
-    """`gradient_checkpointing`."""
-    weight_bytes: int
-    """Bytes of a number of the loaded weights."""
-    quantized_bits: int | None = None
-    """`load_in_8bit` and `load_in_4bit`: bits of a number of the frozen linear layers."""
-    autocast: bool
-    """`bf16` or `fp16`: the forward pass computes in 16 bits."""
+    weight_bytes: int  # of a number of the loaded weights
+    quantized_bits: int | None = None  # of a number of the frozen linear layers
+    autocast: bool  # the forward pass computes in 16 bits
     optim: str
-    """`optim`, by the name in transformers."""
     lora: bool
     lora_dropout: bool
-    has_reference: bool
-    """Whether there is a KL. With LoRA, the policy without its adapters is the reference: no second model."""
+    has_reference: bool  # there is a KL. With LoRA, the policy without its adapters is the reference: no second model
     sharding: Sharding = Sharding.NONE
     processes: int = 1
     offloads_optimizer: bool = False
     offloads_weights: bool = False
-    eager_attention: bool = False
-    """`attn_implementation: eager`, which keeps every attention weight."""
+    eager_attention: bool = False  # which keeps every attention weight
     engine: Engine | None = None
-    generates: bool = False
-    """Whether transformers generates in this process."""
-    group: int | None = None
-    """Completions of a prompt that goes through the model once; `None` for TRL's own passes."""
-    pass_tokens: int | None = None
-    """`shared_prompts_tokens`."""
-    parameters: int = 0
-    """Weights of the model."""
+    generates: bool = False  # transformers generates in this process
+    group: int | None = None  # completions of a prompt that goes through the model once; `None` for TRL's own passes
+    pass_tokens: int | None = None  # `shared_prompts_tokens`
+    parameters: int = 0  # weights of the model
 
     @property
     def tokens(self) -> int:

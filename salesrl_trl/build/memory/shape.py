@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 from trl import ModelConfig
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.checks.model import empty_model, positions_of, put_adapter
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.shared_prompts.support import why_not_shared, window_of
 
 
@@ -18,13 +18,11 @@ class UnknownShape(ConfigError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapters:
-    """LoRA's adapters of a model."""
+    """LoRA's adapters of a model. Widths and ranks are summed over the modules of one layer."""
 
     parameters: int
     inputs: float
-    """Sum of the widths of the adapted layers' inputs, over the modules of one layer."""
     ranks: float
-    """Sum of the ranks, over the modules of one layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,41 +30,26 @@ class ModelShape:
     """A decoder's figures. Widths and counts are numbers of parameters or of values per token, not bytes."""
 
     parameters: int
-    linear: int
-    """Parameters of the linear layers, without the output head. Experts that are one weight are none."""
-    experts: int
-    """Parameters of such experts, in all layers: one weight for each product of all experts of a block."""
-    largest: int
-    """Parameters of the largest weight of a block."""
+    linear: int  # parameters of the linear layers, without the output head and without experts that are one weight
+    experts: int  # parameters of such experts: one weight for each product of all experts of a block
+    largest: int  # parameters of the largest weight of a block
     embedding: int
-    """Parameters of the token embedding."""
-    is_tied: bool
-    """Whether the output head is the token embedding."""
+    is_tied: bool  # the output head is the token embedding
     layers: int
     hidden: int
-    intermediate: int
-    """Width of a block's MLP. For a mixture of experts: of all experts that a token visits, shared ones included."""
-    routed: int
-    """Experts that a token is sent to; 0 without a mixture."""
-    routed_width: int
-    """The part of `intermediate` that they have, if they are one weight; else 0."""
+    intermediate: int  # width of a block's MLP. Of a mixture: of all experts that a token visits, shared ones included
+    routed: int  # experts that a token is sent to; 0 without a mixture
+    routed_width: int  # the part of `intermediate` that they have, if they are one weight; else 0
     heads: int
-    query: int
-    """Width of a token's queries, over all heads."""
-    key_value: int
-    """Width of a token's keys, over all heads of keys. Its values are as wide."""
-    norms_heads: bool
-    """Whether queries and keys are normalised (Qwen3)."""
+    query: int  # width of a token's queries, over all heads
+    key_value: int  # width of a token's keys, over all heads of keys. Its values are as wide
+    norms_heads: bool  # queries and keys are normalised (Qwen3)
     vocabulary: int
-    positions: int | None
-    """Tokens that the model is made for; `None` if the configuration does not say."""
-    number_bytes: int
-    """Bytes of a number in the checkpoint, by its configuration."""
+    positions: int | None  # tokens that the model is made for, if its configuration says
+    number_bytes: int  # of a number in the checkpoint
     adapters: Adapters | None = None
-    shares_prompts: bool = True
-    """Whether a group's prompt can go through it once."""
-    window: int | None = None
-    """Its sliding window in tokens, if it has one."""
+    shares_prompts: bool = True  # a group's prompt can go through it once
+    window: int | None = None  # its sliding window in tokens, if it has one
 
 
 def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: bool) -> int:
