@@ -25,7 +25,7 @@ from salesrl_trl.telemetry.device import MachineUse, clock_of, device_name, forg
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops
 from salesrl_trl.telemetry.heartbeat import Heartbeat
 from salesrl_trl.telemetry.peaks import peak_bf16_flops
-from salesrl_trl.telemetry.start_up import StartUpSeconds
+from salesrl_trl.telemetry.start_up import write_start
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
 from salesrl_trl.telemetry.trace import StepTrace
 from salesrl_trl.timing import Span, overlap
@@ -199,7 +199,7 @@ class Instruments:
         row = torch.tensor([[sums[name] for name in perf.COLUMNS]], dtype=torch.float64).to(self._device)
         ranks = [dict(zip(perf.COLUMNS, rank, strict=True)) for rank in gather(row).tolist()]  # of (ranks, columns)
         if steps and accelerator.is_main_process and any(span.name == StartUp.IMPORTS for span in spans):
-            StartUpSeconds.of(spans, steps[0]).keep(self._output_dir)
+            write_start(spans, steps[0], self._output_dir)
         self._trace.write(accelerator.process_index, self.step, steps, spans)
         self._due = ranks if self._due is None else perf.added(self._due, ranks)
         figures = perf.time_figures(ranks)
