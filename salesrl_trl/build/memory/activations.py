@@ -31,7 +31,7 @@ def layer_activations(shape: ModelShape, setup: Setup) -> float:
     - experts that are one weight: the same in that weight's format, because autocast does not cast for a grouped
       product (`integrations/moe.py`), and for each visited expert a copy of its output, and of its input if it is
       trained. Of a shared expert the output and its product with the gate.
-    - adapters: each casts its own input, c wide, with a mask of 1 byte under dropout, and keeps its inner c x rank.
+    - adapters: each casts its own input, c wide, with a mask of 1 byte under dropout.
     """
     computed, stream = setup.compute_bytes, setup.weight_bytes
     hidden, query, heads = shape.hidden, shape.query, shape.heads
@@ -53,7 +53,7 @@ def layer_activations(shape: ModelShape, setup: Setup) -> float:
     adapted = 0.0
     if setup.lora:
         assert shape.adapters is not None
-        adapted = (computed + setup.lora_dropout) * shape.adapters.inputs + computed * shape.adapters.ranks
+        adapted = (computed + setup.lora_dropout) * shape.adapters.inputs
     return setup.tokens * (norms + attention + inner + adapted)
 
 

@@ -18,11 +18,10 @@ class UnknownShape(ConfigError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapters:
-    """LoRA's adapters of a model. Widths and ranks are summed over the modules of one layer."""
+    """LoRA's adapters of a model."""
 
     parameters: int
-    inputs: float
-    ranks: float
+    inputs: float  # sum of the widths of the adapted layers' inputs, over the modules of one layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +30,6 @@ class ModelShape:
 
     parameters: int
     linear: int  # parameters of the linear layers, without the output head and without experts that are one weight
-    experts: int  # parameters of such experts: one weight for each product of all experts of a block
     largest: int  # parameters of the largest weight of a block
     embedding: int
     is_tied: bool  # the output head is the token embedding
@@ -88,7 +86,6 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     return ModelShape(
         parameters=sum(each.numel() for each in model.parameters()),
         linear=sum(linear),
-        experts=sum(experts),
         largest=max([*linear, *experts], default=0),
         embedding=embedding.weight.numel(),
         is_tied=head is not None and head.weight is embedding.weight,
@@ -119,5 +116,4 @@ def adapters_of(model: PreTrainedModel, lora: ModelConfig) -> Adapters:
     return Adapters(
         parameters=sum(each.numel() for each in adapted.parameters() if each.requires_grad),
         inputs=sum(int(each.in_features or 0) for each in modules) / layers,
-        ranks=sum(each.r["default"] for each in modules) / layers,
     )
