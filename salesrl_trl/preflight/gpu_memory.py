@@ -101,9 +101,9 @@ def _preset(
     for name in [*smaller[-1:], *(name for name in SOLD if name not in smaller)]:
         on = card if name in smaller else sizes[name]
         with contextlib.suppress(ConfigError):  # of a model whose layers PEFT does not know
-            found = _weigh(parse([*settings, "--preset", name], FULL), on, options).estimate
-            if found.fits:
-                return _OtherPreset(name, found.needed_gib)
+            estimated = _weigh(parse([*settings, "--preset", name], FULL), on, options).estimate
+            if estimated.fits:
+                return _OtherPreset(name, estimated.needed_gib)
     return None
 
 
@@ -118,48 +118,48 @@ def _trained(setup: Setup) -> str:
 
 
 def _as_text(weighed: _Weighed, preset: _OtherPreset | None, card: Card, title: str) -> str:
-    found, setup = weighed
-    peak = found.peak
+    estimated, setup = weighed
+    peak = estimated.peak
     lines = [title, f"on {card.name} ({card.gib:.1f} GiB), at its fullest: {peak.name}", ""]
     lines += [f"  {part:<28}{gib:8.2f} GiB" for part, gib in peak.parts.items() if gib >= 0.005]
-    lines += [f"  {'sum':<28}{found.needed_gib:8.2f} GiB", ""]
-    others = sorted(found.moments, key=lambda moment: -moment.total_gib)[1:]
+    lines += [f"  {'sum':<28}{estimated.needed_gib:8.2f} GiB", ""]
+    others = sorted(estimated.moments, key=lambda moment: -moment.total_gib)[1:]
     lines.append("other moments: " + ", ".join(f"{moment.name} {moment.total_gib:.1f}" for moment in others))
-    if found.sequences is not None:
+    if estimated.sequences is not None:
         lines.append(
-            f"vLLM's cache has room for {found.sequences:.0f} completions of full length at once; "
+            f"vLLM's cache has room for {estimated.sequences:.0f} completions of full length at once; "
             f"{setup.rollouts} are generated"
         )
     if (used := used_gib(card)) is not None:
         named = users(card)
         text = f"in use now: {used:.1f} GiB" + (f", by {named}" if named else "")
-        too_little = found.fits and used + found.needed_gib > card.gib
+        too_little = estimated.fits and used + estimated.needed_gib > card.gib
         lines.append(text + ". THIS LEAVES TOO LITTLE: end those processes first" * too_little)
-    if found.fits:
-        return "\n".join([*lines, f"It fits: {card.gib - found.needed_gib:.1f} GiB are left."])
-    if not found.starts_engine:
+    if estimated.fits:
+        return "\n".join([*lines, f"It fits: {card.gib - estimated.needed_gib:.1f} GiB are left."])
+    if not estimated.starts_engine:
         lines.append("vLLM would not start: its share has no room for one completion of full length.")
     lines.append("It does not fit as it is set.")
     if preset is not None:
         where = "It fits" if named_card(preset.name).gib <= card.gib + 1 else f"It fits a card of {preset.name}"
         lines.append(f"{where} with `--preset {preset.name}`: about {preset.needed_gib:.1f} GiB.")
     lines.append("What takes less, the cheapest first:")
-    return "\n".join([*lines, *(f"  {setting}" for setting in advice(found, setup))])
+    return "\n".join([*lines, *(f"  {setting}" for setting in advice(estimated, setup))])
 
 
 def _as_json(weighed: _Weighed, preset: _OtherPreset | None, card: Card, title: str) -> str:
-    found, setup = weighed
+    estimated, setup = weighed
     return strict_json(
         {
             "run": title,
             "card": {"name": card.name, "gib": card.gib, "used_gib": used_gib(card)},
-            "fits": found.fits,
-            "needed_gib": found.needed_gib,
-            "moments": {moment.name: dict(moment.parts) for moment in found.moments},
-            "vllm_sequences": found.sequences,
+            "fits": estimated.fits,
+            "needed_gib": estimated.needed_gib,
+            "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
+            "vllm_sequences": estimated.sequences,
             "setup": asdict(setup),
             "preset": None if preset is None else preset._asdict(),
-            "remedies": [] if found.fits else advice(found, setup),
+            "remedies": [] if estimated.fits else advice(estimated, setup),
         }
     )
 

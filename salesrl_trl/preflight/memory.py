@@ -135,58 +135,58 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     number = 2 if copies else NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
     states = copies + moment_bytes(training.optim.value, 4 if copies else number)
     weights = number * parameters / GIB
-    each = weights + (0.0 if training.save_only_model else states * parameters / GIB)
-    every, steps = training.save_steps, training.max_steps
-    every = math.ceil(every * steps) if 0 < every < 1 else every  # a share of the steps
-    saved = int(steps // every) if 0 < every <= steps else 1
+    checkpoint = weights + (0.0 if training.save_only_model else states * parameters / GIB)
+    interval, steps = training.save_steps, training.max_steps
+    interval = math.ceil(interval * steps) if 0 < interval < 1 else interval  # a share of the steps
+    saved = int(steps // interval) if 0 < interval <= steps else 1
     kept = min(saved, training.save_total_limit + 1) if training.save_total_limit else saved
-    needed = kept * each + weights * (1 + bool(plan.config.telemetry.quick_eval_steps))
+    needed = kept * checkpoint + weights * (1 + bool(plan.config.telemetry.quick_eval_steps))
     free = free_gib(training.output_dir)
-    findings.figures |= {"checkpoint_gib": each, "disk_needed_gib": needed}
+    findings.figures |= {"checkpoint_gib": checkpoint, "disk_needed_gib": needed}
     if free < needed:
         findings.add(
-            f"A checkpoint takes about {each:.1f} GiB, and {kept} of them with the policies of the end and of the "
+            f"A checkpoint takes about {checkpoint:.1f} GiB, and {kept} of them with the policies of the end and of the "
             f"best evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk.",
             "Name an `output_dir` on a larger disk, keep fewer (`save_total_limit`, one more is there while it "
             "saves), or keep weights alone (`save_only_model: true`).",
-            is_failure=free < each,
+            is_failure=free < checkpoint,
         )
 
 
-def _compare(scales: Scales, found: Estimate, findings: Findings) -> None:
+def _compare(scales: Scales, estimated: Estimate, findings: Findings) -> None:
     """Note or fail where the estimate is above the card."""
-    peak, card = found.peak, found.card_gib
-    figures = {**peak.parts, "needed": found.needed_gib, "card": card}
+    peak, card = estimated.peak, estimated.card_gib
+    figures = {**peak.parts, "needed": estimated.needed_gib, "card": card}
     findings.figures |= {f"{part.replace(' ', '_')}_gib": round(gib, 2) for part, gib in figures.items()}
-    if found.fits:
+    if estimated.fits:
         return
-    text = f"training takes about {found.needed_gib:.1f} GiB ({peak.name}), and the card has {card:.1f}."
+    text = f"training takes about {estimated.needed_gib:.1f} GiB ({peak.name}), and the card has {card:.1f}."
     setup, model = scales.setup(scales.plan.dtype), scales.plan.config.model
-    if setup.engine is not None and not found.starts_engine:
+    if setup.engine is not None and not estimated.starts_engine:
         text = (
-            f"vLLM's share of the card has room for {found.sequences:.1f} completions of full length beside the "
+            f"vLLM's share of the card has room for {estimated.sequences:.1f} completions of full length beside the "
             f"weights, of `vllm_max_model_length` {setup.engine.length} tokens. Expected at least 1: vLLM would not "
             "start."
         )
-    remedy = f"What takes less, the cheapest first: {'; '.join(advice(found, setup))}. "
+    remedy = f"What takes less, the cheapest first: {'; '.join(advice(estimated, setup))}. "
     remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
-    if found.starts_engine and found.needed_gib <= (1 + MARGIN) * card:
+    if estimated.starts_engine and estimated.needed_gib <= (1 + MARGIN) * card:
         findings.note(f"{text} The run may still fit: the estimate is good to {MARGIN:.0%}.", remedy)
-    elif found.starts_engine and model.dtype == "float32" and not model.use_peft:
+    elif estimated.starts_engine and model.dtype == "float32" and not model.use_peft:
         findings.note(f"{text} It is tried all the same, because `dtype` is float32.", remedy)
     else:
         findings.fail(text, remedy)
 
 
-def _compare_with_others(card: Card, found: Estimate, findings: Findings) -> None:
+def _compare_with_others(card: Card, estimated: Estimate, findings: Findings) -> None:
     """Fail where training would fit, but other processes use the card."""
     used = used_gib(card)
     if used is None:
         return
     findings.figures["used_gib"] = round(used, 2)
-    if found.fits and used + found.needed_gib > (1 + MARGIN) * card.gib:
+    if estimated.fits and used + estimated.needed_gib > (1 + MARGIN) * card.gib:
         findings.fail(
-            f"training takes about {found.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in use "
+            f"training takes about {estimated.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in use "
             f"now, by {users(card) or 'processes that the driver does not name here'}.",
             "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
         )

@@ -153,7 +153,9 @@ def _counts(model: nn.Module, layers: nn.ModuleList, rows: Sequence[Sequence[nn.
 
 
 def _base(model: nn.Module) -> PreTrainedModel:
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    from peft import PeftModel
+
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel):
         raise UnknownFlops("the model has no transformers config")
     return base
@@ -196,11 +198,10 @@ def _without_memory(model: nn.Module, base: PreTrainedModel) -> nn.Module:
     config = copy.deepcopy(base.config)
     config._attn_implementation, config._experts_implementation = "eager", "batched_mm"
     with torch.device("meta"):
-        bare: nn.Module = type(base)(config)
+        plain = type(base)(config)
         if any(vars(module).get("_require_grads_hooks") for module in model.modules()):
-            bare.enable_input_require_grads()
-        if base is not model:
-            bare = _with_adapter(bare, model)
+            plain.enable_input_require_grads()
+        bare = _with_adapter(plain, model)
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, parameter in bare.named_parameters():
         if name not in trained:
@@ -209,14 +210,18 @@ def _without_memory(model: nn.Module, base: PreTrainedModel) -> nn.Module:
     return bare
 
 
-def _with_adapter(bare: nn.Module, model: nn.Module) -> nn.Module:
-    from peft import get_peft_model
+def _with_adapter(bare: PreTrainedModel, model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, PeftModel, get_peft_model
 
+    if not isinstance(model, PeftModel):
+        return bare
     settings = copy.deepcopy(model.peft_config[model.active_adapter])
     if settings.is_prompt_learning:
         raise UnknownFlops("its adapter adds tokens to the prompt")
-    settings.init_lora_weights = False  # some ways to begin read the weights
-    return get_peft_model(bare, settings, adapter_name=model.active_adapter)
+    if isinstance(settings, LoraConfig):
+        settings.init_lora_weights = False  # some ways to begin read the weights
+    adapted: nn.Module = get_peft_model(bare, settings, adapter_name=model.active_adapter)
+    return adapted
 
 
 def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:

@@ -153,7 +153,7 @@ class Instruments:
         """
         if not self.timeline.enabled:
             return
-        prompts, completions = prompt_mask.sum(dim=1), completion_mask.sum(dim=1)  # each (B,)
+        prompts, completions = prompt_mask.sum(dim=1), completion_mask.sum(dim=1)  # (B,)
         own = torch.tensor([True] * len(prompts) if has_prompt is None else has_prompt)
         self._lengths.append((prompts, completions, own.to(prompts.device, non_blocking=True)))
         if len(self._lengths) >= BATCHES_KEPT:
@@ -174,7 +174,7 @@ class Instruments:
         """
         if self.timeline.enabled:
             cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
-            self._batches.append(_Scored(seconds, [each for each in cut if each[0] < each[1]]))
+            self._batches.append(_Scored(seconds, [wait for wait in cut if wait[0] < wait[1]]))
             self._trace.add(self.step + 1, spans)  # they may have begun in earlier steps
 
     def step_ends(self) -> None:
@@ -197,7 +197,9 @@ class Instruments:
             self._warn_once("the trace has gaps: too many spans between two log lines. Log more often.")
         sums = self._sums(steps)
         row = torch.tensor([[sums[name] for name in perf.COLUMNS]], dtype=torch.float64).to(self._device)
-        ranks = [dict(zip(perf.COLUMNS, rank, strict=True)) for rank in gather(row).tolist()]  # of (ranks, columns)
+        ranks: list[perf.Sums] = [
+            dict(zip(perf.COLUMNS, rank, strict=True)) for rank in gather(row).tolist()
+        ]  # of (ranks, columns)
         if steps and accelerator.is_main_process and any(span.name == StartUp.IMPORTS for span in spans):
             write_start(spans, steps[0], self._output_dir)
         self._trace.write(accelerator.process_index, self.step, steps, spans)
@@ -225,7 +227,7 @@ class Instruments:
         """Add the lengths to the sums. Called seldom, because it takes a dozen small kernels. Waits for no device."""
         if not self._lengths:
             return
-        prompts, completions, own = (torch.cat(each) for each in zip(*self._lengths, strict=True))  # each (N,)
+        prompts, completions, own = (torch.cat(column) for column in zip(*self._lengths, strict=True))  # (N,)
         self._lengths = []
         lengths = prompts + completions
         samples = torch.ones_like(lengths, dtype=torch.float64).sum()
@@ -241,7 +243,7 @@ class Instruments:
         return f"after step {self.step}/{self.last_step}" if done else f"step {self.step + 1}/{self.last_step}"
 
     def _sums(self, steps: Sequence[StepTimes]) -> perf.Sums:
-        seconds = {phase: sum(step.seconds.get(phase, 0.0) for step in steps) for phase in Phase}
+        seconds: perf.Sums = {phase: sum(step.seconds.get(phase, 0.0) for step in steps) for phase in Phase}
         batches, waits = list(self._batches), self._waits
         # The trainer's thread begins to wait when the host has issued all other work. The phase of the wait begins
         # when the device is done with this work.

@@ -194,7 +194,7 @@ class Timeline:
 
     def end(self, name: str) -> None:
         """Close the phase if it is open, with all phases inside it."""
-        phase = next((each for each in reversed(self._stack) if each.timing.name == name), None)
+        phase = next((phase for phase in reversed(self._stack) if phase.timing.name == name), None)
         if phase is not None:
             self._close(phase)
 
@@ -287,10 +287,10 @@ class Timeline:
             return
         mark = self._clock.mark()
         index = self._stack.index(phase)
-        for each in reversed(self._stack[index:]):
-            each.timing.ended = mark.host
-            each.timing.failed = each.timing.failed or phase.timing.failed
-            self._closed_phases.append((each.timing.name, each.mark, mark, each.timing.failed))
+        for inner in reversed(self._stack[index:]):
+            inner.timing.ended = mark.host
+            inner.timing.failed = inner.timing.failed or phase.timing.failed
+            self._closed_phases.append((inner.timing.name, inner.mark, mark, inner.timing.failed))
         self._stack = self._stack[:index]
         self._cut(mark)
 
@@ -304,7 +304,7 @@ class Timeline:
         return self._shown(self._stack).timing.name if self._stack else Phase.UNACCOUNTED
 
     def _shown(self, stack: tuple[_OpenPhase, ...]) -> _OpenPhase:
-        return next((each for each in stack if each.timing.name in self._opaque), stack[-1])
+        return next((phase for phase in stack if phase.timing.name in self._opaque), stack[-1])
 
     def _settle(self, steps: list[_Step]) -> None:
         for step in list(steps):

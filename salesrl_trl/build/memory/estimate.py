@@ -140,19 +140,19 @@ def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
     )
     sequences = None
     if setup.engine is not None:
-        one = setup.engine.length * _token_cache(shape, setup.engine.number_bytes) / setup.engine.processes
-        sequences = awake["vLLM KV cache"] / one
+        completion = setup.engine.length * _token_cache(shape, setup.engine.number_bytes) / setup.engine.processes
+        sequences = awake["vLLM KV cache"] / completion
     return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
 
 
-def advice(found: Estimate, setup: Setup) -> list[str]:
+def advice(estimated: Estimate, setup: Setup) -> list[str]:
     """Settings that take less memory at the fullest moment, and are not set yet, the cheapest first."""
-    return list(_advice(found, setup))
+    return list(_advice(estimated, setup))
 
 
-def _advice(found: Estimate, setup: Setup) -> Iterator[str]:
-    moment, engine = found.peak.name, setup.engine
-    if not found.starts_engine:
+def _advice(estimated: Estimate, setup: Setup) -> Iterator[str]:
+    moment, engine = estimated.peak.name, setup.engine
+    if not estimated.starts_engine:
         yield "a larger `vllm_gpu_memory_utilization`, or a smaller `vllm_max_model_length`"
     if moment == SCORING and setup.evaluated > 1:
         yield "a smaller `per_device_eval_batch_size`"
@@ -163,7 +163,7 @@ def _advice(found: Estimate, setup: Setup) -> Iterator[str]:
             yield "`gradient_checkpointing: true`: each block is computed twice"
         if setup.micro_batch > 1:
             yield "a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps`: the same update"
-    if engine is not None and found.starts_engine and (moment == GENERATION or not engine.sleeps):
+    if engine is not None and estimated.starts_engine and (moment == GENERATION or not engine.sleeps):
         yield "a smaller `vllm_gpu_memory_utilization`: vLLM generates fewer completions at once"
     if engine is not None and not engine.sleeps and moment != GENERATION:
         yield "`vllm_enable_sleep_mode: true`: vLLM gets its weights and its cache anew at every step"

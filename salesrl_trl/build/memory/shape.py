@@ -52,7 +52,7 @@ class ModelShape:
 
 def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: bool) -> int:
     """The number of a model's parameters."""
-    return sum(each.numel() for each in empty_model(name_or_path, revision, trust_remote_code).parameters())
+    return sum(weight.numel() for weight in empty_model(name_or_path, revision, trust_remote_code).parameters())
 
 
 @functools.lru_cache(maxsize=8)
@@ -69,11 +69,13 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         raise UnknownShape(f"the configuration of {model.config.model_type} has no number for {', '.join(missing)}")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     linear = [
-        each.weight.numel()
-        for each in model.modules()
-        if isinstance(each, torch.nn.Linear) and each is not head  # the head's product is never cast as a whole
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head  # the head's product is never cast as a whole
     ]
-    experts = [each.numel() for name, each in model.named_parameters() if each.dim() == 3 and ".experts." in name]
+    experts = [
+        weight.numel() for name, weight in model.named_parameters() if weight.dim() == 3 and ".experts." in name
+    ]
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     visited = getattr(text, "num_experts_per_tok", None) or 0
@@ -84,7 +86,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     shared = getattr(text, "shared_expert_intermediate_size", None) or number * expert
     dtype = model.config.dtype or torch.float32
     return ModelShape(
-        parameters=sum(each.numel() for each in model.parameters()),
+        parameters=sum(weight.numel() for weight in model.parameters()),
         linear=sum(linear),
         largest=max([*linear, *experts], default=0),
         embedding=embedding.weight.numel(),
@@ -112,8 +114,8 @@ def adapters_of(model: PreTrainedModel, lora: ModelConfig) -> Adapters:
 
     adapted = put_adapter(model, lora)
     layers = model.config.get_text_config().num_hidden_layers
-    modules = [each for each in adapted.modules() if isinstance(each, LoraLayer)]
+    modules = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
     return Adapters(
-        parameters=sum(each.numel() for each in adapted.parameters() if each.requires_grad),
-        inputs=sum(int(each.in_features or 0) for each in modules) / layers,
+        parameters=sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad),
+        inputs=sum(int(module.in_features or 0) for module in modules) / layers,
     )
