@@ -145,8 +145,8 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     findings.figures |= {"checkpoint_gib": checkpoint, "disk_needed_gib": needed}
     if free < needed:
         findings.add(
-            f"A checkpoint takes about {checkpoint:.1f} GiB, and {kept} of them with the policies of the end and of the "
-            f"best evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk.",
+            f"A checkpoint takes about {checkpoint:.1f} GiB, and {kept} of them with the policies of the end and of "
+            f"the best evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk.",
             "Name an `output_dir` on a larger disk, keep fewer (`save_total_limit`, one more is there while it "
             "saves), or keep weights alone (`save_only_model: true`).",
             is_failure=free < checkpoint,
@@ -186,7 +186,7 @@ def _compare_with_others(card: Card, estimated: Estimate, findings: Findings) ->
     findings.figures["used_gib"] = round(used, 2)
     if estimated.fits and used + estimated.needed_gib > (1 + MARGIN) * card.gib:
         findings.fail(
-            f"training takes about {estimated.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in use "
-            f"now, by {users(card) or 'processes that the driver does not name here'}.",
+            f"training takes about {estimated.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in "
+            f"use now, by {users(card) or 'processes that the driver does not name here'}.",
             "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
         )
