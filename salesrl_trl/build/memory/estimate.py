@@ -12,7 +12,7 @@ Asleep, vLLM leaves the card to training, which takes 18, and to evaluations, wh
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from salesrl_trl.build.memory.activations import (
@@ -146,34 +146,37 @@ def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
 
 
 def advice(estimated: Estimate, setup: Setup) -> list[str]:
-    """Settings that take less memory at the fullest moment, and are not set yet, the cheapest first."""
-    return list(_advice(estimated, setup))
-
-
-def _advice(estimated: Estimate, setup: Setup) -> Iterator[str]:
-    moment, engine = estimated.peak.name, setup.engine
-    if not estimated.starts_engine:
-        yield "a larger `vllm_gpu_memory_utilization`, or a smaller `vllm_max_model_length`"
-    if moment == SCORING and setup.evaluated > 1:
-        yield "a smaller `per_device_eval_batch_size`"
-    if moment == TRAINING:
-        if setup.group is not None and setup.pass_tokens != 1:
-            yield "`shared_prompts_tokens: 1`: micro-batches go through the model one by one"
-        if not setup.checkpointing:
-            yield "`gradient_checkpointing: true`: each block is computed twice"
-        if setup.micro_batch > 1:
-            yield "a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps`: the same update"
-    if engine is not None and estimated.starts_engine and (moment == GENERATION or not engine.sleeps):
-        yield "a smaller `vllm_gpu_memory_utilization`: vLLM generates fewer completions at once"
-    if engine is not None and not engine.sleeps and moment != GENERATION:
-        yield "`vllm_enable_sleep_mode: true`: vLLM gets its weights and its cache anew at every step"
-    if not setup.lora:
-        if setup.weight_bytes == 4 and setup.autocast and setup.sharding is Sharding.NONE:
-            yield "`optim: adamw_torch_8bit` with `optim_args: bf16_stochastic_round=True`: rounded updates; torchao"
-        yield "`use_peft: true`: adapters are trained in place of all weights; `learning_rate` higher"
-    if setup.sharding.level < 3:
-        yield "more cards: DeepSpeed or FSDP (`accelerate_configs/`)"
-    yield "a smaller model"
+    """What takes less memory at the fullest moment, and is not set yet, the cheapest first."""
+    moment, engine, starts = estimated.peak.name, setup.engine, estimated.starts_engine
+    training, awake = moment == TRAINING, engine is not None and not engine.sleeps
+    smaller_share = engine is not None and starts and (awake or moment == GENERATION)
+    rounds = setup.weight_bytes == 4 and setup.autocast and setup.sharding is Sharding.NONE
+    possible = (
+        (not starts, "a larger `vllm_gpu_memory_utilization`, or a smaller `vllm_max_model_length`"),
+        (moment == SCORING and setup.evaluated > 1, "a smaller `per_device_eval_batch_size`"),
+        (
+            training and setup.group is not None and setup.pass_tokens != 1,
+            "`shared_prompts_tokens: 1`: micro-batches go through the model one by one",
+        ),
+        (training and not setup.checkpointing, "`gradient_checkpointing: true`: each block is computed twice"),
+        (
+            training and setup.micro_batch > 1,
+            "a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps`: the same update",
+        ),
+        (smaller_share, "a smaller `vllm_gpu_memory_utilization`: vLLM generates fewer completions at once"),
+        (
+            awake and moment != GENERATION,
+            "`vllm_enable_sleep_mode: true`: vLLM gets its weights and its cache anew at every step",
+        ),
+        (
+            not setup.lora and rounds,
+            "`optim: adamw_torch_8bit` with `optim_args: bf16_stochastic_round=True`: rounded updates; torchao",
+        ),
+        (not setup.lora, "`use_peft: true`: adapters are trained in place of all weights; `learning_rate` higher"),
+        (setup.sharding.level < 3, "more cards: DeepSpeed or FSDP (`accelerate_configs/`)"),
+        (True, "a smaller model"),
+    )
+    return [text for applies, text in possible if applies]
 
 
 def moment_bytes(optim: str, weight_bytes: int) -> float:
