@@ -210,7 +210,7 @@ def _without_memory(model: nn.Module, base: PreTrainedModel) -> nn.Module:
     return bare
 
 
-def _with_adapter(bare: PreTrainedModel, model: nn.Module) -> nn.Module:
+def _with_adapter(bare: nn.Module, model: nn.Module) -> nn.Module:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if not isinstance(model, PeftModel):
