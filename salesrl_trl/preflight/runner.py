@@ -23,7 +23,7 @@ from salesrl_trl.data.sources import check_source, is_file
 from salesrl_trl.demo.policy import PROMPT_STYLE
 from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
-from salesrl_trl.preflight.memory import MemoryStage
+from salesrl_trl.preflight.memory import check_memory
 from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
 from salesrl_trl.preflight.stage import PreflightStage, StageReport, report_of
 from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
@@ -69,14 +69,13 @@ def _check_environment(plan: Plan, findings: Findings) -> None:
 
 
 def _copy_data(plan: Plan, findings: Findings) -> None:
-    """Read rows and vector store from copies, if `data_copy_dir` is set."""
+    """Read rows from copies, if `data_copy_dir` is set."""
     data = plan.config.data
-    for owner, name in ((data, "dataset"), (data, "eval_dataset"), (plan.config.reward, "vector_store_path")):
-        path = getattr(owner, name)
-        is_local = path is not None and (owner is not data or is_file(path))  # else `demo`, or a dataset on the hub
-        if data.data_copy_dir is not None and is_local:
-            setattr(owner, name, str(copied(Path(path), Path(data.data_copy_dir))))
-            findings.note(f"`{name}` is read from {getattr(owner, name)}, a copy of {path}")
+    for name in ("dataset", "eval_dataset"):
+        path = getattr(data, name)
+        if data.data_copy_dir is not None and path is not None and is_file(path):  # not `demo`, and none on the hub
+            setattr(data, name, str(copied(Path(path), Path(data.data_copy_dir))))
+            findings.note(f"`{name}` is read from {getattr(data, name)}, a copy of {path}")
 
 
 def _check_settings(plan: Plan, findings: Findings) -> None:
@@ -159,20 +158,12 @@ def _check_tokenizer(plan: Plan, findings: Findings) -> None:
     check_tokenizer(plan.tokenizer, plan.generation_config, plan.model_config, kwargs, findings)
 
 
-def _check_memory(plan: Plan, findings: Findings) -> None:
-    """Whether training fits the card. It chooses the number format of the weights."""
-    memory = MemoryStage().run(plan)
-    findings.found += memory.found
-    findings.figures |= memory.figures
-    findings.skipped = memory.skipped
-
-
 BEFORE_A_RUN = (
     PreflightStage("environment", (), (_check_environment,)),
     PreflightStage("config", (), (_copy_data, _check_settings)),
     PreflightStage("data", ("config",), (_check_data,)),
     PreflightStage("tokenizer", ("config",), (_check_tokenizer,)),
-    PreflightStage("memory", ("config", "data"), (_check_memory,)),
+    PreflightStage("memory", ("config", "data"), (check_memory,)),
     RAG_STAGE,
     JUDGE_STAGE,
 )

@@ -20,13 +20,12 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, report_load, under_load
 from salesrl_trl.preflight.stage import PreflightStage
-from salesrl_trl.reward.answer_store import AnswerStore
-from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.judge.client import JudgeClient
+from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.reward.judge.base import Judge, check_verdict
+from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
-from salesrl_trl.reward.rag.answers import RagAnswers
-from salesrl_trl.reward.rag.checks import check_verdict
+from salesrl_trl.reward.rag.rag_answers import RagAnswers
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.warm_up import add_places
 from salesrl_trl.types import Answer, Verdict
@@ -142,7 +141,7 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     config, training = plan.config.reward, plan.config.training
     budget = budget_of(config, Path(training.output_dir))  # the run's own: what a preflight asks counts in its folder
     rag, _ = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
-    stores = (AnswerStore(keep=0), AnswerStore(keep=0))
+    stores = (AnswerStore(most=0), AnswerStore(most=0))
     answers = RagAnswers(rag, config.rag_score_threshold, config.rag_top_k, config.action_format(), *stores)
     batch, most, patience_s = training.generation_batch_size, config.rag_max_concurrency, config.rag_timeout_s
     completions, prompts = min(batch, most), min(max(batch // training.num_generations, 1), most)

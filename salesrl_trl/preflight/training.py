@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from salesrl_trl.build.building import load_policy
 from salesrl_trl.build.checks.model import empty_model, linear_layers, put_adapter
 from salesrl_trl.build.checks.outcome import Findings
+from salesrl_trl.build.memory.estimate import SCORING
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.precision import STOCHASTIC_OPTIM
 from salesrl_trl.config import SalesGRPOConfig
@@ -163,7 +164,7 @@ def _make_steps(plan: Plan, findings: Findings) -> None:
     first, *_, last = [entry for entry in entries if "loss" in entry]
     report_memory((first, last), training.device, findings)
     if plan.estimate is not None:  # these steps have no evaluation
-        moments = [moment.tensors_gib for moment in plan.estimate.moments if moment.name != "evaluation"]
+        moments = [moment.tensors_gib for moment in plan.estimate.moments if moment.name != SCORING]
         findings.figures["estimated_gib"] = max(moments)
     findings.figures |= {
         "first_step_s": first[STEP_SECONDS],
