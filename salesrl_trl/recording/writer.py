@@ -24,7 +24,7 @@ from salesrl_trl.ground.surroundings import enter, here
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.reader import as_json, digest, digest_of, run_of
 from salesrl_trl.recording.schema import TABLES, VERSION
-from salesrl_trl.recording.trail import Call, Judged, Trail
+from salesrl_trl.recording.completion_record import Call, Judged, CompletionRecord
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ Filter = Callable[[str], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A completion that was scored. All but `trail` are columns of the record."""
+    """A completion that was scored. All but `record` are columns of the record."""
 
     row: str
     """Id of the dataset's row, or `reader.row_of` its columns."""
@@ -62,7 +62,7 @@ class Entry:
     parts: Mapping[str, float | None]
     functions: Mapping[str, float | None]
     seconds: Mapping[str, float]
-    trail: Trail | None
+    record: CompletionRecord | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,8 +266,8 @@ class Recorder:
         return [entry for entry in batch.entries if entry.prompt_group in chosen][: self._keep]
 
     def _add(self, file: sqlite3.Connection, batch: Batch, entry: Entry, advantage: float | None) -> None:
-        trail = entry.trail or Trail()
-        values = {each.name: getattr(entry, each.name) for each in fields(Entry) if each.name != "trail"}
+        record = entry.record or CompletionRecord()
+        values = {each.name: getattr(entry, each.name) for each in fields(Entry) if each.name != "record"}
         values |= {
             "step": batch.step,
             "mode": batch.mode,
@@ -275,24 +275,24 @@ class Recorder:
             "prompt": add_text(file, as_json(self._cleaned(entry.prompt))),
             "text": self._text(entry.text),
             "digest": digest_of(entry.prompt, entry.text),
-            "action": None if trail.action is None else as_json(self._cleaned(trail.action)),
-            "answer": self._value(file, trail.answer),
-            "reference": self._value(file, trail.reference),
+            "action": None if record.action is None else as_json(self._cleaned(record.action)),
+            "answer": self._value(file, record.answer),
+            "reference": self._value(file, record.reference),
             "advantage": advantage,
             "parts": as_json(entry.parts),
             "functions": as_json(entry.functions),
             "seconds": as_json(entry.seconds),
             "staleness": batch.staleness,
             "time": batch.time,
-            **judge_columns(trail, entry.seconds),
+            **judge_columns(record, entry.seconds),
         }
         completion = insert(file, "completions", values)
         add_verdicts(
             file,
             completion,
-            {name: replace(each, reason=self._text(each.reason)) for name, each in trail.verdicts.items()},
+            {name: replace(each, reason=self._text(each.reason)) for name, each in record.verdicts.items()},
         )
-        self._add_calls(file, completion, trail.calls)
+        self._add_calls(file, completion, record.calls)
 
     def _add_calls(self, file: sqlite3.Connection, completion: int | None, calls: Sequence[Call]) -> None:
         for each in calls:
@@ -453,7 +453,7 @@ def add_verdicts(file: sqlite3.Connection, completion: int, verdicts: Mapping[st
         insert(file, "verdicts", {"completion": completion, "rubric": rubric, **asdict(each)})
 
 
-def judge_columns(trail: Trail, seconds: Mapping[str, float]) -> dict[str, object]:
+def judge_columns(record: CompletionRecord, seconds: Mapping[str, float]) -> dict[str, object]:
     """The columns of a completion that say who judged it, and how long that took."""
-    first = next(iter(trail.verdicts.values()), None)
+    first = next(iter(record.verdicts.values()), None)
     return {"provider": first and first.provider, "judge_s": seconds.get(Stage.JUDGE)}

@@ -24,7 +24,7 @@ from salesrl_trl.ground.process import make_private
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.reader import Recorded, as_json, open_record, record_files, recorded
 from salesrl_trl.recording.schema import rank_of, record_file
-from salesrl_trl.recording.trail import Trail
+from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.rejudge.answers import RecordedRag
 from salesrl_trl.rejudge.comparison import Baseline, Judgement, Pair, ScoreChange, advantages, changes
@@ -129,7 +129,7 @@ def _check(
 
 def rejudged(
     config: RewardConfig, completions: Sequence[Recorded], rows: Sequence[SalesRow], branches: Sequence[str]
-) -> list[tuple[Reward, Trail]]:
+) -> list[tuple[Reward, CompletionRecord]]:
     """The rewards of these completions by these settings, with what the judge said."""
     parts = read_reward(config, branches)
     check_judges(config, parts)
@@ -145,13 +145,13 @@ def rejudged(
         )  # fmt: skip
         chain.budget = budget
         desk = RewardDesk(chain)
-        found: list[tuple[Reward, Trail]] = []
+        found: list[tuple[Reward, CompletionRecord]] = []
         try:
             for first in range(0, len(completions), AT_ONCE):
                 part = completions[first : first + AT_ONCE]
                 batch = desk.begin([places[each.row] for each in part])
                 result = desk.result(batch, [each.text for each in part])
-                trails = [stages.trail or Trail() for stages in batch.stages]
+                trails = [stages.record or CompletionRecord() for stages in batch.stages]
                 found += zip(result.rewards, trails, strict=True)
         finally:
             desk.close()
@@ -201,7 +201,7 @@ def write(
     run: Path,
     output: Path,
     completions: Sequence[Recorded],
-    found: Sequence[tuple[Reward, Trail]],
+    found: Sequence[tuple[Reward, CompletionRecord]],
     new: Sequence[float | None],
 ) -> None:
     """A copy of the record, with these rewards, verdicts and advantages in place of the recorded ones."""
@@ -220,7 +220,9 @@ def write(
             shutil.copy(run / name, output / name)
 
 
-def _replace(file: sqlite3.Connection, old: Recorded, reward: Reward, trail: Trail, advantage: float | None) -> None:
+def _replace(
+    file: sqlite3.Connection, old: Recorded, reward: Reward, trail: CompletionRecord, advantage: float | None
+) -> None:
     again = {name: each for name, each in reward.seconds.items() if name not in (Stage.RAG_8B, Stage.RAG_32B)}
     values = {
         "outcome": reward.outcome.value,

@@ -65,7 +65,7 @@ def run(services, rows, tmp_path):
             row=rows[place // 4].row_id, branch=BRANCHES[place // 4], prompt="p", text=text, tokens=None, place=place,
             prompt_group=place // 4, outcome=reward.outcome.value, reason=reward.reason, reward=reward.value,
             reference_reward=reward.reference_value, parts=reward.components, functions={}, seconds=reward.seconds,
-            trail=stages.trail,
+            record=stages.record,
         )
         for place, (text, reward, stages) in enumerate(zip(TEXTS * 2, result.rewards, batch.stages, strict=True))
     ]  # fmt: skip
@@ -85,7 +85,7 @@ def test_the_same_judge_changes_nothing_and_no_answer_is_asked_for_again(service
     asked = services.calls
     found = rejudged(config(services), completions, rows, BRANCHES)
     assert [reward.value for reward, _ in found] == [each.reward for each in completions]
-    assert [trail.verdicts for _, trail in found] == [each.verdicts for each in completions]
+    assert [notes.verdicts for _, notes in found] == [each.verdicts for each in completions]
     assert {name: services.calls[name] - asked[name] for name in ("8b", "32b")} == {"8b": 0, "32b": 0}
 
 
@@ -122,7 +122,7 @@ def test_the_new_numbers_stand_among_those_of_other_functions_and_a_replay_takes
     judged = rejudged(config(services), completions, rows, BRANCHES)
     assert [reward.value for reward, _ in judged[:4]] == [0.6, 0.0, 0.6, 0.6]
     found = [
-        (of_all_functions(old, new, [1.0, 2.0]), trail) for old, (new, trail) in zip(completions, judged, strict=True)
+        (of_all_functions(old, new, [1.0, 2.0]), notes) for old, (new, notes) in zip(completions, judged, strict=True)
     ]
     # 0.6 + 2 x 0.25; nobody knows the failed number; nor whether it failed or did not apply; 0.6 + 2 x 0.5
     expected = [pytest.approx(1.1), None, None, pytest.approx(1.6)]

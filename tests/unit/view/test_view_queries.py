@@ -11,10 +11,9 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import record_files
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.view import queries
-from salesrl_trl.view.alone import data
-from salesrl_trl.view.detail import completion
-from salesrl_trl.view.haystack import Haystack
-from salesrl_trl.view.index import Index
+from salesrl_trl.view.completion import completion
+from salesrl_trl.view.page import data_alone
+from salesrl_trl.view.record_index import Index
 
 
 def rows(*runs):
@@ -110,6 +109,13 @@ def test_a_word_is_found_in_the_prompt_the_text_and_what_the_judge_said(small):
     assert sorted(item["text"] for item in every(index, text="吉他")) == ["one", "three"]
     assert [item["text"] for item in every(index, text=" guitar ")] == ["Two, WITH Guitar"]
     assert [item["text"] for item in every(index, text="<吉")] == ["one"]
+    rank.add(text="five, ÜBER guitars")
+    index.refresh()
+    assert [item["text"] for item in every(index, text="guitar", order="oldest")] == [
+        "Two, WITH Guitar",
+        "five, ÜBER guitars",
+    ]
+    assert [item["text"] for item in every(index, text="über")] == ["five, ÜBER guitars"]
 
 
 def test_a_text_in_parts_or_without_messages_is_searched_too(small):
@@ -121,16 +127,6 @@ def test_a_text_in_parts_or_without_messages_is_searched_too(small):
     assert [item["text"] for item in every(index, text="left")] == ["a"]
     assert [item["text"] for item in every(index, text="plain")] == ["b"]
     assert completion(index, "0-0-1")["messages"] == [{"role": "user", "content": "[image]\nthe left one"}]
-
-
-def test_a_search_finds_texts_that_came_after_it():
-    texts = Haystack()
-    texts.add(["Alpha", "beta alpha alpha", ""])
-    assert list(texts.find("ALPHA")) == [1, 1, 0]
-    texts.add(["gamma", "ALPHA"])
-    assert list(texts.find("alpha")) == [1, 1, 0, 0, 1]
-    assert list(texts.find("alphabeta")) == [0, 0, 0, 0, 0]  # not across two texts
-    texts.close()
 
 
 def test_disagreement_is_the_largest_of_the_verdicts_or_of_the_rewards(small):
@@ -284,7 +280,7 @@ def test_a_value_of_a_filter_is_never_sql(both):
 
 
 def test_the_data_of_a_page_alone_keeps_to_its_number_and_leads_with_the_three_lists(both):
-    found = data(both, most=60)
+    found = data_alone(both, most=60)
     ids = {item["id"] for item in found["items"]}
     assert 50 <= len(ids) <= 60
     assert found["state"]["sample"] == len(ids)

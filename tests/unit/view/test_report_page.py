@@ -1,6 +1,5 @@
 """The page and the text, as a reader and as a browser get them; the command line."""
 
-import base64
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -8,16 +7,14 @@ from html.parser import HTMLParser
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from salesrl_trl import report as command
 from salesrl_trl.names import SPENT_FILE, Phase, Stage
-from salesrl_trl.report import __main__ as command
-from salesrl_trl.report.page import html_page, text_page
-from salesrl_trl.report.plots import Pictures
-from salesrl_trl.report.records import read_run
 from salesrl_trl.reward.service.budget import USD, Limit, Spent
 from salesrl_trl.reward.service.spent_file import Return, SpentFile
+from salesrl_trl.view.report_page import html_page, text_page
+from salesrl_trl.view.run_folder import read_run
 
-VOID = {"meta", "img"}
-NO_PICTURES = Pictures(reward=None, kl={}, step_time=None, reward_time=None, failures=None, quick_evals=None)
+VOID = {"meta"}
 
 
 class Page(HTMLParser):
@@ -50,7 +47,8 @@ class Page(HTMLParser):
 
     @property
     def images(self):
-        return [attrs for tag, attrs in self.tags if tag == "img"]
+        """What is told of each picture to those who do not see it."""
+        return [attrs["aria-label"] for tag, attrs in self.tags if attrs.get("role") == "img"]
 
 
 def report(run_folder, *more):
@@ -148,20 +146,15 @@ def test_the_page_is_one_file_that_asks_for_nothing(two_branches):
     page, _, html = report(two_branches)
 
     assert ("html", {"lang": "en"}) in page.tags
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "a"}
-    assert [attrs.get("href") for _, attrs in page.tags if "href" in attrs] == []
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "a", "img"}
+    assert [attrs for _, attrs in page.tags if {"href", "src"} & attrs.keys()] == []
     assert html.replace("https://ui.perfetto.dev", "").count("://") == 0
     assert "url(" not in html
     assert "open trace.json at https://ui.perfetto.dev" in page.text
     # Reward, two KLs, step time, reward time, failures, quick evaluations.
     assert len(page.images) == 7
-    for image in page.images:
-        kind, data = image["src"].split(",")
-        picture = base64.b64decode(data, validate=True)
-        assert kind == "data:image/png;base64"
-        assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-        assert len(picture) > 5_000
-        assert len(image["alt"]) > 20
+    assert all(len(words) > 20 for words in page.images)
+    assert len(html) < 100_000
 
 
 def test_a_run_that_logged_nothing_is_told_in_words(run_folder):
@@ -311,7 +304,7 @@ def test_the_text_keeps_to_forty_lines_however_much_there_is(run_folder):
     assert "Note: 2 figures were infinite, left out; 1 line of quick_eval.jsonl" in text_page(run)
     assert sum(line.startswith("  - ") for line in lines) == 5
     # The page has every branch, and its tables are bounded.
-    page = Page(html_page(run, NO_PICTURES))
+    page = Page(html_page(run))
     assert all(f"Reward, {branch}" in page.text for branch in branches)
     assert len(page.rows) < 150
 
@@ -332,13 +325,6 @@ def test_bad_input_is_exit_code_2_with_one_message_and_no_file(run_folder, capsy
     assert told.err.count("\n") == 1
     assert "Expected" in told.err
     assert not (run_folder.path / "report.html").exists()
-
-
-def test_a_missing_matplotlib_is_exit_code_2_and_says_what_to_install(two_branches, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    assert command.main([str(two_branches.path)]) == 2
-    assert "pip install 'salesrl_trl[plots]'" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_exit_code_2(two_branches, capsys):

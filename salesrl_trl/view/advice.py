@@ -1,12 +1,12 @@
 """Advice of the report: sentences about figures that are out of their usual range.
 
-Owns the thresholds and the sentences. Pure.
+Owns the thresholds and the sentences. Pure: called by `report_page`.
 """
 
 from collections.abc import Mapping
 
 from salesrl_trl.names import DATA_LOADING_RATIO, REWARD_EXPOSED, Phase, time_of
-from salesrl_trl.report.figures import (
+from salesrl_trl.view.run_figures import (
     OTHERS,
     POLICY,
     SERVICES,
@@ -17,8 +17,8 @@ from salesrl_trl.report.figures import (
     skipped_updates,
     stages,
 )
-from salesrl_trl.report.records import Run
-from salesrl_trl.report.words import percent, plural, seconds, shown
+from salesrl_trl.view.run_folder import Run
+from salesrl_trl.view.wording import percent, plural, seconds, shown
 
 MOST_ADVICE = 5
 """Most sentences of advice. Nobody reads a longer list."""
@@ -36,10 +36,8 @@ DATA_LOADING_SHARE = 0.05
 
 def advice(run: Run) -> tuple[str, ...]:
     """Sentences of advice, the most costly problem first; empty if all figures are in their usual range."""
-    found = (
-        _skipped(run), _unscored(run), _exposed(run), _outside(run), _invalid(run), _loading(run), _unmeasured(run)
-    )  # fmt: skip
-    return tuple(sentence for sentence in found if sentence)[:MOST_ADVICE]
+    checks = (_skipped, _unscored, _exposed, _outside, _invalid, _loading, _unmeasured)
+    return tuple(sentence for check in checks if (sentence := check(run)))[:MOST_ADVICE]
 
 
 def _skipped(run: Run) -> str:
@@ -58,54 +56,54 @@ def _exposed(run: Run) -> str:
     share = share_of_steps(run, REWARD_EXPOSED) if waited is None else waited
     if share is None or share <= EXPOSED_SHARE:
         return ""
-    slow = max((each for each in stages(run) if each.p95 is not None), key=lambda each: each.p95 or 0.0, default=None)
-    stage = "" if slow is None else f" The slowest stage is {slow.name} (p95 {seconds(slow.p95)}): look there first."
-    return f"Training waits for rewards during {percent(share)} of the step.{stage}"
+    slow = max((stage for stage in stages(run) if stage.p95 is not None), key=lambda s: s.p95 or 0.0, default=None)
+    cause = "" if slow is None else f" The slowest stage is {slow.name} (p95 {seconds(slow.p95)}): look there first."
+    return f"Training waits for rewards during {percent(share)} of the step.{cause}"
 
 
 def _outside(run: Run) -> str:
     shares = {branch: share for branch in run.branches if (share := share_in_band(run, branch)) is not None}
-    far = {branch: share for branch, share in shares.items() if share < IN_BAND_SHARE}
+    far = [f"{shown(branch)} (in band {percent(share)})" for branch, share in shares.items() if share < IN_BAND_SHARE]
     if not far:
         return ""
-    named = [f"{shown(branch)} (in band {percent(share)})" for branch, share in list(far.items())[:3]]
     more = f" and {len(far) - 3} more" if len(far) > 3 else ""
     return (
-        f"The KL lay outside its band for most of the run: {', '.join(named)}{more}. Look whether beta stands at a "
+        f"The KL lay outside its band for most of the run: {', '.join(far[:3])}{more}. Look whether beta stands at a "
         "bound, and whether the band can be reached at this learning rate (docs/KL.md)."
     )
 
 
 def _invalid(run: Run) -> str:
-    found, share = failures_of(run, POLICY)
+    reasons, share = failures_of(run, POLICY)
     if share is None or share <= FAILED_SHARE:
         return ""
     return (
-        f"{percent(share)} of the completions were no valid action{_mostly(found)}. That is the policy's doing: look "
-        "at its prompt (docs/DATA.md), and whether `max_completion_length` cuts actions short."
+        f"{percent(share)} of the completions were no valid action{_mostly(reasons)}. That is the policy's doing: "
+        "look at its prompt (docs/DATA.md), and whether `max_completion_length` cuts actions short."
     )
 
 
 def _unscored(run: Run) -> str:
-    told = []
-    for who, why, where in (
+    sentences = []
+    for source, cause, place in (
         (SERVICES, " because a service failed", "that service (docs/SERVICES.md)"),
         (OTHERS, "", "that reason code (docs/SERVICES.md), or at your own reward"),
     ):
-        found, share = failures_of(run, who)
-        if found and (share is None or share > FAILED_SHARE):
-            of = "Completions" if share is None else f"{percent(share)} of the completions"
-            told.append(
-                f"{of} could not be scored{why}{_mostly(found)}. That is no fault of the policy: look at {where}."
+        reasons, share = failures_of(run, source)
+        if reasons and (share is None or share > FAILED_SHARE):
+            what = "Completions" if share is None else f"{percent(share)} of the completions"
+            sentences.append(
+                f"{what} could not be scored{cause}{_mostly(reasons)}. That is no fault of the policy: look at "
+                f"{place}."
             )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
-def _mostly(found: Mapping[str, float]) -> str:
-    if not found:
+def _mostly(reasons: Mapping[str, float]) -> str:
+    if not reasons:
         return ""
-    worst, times = next(iter(found.items()))
-    return f", mostly {shown(worst)} ({percent(times / sum(found.values()))} of these)"
+    worst, times = next(iter(reasons.items()))
+    return f", mostly {shown(worst)} ({percent(times / sum(reasons.values()))} of these)"
 
 
 def _loading(run: Run) -> str:
