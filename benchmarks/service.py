@@ -163,8 +163,8 @@ class SlowReward(InstantReward):
         self._clients = {name: HttpClient(name, url) for name in CALLS}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        stages.record = CompletionRecord() if self._records else None
-        with noted_in(stages.record):
+        stages.completion_record = CompletionRecord() if self._records else None
+        with noted_in(stages.completion_record):
             return await self._scored(sample, stages)
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:

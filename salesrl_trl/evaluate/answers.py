@@ -1,6 +1,7 @@
 """The answers of a policy to the held-out rows, and their rewards, by the run's own trainer.
 
-Owns the order of the answers and their seeds. Refuses to generate and to score: the trainer's rooms do.
+Owns the order of the answers and their seeds. Refuses to generate and to score: the trainer's components do. Called by
+the command.
 """
 
 import contextlib
@@ -34,22 +35,8 @@ def answers_of(
 ) -> list[list[Scored]]:
     """Load a policy, let it answer the plan's held-out rows in each mode, and give its memory back.
 
-    Args:
-        plan (`Plan`):
-            From `plans_of`.
-        adapter (`Path`, *optional*):
-            Folder of a LoRA adapter of the plan's model.
-        desk (`RewardDesk`):
-            Scores the answers.
-        instruments (`Instruments`):
-            Of all policies together.
-        wanted (`Sequence[Mode]`):
-            The modes.
-        label (`str`):
-            The policy's name in log lines.
-
-    Returns:
-        `list[list[Scored]]`: for each mode the answers to all rows, those of a row beside each other.
+    `adapter` is the folder of a LoRA adapter of the plan's model, `label` the policy's name in log lines. The answers
+    are by mode; those of a row stand beside each other.
     """
     plan.policy = load_policy(plan.config, plan.dtype)
     if adapter is not None:

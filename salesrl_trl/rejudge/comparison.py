@@ -1,47 +1,28 @@
 """What another judge would have changed: rewards and advantages of the same completions, before and after.
 
-Pure: no services, no files.
+Pure: no services, no files. Called by the command.
 """
 
 import math
 import statistics
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
+from salesrl_trl.recording.reader import Recorded
+from salesrl_trl.types import Reward
 from salesrl_trl.update.advantages import hybrid_advantages
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """Rewards of one completion; `None` where there is none."""
-
-    reward: float | None
-    reference: float | None = None
-    """Of its row's reference answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """What an advantage is measured against."""
+class Baseline(NamedTuple):
+    """What an advantage is measured against, by the settings of a run."""
 
     scale_rewards: str
     """As in TRL: `group`, `batch` or `none`."""
     hybrid_reference_weight: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """One completion, judged twice."""
-
-    branch: str
-    batch: Hashable
-    group: Hashable
-    """Of its batch."""
-    before: Judgement
-    after: Judgement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,73 +46,71 @@ class ScoreChange:
     """Share of them that changed sign: what was encouraged would have been discouraged, or the reverse."""
 
 
-def advantages(pairs: Sequence[Pair], judged: Sequence[Judgement], baseline: Baseline) -> list[float | None]:
-    """The advantages that training would give, as `hybrid_advantages`; `None` where there is no reward.
+def advantages(
+    completions: Sequence[Recorded],
+    rewards: Sequence[float | None],
+    references: Sequence[float | None],
+    baseline: Baseline,
+) -> list[float | None]:
+    """The advantages that training would give, by `hybrid_advantages`; `None` where there is no reward.
 
-    Args:
-        pairs (`Sequence[Pair]`):
-            The completions.
-        judged (`Sequence[Judgement]`):
-            Their rewards.
-        baseline (`Baseline`):
-            The settings of the run.
+    Ranks share steps, batches and groups. `references` are the rewards of the completions' reference answers.
     """
-    batches: dict[Hashable, dict[Hashable, list[int]]] = {}
-    for place, pair in enumerate(pairs):
-        batches.setdefault(pair.batch, {}).setdefault(pair.group, []).append(place)
-    found: list[float | None] = [None] * len(pairs)
+    batches: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, completion in enumerate(completions):
+        batches[completion.step, completion.batch][completion.prompt_group].append(place)
+    result: list[float | None] = [None] * len(completions)
     for groups in batches.values():
         size = max(map(len, groups.values()))
         table = torch.full((2, len(groups), size), math.nan, dtype=torch.float64)  # a place that is not there: NaN
         for number, places in enumerate(groups.values()):
-            table[0, number, : len(places)] = _column([judged[place].reward for place in places])
-            table[1, number, : len(places)] = _column([judged[place].reference for place in places])
-        rewards, references = table.flatten(1)
+            for kind, column in enumerate((rewards, references)):
+                numbers = [math.nan if (value := column[place]) is None else value for place in places]
+                table[kind, number, : len(places)] = torch.tensor(numbers, dtype=torch.float64)
         weight = baseline.hybrid_reference_weight
-        numbers, _ = hybrid_advantages(rewards, references, size, weight, baseline.scale_rewards)
-        for places, row in zip(groups.values(), numbers.view(len(groups), size).tolist(), strict=True):
-            for place, number in zip(places, row, strict=False):
-                found[place] = None if judged[place].reward is None else number
-    return found
+        made, _ = hybrid_advantages(*table.flatten(1), size, weight, baseline.scale_rewards)
+        for places, row in zip(groups.values(), made.view(len(groups), size).tolist(), strict=True):
+            for place, advantage in zip(places, row, strict=False):
+                result[place] = None if rewards[place] is None else advantage
+    return result
 
 
-def _column(numbers: Sequence[float | None]) -> torch.Tensor:
-    return torch.tensor([math.nan if each is None else each for each in numbers], dtype=torch.float64)
+def changes(
+    completions: Sequence[Recorded], new: Sequence[Reward], baseline: Baseline
+) -> tuple[list[ScoreChange], list[float | None]]:
+    """What `new` rewards of recorded completions change: by branch, and of all at the end. With the new advantages."""
+    before = [completion.reward for completion in completions]
+    after = [reward.value for reward in new]
+    made_before = advantages(completions, before, [c.reference_reward for c in completions], baseline)
+    made_after = advantages(completions, after, [reward.reference_value for reward in new], baseline)
+    columns = [*zip(before, after, made_before, made_after, strict=True)]
+    branches = [completion.branch for completion in completions]
+    parts = {
+        name: [row for branch, row in zip(branches, columns, strict=True) if branch == name]
+        for name in sorted(set(branches))
+    }
+    if len(parts) > 1:
+        parts["all"] = columns
+    return [_change(name, rows) for name, rows in parts.items()], made_after
 
 
-def changes(pairs: Sequence[Pair], baseline: Baseline) -> list[ScoreChange]:
-    """By branch, and of all at the end."""
-    before = advantages(pairs, [each.before for each in pairs], baseline)
-    after = advantages(pairs, [each.after for each in pairs], baseline)
-    numbered = [*zip(pairs, before, after, strict=True)]
-    branches = sorted({each.branch for each in pairs})
-    parts = [(branch, [each for each in numbered if each[0].branch == branch]) for branch in branches]
-    return [_change(branch, part) for branch, part in ([*parts, ("all", numbered)] if len(parts) > 1 else parts)]
-
-
-def _change(branch: str, numbered: Sequence[tuple[Pair, float | None, float | None]]) -> ScoreChange:
-    both = [
-        (pair.before.reward, pair.after.reward, before, after)
-        for pair, before, after in numbered
-        if pair.before.reward is not None
-        and pair.after.reward is not None
-        and before is not None
-        and after is not None
-    ]
-    columns = [list(column) for column in zip(*both, strict=True)] or [[], [], [], []]
-    shifts = [abs(after - before) for _, _, before, after in both]
-    flips = [before * after < 0 for _, _, before, after in both]
+def _change(branch: str, rows: Sequence[tuple[float | None, ...]]) -> ScoreChange:
+    """The change of rows of (reward before, after, advantage before, after)."""
+    both = [[value for value in row if value is not None] for row in rows]
+    scored_twice = [row for row in both if len(row) == 4]
+    before, after, made_before, made_after = [list(c) for c in zip(*scored_twice, strict=True)] or [[], [], [], []]
+    pairs = [*zip(made_before, made_after, strict=True)]
     return ScoreChange(
         branch=branch,
-        completions=len(numbered),
-        scored_before=sum(pair.before.reward is not None for pair, *_ in numbered),
-        scored_after=sum(pair.after.reward is not None for pair, *_ in numbered),
-        mean_before=_mean(columns[0]),
-        mean_after=_mean(columns[1]),
-        rank_correlation=rank_correlation(columns[0], columns[1]),
-        advantage_correlation=rank_correlation(columns[2], columns[3]),
-        mean_shift=_mean(shifts),
-        sign_flips=_mean([float(each) for each in flips]),
+        completions=len(rows),
+        scored_before=sum(row[0] is not None for row in rows),
+        scored_after=sum(row[1] is not None for row in rows),
+        mean_before=_mean(before),
+        mean_after=_mean(after),
+        rank_correlation=rank_correlation(before, after),
+        advantage_correlation=rank_correlation(made_before, made_after),
+        mean_shift=_mean([abs(second - first) for first, second in pairs]),
+        sign_flips=_mean([float(first * second < 0) for first, second in pairs]),
     )
 
 
@@ -143,15 +122,11 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _ranks(numbers: Sequence[float]) -> list[float]:
-    order = sorted(range(len(numbers)), key=numbers.__getitem__)
-    ranks = [0.0] * len(numbers)
-    first = 0
-    for _, equal in groupby(order, key=numbers.__getitem__):
-        places = [*equal]
-        for place in places:
-            ranks[place] = first + (len(places) - 1) / 2
-        first += len(places)
-    return ranks
+    """Of each number, the mean place among the sorted ones."""
+    places = defaultdict(list)
+    for place, number in enumerate(sorted(numbers)):
+        places[number].append(place)
+    return [statistics.fmean(places[number]) for number in numbers]
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
-from salesrl_trl.recording.completion_record import Judged, CompletionRecord, noted_in
+from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.base import BatchedReward, RewardNames
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
@@ -243,8 +243,8 @@ class SalesReward(BatchedReward):
         return {**self._rag.transports, **self._judge.transports}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        stages.record = None if self._ahead_record is None else CompletionRecord()
-        with noted_in(stages.record):
+        stages.completion_record = None if self._ahead_record is None else CompletionRecord()
+        with noted_in(stages.completion_record):
             return await self._scored(sample, stages)
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
@@ -254,14 +254,14 @@ class SalesReward(BatchedReward):
         if isinstance(action, InvalidAction):
             return self._scoring.score_invalid(action, stages.seconds)
         row = self._rows[sample.row]
-        if stages.record is not None:
-            stages.record.action = action.as_dict()
+        if stages.completion_record is not None:
+            stages.completion_record.action = action.as_dict()
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
         try:
             answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
             self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
-            if stages.record is not None:
-                stages.record.answer = answer_to_json(answer)
+            if stages.completion_record is not None:
+                stages.completion_record.answer = answer_to_json(answer)
             if not answer.passages and not await self._answers.index_has_some(row):
                 return missing(Outcome.INFRA, "no_passages", stages.seconds)
             if is_hollow(answer.text):
@@ -299,8 +299,8 @@ class SalesReward(BatchedReward):
                 self.lines.no_answer(row.row_id, Stage.RAG_32B, reason)
                 return None
         self.lines.answer(row.row_id, Stage.RAG_32B, stages.seconds[Stage.RAG_32B], answer)
-        if stages.record is not None:
-            stages.record.reference = answer_to_json(answer)
+        if stages.completion_record is not None:
+            stages.completion_record.reference = answer_to_json(answer)
         return answer
 
     async def _judged(self, case: Case, stages: StageTimes) -> Case:
@@ -308,8 +308,10 @@ class SalesReward(BatchedReward):
         wanted = self._scoring.rubrics(case.row.branch)
         asked = (_or_error(functools.partial(self._verdict, rubric, case)) for rubric in wanted.values())
         results = await stages.timed(asyncio.gather(*asked), Stage.JUDGE)
-        if stages.record is not None:
-            stages.record.verdicts |= {name: _judged(each) for name, each in zip(wanted, results, strict=True)}
+        if stages.completion_record is not None:
+            stages.completion_record.verdicts |= {
+                name: _judged(each) for name, each in zip(wanted, results, strict=True)
+            }
         verdicts = {
             name: None if isinstance(result, ServiceError) else result
             for name, result in zip(wanted, results, strict=True)

@@ -395,12 +395,12 @@ class RemoteReward(BatchedReward):
         number, answer = await child.asked("score", sample, stages.track, remaining_s())
         self._asked[number] = stages
         try:
-            reward, spans, stages.record = cast(Scored, await asyncio.shield(answer))
+            reward, spans, stages.completion_record = cast(Scored, await asyncio.shield(answer))
         except asyncio.CancelledError:
             await child.send("cancel", number)
             with contextlib.suppress(TimeoutError, ServiceError):
                 last = cast(Scored, await child.within(LAST_WORD_S, lambda: asyncio.shield(answer)))
-                _, spans, stages.record = last
+                _, spans, stages.completion_record = last
                 stages.adopt(spans)
             answer.cancel()  # nobody waits for it any more
             raise

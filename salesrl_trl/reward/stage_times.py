@@ -46,7 +46,7 @@ class StageTimes:
         self.seconds: dict[str, float] = {}
         self.spans: list[Span] = []
         self.track = track
-        self.record: CompletionRecord | None = None
+        self.completion_record: CompletionRecord | None = None
         """What happened on the completion's way, where it is recorded."""
         self._open: dict[str, float] = {}
 

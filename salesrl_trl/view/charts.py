@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from salesrl_trl.evaluation.pareto import pareto_front
 from salesrl_trl.view.run_figures import bins
 from salesrl_trl.view.wording import shown
 
-WIDTH, HEIGHT, PLANE_HEIGHT = 860, 290, 400
+WIDTH, HEIGHT = 860, 290
 """Of a picture, in its own units. The page scales it to its width."""
 LEFT, RIGHT, TOP, BOTTOM = 56, 56, 26, 36
 """Room around the axes for ticks and labels."""
@@ -35,13 +34,10 @@ TALL = 3.0
 """A bar this many times as high as nearly all others is cut off."""
 FEWEST_TO_CUT = 10
 """With fewer bars, none is cut off."""
-LABEL_SIZE = (7.0, 11.0)
-"""Width of a digit and height of a label."""
 INK, MUTED, REST_COLOUR, BAND_COLOUR = "#1f2933", "#616e7c", "#b6bec8", "#cfe8d5"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#b8a800", "#7f4f24")
 """The colours of Okabe and Ito, which colour-blind readers can tell apart, and a few more. Yellow is darker, for white
 paper."""
-STEP = "optimizer step"
 
 Series = Mapping[int, float]
 """Figures by step, ascending."""
@@ -70,15 +66,6 @@ class Path(NamedTuple):
     dash: str = "none"
 
 
-class Label(NamedTuple):
-    """A text in a picture."""
-
-    x: float
-    y: float
-    text: str
-    anchor: str = "start"
-
-
 class Key(NamedTuple):
     """An entry of a legend."""
 
@@ -94,19 +81,18 @@ class Chart:
     description: str
     """For those who do not see it."""
     y_label: str
-    x_label: str = STEP
     right_label: str = ""
-    height: int = HEIGHT
     x_ticks: Sequence[Tick]
     y_ticks: Sequence[Tick]
     right_ticks: Sequence[Tick] = ()
     paths: Sequence[Path]
-    labels: Sequence[Label] = ()
+    notes: Sequence[Tick] = ()
+    """Words above the axes."""
     keys: Sequence[Key] = ()
-    width: int = WIDTH
+    size: tuple[int, int] = (WIDTH, HEIGHT)
     left: int = LEFT
     right: int = WIDTH - RIGHT
-    bottom: int = BOTTOM
+    floor: int = HEIGHT - BOTTOM
 
 
 class _Scale:
@@ -138,12 +124,12 @@ def _across(steps: Sequence[float]) -> _Scale:
     return _Scale(steps[0] - margin, steps[-1] + margin, LEFT, WIDTH - RIGHT)
 
 
-def _upward(values: Iterable[float], *, from_zero: bool, height: int = HEIGHT) -> _Scale:
+def _upward(values: Iterable[float], *, from_zero: bool) -> _Scale:
     """The scale of the figures `values`. With `from_zero` it begins at 0, or is logarithmic where one figure would
     hide the rest."""
     values = list(values)
     low, high = min(values), max(values)
-    ends = (height - BOTTOM, TOP)
+    ends = (HEIGHT - BOTTOM, TOP)
     if from_zero and low > 0 and high > SPREAD * statistics.median(values):
         return _Scale(low / 1.2, high * 1.2, *ends, is_log=True)
     if from_zero and low >= 0:
@@ -168,7 +154,8 @@ def line_chart(
     edges = band or ()
     x = _across(sorted({step for line in [*lines, *([right] if right else [])] for step in line.series}))
     y = _upward([*edges, *itertools.chain(*(line.series.values() for line in lines))], from_zero=from_zero)
-    window = max(1, round(SMOOTHED_SHARE * max(len(line.series) for line in lines)))
+    points = max(len(line.series) for line in lines)
+    window = round(SMOOTHED_SHARE * points) if points > FEW_POINTS else 1
     paths, keys = [], []
     if band:
         top, bottom = y(band[1]), y(band[0])
@@ -273,10 +260,7 @@ def stacked_chart(
         x_ticks=x.ticks(8, whole=True),
         y_ticks=y.ticks(whole=summed),
         paths=paths,
-        labels=[
-            Label(x((edges[number][0] + edges[number][1]) / 2), TOP - 3, f"{totals[number]:.3g} ↑", "middle")
-            for number in tall
-        ],
+        notes=[(x(sum(edges[number]) / 2), f"{totals[number]:.3g} ↑") for number in tall],
         keys=[Key(shown(name), colour) for name, colour in zip(heights, colours, strict=False)],
     )
 
@@ -291,52 +275,3 @@ def _cut_off(totals: Sequence[float]) -> tuple[float, list[int]]:
     if not tall or len(totals) < FEWEST_TO_CUT:
         return 1.05 * max(totals), []
     return 1.3 * usual, tall
-
-
-def plane_chart(description: str, branches: Sequence[str], points: Sequence[tuple[int, float, float]]) -> Chart:
-    """Points (step, x, y): the scores of two branches. Those on the Pareto front are joined, filled and named."""
-    x_values, y_values = [x for _, x, _ in points], [y for *_, y in points]
-    y = _upward(y_values, from_zero=False, height=PLANE_HEIGHT)
-    across = _upward(x_values, from_zero=False)
-    x = _Scale(across.low, across.high, LEFT, WIDTH - RIGHT)
-    front = pareto_front([{"x": x, "y": y} for _, x, y in points])
-    path = sorted((points[index][1], points[index][2]) for index in front)
-    others = [point[1:] for index, point in enumerate(points) if index not in front]
-    marks = [("".join(f"M{x(a)} {y(b)}h0" for a, b in places) or "M0 0") for places in (others, path)]
-    return Chart(
-        description=description,
-        x_label=f"score, {shown(branches[0])}",
-        y_label=f"score, {shown(branches[1])}",
-        height=PLANE_HEIGHT,
-        x_ticks=x.ticks(8),
-        y_ticks=y.ticks(),
-        paths=[
-            Path("M" + "L".join(f"{x(a)} {y(b)}" for a, b in path), COLOURS[1], width=1.0, dash="4 4"),
-            Path(marks[0], MUTED, width=7.0),
-            Path(marks[0], "#fff", width=4.6),
-            Path(marks[1], COLOURS[1], width=8.0),
-        ],
-        labels=_names(x, y, [points[index] for index in front]),
-        keys=[Key("beaten by another", REST_COLOUR), Key("on the front (numbers are steps)", COLOURS[1])],
-    )
-
-
-def _names(x: _Scale, y: _Scale, points: Sequence[tuple[int, float, float]]) -> list[Label]:
-    """The steps of each place, at its right, or at its left where that hides no other label. Else there is none."""
-    steps: dict[tuple[float, float], list[str]] = {}
-    for step, *place in points:
-        steps.setdefault((x(place[0]), y(place[1])), []).append(str(step))
-    labels: list[Label] = []
-    taken: list[tuple[float, float, float]] = []
-    for (left, top), words in steps.items():
-        text = ", ".join(words[:3]) + (" …" if len(words) > 3 else "")
-        length = LABEL_SIZE[0] * len(text)
-        for start, anchor in ((left + 7, "start"), (left - 7 - length, "end")):
-            box = (start, start + length, top)
-            if not any(
-                box[0] < other[1] and other[0] < box[1] and abs(top - other[2]) < LABEL_SIZE[1] for other in taken
-            ):
-                taken.append(box)
-                labels.append(Label(left + (7 if anchor == "start" else -7), top + 4, text, anchor))
-                break
-    return labels

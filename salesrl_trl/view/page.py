@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from markupsafe import Markup
-
 from salesrl_trl.view import queries
 from salesrl_trl.view.completion import completion
 from salesrl_trl.view.record_index import Index
@@ -53,7 +51,7 @@ def page(data: queries.Answer | None = None) -> Page:
     )
     # No text of the data can end its element: JSON has no `<` outside of its strings.
     text = "" if data is None else json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
-    html = render("viewer.html", policy=policy, style=Markup(style), script=Markup(script), data=Markup(text))
+    html = render("viewer.html", policy=policy, style=style, script=script, data=text)
     return Page(html=html, policy=policy.replace("'none'; script", "'none'; frame-ancestors 'none'; script", 1))
 
 

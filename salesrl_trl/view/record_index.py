@@ -29,8 +29,8 @@ CREATE TABLE completions (
     n INTEGER PRIMARY KEY AUTOINCREMENT, run, rank, id, {", ".join(_COPIED)}, disagreement REAL, prompt
 );
 CREATE INDEX by_row ON completions (row, step);
-CREATE INDEX by_file ON completions (run, rank, id);
-CREATE TABLE prompts (run INTEGER, rank INTEGER, id INTEGER, text, PRIMARY KEY (run, rank, id)) WITHOUT ROWID;
+CREATE INDEX by_prompt ON completions (prompt);
+CREATE TABLE prompts (n INTEGER PRIMARY KEY, run, rank, id INTEGER, text, UNIQUE (run, rank, id));
 CREATE TABLE texts (n INTEGER PRIMARY KEY, text);
 CREATE TABLE found (n INTEGER PRIMARY KEY);
 CREATE TRIGGER forget AFTER DELETE ON completions BEGIN DELETE FROM texts WHERE n = old.n; END;
@@ -40,21 +40,19 @@ INSERT INTO completions
 SELECT NULL, :run, :rank, c.id, {", ".join(f"c.{name}" for name in _COPIED)},
     coalesce((SELECT max(abs(candidate - reference)) FROM source.verdicts WHERE completion = c.id),
              abs(c.reward - c.reference_reward)),
-    c.prompt
+    (SELECT n FROM prompts WHERE run = :run AND rank = :rank AND id = c.prompt)
 FROM source.completions c WHERE c.id > :last AND c.id <= :upto ORDER BY c.id
 """
 _COPY_TEXTS = """
 INSERT INTO texts
-SELECT n, lower_case(text || char(10) || coalesce(
+SELECT n, lower_case(c.text || char(10) || coalesce(
     (SELECT group_concat(reason, char(10)) FROM source.verdicts WHERE completion = c.id), ''))
-FROM source.completions c JOIN completions USING (id)
-WHERE run = :run AND rank = :rank AND c.id > :last AND c.id <= :upto
+FROM completions k CROSS JOIN source.completions c ON c.id = k.id WHERE n > :before
 """
 _FIND = """
 INSERT INTO found
 SELECT n FROM texts WHERE instr(text, :word) UNION
-SELECT n FROM prompts p JOIN completions c ON c.run = p.run AND c.rank = p.rank AND c.prompt = p.id
-WHERE instr(text, :word)
+SELECT n FROM completions WHERE prompt IN (SELECT n FROM prompts WHERE instr(text, :word))
 """
 
 
@@ -223,9 +221,10 @@ class Index:
         for prompt in {row["prompt"] for row in rows} - known:
             (body,) = self.db.execute("SELECT body FROM source.texts WHERE id = ?", (prompt,)).fetchone()
             text = "\n".join(message["content"] for message in messages(json.loads(unpacked(body)))).lower()
-            self.db.execute("INSERT INTO prompts VALUES (?, ?, ?, ?)", (source.run, source.rank, prompt, text))
+            self.db.execute("INSERT INTO prompts VALUES (NULL, ?, ?, ?, ?)", (source.run, source.rank, prompt, text))
+        (before,) = self.db.execute("SELECT coalesce(max(n), 0) FROM completions").fetchone()
         self.db.execute(_COPY, numbers)
-        self.db.execute(_COPY_TEXTS, numbers)
+        self.db.execute(_COPY_TEXTS, {"before": before})
         source.last, source.last_time = rows[-1]["id"], rows[-1]["time"]
         self.version += 1
 

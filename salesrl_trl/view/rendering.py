@@ -1,4 +1,4 @@
-"""HTML from the templates of this room. Values are escaped; one that is HTML already is a `Markup`."""
+"""HTML from the templates of this room. Values are escaped, unless a template says that one is `safe`."""
 
 from functools import cache
 

@@ -5,6 +5,7 @@ Owns two lists: `MAIN_FIGURES`, which both show, and `SECTIONS`, the parts of th
 not log has words in its place.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from salesrl_trl.names import (
 )
 from salesrl_trl.view import run_figures as figures
 from salesrl_trl.view.advice import advice
-from salesrl_trl.view.charts import COLOURS, INK, MOST_BARS, Chart, Line, line_chart, plane_chart, stacked_chart
+from salesrl_trl.view.charts import COLOURS, INK, MOST_BARS, Chart, Line, line_chart, stacked_chart
 from salesrl_trl.view.rendering import render
 from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, mean
 from salesrl_trl.view.run_folder import QuickEval, Run
@@ -94,7 +95,7 @@ def html_page(run: Run) -> str:
         "report.html",
         title=f"Training report: {shown(run.folder.resolve().name)}",
         folder=shown(str(run.folder), PATH_CHARS),
-        sections=[(title, list(parts(run))) for title, parts in SECTIONS],
+        sections=[(title, [*parts(run)] or [Sentence(otherwise)]) for title, parts, otherwise in SECTIONS],
     )
 
 
@@ -305,14 +306,15 @@ def _notes(run: Run) -> list[str]:
 
 
 def _advice_part(run: Run) -> Iterator[Part]:
-    sentences = advice(run)
-    yield Numbered(sentences) if sentences else Sentence(NOTHING_STANDS_OUT if run.steps else NO_FIGURES)
+    if sentences := advice(run):
+        yield Numbered(sentences)
+    elif run.steps:
+        yield Sentence(NOTHING_STANDS_OUT)
 
 
 def _reward_part(run: Run) -> Iterator[Part]:
-    coloured = [
-        (branch, COLOURS[n % len(COLOURS)]) for n, branch in enumerate(run.branches) if run.of(reward_of(branch))
-    ]
+    named = [branch for branch in run.branches if run.of(reward_of(branch))]
+    coloured = [*zip(named, itertools.cycle(COLOURS), strict=False)]
     lines = [Line(branch, run.of(reward_of(branch)), colour) for branch, colour in coloured]
     if len(lines) != 1:
         lines.append(Line("all branches", run.of(REWARD), INK))
@@ -321,7 +323,6 @@ def _reward_part(run: Run) -> Iterator[Part]:
         for branch, colour in coloured
     ]
     if not any(line.series for line in lines):
-        yield Sentence("No reward was logged.")
         return
     values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch, _ in coloured]
     description = "; ".join([f"Mean reward over the steps. All branches {_reward(run)}", *values])
@@ -329,10 +330,7 @@ def _reward_part(run: Run) -> Iterator[Part]:
 
 
 def _kl_part(run: Run) -> Iterator[Part]:
-    branches = [branch for branch in run.branches if run.of(kl_of(branch))]
-    if not branches:
-        yield Sentence("No KL was logged: the run had no KL coefficient, or stopped before its first step.")
-    for branch in branches:
+    for branch in (branch for branch in run.branches if run.of(kl_of(branch))):
         betas, value = run.of(beta_of(branch)), _branch_kl(run, branch)
         yield Heading(shown(branch))
         yield Remark(value)
@@ -360,9 +358,9 @@ def _step_time_part(run: Run) -> Iterator[Part]:
         )
         rows = [(phase.name.replace("_", " "), seconds(phase.seconds), percent(phase.share)) for phase in phases]
         yield Table(rows, head=("Phase", "Mean per step", "Share"))
-    else:
-        yield Sentence("Step times were not logged.")
-    yield Heading("Rewards: what training waits for")
+
+
+def _reward_time_part(run: Run) -> Iterator[Part]:
     layers = {"exposed: training waits": run.of(REWARD_EXPOSED), "hidden behind other work": run.of(REWARD_HIDDEN)}
     if any(layers.values()):
         yield stacked_chart(
@@ -372,17 +370,14 @@ def _step_time_part(run: Run) -> Iterator[Part]:
             layers,
             grey="hidden behind other work",
         )
-    else:
-        yield Sentence("How long the rewards took was not logged.")
 
 
 def _failures_part(run: Run) -> Iterator[Part]:
     reasons, share = figures.failures(run), figures.failed_share(run)
     if not reasons:
-        counted = "Every completion was scored: there were no failures." if share is not None and share <= 0 else (
-            f"{percent(share)} of the completions failed; no reason was counted."
-        )  # fmt: skip
-        yield Sentence("Failures were not logged." if share is None else counted)
+        if share is not None:
+            failed = f"{percent(share)} of the completions failed; no reason was counted."
+            yield Sentence(failed if share > 0 else "Every completion was scored: there were no failures.")
         return
     total = sum(reasons.values())
     steps = len(figures.bins(run.steps, MOST_BARS)[0]) * figures.interval(run)
@@ -416,15 +411,18 @@ def _front_steps(evals: Sequence[QuickEval]) -> str:
 def _quick_evals_part(run: Run) -> Iterator[Part]:
     evals = figures.shown_evals(run)
     if not evals:
-        yield Sentence("No quick evaluation was made.")
         return
     yield Remark(
         f"{plural(len(evals), 'evaluation')}, {shown(evals[-1].mode)}. On the front, which no other beats in every "
         f"branch: step {_front_steps(evals)}."
     )
-    if chart := _scores_chart(evals):
-        yield chart
     branches = sorted({branch for evaluation in evals for branch in evaluation.scores})
+    lines = [
+        Line(branch, {e.step: score for e in evals if (score := e.scores.get(branch)) is not None}, colour)
+        for branch, colour in zip(branches, itertools.cycle(COLOURS), strict=False)
+    ]
+    if any(line.series for line in lines):
+        yield line_chart(f"Scores of the quick evaluations by branch. Best: {_best(run)}", "score", lines)
     own = sorted({name for evaluation in evals for name in evaluation.figures})
     front, best = _front_of(evals), figures.best_eval(evals)
     rows = [
@@ -446,37 +444,20 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
         yield Remark(f"{plural(others, 'evaluation')} made in another way: not compared with these.")
 
 
-def _scores_chart(evals: Sequence[QuickEval]) -> Chart | None:
-    """One branch: its score over the steps. Two branches: the plane of their scores. More have the table alone."""
-    branches = sorted({branch for evaluation in evals for branch in evaluation.scores})
-    points = [(evaluation.step, *map(evaluation.scores.get, branches)) for evaluation in evals]
-    known = [point for point in points if None not in point]
-    description = f"Quick evaluations by the branches' scores. On the front: step {_front_steps(evals)}"
-    if not known or len(branches) > 2:
-        return None
-    if len(branches) == 1:
-        return line_chart(description, "score", [Line(branches[0], dict(known), COLOURS[0])])
-    return plane_chart(description, branches, known)
-
-
 def _stages_part(run: Run) -> Iterator[Part]:
-    rows = [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]
-    if not rows:
-        yield Sentence("How long the stages took was not logged.")
-        return
-    yield Table(rows, head=("Stage", "p50", "p95", "Longest", "In the slowest completion"))
-    yield Remark(
-        "p50, p95 and the slowest completion of each step are means over the steps; the longest is of the whole run."
-    )
+    if rows := [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]:
+        yield Table(rows, head=("Stage", "p50", "p95", "Longest", "In the slowest completion"))
+        yield Remark(
+            "p50, p95 and the slowest completion of each step are means over the steps; the longest is of the whole "
+            "run."
+        )
 
 
 def _held_out_part(run: Run) -> Iterator[Part]:
     names = sorted({name for values in run.held_out.values() for name in values}, key=lambda n: (n != REWARD, n))
     rows = [(str(step), *(figure(values.get(name)) for name in names)) for step, values in run.held_out.items()]
-    if not rows:
-        yield Sentence("No held-out evaluation was written.")
-        return
-    yield Table(rows[:1] + rows[1:][-MOST_ROWS:], head=("Step", *(shown(name).replace("_", " ") for name in names)))
+    if rows:
+        yield Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(name).replace("_", " ") for name in names)))
 
 
 def _spending_part(run: Run) -> Iterator[Part]:
@@ -484,11 +465,9 @@ def _spending_part(run: Run) -> Iterator[Part]:
         (shown(name), count(sums.calls), count(sums.prompt_tokens), count(sums.completion_tokens), f"{sums.usd:,.4f}")
         for name, sums in sorted(run.account.services.items())
     ]
-    if not rows:
-        yield Sentence("Nothing was counted: no limit was set, and nothing has a price.")
-        return
-    yield Table(rows, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD"))
-    yield Remark(f"All together: {_spent(run)}.")
+    if rows:
+        yield Table(rows, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD"))
+        yield Remark(f"All together: {_spent(run)}.")
 
 
 def _folder_part(run: Run) -> Iterator[Part]:
@@ -499,17 +478,18 @@ def _folder_part(run: Run) -> Iterator[Part]:
     yield Sentence(trace if run.has_trace else f"No timeline ({TRACE_FILE}) was written.")
 
 
-SECTIONS: tuple[tuple[str, Callable[[Run], Iterator[Part]]], ...] = (
-    ("Main figures", _main_part),
-    ("What to look at", _advice_part),
-    ("Reward by branch", _reward_part),
-    ("KL by branch", _kl_part),
-    ("Step time by phase", _step_time_part),
-    ("Failures by reason", _failures_part),
-    ("Quick evaluations", _quick_evals_part),
-    ("Stages of a reward", _stages_part),
-    ("Held-out rows", _held_out_part),
-    ("Spending", _spending_part),
-    ("What else the folder holds", _folder_part),
+SECTIONS: tuple[tuple[str, Callable[[Run], Iterator[Part]], str], ...] = (
+    ("Main figures", _main_part, ""),
+    ("What to look at", _advice_part, NO_FIGURES),
+    ("Reward by branch", _reward_part, "No reward was logged."),
+    ("KL by branch", _kl_part, "No KL was logged: the run had no KL coefficient, or stopped before its first step."),
+    ("Step time by phase", _step_time_part, "Step times were not logged."),
+    ("Rewards: what training waits for", _reward_time_part, "How long the rewards took was not logged."),
+    ("Failures by reason", _failures_part, "Failures were not logged."),
+    ("Quick evaluations", _quick_evals_part, "No quick evaluation was made."),
+    ("Stages of a reward", _stages_part, "How long the stages took was not logged."),
+    ("Held-out rows", _held_out_part, "No held-out evaluation was written."),
+    ("Spending", _spending_part, "Nothing was counted: no limit was set, and nothing has a price."),
+    ("What else the folder holds", _folder_part, ""),
 )
-"""The page's sections and what each shows."""
+"""The page's sections: a title, what it shows, and the sentence of a run that has nothing to show there."""

@@ -19,9 +19,9 @@ import pytest
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording import writer
+from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
 from salesrl_trl.recording.reader import digest_of, open_record, record_files, recorded, run_of
 from salesrl_trl.recording.schema import TABLES, record_file
-from salesrl_trl.recording.completion_record import Call, Judged, CompletionRecord
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
 
 PROMPT = [{"role": "user", "content": "客户: 多少钱? I'm a nurse."}]
@@ -69,7 +69,7 @@ def write(folder, batches, **given):
 
 def rows(folder, query):
     with closing(open_record(record_file(folder, 0))) as file:
-        return file.execute(query).fetchall()
+        return [tuple(row) for row in file.execute(query)]
 
 
 def everything(folder):
@@ -243,22 +243,18 @@ def test_a_record_stays_within_its_size_whatever_fills_it(tmp_path, steps):
 @pytest.mark.parametrize("name", ["lr=1e-6 #2", "why?", "50%25"])
 def test_a_run_may_have_any_name_and_its_record_is_its_owners_alone(tmp_path, name):
     folder = tmp_path / name
+    packed = record_file(folder, 0).with_name("rank-0.sqlite.gz")
+    packed.parent.mkdir(parents=True, mode=0o700)
+    packed.write_bytes(b"packed by its owner")
     before = os.umask(0o022)
     try:
         assert [each.step for each in write(folder, [batch()])] == [1]
     finally:
         os.umask(before)
     assert [each.name for each in tmp_path.iterdir()] == [name]
+    assert packed.read_bytes() == b"packed by its owner"
     modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in (folder / "record", record_file(folder, 0))}
     assert modes == {"record": 0o700, "rank-0.sqlite": 0o600}
-
-
-def test_a_new_record_leaves_files_beside_it(tmp_path):
-    write(tmp_path, [batch()])
-    kept = record_file(tmp_path, 0).with_name("rank-0.sqlite.gz")
-    kept.write_bytes(b"packed by its owner")
-    write(tmp_path, [batch()])
-    assert kept.read_bytes() == b"packed by its owner"
 
 
 def test_after_a_kill_each_batch_is_there_or_not(tmp_path):

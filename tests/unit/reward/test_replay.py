@@ -60,7 +60,7 @@ def score(reward, texts):
             completions = [text for _, text in texts]
             batch.start_all(completions)
             result = await reward.result(batch, completions)
-            return list(result.rewards), [stages.record for stages in batch.stages], result.report
+            return list(result.rewards), [stages.completion_record for stages in batch.stages], result.report
         finally:
             await reward.aclose()
 

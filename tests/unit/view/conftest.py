@@ -1,5 +1,5 @@
-"""Records of runs that never were, with the viewer's index of them. Runs' folders with real TensorBoard files, whose wall
-times the tests choose."""
+"""Records of runs that never were, with the viewer's index of them. Runs' folders with real TensorBoard files, whose
+wall times the tests choose."""
 
 import itertools
 import json

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from salesrl_trl.view import charts
-from salesrl_trl.view.charts import BOTTOM, HEIGHT, TOP, Line, line_chart, plane_chart, stacked_chart
+from salesrl_trl.view.charts import BOTTOM, HEIGHT, TOP, Line, line_chart, stacked_chart
 
 FLOOR = HEIGHT - BOTTOM
 
@@ -97,14 +97,5 @@ def test_a_bar_that_towers_over_nearly_all_others_is_cut_off_and_its_height_told
     chart = stacked_chart("", "s", range(len(totals)), {"a": dict(enumerate(totals))})
     highest = max(float(words) for _, words in chart.y_ticks)
     assert highest <= top < 2.1 * highest
-    assert [label.text for label in chart.labels] == ["15.9 ↑"] * len(tall)
+    assert [words for _, words in chart.notes] == ["15.9 ↑"] * len(tall)
     assert min(upper for _, upper in heights(chart.paths[0])) >= TOP
-
-
-def test_the_plane_joins_and_names_the_front():
-    points = [(5, 0.3, 0.3), (10, 0.5, 0.3), (15, 0.2, 0.5), (20, 0.5, 0.3)]
-    chart = plane_chart("", ["a", "b"], points)
-    front, others, _, best = chart.paths
-    assert (front.d.count("L"), others.d.count("h0"), best.d.count("h0")) == (2, 1, 3)
-    assert [label.text for label in chart.labels] == ["10, 20", "15"]
-    assert (chart.x_label, chart.y_label) == ("score, a", "score, b")

@@ -28,11 +28,6 @@ def viewer(two_runs):
         yield viewer
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:80", "[::1]:1234", "LOCALHOST"])
-def test_a_loopback_host_is_answered(viewer, host):
-    assert asked(viewer, "api/state", host=host)[0] == 200
-
-
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "0.0.0.0", "[bad"]
 )
@@ -41,6 +36,8 @@ def test_another_host_is_refused(viewer, host):
     for path in ("", "api/state", "api/list"):
         status, _, body = asked(viewer, path, host=host)
         assert (status, "error" in body) == (403, True)
+    for own in ("127.0.0.1", "localhost:80", "[::1]:1234", "LOCALHOST"):
+        assert asked(viewer, "api/state", host=own)[0] == 200
 
 
 def test_many_browsers_may_ask_at_once(two_runs):
@@ -154,11 +151,6 @@ def test_the_command_writes_a_page_alone_and_says_what_was_left_out(two_runs, tm
     told = capsys.readouterr().out
     assert re.search(r"(2\d|30) of 1,664 completions are in it", told)
     assert "<!DOCTYPE html>" in (tmp_path / "deep/page.html").read_text("utf-8")
-
-
-def test_the_command_refuses_a_folder_without_a_record(tmp_path, capsys):
-    assert command.main([str(tmp_path)]) == 2
-    assert "holds no record of completions" in capsys.readouterr().err
 
 
 def test_the_command_serves_until_ctrl_c(two_runs):
