@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options, settings = _parser().parse_known_args(argv)
             _check(options)
             from salesrl_trl.build.assembly import launched_services
+            from salesrl_trl.evaluate.evaluation_text import text_of
             from salesrl_trl.evaluate.policies import EvaluatedPolicy, plans_of, policy_of, settings_of
-            from salesrl_trl.evaluate.text import text_of
 
             named = [policy_of(name) for name in options.policy]
             config = settings_of(settings, named, FULL)
@@ -83,7 +83,7 @@ def _evaluate(
     """Let one policy after the other answer. The reward is opened once, so that equal calls are made once."""
     from salesrl_trl.build.assembly import open_reward
     from salesrl_trl.build.building import build_instruments
-    from salesrl_trl.evaluate.answers import answers_of
+    from salesrl_trl.evaluate.answering import answers_of
     from salesrl_trl.evaluate.findings import LABELS, findings_of, modes
     from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
     from salesrl_trl.names import StartUp

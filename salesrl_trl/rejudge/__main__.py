@@ -20,7 +20,7 @@ from salesrl_trl.run.launch import begin_run
 from salesrl_trl.run.tools import exit_code_of, strict_json
 
 if TYPE_CHECKING:
-    from salesrl_trl.rejudge.comparison import ScoreChange
+    from salesrl_trl.rejudge.score_changes import ScoreChange
 
 DESCRIPTION = (
     "Judge a recorded run again, by other settings than its own: another judge, rubrics or weights. Says how much "
@@ -61,14 +61,14 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.config import DataConfig, RewardConfig
     from salesrl_trl.config.reward import SALES
     from salesrl_trl.data.sources import check_rows
-    from salesrl_trl.rejudge.comparison import Baseline, changes
     from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
+    from salesrl_trl.rejudge.score_changes import Baseline, changes
 
     stamina.instrumentation.set_on_retry_hooks([])
     own, data, reward, others = parse_part(
         settings,
         (RejudgeConfig, DataConfig, RewardConfig),
-        usage="%(prog)s RUN [--output FOLDER] [--json] [--SETTING VALUE ...]",
+        usage="python -m salesrl_trl.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]",
         description=DESCRIPTION,
     )
     reward = dataclasses.replace(reward, replay=None, reference_cache="")

@@ -23,7 +23,7 @@ from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.recording.reader import Recorded, as_json, open_record, record_files
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
-from salesrl_trl.rejudge.answers import RecordedRag
+from salesrl_trl.rejudge.recorded_rag import RecordedRag
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.desk import RewardDesk

@@ -5,9 +5,9 @@ runs. Values of a question only ever stand in parameters of SQL. Called by the v
 stands alone.
 """
 
+import json
 import math
 import sqlite3
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,32 +150,22 @@ def items(index: Index, rows: list[sqlite3.Row]) -> list[Answer]:
     ]  # fmt: skip
 
 
+_OVERVIEW = """
+SELECT step, branch, sum(many) AS many, sum(scored) AS scored, sum(reward) / sum(scored) AS reward,
+    sum(reference) / sum(referred) AS reference, json_group_object(outcome, many) AS outcomes
+FROM (
+    SELECT step, branch, outcome, count(*) AS many, count(reward) AS scored, total(reward) AS reward,
+        count(reference_reward) AS referred, total(reference_reward) AS reference
+    FROM completions WHERE run = ? AND mode = ? GROUP BY step, branch, outcome
+) GROUP BY step, branch ORDER BY step, branch
+"""
+
+
 def overview(index: Index, params: Params) -> Answer:
     """Figures of every step and branch of one run: completions, those with a reward, mean rewards, outcomes."""
     with index.lock:
-        rows = index.db.execute(
-            "SELECT step, branch, outcome, count(*) AS many, count(reward) AS scored, total(reward) AS reward, "
-            "count(reference_reward) AS referred, total(reference_reward) AS reference FROM completions "
-            "WHERE run = ? AND mode = ? GROUP BY step, branch, outcome ORDER BY step, branch",
-            (whole(params, "run"), params.get("mode") or "train"),
-        ).fetchall()
-    groups: dict[tuple[int, str], list[sqlite3.Row]] = defaultdict(list)
-    for row in rows:
-        groups[row["step"], row["branch"]].append(row)
-    return {"steps": [_figures(step, branch, group) for (step, branch), group in groups.items()]}
-
-
-def _figures(step: int, branch: str, rows: list[sqlite3.Row]) -> Answer:
-    scored, referred = sum(row["scored"] for row in rows), sum(row["referred"] for row in rows)
-    return {
-        "step": step,
-        "branch": branch,
-        "many": sum(row["many"] for row in rows),
-        "scored": scored,
-        "reward": sum(row["reward"] for row in rows) / scored if scored else None,
-        "reference": sum(row["reference"] for row in rows) / referred if referred else None,
-        "outcomes": {row["outcome"]: row["many"] for row in rows},
-    }
+        rows = index.db.execute(_OVERVIEW, (whole(params, "run"), params.get("mode") or "train")).fetchall()
+    return {"steps": [{**dict(row), "outcomes": json.loads(row["outcomes"])} for row in rows]}
 
 
 def row_over_time(index: Index, params: Params) -> Answer:

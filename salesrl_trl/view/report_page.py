@@ -10,30 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from salesrl_trl import names
 from salesrl_trl.evaluation.pareto import pareto_front
 from salesrl_trl.ground.tables import aligned
-from salesrl_trl.names import (
-    COMPUTE_RATIO,
-    FAILURE_REASONS,
-    GPU_PEAK,
-    GPU_RESERVED,
-    HOST_MEMORY,
-    MFU_MODEL,
-    MFU_STEP,
-    REWARD,
-    REWARD_EXPOSED,
-    REWARD_HIDDEN,
-    SAMPLES_PER_SECOND,
-    STEP_SECONDS,
-    TOKENS_PER_SECOND,
-    TRACE_FILE,
-    Phase,
-    beta_of,
-    kl_of,
-    reference_of,
-    reward_of,
-    time_of,
-)
 from salesrl_trl.view import run_figures as figures
 from salesrl_trl.view.advice import advice
 from salesrl_trl.view.charts import COLOURS, INK, MOST_BARS, Chart, Line, line_chart, stacked_chart
@@ -169,14 +148,14 @@ def _wall_time(run: Run) -> str:
 
 
 def _step_time(run: Run) -> str:
-    times = run.of(STEP_SECONDS).values()
+    times = run.of(names.STEP_SECONDS).values()
     if not times:
         return "step times were not logged"
     return f"{seconds(mean(times))} (shortest {seconds(min(times))}, longest {seconds(max(times))})"
 
 
 def _reward(run: Run) -> str:
-    change = figures.change(run.of(REWARD))
+    change = figures.change(run.of(names.REWARD))
     if change is None:
         return "was not logged"
     if change.of == 1:
@@ -186,7 +165,8 @@ def _reward(run: Run) -> str:
 
 
 def _branch_reward(run: Run, branch: str) -> str:
-    change, reference = figures.change(run.of(reward_of(branch))), mean(run.of(reference_of(branch)).values())
+    change = figures.change(run.of(names.reward_of(branch)))
+    reference = mean(run.of(names.reference_of(branch)).values())
     if change is None:
         return "was not logged"
     later = f" → {number(change.last)}" if change.of > 1 else ""
@@ -194,8 +174,8 @@ def _branch_reward(run: Run, branch: str) -> str:
 
 
 def _branch_kl(run: Run, branch: str) -> str:
-    edges, share, series = figures.band(run, branch), figures.share_in_band(run, branch), run.of(kl_of(branch))
-    betas = figures.change(run.of(beta_of(branch)))
+    edges, share, series = figures.band(run, branch), figures.share_in_band(run, branch), run.of(names.kl_of(branch))
+    betas = figures.change(run.of(names.beta_of(branch)))
     beta = "" if betas is None else f"; beta {figure(betas.first)} → {figure(betas.last)}"
     if not series:
         return f"no KL was logged{beta}"
@@ -219,27 +199,27 @@ def _failure_total(run: Run) -> str:
 
 
 def _mfu(run: Run) -> str:
-    model = figures.rate(run, MFU_MODEL, time_of(Phase.FORWARD), time_of(Phase.BACKWARD))
-    step = figures.rate(run, MFU_STEP)
+    model = figures.rate(run, names.MFU_MODEL, names.time_of(names.Phase.FORWARD), names.time_of(names.Phase.BACKWARD))
+    step = figures.rate(run, names.MFU_STEP)
     if model is None and step is None:
         return f"{NOT_KNOWN} (the chip's peak is not known, or it was not logged)"
     return f"{percent(model)} while the model computes, {percent(step)} of the whole step"
 
 
 def _compute(run: Run) -> str:
-    share = figures.rate(run, COMPUTE_RATIO)
+    share = figures.rate(run, names.COMPUTE_RATIO)
     return "was not logged" if share is None else f"{percent(share)} of the step"
 
 
 def _throughput(run: Run) -> str:
-    rates = {"tokens": figures.rate(run, TOKENS_PER_SECOND), "samples": figures.rate(run, SAMPLES_PER_SECOND)}
     words = [f"{rate:,.3g} {what}/s" if rate < 1000 else f"{rate:,.0f} {what}/s"
-             for what, rate in rates.items() if rate is not None]  # fmt: skip
+             for what, tag in (("tokens", names.TOKENS_PER_SECOND), ("samples", names.SAMPLES_PER_SECOND))
+             if (rate := figures.rate(run, tag)) is not None]  # fmt: skip
     return ", ".join(words) or "was not logged"
 
 
 def _memory(run: Run) -> str:
-    kinds = (("GPU peak", GPU_PEAK), ("GPU reserved", GPU_RESERVED), ("host", HOST_MEMORY))
+    kinds = (("GPU peak", names.GPU_PEAK), ("GPU reserved", names.GPU_RESERVED), ("host", names.HOST_MEMORY))
     words = [f"{what} {max(values):.1f} GiB" for what, tag in kinds if (values := run.of(tag).values())]
     return ", ".join(words) or "was not logged"
 
@@ -253,7 +233,7 @@ def _best(run: Run) -> str:
 
 
 def _held_out_reward(run: Run) -> str:
-    rewards = [f"{number(values.get(REWARD))} at step {step}" for step, values in run.held_out.items()]
+    rewards = [f"{number(values.get(names.REWARD))} at step {step}" for step, values in run.held_out.items()]
     if not rewards:
         return "no held-out evaluation was written"
     return f"reward {' → '.join([rewards[0], *rewards[1:][-1:]])}"
@@ -313,13 +293,13 @@ def _advice_part(run: Run) -> Iterator[Part]:
 
 
 def _reward_part(run: Run) -> Iterator[Part]:
-    named = [branch for branch in run.branches if run.of(reward_of(branch))]
+    named = [branch for branch in run.branches if run.of(names.reward_of(branch))]
     coloured = [*zip(named, itertools.cycle(COLOURS), strict=False)]
-    lines = [Line(branch, run.of(reward_of(branch)), colour) for branch, colour in coloured]
+    lines = [Line(branch, run.of(names.reward_of(branch)), colour) for branch, colour in coloured]
     if len(lines) != 1:
-        lines.append(Line("all branches", run.of(REWARD), INK))
+        lines.append(Line("all branches", run.of(names.REWARD), INK))
     lines += [
-        Line(f"{branch}, reference", run.of(reference_of(branch)), colour, is_dashed=True)
+        Line(f"{branch}, reference", run.of(names.reference_of(branch)), colour, is_dashed=True)
         for branch, colour in coloured
     ]
     if not any(line.series for line in lines):
@@ -330,14 +310,14 @@ def _reward_part(run: Run) -> Iterator[Part]:
 
 
 def _kl_part(run: Run) -> Iterator[Part]:
-    for branch in (branch for branch in run.branches if run.of(kl_of(branch))):
-        betas, value = run.of(beta_of(branch)), _branch_kl(run, branch)
+    for branch in (branch for branch in run.branches if run.of(names.kl_of(branch))):
+        betas, value = run.of(names.beta_of(branch)), _branch_kl(run, branch)
         yield Heading(shown(branch))
         yield Remark(value)
         yield line_chart(
             f"KL of {shown(branch)} over the steps, with its coefficient. {value}",
             "KL, nats per token",
-            [Line("KL", run.of(kl_of(branch)), COLOURS[0])],
+            [Line("KL", run.of(names.kl_of(branch)), COLOURS[0])],
             from_zero=True,
             band=figures.band(run, branch),
             right=Line("beta", betas, COLOURS[1]) if betas else None,
@@ -352,21 +332,22 @@ def _step_time_part(run: Run) -> Iterator[Part]:
         yield stacked_chart(
             f"Step time by phase over the steps. The largest phase is {longest.name}, {percent(longest.share)}",
             "seconds per step",
-            list(run.of(STEP_SECONDS)),
-            {phase.name.replace("_", " "): run.of(time_of(phase.name)) for phase in phases},
-            grey=Phase.UNACCOUNTED,
+            list(run.of(names.STEP_SECONDS)),
+            {phase.name.replace("_", " "): run.of(names.time_of(phase.name)) for phase in phases},
+            grey=names.Phase.UNACCOUNTED,
         )
         rows = [(phase.name.replace("_", " "), seconds(phase.seconds), percent(phase.share)) for phase in phases]
         yield Table(rows, head=("Phase", "Mean per step", "Share"))
 
 
 def _reward_time_part(run: Run) -> Iterator[Part]:
-    layers = {"exposed: training waits": run.of(REWARD_EXPOSED), "hidden behind other work": run.of(REWARD_HIDDEN)}
+    exposed, hidden = run.of(names.REWARD_EXPOSED), run.of(names.REWARD_HIDDEN)
+    layers = {"exposed: training waits": exposed, "hidden behind other work": hidden}
     if any(layers.values()):
         yield stacked_chart(
             "Makespan of the rewards over the steps, the part that training waits for and the part that is hidden",
             "rewards, seconds",
-            sorted({step for series in layers.values() for step in series}),
+            sorted({*exposed, *hidden}),
             layers,
             grey="hidden behind other work",
         )
@@ -385,7 +366,7 @@ def _failures_part(run: Run) -> Iterator[Part]:
         f"Failures by reason over the steps, {count(total)} in all, mostly {shown(next(iter(reasons)))}",
         "failures per step" if steps == 1 else f"failures per {steps} steps",
         run.steps,
-        {reason: run.of(FAILURE_REASONS + reason) for reason in reasons},
+        {reason: run.of(names.FAILURE_REASONS + reason) for reason in reasons},
         summed=True,
     )
     rows = [
@@ -454,10 +435,10 @@ def _stages_part(run: Run) -> Iterator[Part]:
 
 
 def _held_out_part(run: Run) -> Iterator[Part]:
-    names = sorted({name for values in run.held_out.values() for name in values}, key=lambda n: (n != REWARD, n))
-    rows = [(str(step), *(figure(values.get(name)) for name in names)) for step, values in run.held_out.items()]
+    kinds = sorted({name for values in run.held_out.values() for name in values}, key=lambda n: (n != names.REWARD, n))
+    rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
     if rows:
-        yield Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(name).replace("_", " ") for name in names)))
+        yield Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
 
 
 def _spending_part(run: Run) -> Iterator[Part]:
@@ -474,8 +455,8 @@ def _folder_part(run: Run) -> Iterator[Part]:
     checkpoints = ", ".join(map(shown, run.checkpoints))
     words = shown(f"Checkpoints: {checkpoints}", PATH_CHARS) + "."
     yield Sentence(words if checkpoints else "No checkpoint is in the folder.")
-    trace = f"A timeline of the steps: open {TRACE_FILE} at https://ui.perfetto.dev."
-    yield Sentence(trace if run.has_trace else f"No timeline ({TRACE_FILE}) was written.")
+    trace = f"A timeline of the steps: open {names.TRACE_FILE} at https://ui.perfetto.dev."
+    yield Sentence(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written.")
 
 
 SECTIONS: tuple[tuple[str, Callable[[Run], Iterator[Part]], str], ...] = (

@@ -11,18 +11,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from salesrl_trl.names import (
-    FAILURE_REASONS,
-    SKIPPED_UPDATE,
-    STEP_SECONDS,
-    Phase,
-    Stage,
-    kl_of,
-    outcome_of,
-    slowest_of,
-    stage_of,
-    time_of,
-)
+from salesrl_trl import names
 from salesrl_trl.reward.parsing import INVALID_REASONS
 from salesrl_trl.types import Outcome
 from salesrl_trl.view.run_folder import QuickEval, Run
@@ -86,7 +75,7 @@ def change(series: Mapping[int, float]) -> Change | None:
 
 def share_of_steps(run: Run, tag: str) -> float | None:
     """Seconds of a tag over all steps, as a share of the time of these steps; `None` if one was not logged."""
-    part, whole = run.of(tag), run.of(STEP_SECONDS)
+    part, whole = run.of(tag), run.of(names.STEP_SECONDS)
     total = sum(whole.values())
     if not part or total <= 0:
         return None
@@ -95,37 +84,37 @@ def share_of_steps(run: Run, tag: str) -> float | None:
 
 def phases(run: Run) -> tuple[PhaseTime, ...]:
     """The phases that took time, in their order; empty if step times were not logged."""
-    step_s = mean(run.of(STEP_SECONDS).values()) or 0.0
-    shares = [(phase, share_of_steps(run, time_of(phase))) for phase in Phase]
+    step_s = mean(run.of(names.STEP_SECONDS).values()) or 0.0
+    shares = [(phase, share_of_steps(run, names.time_of(phase))) for phase in names.Phase]
     return tuple(PhaseTime(phase, share * step_s, share) for phase, share in shares if share)
 
 
 def stages(run: Run) -> tuple[StageTime, ...]:
     """The reward stages with a logged figure: the package's own, then the user's in alphabetical order."""
-    logged = {match[1] for tag in run.series if (match := re.fullmatch(slowest_of("(.+)"), tag))}
+    logged = {match[1] for tag in run.series if (match := re.fullmatch(names.slowest_of("(.+)"), tag))}
     times = (
         StageTime(
             name,
-            mean(run.of(stage_of(name, "p50")).values()),
-            mean(run.of(stage_of(name, "p95")).values()),
-            max(run.of(stage_of(name, "max")).values(), default=None),
-            mean(run.of(slowest_of(name)).values()),
+            mean(run.of(names.stage_of(name, "p50")).values()),
+            mean(run.of(names.stage_of(name, "p95")).values()),
+            max(run.of(names.stage_of(name, "max")).values(), default=None),
+            mean(run.of(names.slowest_of(name)).values()),
         )
-        for name in dict.fromkeys((*Stage, *sorted(logged)))
+        for name in dict.fromkeys((*names.Stage, *sorted(logged)))
     )
     return tuple(stage for stage in times if any(figure is not None for figure in stage[1:]))
 
 
 def share_in_band(run: Run, branch: str) -> float | None:
     """Share of steps with the KL in the branch's band; `None` without a band or a KL."""
-    by_step = mean(run.of(kl_of(branch, "_in_band")).values())
-    of_run = list(run.of(kl_of(branch, "_share_in_band")).values())
+    by_step = mean(run.of(names.kl_of(branch, "_in_band")).values())
+    of_run = list(run.of(names.kl_of(branch, "_share_in_band")).values())
     return by_step if by_step is not None or not of_run else of_run[-1]
 
 
 def band(run: Run, branch: str) -> tuple[float, float] | None:
     """The branch's band in nats per token, if it has one."""
-    low, high = (list(run.of(kl_of(branch, kind)).values()) for kind in ("_low", "_high"))
+    low, high = (list(run.of(names.kl_of(branch, kind)).values()) for kind in ("_low", "_high"))
     return (low[-1], high[-1]) if low and high else None
 
 
@@ -136,14 +125,14 @@ def interval(run: Run) -> int:
 
 def failures(run: Run) -> dict[str, float]:
     """Failures of the whole run by reason, most frequent first. A figure counts the failures since the last figure."""
-    tags = [tag for tag in run.series if tag.startswith(FAILURE_REASONS)]
-    totals = {tag.removeprefix(FAILURE_REASONS): sum(run.of(tag).values()) for tag in tags}
+    tags = [tag for tag in run.series if tag.startswith(names.FAILURE_REASONS)]
+    totals = {tag.removeprefix(names.FAILURE_REASONS): sum(run.of(tag).values()) for tag in tags}
     return dict(sorted(((r, n) for r, n in totals.items() if n > 0), key=lambda item: (-item[1], item[0])))
 
 
 def failed_share(run: Run) -> float | None:
     """Share of completions with another outcome than `OK`; `None` if outcomes were not logged."""
-    ok = mean(run.of(outcome_of(Outcome.OK)).values())
+    ok = mean(run.of(names.outcome_of(Outcome.OK)).values())
     return None if ok is None else 1 - ok
 
 
@@ -168,7 +157,7 @@ def failures_of(run: Run, source: str) -> tuple[dict[str, float], float | None]:
         for outcome in Outcome
         if outcome is not Outcome.OK
         and has_same_outcomes(POLICY if outcome is Outcome.INVALID_ACTION else SERVICES)
-        and (share := mean(run.of(outcome_of(outcome)).values())) is not None
+        and (share := mean(run.of(names.outcome_of(outcome)).values())) is not None
     ]
     alike = {reason: times for reason, times in failures(run).items() if has_same_outcomes(source_of(reason))}
     own = {reason: times for reason, times in alike.items() if source_of(reason) == source}
@@ -178,7 +167,7 @@ def failures_of(run: Run, source: str) -> tuple[dict[str, float], float | None]:
 
 def skipped_updates(run: Run) -> float:
     """Number of skipped updates. The figure is a mean per step, so it is multiplied by the logging interval."""
-    return interval(run) * sum(run.of(SKIPPED_UPDATE).values())
+    return interval(run) * sum(run.of(names.SKIPPED_UPDATE).values())
 
 
 def shown_evals(run: Run) -> tuple[QuickEval, ...]:
@@ -204,7 +193,7 @@ def rate(run: Run, tag: str, *times: str) -> float | None:
 
     `times` are the tags of the seconds that the rate is about; without them it is about the whole step.
     """
-    rates, seconds = run.of(tag), [run.of(time) for time in times or (STEP_SECONDS,)]
+    rates, seconds = run.of(tag), [run.of(time) for time in times or (names.STEP_SECONDS,)]
     weights = {step: sum(series.get(step, 0.0) for series in seconds) for step in rates}
     total = sum(weights.values())
     return sum(rates[step] * weights[step] for step in rates) / total if total else mean(rates.values())

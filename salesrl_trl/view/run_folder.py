@@ -12,19 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from salesrl_trl import names
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.names import (
-    BEST_FOLDER,
-    CHECKPOINT_FOLDERS,
-    HELD_OUT_FILE,
-    QUICK_EVAL,
-    QUICK_EVAL_FILE,
-    SPENT_FILE,
-    TRACE_FILE,
-    TRAIN,
-    beta_of,
-    reward_of,
-)
 from salesrl_trl.reward.service.budget import NOTHING_SPENT, Account
 from salesrl_trl.reward.service.spent_file import read_account
 
@@ -99,18 +88,18 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         raise ConfigError(f"{folder} is no folder. Expected the `output_dir` of a run.")
     files = [_read_events(path) for path in _event_files(folder, logging_dir)]
     series, infinite = _merged([file.scalars for file in files])
-    quick_evals, bad_lines = _quick_evals(folder / QUICK_EVAL_FILE)
-    unread = [f"{bad_lines} line{'s' * (bad_lines > 1)} of {QUICK_EVAL_FILE} could not be read, left out"] * (
+    quick_evals, bad_lines = _quick_evals(folder / names.QUICK_EVAL_FILE)
+    unread = [f"{bad_lines} line{'s' * (bad_lines > 1)} of {names.QUICK_EVAL_FILE} could not be read, left out"] * (
         bad_lines > 0
     )
-    held_out = _held_out(folder / HELD_OUT_FILE)
+    held_out = _held_out(folder / names.HELD_OUT_FILE)
     if held_out is None:
-        unread.append(f"{HELD_OUT_FILE} could not be read")
+        unread.append(f"{names.HELD_OUT_FILE} could not be read")
     try:
-        account = read_account(folder / SPENT_FILE)
+        account = read_account(folder / names.SPENT_FILE)
     except ConfigError:
         account = NOTHING_SPENT
-        unread.append(f"{SPENT_FILE} could not be read")
+        unread.append(f"{names.SPENT_FILE} could not be read")
     times = [time for file in files for time in file.times]
     return Run(
         folder=folder,
@@ -124,26 +113,26 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         held_out=held_out or {},
         unread=tuple(unread),
         checkpoints=_checkpoints(folder),
-        has_trace=(folder / TRACE_FILE).is_file(),
+        has_trace=(folder / names.TRACE_FILE).is_file(),
         account=account,
     )
 
 
 def _steps(series: Mapping[str, Mapping[int, float]]) -> tuple[int, ...]:
     """Steps of training. Quick evaluations do not count: one may come before the first step."""
-    trained = (values for tag, values in series.items() if not tag.startswith(QUICK_EVAL))
+    trained = (values for tag, values in series.items() if not tag.startswith(names.QUICK_EVAL))
     return tuple(sorted({step for values in trained for step in values if step > 0}))
 
 
 def _branches(series: Mapping[str, object]) -> tuple[str, ...]:
-    starts = (reward_of(""), beta_of(""))
+    starts = (names.reward_of(""), names.beta_of(""))
     return tuple(sorted({tag.removeprefix(start) for tag in series for start in starts if tag.startswith(start)}))
 
 
 def _checkpoints(folder: Path) -> tuple[str, ...]:
-    names = [path.name for path in folder.glob(f"{CHECKPOINT_FOLDERS}*") if path.is_dir()]
-    names.sort(key=lambda name: (len(name), name))  # checkpoint-20 before checkpoint-100
-    return (*([BEST_FOLDER] if (folder / BEST_FOLDER).is_dir() else []), *names)
+    folders = [path.name for path in folder.glob(f"{names.CHECKPOINT_FOLDERS}*") if path.is_dir()]
+    folders.sort(key=lambda name: (len(name), name))  # checkpoint-20 before checkpoint-100
+    return (*([names.BEST_FOLDER] if (folder / names.BEST_FOLDER).is_dir() else []), *folders)
 
 
 # Event files
@@ -196,9 +185,9 @@ def _read_events(path: Path) -> _EventFile:
         now_s = max(now_s, event.wall_time)  # a clock may be set back: in a file the order of events counts
         times = [*times[:1], now_s]
         scalars += [
-            _Scalar(now_s, event.step, value.tag.removeprefix(TRAIN), number)
+            _Scalar(now_s, event.step, value.tag.removeprefix(names.TRAIN), number)
             for value in event.summary.value
-            if value.tag.startswith(TRAIN) and (number := _number_of(value)) is not None
+            if value.tag.startswith(names.TRAIN) and (number := _number_of(value)) is not None
         ]
     return _EventFile(scalars, times)
 

@@ -19,8 +19,8 @@ from salesrl_trl.recording.reader import recorded
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
 from salesrl_trl.rejudge.__main__ import main, text_of
-from salesrl_trl.rejudge.comparison import Baseline, advantages, changes, rank_correlation
 from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
+from salesrl_trl.rejudge.score_changes import Baseline, advantages, changes, rank_correlation
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Sample
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.functions import reward_of

@@ -157,25 +157,6 @@ def test_the_figures_of_a_step_are_those_of_its_completions(small):
     ]  # fmt: skip
 
 
-def test_a_run_that_goes_on_is_followed_and_one_written_anew_is_read_again(small):
-    index, rank = small
-    assert index.refresh() == 0
-    rank.add(text="first", time=1.0)
-    assert index.refresh() == 1
-    before = index.version
-    assert (index.refresh(), index.version) == (0, before)
-    rank.add(text="second", time=2.0)
-    index.refresh()
-    assert [item["text"] for item in every(index, order="oldest")] == ["first", "second"]
-    rank.file.execute("DELETE FROM completions")  # a run went back, and goes on in another way
-    rank.add(text="third", time=3.0)
-    rank.add(text="fourth", time=4.0)
-    rank.add(text="fifth", time=5.0)
-    index.refresh()
-    assert [item["text"] for item in every(index, order="oldest")] == ["third", "fourth", "fifth"]
-    assert [item["text"] for item in every(index, text="fourth")] == ["fourth"]
-
-
 def test_a_row_over_time_has_all_steps_of_both_runs(small, both):
     index, rank = small
     for step in (3, 1, 2):
