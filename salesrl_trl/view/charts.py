@@ -30,6 +30,8 @@ SMOOTHED_SHARE = 0.05
 """Share of the run in the running mean of a smoothed line."""
 SPREAD = 20.0
 """Ratio of the largest figure to the median. Beyond it, a linear axis would show the largest figure alone."""
+SMALLEST_RANGE = 1e-300
+"""Figures that differ by less are drawn as equal: floats have no room for ticks between them."""
 TALL = 3.0
 """A bar this many times as high as nearly all others is cut off."""
 FEWEST_TO_CUT = 10
@@ -99,7 +101,7 @@ class _Scale:
     """Places the values of an axis from `low` to `high` between two ends of a picture."""
 
     def __init__(self, low: float, high: float, start: float, end: float, *, is_log: bool = False) -> None:
-        if low == high:
+        if high - low < SMALLEST_RANGE:
             low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
         self.low, self.high, self._start, self._end, self._is_log = low, high, start, end, is_log
 

@@ -6,7 +6,6 @@ belong to `run_figures`. Called by the report. The viewer reads the record of th
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from salesrl_trl.reward.service.spent_file import read_account
 EVENT_FILES = "events.out.tfevents.*"
 RUNS = "runs"
 """transformers' folder for event files inside a run's folder."""
+LARGEST_FIGURE = 1e300
+"""What is larger is taken for infinite: the difference of two figures has to be a float too."""
 Figures = Mapping[str, float | None]
 """Figures by name. `None`: it could not be measured."""
 
@@ -284,6 +285,6 @@ def _parsed(text: str) -> object:
 
 def _finite(value: object) -> float | None:
     """A finite number, or `None`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FIGURE:
         return None
     return float(value)
