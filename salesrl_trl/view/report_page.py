@@ -81,24 +81,22 @@ def html_page(run: Run) -> str:
 def text_page(run: Run) -> str:
     """The same figures for a terminal: aligned, at most 40 lines, without control characters."""
     hidden = run.branches[MOST_BRANCHES:]
-    rows = [(row.name, row.value) for row in main_figures(run) if row.branch not in hidden]
+    main = [(row.name, row.value) for row in main_figures(run) if row.branch not in hidden]
     if hidden:
-        rows.append(("More branches", f"{len(hidden)}, on the page"))
-    lines = [f"Training report: {shown(str(run.folder), PATH_CHARS)}", *aligned(rows, left=2), ""]
+        main.append(("More branches", f"{len(hidden)}, on the page"))
+    lines = [f"Training report: {shown(str(run.folder), PATH_CHARS)}", *aligned(main, left=2), ""]
 
     phases = sorted(figures.phases(run), key=lambda phase: -phase.share)
     most = MOST_PHASES - bool(run.account.services)  # whose line takes the place of one
-    rows = [(f"  {phase.name}", f"{percent(phase.share):>6}", seconds(phase.seconds)) for phase in phases[:most]]
     if rest := phases[most:]:
-        share, spent_s = (
-            sum(column) for column in zip(*((phase.share, phase.seconds) for phase in rest), strict=True)
-        )
-        rows.append((f"  {len(rest)} other", f"{percent(share):>6}", seconds(spent_s)))
-    lines += ["Time by phase, mean per step", *aligned(rows, left=3)] if rows else ["Time by phase was not logged"]
+        share, part_s = sum(phase.share for phase in rest), sum(phase.seconds for phase in rest)
+        phases[most:] = [figures.PhaseTime(f"{len(rest)} other", part_s, share)]
+    times = [(f"  {phase.name}", f"{percent(phase.share):>6}", seconds(phase.seconds)) for phase in phases]
+    lines += ["Time by phase, mean per step", *aligned(times, left=3)] if times else ["Time by phase was not logged"]
 
-    rows = [(f"  {stage.name}", f"p50 {seconds(stage.p50)}, p95 {seconds(stage.p95)}, longest {seconds(stage.most)}")
-            for stage in figures.stages(run)]  # fmt: skip
-    lines += ["Stages of a reward", *aligned(rows, left=2)] if rows else ["Stages of a reward were not logged"]
+    stages = [(f"  {stage.name}", f"p50 {seconds(stage.p50)}, p95 {seconds(stage.p95)}, longest {seconds(stage.most)}")
+              for stage in figures.stages(run)]  # fmt: skip
+    lines += ["Stages of a reward", *aligned(stages, left=2)] if stages else ["Stages of a reward were not logged"]
 
     if evals := figures.shown_evals(run):
         lines.append(f"Quick evaluations: {len(evals)}; no other beats in every branch: step {_front_steps(evals)}")
