@@ -67,8 +67,9 @@ def advantages(
             for kind, column in enumerate((rewards, references)):
                 numbers = [math.nan if (value := column[place]) is None else value for place in places]
                 table[kind, number, : len(places)] = torch.tensor(numbers, dtype=torch.float64)
+        own, of_references = table.flatten(1)
         weight = baseline.hybrid_reference_weight
-        made, _ = hybrid_advantages(*table.flatten(1), size, weight, baseline.scale_rewards)
+        made, _ = hybrid_advantages(own, of_references, size, weight, baseline.scale_rewards)
         for places, row in zip(groups.values(), made.view(len(groups), size).tolist(), strict=True):
             for place, advantage in zip(places, row, strict=False):
                 result[place] = None if rewards[place] is None else advantage
