@@ -104,8 +104,8 @@ def _evaluate(
             with instruments.timeline.phase(StartUp.WARM_UP):
                 warm_up(desk)
         answers = [
-            answers_of(each, policy.adapter, desk, instruments, wanted, f"{label} ({policy.name})")
-            for each, policy, label in zip(plans, policies, LABELS, strict=False)
+            answers_of(plan_of_policy, policy.adapter, desk, instruments, wanted, f"{label} ({policy.name})")
+            for plan_of_policy, policy, label in zip(plans, policies, LABELS, strict=False)
         ]
     return findings_of(
         [policy.name for policy in policies],

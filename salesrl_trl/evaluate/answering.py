@@ -58,17 +58,17 @@ def answers_of(
 
 def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label: str) -> list[Scored]:
     args, rooms = trainer.args, trainer.rooms
-    rows = [row for row in trainer.eval_dataset for _ in range(mode.each)]
+    rows = [row for row in trainer.eval_dataset for _ in range(mode.samples)]
     # vLLM makes its own batches: it gets as many at once as in training, which the services' limits are made for
     size = max(args.per_device_eval_batch_size, args.generation_batch_size if args.use_vllm else 0)
-    size = max(size // mode.each, 1) * mode.each  # whole groups
+    size = max(size // mode.samples, 1) * mode.samples  # whole groups
     # a model that is not in training has no autocast of its own, and vLLM needs none
     computing = contextlib.nullcontext if args.use_vllm else trainer.accelerator.autocast
     scored: list[Scored] = []
     for number, first in enumerate(range(0, len(rows), size)):
         set_seed(args.seed + number)  # the same for every policy, however much the one before has drawn
         with rooms.sampler.greedily() if mode.is_greedy else contextlib.nullcontext(), computing():
-            rollout, _ = rooms.scoring.evaluate(rows[first : first + size], 0, mode.each)
+            rollout, _ = rooms.scoring.evaluate(rows[first : first + size], 0, mode.samples)
         assert rollout.sampled is not None and rollout.result is not None
         scored += [
             Scored(reward, len(ids), not ids or ids[-1] not in ends)

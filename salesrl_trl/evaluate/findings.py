@@ -35,7 +35,7 @@ class Mode(NamedTuple):
 
     name: str
     """`"greedy"` or `"sampled"`."""
-    each: int
+    samples: int
     """Answers to each row."""
     is_greedy: bool
 
@@ -179,7 +179,7 @@ def findings_of(
                 name: difference_of([first.values[n] for n in of_branch], [second.values[n] for n in of_branch])
                 for name, of_branch in places.items()
             }
-    samples = sum(mode.each for mode in modes if not mode.is_greedy)
+    samples = sum(mode.samples for mode in modes if not mode.is_greedy)
     return EvaluationFindings(
         policies=policies,
         rows=rows,
@@ -193,8 +193,8 @@ def findings_of(
 
 def _answered(label: str, mode: Mode, scored: Sequence[Scored], places: Mapping[str, Sequence[int]]) -> AnsweredRow:
     rewards = [answer.reward.value for answer in scored]
-    values = row_means([math.nan if reward is None else reward for reward in rewards], mode.each)
-    by_row = [scored[first : first + mode.each] for first in range(0, len(scored), mode.each)]
+    values = row_means([math.nan if reward is None else reward for reward in rewards], mode.samples)
+    by_row = [scored[first : first + mode.samples] for first in range(0, len(scored), mode.samples)]
     groups = {
         name: _group([values[n] for n in of_branch], [answer for n in of_branch for answer in by_row[n]])
         for name, of_branch in places.items()

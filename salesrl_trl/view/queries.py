@@ -81,7 +81,7 @@ def _condition(index: Index, params: Params) -> tuple[str, list[Any]]:
                 values.append(value)
     if word := params.get("text", "").strip():
         index.find(word)
-        terms.append("n IN (SELECT n FROM found)")
+        terms.append("n IN (SELECT n FROM matches)")
     return " AND ".join(terms), values
 
 

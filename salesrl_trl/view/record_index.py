@@ -32,7 +32,7 @@ CREATE INDEX by_row ON completions (row, step);
 CREATE INDEX by_prompt ON completions (prompt);
 CREATE TABLE prompts (n INTEGER PRIMARY KEY, run, rank, id INTEGER, text, UNIQUE (run, rank, id));
 CREATE TABLE texts (n INTEGER PRIMARY KEY, text);
-CREATE TABLE found (n INTEGER PRIMARY KEY);
+CREATE TABLE matches (n INTEGER PRIMARY KEY);
 CREATE TRIGGER forget AFTER DELETE ON completions BEGIN DELETE FROM texts WHERE n = old.n; END;
 """
 _COPY = f"""
@@ -50,7 +50,7 @@ SELECT n, lower_case(c.text || char(10) || coalesce(
 FROM completions k CROSS JOIN source.completions c ON c.id = k.id WHERE n > :before
 """
 _FIND = """
-INSERT INTO found
+INSERT INTO matches
 SELECT n FROM texts WHERE instr(text, :word) UNION
 SELECT n FROM completions WHERE prompt IN (SELECT n FROM prompts WHERE instr(text, :word))
 """
@@ -115,7 +115,7 @@ class Index:
         self.trouble = ""
         """Why the last look at the files failed."""
         self._searched: tuple[str, int] = ("", -1)
-        """The word whose places `found` holds, and the version at which they were searched."""
+        """The word whose places `matches` holds, and the version at which they were searched."""
         self.db = sqlite3.connect("", uri=True, check_same_thread=False, isolation_level=None)
         self.db.row_factory = sqlite3.Row
         self.db.create_function("lower_case", 1, str.lower, deterministic=True)  # SQLite's own knows ASCII alone
@@ -136,10 +136,10 @@ class Index:
         raise KeyError((run, rank))
 
     def find(self, word: str) -> None:
-        """Put the numbers of the completions with this word into the table `found`: in their texts, their prompts or
+        """Put the numbers of the completions with this word into the table `matches`: in their texts, their prompts or
         the judge's words. Upper and lower case are the same."""
         if self._searched != (word, self.version):
-            self.db.execute("DELETE FROM found")
+            self.db.execute("DELETE FROM matches")
             self.db.execute(_FIND, {"word": word.lower()})
             self._searched = (word, self.version)
 
