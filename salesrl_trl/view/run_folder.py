@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from salesrl_trl import names
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.service.budget import NOTHING_SPENT, Account
-from salesrl_trl.reward.service.spent_file import read_account
+from salesrl_trl.reward.service.account import Account, read_account
 
 EVENT_FILES = "events.out.tfevents.*"
 RUNS = "runs"
@@ -99,7 +98,7 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
     try:
         account = read_account(folder / names.SPENT_FILE)
     except ConfigError:
-        account = NOTHING_SPENT
+        account = Account()
         unread.append(f"{names.SPENT_FILE} could not be read")
     times = [time for file in files for time in file.times]
     return Run(
