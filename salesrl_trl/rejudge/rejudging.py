@@ -24,7 +24,7 @@ from salesrl_trl.recording.reader import Recorded, as_json, open_record, record_
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.rejudge.recorded_rag import RecordedRag
-from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.types import Outcome, Reward, SalesRow
