@@ -2,17 +2,14 @@
 
 import itertools
 import logging
-import os
 import random
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
 from support.keyed import make_tiny_policy
+from support.ranks import of_one_machine, run_ranks
 from support.scripted import ScriptedTrainer, ScriptedUpstream, default_rows, settings, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
@@ -27,7 +24,6 @@ from salesrl_trl.rollout.correction import FIGURES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 2e-6
 """Relative, in float32: sums of eight micro-batches, in another order."""
 OTHERS = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "kl")
@@ -186,12 +182,7 @@ def test_noise_of_neftune_and_a_precision_that_is_not_taken_are_told_once(policy
     assert caplog.text.count("precision: float32. The settings ask for bf16, and this run is on a CPU") == 1
 
 
-def test_layers_that_fsdp_shards_give_the_same():
-    program = str(Path(__file__).with_name("sharded_passes.py"))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", program]
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
-    found = re.findall(r"apart (\S+) (\S+)", done.stdout)
-    assert len(found) == 2, done.stderr
-    assert max(float(each) for rank in found for each in rank) < TOLERANCE
+def test_layers_that_fsdp_shards_give_the_same(tmp_path):
+    program = Path(__file__).with_name("sharded_passes.py")
+    ranks = run_ranks(of_one_machine(), (program, tmp_path), tmp_path, 120, OMP_NUM_THREADS="1")
+    assert max(far for rank in ranks for far in rank) < TOLERANCE
