@@ -423,8 +423,8 @@ def test_the_settings_of_the_matrix_reach_trls_loss(pair):
 
 @pairwise(loss_type=LOSS_TYPES, ratio=RATIOS, weights=WEIGHTS, accumulation=ACCUMULATIONS)
 def test_equal_coefficients_are_trls_beta(pairs, loss_type, ratio, weights, accumulation):
-    """Pairs of loss type, ratio, weights and accumulation: 64 rows of 512. The loss type decides what a token's loss is
-    divided by and how the ratio enters. The weights decide where log-probs come from, whatever the loss is. The
+    """Pairs of loss type, ratio, weights and accumulation: 64 rows of 512. The loss type decides what a token's loss
+    is divided by and how the ratio enters. The weights decide where log-probs come from, whatever the loss is. The
     gradient of micro-batches is a sum. So no pair depends on a third parameter."""
     pair, (level, correction, old) = pairs[weights], ratio
     case = Case(loss_type=loss_type, accumulation=accumulation, correction=correction, level=level)
