@@ -1,0 +1,209 @@
+"""Runs the RAG service and the judge in one process, as a command.
+
+Owns the command line, the two listening sockets, the return of each request's id, and the line on stdout with the
+addresses. Refuses to know the content of answers.
+
+    python -m salesrl_trl.demo.services --rag-port 8801 --judge-port 8802
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import salesrl_trl.data.demo
+from salesrl_trl.data.knowledge import load_documents
+from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
+from salesrl_trl.demo.services.judge_app import create_judge_app
+from salesrl_trl.demo.services.launcher import ServiceAddresses
+from salesrl_trl.demo.services.rag_app import ChatWriter, ExtractiveWriter, Writer, create_rag_app
+from salesrl_trl.demo.services.rubric import load_terms
+from salesrl_trl.errors import ConfigError, SalesRLError
+
+DEFAULT_RAG_PORT = 8801
+DEFAULT_JUDGE_PORT = 8802
+
+DRAIN_TIMEOUT_S = 3
+"""Seconds for requests in flight when the services stop. An answer of their own takes less."""
+PARENT_POLL_S = 1.0
+"""Seconds between two checks that the parent is alive. Another process may hold stdin open after the parent's end."""
+
+ID_HEADER = b"x-request-id"
+MAX_ID_BYTES = 256
+"""Longer ids are not returned."""
+
+EXIT_OK = 0
+EXIT_USAGE = 2
+"""An option, a file or a port is wrong. Nothing was started."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run both services until a signal or the end of the parent stops them. Returns the exit code."""
+    options = _parser().parse_args(arguments, argparse.Namespace(parent=os.getppid()))
+    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(options.log_level.upper())  # bm25s sets its own logger to DEBUG when it is imported
+    try:
+        terms = load_terms(options.protected_terms)
+        rag = create_rag_app(KnowledgeIndex(load_documents(options.documents)), _writer(options))
+        judge = create_judge_app(terms)
+        with _listen(options.host, options.rag_port) as rag_socket, _listen(options.host, options.judge_port) as other:
+            asyncio.run(_serve({rag_socket: rag, other: judge}, options))
+    except SalesRLError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    demo = Path(salesrl_trl.data.demo.__file__).parent
+    parser = argparse.ArgumentParser(
+        prog="python -m salesrl_trl.demo.services",
+        description="Run the RAG service and the judge. One JSON line on stdout says where they listen.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--rag-port", type=_port, default=DEFAULT_RAG_PORT, help="0 takes any free port")
+    parser.add_argument("--judge-port", type=_port, default=DEFAULT_JUDGE_PORT, help="0 takes any free port")
+    parser.add_argument("--documents", type=Path, default=demo / "knowledge.jsonl", help="knowledge base, JSON lines")
+    parser.add_argument("--protected-terms", type=Path, default=demo / "protected_terms.json", help="JSON")
+    parser.add_argument("--writer-base-url", help="OpenAI-compatible server that writes the answers; default: none")
+    parser.add_argument("--writer-model", help="its model")
+    parser.add_argument("--writer-key-env", help="environment variable that holds its key")
+    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--exit-with-parent", action="store_true", help="stop when stdin closes or the parent ends")
+    return parser
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a port from 0 to 65535")
+    return int(text)
+
+
+def _writer(options: argparse.Namespace) -> Writer:
+    base_url, model, key_env = options.writer_base_url, options.writer_model, options.writer_key_env
+    if not any((base_url, model, key_env)):
+        return ExtractiveWriter()
+    if not all((base_url, model, key_env)):
+        raise ConfigError(
+            "got some of the writer's options, expected --writer-base-url, --writer-model and --writer-key-env "
+            "together; give all three or none"
+        )
+    return ChatWriter(base_url=base_url, model=model, key_env=key_env)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        # Connections inherit this. asyncio sets it only on sockets that name their protocol, and this one does not.
+        # Without it each answer waits 40 ms, until the client acknowledges the headers.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]  # the rest says the address again
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({reason}); "
+            "give another with --host, --rag-port or --judge-port (0 takes any free port)"
+        ) from error
+
+
+class EchoRequestId:
+    """Returns each request's `X-Request-Id` with its reply, so that the client can match the two."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        named = [pair for pair in scope.get("headers", ()) if pair[0] == ID_HEADER and len(pair[1]) <= MAX_ID_BYTES]
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *named]
+            await send(message)
+
+        await self._app(scope, receive, send_named if named else send)
+
+
+class _Server(uvicorn.Server):
+    """One of several servers in one event loop.
+
+    - `startup` also sets `listening`.
+    - `capture_signals` does nothing: signals are handled by the loop.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                EchoRequestId(app),
+                log_config=None,  # uvicorn's default writes to stdout
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
+            )
+        )
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(apps: Mapping[socket.socket, ASGIApp], options: argparse.Namespace) -> None:
+    servers = {listener: _Server(app) for listener, app in apps.items()}
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        for server in servers.values():
+            server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    if options.exit_with_parent:  # before the addresses are printed: the parent may end as soon as it reads them
+        _watch_parent(options.parent, lambda: loop.call_soon_threadsafe(stop))
+    async with asyncio.TaskGroup() as group:
+        for listener, server in servers.items():
+            group.create_task(server.serve(sockets=[listener]))
+        for server in servers.values():
+            await server.listening.wait()
+        _announce(*(_url(listener, options.host) for listener in servers))
+
+
+def _url(listener: socket.socket, host: str) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def _announce(rag_url: str, judge_url: str) -> None:
+    addresses = ServiceAddresses(rag_base_url=rag_url, judge_base_url=f"{judge_url}/v1")
+    sys.stdout.write(json.dumps(asdict(addresses)) + "\n")
+    sys.stdout.flush()
+
+
+def _watch_parent(parent: int, stop: Callable[[], object]) -> None:
+    """Call `stop` once stdin is closed or the parent is another process than `parent`."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            readable, _, _ = select.select([0], [], [], PARENT_POLL_S)
+            if readable and not os.read(0, 4096):
+                break
+        stop()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,145 @@
+"""The embedded judge: its rubric behind an OpenAI-compatible chat endpoint.
+
+Owns the HTTP form of a request and of a verdict. It stands in for an LLM judge: it reads the same fenced sections, and
+answers with the same JSON. `rubric` scores.
+"""
+
+import json
+import time
+import uuid
+from typing import Annotated, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from salesrl_trl.demo.services.rubric import ProtectedTerms, judge_sections
+from salesrl_trl.ground.fencing import read_nonce, read_sections
+
+REQUIRED_SECTIONS = frozenset({"branch", "conversation", "candidate_answer"})
+"""A message without one of these sections can't be judged."""
+CANNOT_JUDGE = "I can't judge this: the message has no sections with a branch, a conversation and an answer."
+"""Content of the answer to such a message. Like a model's refusal, it is no JSON."""
+
+BYTES_PER_TOKEN = 4
+"""UTF-8 bytes per token, for the usage figures. A rule of thumb for both languages."""
+MAX_MESSAGES = 200
+"""Most messages of one request. A judge's prompt has two."""
+MAX_MESSAGE_CHARS = 400_000
+"""Longest message, in characters: the limits of the RAG service's texts, and room for the rest."""
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: Annotated[str, Field(max_length=MAX_MESSAGE_CHARS)]
+
+
+class ChatMessage(BaseModel):
+    """One message of a request. Other keys are ignored."""
+
+    role: str
+    content: Annotated[str, Field(max_length=MAX_MESSAGE_CHARS)] | list[TextPart] | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        parts = self.content if isinstance(self.content, list) else []
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
+
+
+class JsonSchemaFormat(BaseModel):
+    """`response_format` with a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, object]
+
+
+class PlainFormat(BaseModel):
+    """`response_format` without one."""
+
+    type: Literal["text", "json_object"]
+
+
+class ChatRequest(BaseModel):
+    """Body of `POST /v1/chat/completions`.
+
+    The form of `response_format` is checked. Its content is ignored, because a verdict always has the same keys. Other
+    keys, such as `temperature` or `max_tokens`, are ignored too.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    stream: bool = False
+    response_format: Annotated[JsonSchemaFormat | PlainFormat, Field(discriminator="type")] | None = None
+
+
+def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> FastAPI:
+    """Make the judge, whose fairness branch looks for these terms. `GET /v1/models` has the model's name; requests may
+    use any."""
+    app = FastAPI(title="Judge", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(RequestValidationError, _refuse)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "salesrl_trl"}]}
+
+    @app.post("/v1/chat/completions")
+    async def complete(request: ChatRequest) -> JSONResponse:
+        if request.stream:
+            return _error("got stream=true, expected false; this judge does not stream; leave it out", "stream")
+        return JSONResponse(_completion(request, _verdict_text(request, terms)))
+
+    return app
+
+
+def _verdict_text(request: ChatRequest, terms: ProtectedTerms) -> str:
+    asked = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
+    sections = read_sections(asked)
+    if not sections.keys() >= REQUIRED_SECTIONS:
+        return CANNOT_JUDGE
+    verdict = judge_sections(sections, terms)
+    scores = {"candidate": verdict.candidate, "reference": verdict.reference, "reason": verdict.reason}
+    return json.dumps({"nonce": read_nonce(asked), **scores})
+
+
+def _completion(request: ChatRequest, content: str) -> dict[str, object]:
+    prompt_tokens = sum(_tokens(message.text) for message in request.messages)
+    completion_tokens = _tokens(content)
+    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": request.model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+    }
+
+
+def _tokens(text: str) -> int:
+    """Estimated tokens of a text: a quarter of its UTF-8 bytes, rounded up."""
+    return -(-len(text.encode()) // BYTES_PER_TOKEN)
+
+
+async def _refuse(_request: Request, error: Exception) -> JSONResponse:
+    detail = error.errors()[0] if isinstance(error, RequestValidationError) else {"loc": (), "msg": "not understood"}
+    where = ".".join(str(part) for part in detail["loc"][1:])
+    return _error(f"{where or 'body'}: {detail['msg']}", where or None)
+
+
+def _error(message: str, param: str | None) -> JSONResponse:
+    problem = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    return JSONResponse({"error": problem}, status_code=400)

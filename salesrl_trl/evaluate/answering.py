@@ -1,0 +1,98 @@
+"""The answers of a policy to the held-out rows, and their rewards, by the run's own trainer.
+
+Owns the order of the answers and their seeds. Refuses to generate and to score: the trainer's components do. Called by
+the command.
+"""
+
+import contextlib
+import gc
+import logging
+from collections.abc import Container, Sequence
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import set_seed
+
+from salesrl_trl.build.building import build_trainer, load_policy
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.evaluate.findings import Mode, Scored
+from salesrl_trl.names import Phase
+from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.trainer import SalesGRPOTrainer
+
+logger = logging.getLogger(__name__)
+
+GRAPH_POOL = "_global_graph_pool"
+"""vLLM's name of that pool."""
+CHECKED = 4
+"""Answers by which vLLM's weights are compared with the policy's."""
+
+
+def answers_of(
+    plan: Plan, adapter: Path | None, desk: RewardDesk, instruments: Instruments, wanted: Sequence[Mode], label: str
+) -> list[list[Scored]]:
+    """Load a policy, let it answer the plan's held-out rows in each mode, and give its memory back.
+
+    `adapter` is the folder of a LoRA adapter of the plan's model, `label` the policy's name in log lines. The answers
+    are by mode; those of a row stand beside each other.
+    """
+    plan.policy = load_policy(plan.config, plan.dtype)
+    if adapter is not None:
+        plan.policy = PeftModel.from_pretrained(plan.policy, adapter)
+    trainer = build_trainer(plan, desk, instruments)
+    trainer.model.eval()
+    try:
+        with instruments.timeline.phase(Phase.EVALUATION):
+            if trainer.args.use_vllm:
+                trainer.rooms.check_sampler(plan.held_out.prompts[:1] * CHECKED)
+            ends = {*trainer.eos_token_ids, plan.tokenizer.pad_token_id}
+            return [_answers(trainer, mode, ends, label) for mode in wanted]
+    finally:
+        trainer.rooms.pipeline.forget()
+        plan.policy = None
+        del trainer
+        _free()
+
+
+def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label: str) -> list[Scored]:
+    args, rooms = trainer.args, trainer.rooms
+    rows = [row for row in trainer.eval_dataset for _ in range(mode.samples)]
+    # vLLM makes its own batches: it gets as many at once as in training, which the services' limits are made for
+    size = max(args.per_device_eval_batch_size, args.generation_batch_size if args.use_vllm else 0)
+    size = max(size // mode.samples, 1) * mode.samples  # whole groups
+    # a model that is not in training has no autocast of its own, and vLLM needs none
+    computing = contextlib.nullcontext if args.use_vllm else trainer.accelerator.autocast
+    scored: list[Scored] = []
+    for number, first in enumerate(range(0, len(rows), size)):
+        set_seed(args.seed + number)  # the same for every policy, however much the one before has drawn
+        with rooms.sampler.greedily() if mode.is_greedy else contextlib.nullcontext(), computing():
+            rollout, _ = rooms.scoring.evaluate(rows[first : first + size], 0, mode.samples)
+        assert rollout.sampled is not None and rollout.result is not None
+        scored += [
+            Scored(reward, len(ids), not ids or ids[-1] not in ends)
+            for ids, reward in zip(rollout.sampled.completion_ids, rollout.result.rewards, strict=True)
+        ]
+        logger.info(f"[Evaluate] {label} {mode.name}: {len(scored)} of {len(rows)} answers")
+    return scored
+
+
+def _free() -> None:
+    """Give the memory of a policy back, and of its engine. Both are in circles of references.
+
+    vLLM hides everything that is there when its engine has started from the garbage collector.
+    """
+    gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        _forget_graphs()
+
+
+def _forget_graphs() -> None:
+    """vLLM keeps one memory pool for the CUDA graphs of all engines of a process. It is gone with the graphs of the
+    engine before, and the next engine would fail to capture into it."""
+    from vllm.platforms import current_platform
+
+    setattr(type(current_platform), GRAPH_POOL, None)

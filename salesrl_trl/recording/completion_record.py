@@ -1,0 +1,101 @@
+"""What happens on the way of one completion: its action, answers, verdicts, and every request that is sent for it.
+
+Owns the notes alone. The chain of a reward begins one where it begins to score. What runs on that completion's behalf
+finds it by the context, so calls need no further argument. The writer puts it into the file.
+"""
+
+import contextlib
+import contextvars
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One request."""
+
+    service: str
+    path: str
+    time: float
+    """Unix time at which it was sent."""
+    seconds: float
+    failure: str
+    """Code of the error; empty for an answer."""
+    request: bytes
+    answer: bytes | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """What a judge said by one rubric."""
+
+    candidate: float | None
+    """`None` if there was no verdict."""
+    reference: float | None
+    reason: str
+    """The judge's words, or the code of its failure."""
+    provider: str
+
+
+@dataclass(slots=True)
+class CompletionRecord:
+    """The notes of one completion. They are picklable, and belong to one event loop until it is scored."""
+
+    action: dict[str, str] | None = None
+    answer: object = None
+    """JSON value of the 8B endpoint's answer."""
+    reference: object = None
+    """JSON value of the 32B endpoint's."""
+    verdicts: dict[str, Judged] = field(default_factory=dict)
+    """By rubric."""
+    calls: list[Call] = field(default_factory=list)
+
+    def drain_calls(self) -> list[Call]:
+        """The calls since the last time."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+_CURRENT: contextvars.ContextVar[CompletionRecord | None] = contextvars.ContextVar("completion_record", default=None)
+
+
+@contextlib.contextmanager
+def noted_in(record: CompletionRecord | None) -> Iterator[None]:
+    """Inside the block, calls of the running task and of tasks that it starts are noted here; with `None` nowhere."""
+    token = _CURRENT.set(record)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+class CallNote:
+    """Notes one request, when it is over: `with CallNote(service, path, request) as note: note.answer = ...`."""
+
+    def __init__(self, service: str, path: str, request: bytes | None) -> None:
+        self._record = _CURRENT.get()
+        self._service, self._path, self._request = service, path, request or b""
+        self.answer: bytes | None = None
+        self._began = self._time = 0.0
+
+    def __enter__(self) -> "CallNote":
+        if self._record is not None:
+            self._began, self._time = time.perf_counter(), time.time()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._record is None:
+            return
+        failure = "" if error is None else str(getattr(error, "code", "")) or type(error).__name__
+        self._record.calls.append(
+            Call(
+                service=self._service,
+                path=self._path,
+                time=self._time,
+                seconds=time.perf_counter() - self._began,
+                failure="cancelled" if failure == "CancelledError" else failure,
+                request=self._request,
+                answer=self.answer,
+            )
+        )

@@ -1,0 +1,55 @@
+"""`python -m salesrl_trl.report OUTPUT_DIR [--html FILE] [--text FILE] [--logging_dir DIR]`.
+
+Reads a run's folder, finished or not, writes one HTML page and one text, and prints the text. Owns the command line
+and the places of the files; `view` makes what they hold. Imports neither torch nor TRL. Refuses to train, to call a
+service, and to change more of the folder than its two files.
+
+Exit code: 0; 2, with one message, for a wrong folder.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
+from salesrl_trl.names import REPORT_PAGE_FILE, REPORT_TEXT_FILE
+from salesrl_trl.view.report_page import html_page, text_page
+from salesrl_trl.view.run_folder import read_run
+
+PROGRAM = "python -m salesrl_trl.report"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    html = args.html or args.output_dir / REPORT_PAGE_FILE
+    text = args.text or args.output_dir / REPORT_TEXT_FILE
+    try:
+        run = read_run(args.output_dir, args.logging_dir)
+        page = text_page(run)
+        for path, content in ((text, page), (html, html_page(run))):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    print(f"{page}\nPage: {html}\nText: {text}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="One page about a run: HTML, and text for a terminal.")
+    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's folder")
+    parser.add_argument("--html", type=Path, metavar="FILE", help=f"defaults to OUTPUT_DIR/{REPORT_PAGE_FILE}")
+    parser.add_argument("--text", type=Path, metavar="FILE", help=f"defaults to OUTPUT_DIR/{REPORT_TEXT_FILE}")
+    parser.add_argument(
+        "--logging_dir", type=Path, metavar="DIR", help="where the TensorBoard files are, if not below OUTPUT_DIR"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    end_tidily()
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The RAG service's client.
+
+Owns the interface that every retrieval backend has, and the wire format of both HTTP endpoints. Each request has an id
+of its own, in the header and in the body. An answer with the id of another request is refused. The transport
+owns retries, time-outs and limits.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from salesrl_trl.errors import BadServiceResponse
+from salesrl_trl.reward.service.http import HttpClient, check_echo, make_request_id, refuse_stated_error
+from salesrl_trl.reward.service.reply import read_json
+from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.types import Action, Answer, Passage, RequestIds
+
+RESERVED_FIELDS = (*RequestIds().as_dict(), "context", "score_threshold", "top_k", "request_id")
+"""The fields of a request beside the action's."""
+
+
+class RagBackend(Protocol):
+    """Answers the reward chain: the HTTP service below, or a run's record (`rejudge`)."""
+
+    @property
+    def transports(self) -> dict[str, Transport]:
+        """The transport of each endpoint, for the traffic figures: `{"rag_8b": ..., "rag_32b": ...}`."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Names the service that answers, for cache keys. No credential."""
+        ...
+
+    async def chat_8b(
+        self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
+    ) -> Answer:
+        """Answer from the policy's action.
+
+        Args:
+            context (`str`):
+                The conversation, a line per turn.
+            action (`Action`):
+                What the policy wrote.
+            score_threshold (`float`):
+                Passages below this normalised score in [0, 1] are left out.
+            top_k (`int`):
+                Most passages to retrieve.
+            ids (`RequestIds`):
+                Whose conversation it is.
+
+        Raises:
+            `ServiceError`: no answer.
+        """
+        ...
+
+    async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
+        """The frozen 32B reference's answer, from the raw conversation. Arguments and errors as in `chat_8b`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the running loop's connections. The next call opens new ones."""
+        ...
+
+
+MAX_ANSWER_CHARS = 65_536
+"""Longest answer: far more than a customer reads, and no more than a judge's context holds beside the rest."""
+MAX_PASSAGES = 1000
+
+
+class _PassageBody(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    id: str
+    text: str
+    score: float = Field(ge=0, le=1, strict=True)
+
+
+class _AnswerBody(BaseModel):
+    model_config = ConfigDict(extra="allow")  # other fields may say that it is an error
+    answer: str = Field(max_length=MAX_ANSWER_CHARS)
+    passages: list[_PassageBody] = Field(max_length=MAX_PASSAGES, fail_fast=True)
+    took_ms: float = Field(ge=0, allow_inf_nan=False)
+    request_id: object = None
+
+
+class RagClient:
+    """Asks the policy-driven "8B" endpoint and the frozen "32B" reference endpoint over HTTP. A `RagBackend`.
+
+    The address is that before `/v1/rag/...`. The key is sent as a bearer token.
+    """
+
+    def __init__(
+        self, base_url: str, *, transport_8b: Transport, transport_32b: Transport, api_key: str | None = None
+    ) -> None:
+        self.identity = base_url.rstrip("/")
+        self._8b = _Endpoint("8b", base_url, transport_8b, api_key)
+        self._32b = _Endpoint("32b", base_url, transport_32b, api_key)
+        self.transports = {"rag_8b": transport_8b, "rag_32b": transport_32b}
+
+    async def chat_8b(
+        self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
+    ) -> Answer:
+        """`POST /v1/rag/8b`; see `RagBackend`."""
+        return await self._8b.ask(
+            {
+                **ids.as_dict(),
+                "context": context,
+                **action.as_dict(),
+                "score_threshold": score_threshold,
+                "top_k": top_k,
+            }
+        )
+
+    async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
+        """`POST /v1/rag/32b`, with the identifiers that the row has; see `RagBackend`."""
+        named = {name: value for name, value in ids.as_dict().items() if value}
+        return await self._32b.ask({**named, "context": context, "score_threshold": score_threshold, "top_k": top_k})
+
+    async def aclose(self) -> None:
+        """Close the running loop's connections. The next call opens new ones."""
+        await self._8b.http.aclose()
+        await self._32b.http.aclose()
+
+
+class _Endpoint:
+    """One of the two paths."""
+
+    def __init__(self, name: str, base_url: str, transport: Transport, api_key: str | None) -> None:
+        self._path = f"/v1/rag/{name}"
+        self._transport = transport
+        self.http = HttpClient(transport.service, base_url, api_key=api_key)
+
+    async def ask(self, body: Mapping[str, object]) -> Answer:
+        async def attempt() -> Answer:
+            request_id = make_request_id()
+            read = partial(_read_answer, self._transport.service, request_id)
+            return await self.http.post(self._path, {**body, "request_id": request_id}, read, request_id=request_id)
+
+        return await self._transport.call(attempt)
+
+
+def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
+    try:
+        value = read_json(content)
+        body = _AnswerBody.model_validate(value)
+    except ValueError as error:
+        place, fault = "the body", "no JSON in UTF-8, each key once"
+        if isinstance(error, ValidationError):
+            refuse_stated_error(service, value)
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place, fault = ".".join(str(part) for part in first["loc"]) or place, first["type"]
+        raise BadServiceResponse(
+            f"{service} answered with a body of {len(content)} bytes outside its contract, at first {place!r} "
+            f"({fault}). Expected {{answer, passages: [{{id, text, score in [0, 1]}}], took_ms}}. "
+            "scripts/test_rag_endpoints.py lists every fault.",
+            code=f"{service}_bad_response",
+        ) from None
+    check_echo(service, request_id, body.request_id)
+    refuse_stated_error(service, body.model_extra)
+    return _answer(body)
+
+
+def _answer(body: _AnswerBody) -> Answer:
+    passages = tuple(Passage(id=item.id, text=item.text, score=item.score) for item in body.passages)
+    return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
+
+
+def answer_to_json(answer: Answer) -> object:
+    """The answer as a JSON value, for the cache."""
+    return dataclasses.asdict(answer)
+
+
+def answer_from_json(value: object) -> Answer:
+    """The answer of a value in the cache, by the rules for a service's reply. Raises `TypeError`, `KeyError` or
+    `ValueError`."""
+    if not isinstance(value, dict):
+        raise TypeError(f"a kept answer is a {type(value).__name__}. Expected an object.")
+    return _answer(_AnswerBody.model_validate({**value, "answer": value["text"]}))

@@ -1,0 +1,138 @@
+"""The viewer's server: on loopback, for reading alone.
+
+Owns addresses and refusals. It answers GET. A request must name a loopback host, so that no page from elsewhere reads
+completions by a name of its own that it points at this machine. It must also have the key that the address begins
+with, which other users of the machine don't know. Called by the command.
+"""
+
+import json
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from salesrl_trl.view import queries
+from salesrl_trl.view.completion import completion
+from salesrl_trl.view.page import page
+from salesrl_trl.view.record_index import Index
+
+HOST = "127.0.0.1"
+LOOPBACK = (HOST, "localhost", "::1")
+FOLLOW_S = 2.0
+"""Between two looks at the files."""
+IDLE_S = 60
+MOST_FIELDS = 40
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+QUESTIONS: dict[str, Callable[[Index, queries.Params], Any]] = {
+    "state": lambda index, _: queries.state(index),
+    "list": queries.listing,
+    "overview": queries.overview,
+    "completion": lambda index, params: completion(index, params.get("id", "")),
+    "row": queries.row_over_time,
+    "compare": queries.comparison,
+}
+
+
+class Viewer(ThreadingHTTPServer):
+    """Serves an index, and follows its files. Port 0 is a free one."""
+
+    daemon_threads = True
+    request_queue_size = 128
+    """Connections that wait to be accepted. A page asks for much at once, and Python's own number is 5."""
+
+    def __init__(self, index: Index, port: int = 0) -> None:
+        super().__init__((HOST, port), _Handler)
+        self.index = index
+        self.key = secrets.token_urlsafe(12)
+        self.page = page()
+        self._ended = threading.Event()
+        self._follower = threading.Thread(target=self._follow, name="follow", daemon=True)
+        self._follower.start()
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{HOST}:{self.server_port}/{self.key}/"
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self.index.refresh(self._ended.is_set)
+                self.index.trouble = ""
+            except Exception as error:  # whatever it is, the page says so, and the next look may do
+                self.index.trouble = f"{type(error).__name__}: {error}"
+            if self._ended.wait(FOLLOW_S):
+                return
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that left before it had its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    def server_close(self) -> None:
+        """Stop following. The index stays open: it is not the server's."""
+        self._ended.set()
+        self._follower.join()
+        super().server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Viewer
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+    disable_nagle_algorithm = True  # with it, a body waits 40 ms until its head is acknowledged
+
+    def do_GET(self) -> None:
+        if not _is_loopback(self.headers.get_all("Host") or []):
+            return self._send(HTTPStatus.FORBIDDEN, {"error": "the Host of a request must be loopback"})
+        address, _, query = self.path.partition("?")
+        key, _, path = address.lstrip("/").partition("/")
+        if not secrets.compare_digest(key.encode(), self.server.key.encode()):
+            return self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here: the address has a key in it"})
+        if not path:
+            return self._send(HTTPStatus.OK, self.server.page.html)
+        question = QUESTIONS.get(path.removeprefix("api/")) if path.startswith("api/") else None
+        if question is None:
+            return self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here"})
+        try:
+            params = dict(parse_qsl(query, max_num_fields=MOST_FIELDS))
+            answer, status = question(self.server.index, params), HTTPStatus.OK
+        except KeyError:
+            answer, status = {"error": "there is no such completion"}, HTTPStatus.NOT_FOUND
+        except ValueError as error:
+            answer, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
+        except Exception as error:  # whatever it is, the page says so
+            answer, status = {"error": f"{type(error).__name__}: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR
+        self._send(status, answer)
+
+    def _send(self, status: HTTPStatus, content: object) -> None:
+        is_page = isinstance(content, str)
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        body = text.encode(errors="replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{'text/html' if is_page else 'application/json'}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", self.server.page.policy if is_page else "default-src 'none'")
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing: addresses have a key and words that somebody looked for."""
+
+
+def _is_loopback(hosts: list[str]) -> bool:
+    try:
+        return len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in LOOPBACK
+    except ValueError:
+        return False

@@ -1,0 +1,316 @@
+"""The page and the text, as a reader and as a browser get them; the command line."""
+
+from html.parser import HTMLParser
+
+import pytest
+
+from salesrl_trl import report as command
+from salesrl_trl.names import SPENT_FILE, Phase, Stage
+from salesrl_trl.reward.service.account import USD, Limit, Spent, open_account
+from salesrl_trl.view.report_page import html_page, text_page
+from salesrl_trl.view.run_folder import read_run
+
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """Tags, texts and table rows of a page whose tags must close in order."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.rows, self.text, self._open = [], [], "", []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+        if "style" not in self._open:
+            self.text += data
+
+    @property
+    def images(self):
+        """What is told of each picture to those who do not see it."""
+        return [attrs["aria-label"] for tag, attrs in self.tags if attrs.get("role") == "img"]
+
+
+def report(run_folder, *more):
+    """The page and the text of a run, through the command."""
+    assert command.main([str(run_folder.path), *more]) == 0
+    html = (run_folder.path / "report.html").read_text(encoding="utf-8")
+    return Page(html), (run_folder.path / "report.txt").read_text(encoding="utf-8"), html
+
+
+MAIN_FIGURES = {
+    "Steps done": "20",
+    # 2023-11-14 22:13:20 UTC; step 20 is written 200 s after.
+    "Wall time": "3 min 20 s from first to last event, from 2023-11-14 22:13 UTC",
+    "Mean step": "10.0 s (shortest 10.0 s, longest 10.0 s)",
+    # A tenth of 20 steps is 2: (0.01 + 0.02) / 2 and (0.19 + 0.20) / 2.
+    "Reward": "0.015 → 0.195 (means of the first and the last 2 steps)",
+    # (0.02 + 0.04) / 2 and (0.38 + 0.40) / 2.
+    "Reward, fairness": "0.030 → 0.390; reference 0.500",
+    "Reward, hallucination": "0.250 → 0.250",
+    "KL in band, fairness": "75 % of the steps in 0.02 to 0.06 nats per token; beta 0.05 → 0.05",
+    "KL in band, hallucination": "20 % of the steps in 0.02 to 0.06 nats per token; beta 0.1 → 0.1",
+    # 20 x 2 and 10 x 1.
+    "Failures": "40 of the policy, 8.0 % of the completions, most often missing_field; "
+    "10 of services, 2.0 % of the completions, most often rag_8b_timeout",
+    "MFU": "31 % while the model computes, 8.0 % of the whole step",
+    "Accelerator at work": "34 % of the step",
+    "Throughput": "5,000 tokens/s",
+    "Memory": "GPU peak 62.0 GiB",
+    "Best quick evaluation": "step 10: reward 0.400 (fairness 0.500, hallucination 0.300)",
+    "Held-out rows": "reward 0.290 at step 0 → 0.450 at step 20",
+}
+
+
+def test_page_and_text_tell_the_same_main_figures(two_branches):
+    page, text, _ = report(two_branches)
+
+    rows = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    assert {name: rows[name] for name in MAIN_FIGURES} == MAIN_FIGURES
+    lines = dict(line.split("  ", 1) for line in text.splitlines() if line.partition("  ")[0] in MAIN_FIGURES)
+    assert {name: value.strip() for name, value in lines.items()} == MAIN_FIGURES
+
+
+def test_the_tables_hold_the_runs_figures(two_branches):
+    page, text, _ = report(two_branches)
+
+    rows = [tuple(row) for row in page.rows]
+    assert ("reward wait", "6.20 s", "62 %") in rows
+    assert ("missing field", "the policy", "40", "80 %") not in rows  # a code is not prettified
+    assert ("missing_field", "the policy", "40", "80 %") in rows
+    assert ("rag_8b_timeout", "services", "10", "20 %") in rows
+    # Step 10 beats step 5 and is beaten by none; step 15 is highest in hallucination; step 20 lacks a score.
+    # A figure of a user that was asked for in step 5 alone stands before the front.
+    assert ("5", "0.300", "0.300", "0.300", "0.25", "", "") in rows
+    assert ("10", "0.400", "0.500", "0.300", "n/a", "yes", "yes") in rows
+    assert ("15", "0.350", "0.200", "0.500", "n/a", "yes", "") in rows
+    assert ("20", "n/a", "0.400", "n/a", "n/a", "", "") in rows
+    # The longest of 4 + step is 24.
+    assert ("judge", "2.00 s", "4.00 s", "24.0 s", "5.00 s") in rows
+    assert ("rag_8b", "n/a", "1.00 s", "n/a", "n/a") in rows
+    assert ("20", "0.45", "0.56", "n/a") in rows
+    assert "step 10, 15" in text
+
+
+def test_what_was_spent_is_told_by_service_against_the_limits(two_branches):
+    limit = Limit(name="judge_providers[a].max_usd", kind=USD, most=2.0, service="judge_a")
+    a = Spent(calls=30, prompt_tokens=9000, completion_tokens=600, usd=0.42)
+    with open_account(two_branches.path / SPENT_FILE) as account:
+        account.services = {"judge_a": a, "rag_8b": Spent(calls=1200)}
+        account.give_back(limit, 0.0)
+    page, text, _ = report(two_branches)
+    told = "1,230 calls, 0.42 USD; judge_providers[a].max_usd 0.42 of 2"
+    assert f"{told}\n" in text
+    assert ["Spent", told] in page.rows
+    assert ["judge_a", "30", "9,000", "600", "0.4200"] in page.rows
+
+
+def test_what_stands_out_is_told_once_in_both(two_branches):
+    page, text, _ = report(two_branches)
+    sentences = [line.removeprefix("  - ") for line in text.splitlines() if line.startswith("  - ")]
+    assert [sentence.split(":")[0] for sentence in sentences] == [
+        "2 updates were skipped because too few completions could be scored",
+        "Training waits for rewards during 62 % of the step. The slowest stage is judge (p95 4.00 s)",
+        "The KL lay outside its band for most of the run",
+        # the services' 2 % are within the usual
+        "8.0 % of the completions were no valid action, mostly missing_field (100 % of these). That is the policy's "
+        "doing",
+        "3.0 % of the step belongs to no phase",
+    ]
+    assert all(page.text.count(sentence) == 1 for sentence in sentences)
+    assert "hallucination (in band 20 %)" in sentences[2]
+    assert "fairness" not in sentences[2]
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(two_branches):
+    (two_branches.path / "trace.json").write_text("{}")
+    page, _, html = report(two_branches)
+
+    assert ("html", {"lang": "en"}) in page.tags
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "a", "img"}
+    assert [attrs for _, attrs in page.tags if {"href", "src"} & attrs.keys()] == []
+    assert html.replace("https://ui.perfetto.dev", "").count("://") == 0
+    assert "url(" not in html
+    assert "open trace.json at https://ui.perfetto.dev" in page.text
+    # Reward, two KLs, step time, reward time, failures, quick evaluations.
+    assert len(page.images) == 7
+    assert all(len(words) > 20 for words in page.images)
+    assert len(html) < 100_000
+
+
+def test_a_run_that_logged_nothing_is_told_in_words(run_folder):
+    run_folder.events({})
+    page, text, _ = report(run_folder)
+
+    assert page.images == []
+    rows = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    assert rows["Steps done"] == "none was logged"
+    assert rows["Reward"] == "was not logged"
+    assert rows["Failures"] == "were not logged"
+    assert rows["MFU"].startswith("n/a")
+    for sentence in (
+        "No training figure was logged, so there is nothing to look at.",
+        "No reward was logged.",
+        "No KL was logged",
+        "Step times were not logged.",
+        "Failures were not logged.",
+        "No quick evaluation was made.",
+        "How long the stages took was not logged.",
+        "No held-out evaluation was written.",
+        "No checkpoint is in the folder.",
+        "No timeline (trace.json) was written.",
+    ):
+        assert sentence in page.text
+    assert "no quick evaluation was made" in text
+
+
+def test_one_step_and_one_branch_without_kl(run_folder):
+    for start in (0.0, 3600.0):  # a resume after an hour
+        figures = {"reward": 0.3, "reward/a": 0.3, "outcome/ok": 1.0, "time/step_s": 2.0}
+        run_folder.events({1: figures}, started_s=1_700_000_000.0 + start)
+    run_folder.quick_evals({"step": 1, "mode": "greedy", "reward": 0.3, "branches": {"a": {"score": 0.3}}})
+    page, text, _ = report(run_folder)
+
+    rows = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    assert rows["Reward"] == "0.300 (one step)"
+    assert rows["Wall time"].startswith("1 h 0 min")
+    assert rows["Wall time"].endswith("2 starts, with the time between them")
+    assert rows["KL in band, a"] == "no KL was logged"
+    assert rows["Failures"] == "none"
+    assert "Every completion was scored: there were no failures." in page.text
+    assert "Nothing stands out" in page.text
+    assert "Nothing stands out" in text
+    # Reward, and the score over the steps. Of its 2 s no part is known.
+    assert len(page.images) == 2
+    assert "Time by phase was not logged" in text
+
+
+def test_the_front_and_the_best_of_three_branches(run_folder):
+    run_folder.events({1: {f"reward/{branch}": 0.1 for branch in "abc"}, 2: {"reward/a": 0.1}})
+    scores = [(0.1, 0.2, 0.3), (0.1, 0.2, 0.4), (0.5, 0.0, 0.0), *[(0.0, 0.0, 0.0)] * 37]
+    run_folder.quick_evals(
+        *(
+            {"step": step, "mode": "greedy", "reward": 0.2,
+             "branches": {branch: {"score": score} for branch, score in zip("abc", row, strict=True)}}
+            for step, row in enumerate(scores, 1)
+        )
+    )  # fmt: skip
+    page, _, _ = report(run_folder)
+
+    rows = [tuple(row) for row in page.rows]
+    first = rows.index(("Step", "Reward", "a", "b", "c", "On the front", "Best"))
+    # Step 2 beats step 1 in c; step 3 is highest in a. Equal rewards: the first is the best. The last is shown too.
+    assert rows[first + 1 : first + 5] == [
+        ("1", "0.200", "0.100", "0.200", "0.300", "", "yes"),
+        ("2", "0.200", "0.100", "0.200", "0.400", "yes", ""),
+        ("3", "0.200", "0.500", "0.000", "0.000", "yes", ""),
+        ("40", "0.200", "0.000", "0.000", "0.000", "", ""),
+    ]
+    assert "36 more are not in this table." in page.text
+    assert page.images[1] == (
+        "Scores of the quick evaluations by branch. Best: step 1: reward 0.200 (a 0.100, b 0.200, c 0.300)"
+    )
+
+
+def test_text_from_files_is_escaped_and_cannot_steer_a_terminal(run_folder):
+    evil = '<script>alert("1")</script>'
+    run_folder.events(
+        {1: {f"reward/{evil}": 0.1, f"kl/{evil}": 0.1, f"failures/reason/{evil}": 1.0, "failures/reason/\x1b[2J": 2.0}}
+    )
+    run_folder.quick_evals({"step": 1, "mode": evil, "reward": 0.1, "branches": {evil: {"score": 0.1}}})
+    run_folder.held_out({"step": 0, "reward": 0.1, evil: 0.2})
+    (run_folder.path / f"checkpoint-{evil.replace('/', '')}").mkdir()
+    page, text, html = report(run_folder)
+
+    assert "<script" not in html
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert evil in page.text
+    assert "\x1b" not in html + text
+    assert "?[2J" in text
+
+
+def test_the_text_keeps_to_forty_lines_however_much_there_is(run_folder):
+    branches = [f"branch{number}" for number in range(12)]
+    step = {
+        "reward": 0.1,
+        "time/step_s": 26.0,
+        "outcome/ok": 0.1,
+        "failures/skipped_update": 1.0,
+        "kl/a": float("inf"),
+    }
+    step |= {f"time/{phase}_s": 2.0 for phase in Phase} | {f"time/{stage}_p95_s": 1.0 for stage in Stage}
+    step |= {"time/reward_wait_s": 9.0}
+    for branch in branches:
+        step |= {f"reward/{branch}": 0.1, f"kl/{branch}": 0.1, f"kl/{branch}_in_band": 0.0, f"beta/{branch}": 0.1}
+    step |= {f"failures/reason/r{number}": 1.0 for number in range(50)}
+    run_folder.events({1: step, 2: step})
+    scores = {branch: {"score": 0.1} for branch in branches}
+    run_folder.quick_evals(
+        *({"step": at, "mode": "greedy", "reward": 0.1, "branches": scores} for at in range(100)), cut_off="{"
+    )
+
+    assert len(text_page(read_run(run_folder.path)).splitlines()) == 40
+    with open_account(run_folder.path / SPENT_FILE) as account:
+        account.services = {"judge": Spent(calls=1)}
+    run = read_run(run_folder.path)
+    lines = text_page(run).splitlines()
+    assert len(lines) == 40
+    assert "More branches" in text_page(run)
+    assert "Note: 2 figures were infinite, left out; 1 line of quick_eval.jsonl" in text_page(run)
+    assert sum(line.startswith("  - ") for line in lines) == 5
+    # The page has every branch, and its tables are bounded.
+    page = Page(html_page(run))
+    assert all(f"Reward, {branch}" in page.text for branch in branches)
+    assert len(page.rows) < 150
+
+
+@pytest.mark.parametrize("case", ["no folder", "no event file", "several runs", "a file"])
+def test_bad_input_is_exit_code_2_with_one_message_and_no_file(run_folder, capsys, case):
+    folder = run_folder.path
+    if case == "no folder":
+        folder = folder / "nowhere"
+    if case == "several runs":
+        run_folder.events({1: {"reward": 0.1}}, where="debug/runs/host")
+    if case == "a file":
+        folder = folder / "file"
+        folder.write_text("")
+    assert command.main([str(folder)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert "Expected" in told.err
+    assert not (run_folder.path / "report.html").exists()
+
+
+def test_a_file_that_cannot_be_written_is_exit_code_2(two_branches, capsys):
+    (two_branches.path / "occupied").write_text("")
+    assert command.main([str(two_branches.path), "--html", str(two_branches.path / "occupied" / "x.html")]) == 2
+    assert "occupied" in capsys.readouterr().err
+
+
+def test_the_command_writes_where_it_is_told(run_folder, tmp_path, capsys):
+    file = run_folder.events(
+        {1: {"reward": 0.25, "reward/fairness": 0.25}, 2: {"reward": 0.25}}, where="../boards/host"
+    )
+    html, text = tmp_path / "out" / "page.html", tmp_path / "out" / "page.txt"
+    words = ["--html", str(html), "--text", str(text), "--logging_dir", str(file.parents[1])]
+    assert command.main([str(run_folder.path), *words]) == 0
+    assert capsys.readouterr().out == f"{text.read_text(encoding='utf-8')}\nPage: {html}\nText: {text}\n"
+    assert len(Page(html.read_text(encoding="utf-8")).images) == 1
+    assert list(run_folder.path.iterdir()) == []
