@@ -320,7 +320,7 @@ def test_without_importance_ratios_too_a_servers_weights_are_checked_once(build,
 def test_two_processes_ask_a_server_each_for_its_own(served, server, httpserver, tmp_path):
     services = Services(httpserver)
     arguments = (__file__, served, server, services.url, tmp_path)
-    one, other = run_ranks(of_one_machine(), arguments, tmp_path, 240, fork=False, OMP_NUM_THREADS="1")
+    one, other = run_ranks(of_one_machine(), arguments, tmp_path, 240, OMP_NUM_THREADS="1")
     for rank in (one, other):
         check_steps(rank["log"], 2)
         assert rank["asked"] == 5 * BATCH

@@ -20,16 +20,16 @@ def of_one_machine():
     return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(2)]
 
 
-def run_ranks(launchers, arguments, out, limit_s, *, fork=True, **env):
+def run_ranks(launchers, arguments, out, limit_s, **env):
     """Launch `python -m LAUNCHER ARGUMENTS` for each launcher at once; together they make two ranks. In the place of a
-    launcher may be a `dict`, the variables of a rank that starts without one: by `fork` as a `Program`, which has no
-    vLLM. Returns what each rank wrote to `OUT/rankN.json`; messages are in `OUT/stderrN.txt`."""
+    launcher may be a `dict`, the variables of a rank that starts without one, as a fork. Returns what each rank wrote
+    to `OUT/rankN.json`; messages are in `OUT/stderrN.txt`."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")))
     logs = [out / f"stderr{number}.txt" for number in range(len(launchers))]
     started = []
     for launcher, log in zip(launchers, logs, strict=True):
         own, words = (launcher, ()) if isinstance(launcher, dict) else ({}, ("-m", *launcher))
-        start, words = (Program, ()) if fork and not words else (subprocess.Popen, (sys.executable, *words))
+        start, words = (Program, ()) if not words else (subprocess.Popen, (sys.executable, *words))
         with log.open("w") as stderr:
             started.append(
                 start(
