@@ -17,10 +17,10 @@ from support.seconds import TookTooLong
 from salesrl_trl.ground.process import remember_packages
 
 LONG_FILES = (
-    "test_launch.py", "test_vllm_server.py", "test_exact_mode.py", "test_lookahead.py", "test_ranks.py",
-    "test_bench_runs.py",
-    "test_resume.py", "test_time_of_a_run.py", "test_rollouts_in_flight.py", "test_sigterm.py", "test_two_ranks.py",
-    "test_kl_exactness.py", "test_trainer.py", "test_readme.py",
+    "test_launch.py", "test_vllm_server.py", "test_ranks.py", "test_exact_mode.py", "test_readme.py",
+    "test_lookahead.py", "test_resume.py", "test_chain_faults.py", "test_bench_runs.py", "test_time_of_a_run.py",
+    "test_kl_exactness.py", "test_rollouts_in_flight.py", "test_trainer.py", "test_failed_completions.py",
+    "test_flops.py", "test_sigterm.py", "test_two_ranks.py", "test_examples.py",
 )  # fmt: skip
 """They come first, so that no worker ends with one of them while the others have nothing left."""
 

@@ -1,7 +1,12 @@
-"""One pass for a group's prompt through a model whose layers FSDP2 shards. Launched with two processes.
+"""One pass for a group's prompt through a model whose layers FSDP2 shards: `sharded_passes.py OUT`, started as each of
+two ranks.
 
-Prints, by rank, how far log-probs and gradient are from those of TRL's passes through the same model.
+Each rank writes to OUT how far log-probs and gradient are from those of TRL's passes through the same model.
 """
+
+import json
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     import support.without_vllm  # noqa: F401 - before TRL
@@ -20,7 +25,7 @@ def highest(number):
     return int(found)
 
 
-def main():
+def main(out):
     distributed.init_process_group("gloo")
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(
@@ -42,11 +47,11 @@ def main():
     ours = passed(lambda *args, **given: prompts.log_probs(trls_own, *args, **given))
     assert prompts.is_on
     assert prompts.is_checked
-    figures = " ".join(str(apart(one, other)) for one, other in zip(ours, theirs, strict=True))
-    print(f"apart {figures}\n", end="", flush=True)  # one write: two processes share the stream
+    far = [float(apart(one, other)) for one, other in zip(ours, theirs, strict=True)]
+    Path(out, f"rank{distributed.get_rank()}.json").write_text(json.dumps(far))
     distributed.barrier()  # the first to end may take the other with it
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

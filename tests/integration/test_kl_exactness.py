@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig
 from support.keyed import make_tiny_policy
 from support.loopback import ACTION, build_reward
+from support.pairwise import pairwise
 from support.scripted import ScriptedTrainer, ScriptedUpstream, default_rows, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -375,10 +376,10 @@ SAMPLING = torch.full((SAMPLES, COMPLETION), -4.0)
 """Log-probs of vLLM, most of them above the policy's."""
 
 by_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
-by_level = pytest.mark.parametrize("level", ["token", "sequence"])
-by_correction = pytest.mark.parametrize("correction", [True, False], ids=["corrected", "plain"])
-by_old = pytest.mark.parametrize("old", [True, False], ids=["off-policy", "on-policy"])
-by_accumulation = pytest.mark.parametrize("accumulation", [1, 4], ids=["one micro-batch", "four micro-batches"])
+LEVELS, SWITCH, ACCUMULATIONS = ("token", "sequence"), (True, False), (1, 4)
+by_level = pytest.mark.parametrize("level", LEVELS)
+RATIOS = list(itertools.product(LEVELS, SWITCH, SWITCH))
+"""What weights a token's KL: the level, whether it is corrected, and whether the policy has moved. They interact."""
 
 
 def test_every_loss_type_of_trl_is_in_the_matrix():
@@ -420,14 +421,12 @@ def test_the_settings_of_the_matrix_reach_trls_loss(pair):
     assert alike == []
 
 
-@by_old
-@by_level
-@by_correction
-@by_accumulation
-@pytest.mark.parametrize("weights", WEIGHTS)
-@by_loss_type
-def test_equal_coefficients_are_trls_beta(pairs, loss_type, weights, accumulation, correction, level, old):
-    pair = pairs[weights]
+@pairwise(loss_type=LOSS_TYPES, ratio=RATIOS, weights=WEIGHTS, accumulation=ACCUMULATIONS)
+def test_equal_coefficients_are_trls_beta(pairs, loss_type, ratio, weights, accumulation):
+    """Pairs of loss type, ratio, weights and accumulation: 64 rows of 512. The loss type decides what a token's loss
+    is divided by and how the ratio enters. The weights decide where log-probs come from, whatever the loss is. The
+    gradient of micro-batches is a sum. So no pair depends on a third parameter."""
+    pair, (level, correction, old) = pairs[weights], ratio
     case = Case(loss_type=loss_type, accumulation=accumulation, correction=correction, level=level)
     pair.set_up(case)
     batches = pair.inputs(case, old=old)
@@ -462,9 +461,7 @@ FEATURES = {
 """What else shapes TRL's loss: settings, and what the micro-batch holds."""
 
 
-@by_level
-@pytest.mark.parametrize("feature", FEATURES)
-@by_loss_type
+@pairwise(loss_type=LOSS_TYPES, feature=tuple(FEATURES), level=LEVELS)
 def test_equal_coefficients_are_trls_beta_beside_trls_other_terms(pair, loss_type, feature, level):
     changed, inputs = FEATURES[feature]
     case = Case(loss_type=loss_type, level=level, **changed)
@@ -474,11 +471,10 @@ def test_equal_coefficients_are_trls_beta_beside_trls_other_terms(pair, loss_typ
     assert_equal_kl(pair.ours, pair.stock, batches)
 
 
-@by_level
 @by_loss_type
-def test_what_is_left_of_a_losss_difference_is_float32s_rounding(pair, loss_type, level):
+def test_what_is_left_of_a_losss_difference_is_float32s_rounding(pair, loss_type):
     changed, inputs = FEATURES["vllm, sequences"]
-    case = Case(loss_type=loss_type, level=level, **changed)
+    case = Case(loss_type=loss_type, **changed)
     pair.set_up(case)
     batches = pair.inputs(case, **inputs)
     with in_float64(pair):
@@ -486,9 +482,7 @@ def test_what_is_left_of_a_losss_difference_is_float32s_rounding(pair, loss_type
     assert loss == pytest.approx(expected, rel=0, abs=1e-12)
 
 
-@by_correction
-@by_level
-@by_loss_type
+@pairwise(loss_type=LOSS_TYPES, level=LEVELS, correction=SWITCH)
 def test_equal_coefficients_are_trls_beta_in_an_evaluation(pair, loss_type, level, correction):
     case = Case(loss_type=loss_type, accumulation=4, level=level, correction=correction)
     pair.set_up(case)
@@ -502,11 +496,7 @@ def test_equal_coefficients_are_trls_beta_in_an_evaluation(pair, loss_type, leve
     assert abs(losses[0] - losses[1]) <= TOLERANCE * max(LOSS_SIZE, abs(losses[1]))
 
 
-@by_old
-@by_level
-@by_correction
-@by_accumulation
-@by_loss_type
+@pairwise(loss_type=LOSS_TYPES, accumulation=ACCUMULATIONS, correction=SWITCH, level=LEVELS, old=SWITCH)
 def test_different_coefficients_are_a_loops(pair, loss_type, accumulation, correction, level, old):
     case = Case(loss_type=loss_type, accumulation=accumulation, correction=correction, level=level)
     pair.set_up(case)
@@ -542,11 +532,7 @@ def test_rewards_of_a_branch_that_count_less_are_a_part_of_its_policy_loss(pair,
     assert_equal_steps(ours, expected, LOOP_TOLERANCE)
 
 
-@by_level
-@by_correction
-@pytest.mark.parametrize("clamp", [0.0, 10.0], ids=["no clamp", "clamp"])
-@pytest.mark.parametrize("estimator", ["k1", "k2"])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pairwise(loss_type=("grpo", "dapo"), estimator=("k1", "k2"), clamp=(0.0, 10.0), correction=SWITCH, level=LEVELS)
 def test_the_other_estimators_are_a_loops(pair, loss_type, estimator, clamp, correction, level):
     case = Case(loss_type=loss_type, estimator=estimator, clamp=clamp, correction=correction, level=level)
     pair.set_up(case)
@@ -565,9 +551,7 @@ def test_different_coefficients_are_a_loops_beside_tokens_of_tools(pair, loss_ty
     assert_equal_steps(step(pair.ours, batches), with_kl_by_loops(pair, case, batches, BETAS), LOOP_TOLERANCE)
 
 
-@by_correction
-@pytest.mark.parametrize("branch", [0, 1], ids=BRANCHES)
-@by_loss_type
+@pairwise(loss_type=LOSS_TYPES, branch=(0, 1), correction=SWITCH)
 def test_micro_batches_of_one_branch_are_trls_with_that_branchs_beta(pair, loss_type, branch, correction):
     case = Case(loss_type=loss_type, accumulation=4, correction=correction)
     pair.set_up(case)
@@ -595,9 +579,7 @@ def test_whatever_stands_in_the_padding_changes_nothing(pair, loss_type, level):
     assert_equal_kl(pair.ours, pair.stock, batches)
 
 
-@by_level
-@by_correction
-@by_loss_type
+@pairwise(loss_type=LOSS_TYPES, correction=SWITCH, level=LEVELS)
 def test_a_step_in_which_no_token_counts_has_no_loss_and_no_gradient(pair, loss_type, correction, level):
     case = Case(loss_type=loss_type, accumulation=4, correction=correction, level=level)
     pair.set_up(case)

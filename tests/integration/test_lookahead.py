@@ -312,7 +312,7 @@ def test_a_resumed_run_generates_what_the_one_without_a_stop_did(trained, refere
     given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 12,
              "references_ahead": references_ahead}  # fmt: skip
     whole = trained(Watched, **given)
-    for step in (1, 2, 3, 4, 5):  # an epoch has four
+    for step in (1, 4, 5):  # an epoch has four
         second = trained(Watched, **given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
         wanted = [launch["completions"] for launch in whole.launches[step:]]
         assert [launch["completions"] for launch in second.launches] == wanted, step
@@ -339,8 +339,15 @@ def test_evaluations_in_between_change_nothing(trained, lookahead):
 
 
 @pytest.mark.usefixtures("any_text_is_an_action")
-@pytest.mark.parametrize("kind", [Scripted, Watched])
-@pytest.mark.parametrize("arrangement", ["whole", "accumulation", "two_updates_a_generation", "two_iterations"])
+@pytest.mark.parametrize(
+    ("kind", "arrangement"),
+    [
+        (Watched, "whole"),
+        (Scripted, "accumulation"),
+        (Watched, "two_updates_a_generation"),
+        (Scripted, "two_iterations"),
+    ],
+)
 def test_without_vllm_old_log_probs_are_those_of_the_policy_that_sampled(trained, kind, arrangement):
     given, _ = ARRANGEMENTS[arrangement]
     trainer = trained(kind, rollout_lookahead=2, max_steps=5, max_completion_length=32, **given)

@@ -4,10 +4,8 @@ ends a run."""
 import concurrent.futures
 import json
 import logging
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from support.forked import Program
 from support.loopback import VERDICT, action, chat_completion
 from support.runs import check_times, scalars, spans
 from support.seconds import check_seconds
@@ -262,9 +261,8 @@ def test_an_interrupt_from_the_keyboard_leaves_trace_and_events(scripted_trainer
 
 def test_a_process_that_is_killed_leaves_trace_and_events(tiny, services, tmp_path):
     services.set("judge", SLOW_VERDICT, delay_s=0.2)
-    command = [sys.executable, str(RUNNER), str(tiny), services.url, str(tmp_path / "run")]
-    environment = {**os.environ, "PYTHONPATH": str(RUNNER.parents[1])}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    command = [RUNNER, tiny, services.url, tmp_path / "run"]
+    with Program(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stderr:
                 if "[Step 3/" in line:

@@ -7,7 +7,7 @@ generation batches with losses of tokens.
 
 import pytest
 import torch
-from support.failed_update import CELLS, FAIL, evaluated, update
+from support.failed_update import CELLS, CELLS_OF_TWO_RANKS, FAIL, evaluated, update
 from support.ranks import ROOT, of_one_machine, run_ranks
 from support.scripted import build_upstream_trainer
 from transformers import AutoTokenizer
@@ -124,7 +124,7 @@ def test_the_gradient_is_that_of_the_same_batch_without_the_failed_completions(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss_type", "arm"), CELLS)
+@pytest.mark.parametrize(("loss_type", "arm"), CELLS_OF_TWO_RANKS)
 def test_the_same_holds_over_two_ranks(stock, tokenizer, two_ranks, loss_type, arm):
     check(stock, tokenizer, two_ranks(loss_type, arm), loss_type, arm)
 

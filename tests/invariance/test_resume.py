@@ -126,7 +126,7 @@ def test_a_run_that_stops_inside_a_generation_batch_goes_on_with_that_very_batch
         assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items()), step
 
 
-@pytest.mark.parametrize("step", [3, 5, 6, 9, 10])
+@pytest.mark.parametrize("step", [3, 5, 9])
 def test_a_run_resumes_in_any_epoch(train, short_epochs, step):
     whole, out = short_epochs
     second = train(resume_from=out / f"checkpoint-{step}", **SHORT_EPOCHS)

@@ -46,12 +46,16 @@ ARMS = {
     "as TRL": {"gradient_accumulation_steps": 4, "failed_completions": "as_trl"},
 }
 CELLS = [
-    (loss_type, arm)
-    for arm in ARMS
-    for loss_type in UNITS
-    if arm in ("1", "4") or loss_type in ("grpo", "dapo", "bnpo")
+    (loss_type, arm) for arm in ARMS for loss_type in UNITS if arm == "4" or loss_type in ("grpo", "dapo", "bnpo")
 ]
 """Loss types and arms. Where a factor comes from depends on the arm and on the loss's unit, of which each has one."""
+CELLS_OF_TWO_RANKS = [
+    ("grpo", "1"), ("bnpo", "1"), *((loss_type, "4") for loss_type in UNITS), ("bnpo", "4, one at a time"),
+    ("grpo", "4, scored groups first"), ("dapo", "4, scored groups first"), ("dapo", "4, two generation batches"),
+    ("grpo", "as TRL"),
+]  # fmt: skip
+"""Each loss type and each arm. Over ranks, sums are taken before the factors, which are those of one rank; with the
+micro-batches as they come, every unit's sum is among them."""
 LATE_S = 5.0
 """Where nothing is trained on before, late rewards come all the same."""
 
@@ -135,7 +139,7 @@ def update(policy, out, loss_type, arm, texts=TEXTS, **given):
 def main(policy, out):
     rank = int(os.environ["RANK"])
     warnings.simplefilter("ignore")
-    for loss_type, arm in CELLS:
+    for loss_type, arm in CELLS_OF_TWO_RANKS:
         found = update(policy, Path(out, "run"), loss_type, arm, ddp_backend="gloo")
         torch.save(found, Path(out, f"{loss_type}, {arm}, {rank}.pt"))
     Path(out, f"rank{rank}.json").write_text(json.dumps({}))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from accelerate.utils.other import get_free_port
 
+from support.forked import Program
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,17 +22,18 @@ def of_one_machine():
 
 def run_ranks(launchers, arguments, out, limit_s, **env):
     """Launch `python -m LAUNCHER ARGUMENTS` for each launcher at once; together they make two ranks. In the place of a
-    launcher may be a `dict`, the variables of a rank that is started without one. Returns what each rank wrote to
-    `OUT/rankN.json`; messages are in `OUT/stderrN.txt`."""
+    launcher may be a `dict`, the variables of a rank that starts without one, as a fork. Returns what each rank wrote
+    to `OUT/rankN.json`; messages are in `OUT/stderrN.txt`."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")))
     logs = [out / f"stderr{number}.txt" for number in range(len(launchers))]
     started = []
     for launcher, log in zip(launchers, logs, strict=True):
         own, words = (launcher, ()) if isinstance(launcher, dict) else ({}, ("-m", *launcher))
+        start, words = (Program, ()) if not words else (subprocess.Popen, (sys.executable, *words))
         with log.open("w") as stderr:
             started.append(
-                subprocess.Popen(
-                    [sys.executable, *words, *map(str, arguments)],
+                start(
+                    [*words, *map(str, arguments)],
                     env={**os.environ, "PYTHONPATH": paths, **env, **{name: str(each) for name, each in own.items()}},
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,

@@ -41,10 +41,7 @@ def salesrl(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
     [
         (["report", "nowhere"], 2),
         (["report", "--help"], 0),
-        (["view", "nowhere"], 2),
-        (["env", "--diff", "one", "other"], 2),
         (["services", "--no-such-thing"], 2),
-        (["preflight", "--stage"], 2),
     ],
     ids=str,
 )
