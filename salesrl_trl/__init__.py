@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from salesrl_trl.config.reward import RewardConfig as RewardConfig
     from salesrl_trl.config.training import SalesGRPOConfig as SalesGRPOConfig
     from salesrl_trl.data.form import Form as Form
-    from salesrl_trl.data.formats.base import DatasetFormat as DatasetFormat
+    from salesrl_trl.data.formats.dataset_format import DatasetFormat as DatasetFormat
     from salesrl_trl.data.sources import build_dataset as build_dataset
     from salesrl_trl.data.sources import load_rows as load_rows
     from salesrl_trl.errors import ConfigError as ConfigError
@@ -70,7 +70,7 @@ _MODULES = {
     "open_reward": "build.assembly",
     "SalesReward": "reward.chain",
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
-    "DatasetFormat": "data.formats.base",
+    "DatasetFormat": "data.formats.dataset_format",
     "Figure": "evaluation.figures",
     "Judge": "reward.judge.base",
     "KLLaw": "kl.law",

@@ -3,13 +3,18 @@
 Owns reading. Refuses to know columns.
 """
 
+import errno
+import hashlib
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from salesrl_trl.data.text import unreadable
-from salesrl_trl.errors import DataError
+from filelock import FileLock
+
+from salesrl_trl.errors import ConfigError, DataError
 
 Record = dict[str, Any]
 """A row of a dataset as it is loaded."""
@@ -108,3 +113,69 @@ def read_lines(path: Path) -> Iterator[Placed]:
                     f"{path}, line {number} is a {type(record).__name__}. Expected one JSON object a line."
                 )
             yield Placed(record, number)
+
+
+MOST_TEXT_BYTES = 16 * 2**20
+"""Largest file that a person writes: a template, a rubric, a recipe."""
+
+
+def read_small(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark.
+
+    Raises:
+        `OSError`: it can't be read, or is larger. No more than the limit is read, of a device without end either.
+        `UnicodeDecodeError`: it is not UTF-8.
+    """
+    content = bytearray()
+    with path.open("rb") as file:
+        while len(content) <= most_bytes and (part := file.read(2**20)):
+            content += part
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes / 2**20:g} MiB")
+    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """The error in words, such as `"line 3, byte 17 (0xe9) is not UTF-8: ..."`."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    before = error.object[: error.start]
+    line, byte = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+    value = error.object[error.start]
+    return f"line {line}, byte {byte} (0x{value:02x}) is not UTF-8: is it Latin-1 or GBK? Save the file as UTF-8"
+
+
+def copied(path: Path, folder: Path) -> Path:
+    """The copy of a file in a folder, which is made unless it is there and up to date. Copies of other files stay.
+
+    Several processes of a machine may ask at once: one of them copies. A file that is not there is returned itself:
+    whoever reads it says so. Raises `ConfigError` if it can't be read or written.
+    """
+    origin = path.expanduser().resolve()
+    if not origin.exists():
+        return path
+    copy = folder.expanduser() / f"{hashlib.sha256(str(origin).encode()).hexdigest()[:12]}-{origin.name}"
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{copy}.lock"):
+            if not copy.exists() or _version(copy) != _version(origin):
+                _replace(copy, origin)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} could not be copied to {folder} ({error.strerror or type(error).__name__}). Expected data that "
+            "can be read, and a folder with room for it and the right to write. Correct the paths, or leave out "
+            "`data_copy_dir`."
+        ) from None
+    return copy
+
+
+def _replace(copy: Path, origin: Path) -> None:
+    """Copy beside the place, then move there: a copy that was interrupted is none."""
+    half = copy.with_name(f"{copy.name}.half")
+    shutil.copy2(origin, half)
+    os.replace(half, copy)
+
+
+def _version(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from salesrl_trl.data.text import read_small, unreadable
+from salesrl_trl.data.files import read_small, unreadable
 from salesrl_trl.errors import DataError
 
 MOST_BYTES = 2**30

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from salesrl_trl.data.prompts import build_prompt
-from salesrl_trl.data.templates import PromptTemplate
+from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.types import SalesRow
 

@@ -14,9 +14,8 @@ from datasets import Dataset, Image, List, load_dataset
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES, FILES, dataset_folder
 from salesrl_trl.data.files import ENDINGS, Placed, Record, read_file, read_lines
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
-from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.rows import check_columns, parse_row
-from salesrl_trl.data.templates import PromptTemplate
+from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import SalesRow
 

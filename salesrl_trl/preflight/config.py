@@ -10,7 +10,7 @@ from salesrl_trl.build.plan import Plan
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.ranges import LORA, check_ranges
 from salesrl_trl.config.sizes import check_evaluation
-from salesrl_trl.data.faster_disk import copied
+from salesrl_trl.data.files import copied
 from salesrl_trl.data.sources import check_source, is_file
 from salesrl_trl.demo.policy import PROMPT_STYLE
 from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER

@@ -4,10 +4,8 @@ Owns which text is the conversation, which branch a record belongs to, and what 
 files (`files`) and to know a setting. A format of your own is a class outside the package.
 """
 
-from salesrl_trl.data.formats.base import DatasetFormat, LeftOut
-from salesrl_trl.data.formats.bbq import BBQ
-from salesrl_trl.data.formats.halueval import HaluEval
-from salesrl_trl.data.formats.rewriting import QReCC, TopiOCQA
+from salesrl_trl.data.formats.dataset_format import DatasetFormat, LeftOut
+from salesrl_trl.data.formats.published import BBQ, HaluEval, QReCC, TopiOCQA
 
 ROWS = "rows"
 """Records that have this package's columns already."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from salesrl_trl.data.text import read_small
+from salesrl_trl.data.files import read_small
 from salesrl_trl.demo.services.language import is_chinese, normalise, sentences, words
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Verdict

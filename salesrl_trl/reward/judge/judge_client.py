@@ -13,7 +13,7 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
-from salesrl_trl.data.text import read_small, unreadable
+from salesrl_trl.data.files import read_small, unreadable
 from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.judge.base import Judge, JudgeRecord, ProviderUsage
