@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from salesrl_trl.errors import ServiceError as ServiceError
     from salesrl_trl.errors import TooFewRewardsError as TooFewRewardsError
     from salesrl_trl.errors import WeightSyncError as WeightSyncError
-    from salesrl_trl.evaluation.figures import Figure as Figure
-    from salesrl_trl.evaluation.record import QuickEvalSettings as QuickEvalSettings
+    from salesrl_trl.evaluation.quick_figures import Figure as Figure
+    from salesrl_trl.evaluation.quick_record import QuickEvalSettings as QuickEvalSettings
     from salesrl_trl.generation.sampler import Sampler as Sampler
     from salesrl_trl.kl.law import KLLaw as KLLaw
     from salesrl_trl.reward.chain import SalesReward as SalesReward
@@ -55,7 +55,7 @@ _MODULES = {
     "SalesGRPOTrainer": "trainer",
     "SalesGRPOConfig": "config.training",
     "RewardConfig": "config.reward",
-    "QuickEvalSettings": "evaluation.record",
+    "QuickEvalSettings": "evaluation.quick_record",
     # reward functions of your own: docs/REWARDS.md
     "per_completion": "reward.functions",
     "per_group": "reward.functions",
@@ -71,7 +71,7 @@ _MODULES = {
     "SalesReward": "reward.chain",
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
     "DatasetFormat": "data.formats.dataset_format",
-    "Figure": "evaluation.figures",
+    "Figure": "evaluation.quick_figures",
     "Judge": "reward.judge.base",
     "KLLaw": "kl.law",
     "RewardStage": "reward.stage",

@@ -22,7 +22,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.schedule import follow
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
 from salesrl_trl.ground.patched import replaced
 from salesrl_trl.kl.law import KLLaw

@@ -5,5 +5,5 @@ Owns:
 - their answers and the rewards of these (`answers`);
 - the figures, and the comparison of two policies (`findings`), as text (`text`).
 
-Refuses to own the statistics: `salesrl_trl.evaluation.comparison` does. `__main__` has the command line.
+Refuses to own the statistics: `salesrl_trl.evaluation.row_statistics` does. `__main__` has the command line.
 """

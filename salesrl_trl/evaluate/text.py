@@ -6,7 +6,7 @@ Owns tables, lines and wording. Refuses to compute figures.
 from collections.abc import Sequence
 
 from salesrl_trl.evaluate.findings import ALL, LABELS, EvaluationFindings, GroupOfRows
-from salesrl_trl.evaluation.comparison import FEW_ROWS, Difference, Mean
+from salesrl_trl.evaluation.row_statistics import FEW_ROWS, Difference, Mean
 
 UNKNOWN = "n/a"
 FEW = "*"

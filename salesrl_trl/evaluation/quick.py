@@ -4,22 +4,37 @@ Owns the steps at which one is due, and its order: answer, measure, record, keep
 answers.
 """
 
+import json
 import logging
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from salesrl_trl.evaluation.answers import Answered, Ranks, Subject
-from salesrl_trl.evaluation.best import BestPolicy
-from salesrl_trl.evaluation.figures import BETA, OWN_FIGURES, checked_figures
-from salesrl_trl.evaluation.record import (
+from datasets import Dataset
+
+from salesrl_trl.data.branches import Branches
+from salesrl_trl.errors import CheckpointError, ConfigError
+from salesrl_trl.evaluation.quick_figures import BETA, OWN_FIGURES, checked_figures
+from salesrl_trl.evaluation.quick_record import (
     QuickEvalHistory,
     QuickEvalSettings,
     QuickEvaluation,
     evaluation_of,
 )
-from salesrl_trl.names import QUICK_EVAL, QUICK_EVAL_FILE, QUICK_SECONDS, REWARD, Phase, quick_of
+from salesrl_trl.evaluation.subject import Answered, Ranks, Subject
+from salesrl_trl.ground.process import put_in_place
+from salesrl_trl.names import (
+    BEST_FOLDER,
+    BEST_NOTE_FILE,
+    QUICK_EVAL,
+    QUICK_EVAL_FILE,
+    QUICK_SECONDS,
+    REWARD,
+    Phase,
+    quick_of,
+)
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Example, Outcome
 
@@ -141,3 +156,119 @@ class QuickEvaluator:
 def failures(answers: Iterable[Answered]) -> Counter[str]:
     """Reason codes of the answers that got no verdict."""
     return Counter(answer.reward.reason for answer in answers if answer.reward.outcome is not Outcome.OK)
+
+
+def sample(dataset: object, rows: int, branches: Branches, ranks: Ranks) -> list[Example]:
+    """This rank's rows.
+
+    `dataset`: the trainer's `eval_dataset`, which may be anything that TRL takes. `rows`: number of rows on all ranks
+    together. Each rank has at least one. `branches`: Say which branch a row belongs to.
+
+    Raises:
+        `ConfigError`: there are no held-out rows, or fewer than processes.
+    """
+    if not isinstance(dataset, Dataset):
+        raise ConfigError(
+            f"a quick evaluation takes its rows from `eval_dataset`, which is {type(dataset).__name__}. "
+            "Expected a dataset. Give one, or set `quick_eval_steps: 0`."
+        )
+    branch_ids = [branches.names.index(branch) for branch in branches.of_rows(dataset)]
+    chosen = spread(branch_ids, rows, len(branches.names), ranks.count)
+    if not chosen:
+        raise ConfigError(
+            f"a quick evaluation has {len(branch_ids)} held-out rows for {ranks.count} processes. Expected one for "
+            "each. Hold out more, or set `quick_eval_steps: 0`."
+        )
+    share = len(chosen) // ranks.count
+    return [dataset[place] for place in chosen[ranks.index * share : (ranks.index + 1) * share]]
+
+
+def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) -> list[int]:
+    """Places of the rows to evaluate: the first of each branch in turn.
+
+    `branch_ids`: Branch of each held-out row. `processes`: Processes that share the work.
+
+    Returns:
+        `list[int]`: equally many for each process, and at least one. With too few rows: all of them, less the rest of
+        that division.
+    """
+    by_branch = [[place for place, each in enumerate(branch_ids) if each == branch] for branch in range(branches)]
+    turns = max((len(each) for each in by_branch), default=0)
+    chosen = [each[turn] for turn in range(turns) for each in by_branch if turn < len(each)]
+    return chosen[: min(max(rows, processes), len(chosen)) // processes * processes]
+
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.distcp", "*/*.pt")
+"""Files of a saved policy: it has at least one of these."""
+
+
+class BestPolicy:
+    """The folder of the best policy.
+
+    `by`: Figure that selects the best policy. `ranks`: the processes of the run. The main one renames, all of them
+    save.
+    """
+
+    def __init__(self, output_dir: Path, by: str | None, ranks: Ranks) -> None:
+        self.folder = output_dir / BEST_FOLDER
+        self._by = by
+        self._ranks = ranks
+
+    @property
+    def step(self) -> int | None:
+        """The step of the policy in the folder; 0 without a note of it, `None` without a policy."""
+        if not self.folder.is_dir():
+            return None
+        note = self.folder / BEST_NOTE_FILE
+        return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
+
+    def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
+        """Save the policy in place of the best one before; all ranks together.
+
+        `evaluation`: its evaluation, for the note. `save`: Writes the policy into a folder; called on all ranks.
+
+        Returns:
+            `bool`: whether it is there, on all ranks. If it can't be saved, on a full disk for example, the one before
+            stays, and a line says so.
+        """
+        fresh = self._beside("new")
+        if self._ranks.index == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+        self._ranks.wait()
+        reason = _failure(lambda: save(fresh))
+        reasons = [each for each in self._ranks.gather([reason]) if each is not None]
+        if self._ranks.index == 0 and not reasons:
+            reason = _failure(lambda: self._finish(evaluation, fresh))
+            reasons = [] if reason is None else [reason]
+        if self._ranks.index == 0 and reasons:
+            shutil.rmtree(fresh, ignore_errors=True)
+            logger.warning(f"the best policy was not kept: {reasons[0]}")
+        return self._ranks.from_main(not reasons)
+
+    def _finish(self, evaluation: QuickEvaluation, fresh: Path) -> None:
+        if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
+            raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
+        note = {"step": evaluation.step, "by": self._by, **evaluation.as_dict()}
+        (fresh / BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        put_in_place(fresh, self.folder)
+
+    def put_aside(self) -> Path:
+        """Rename the folder, so that nothing is written over the policy in it. Returns its new place."""
+        aside = self._beside("earlier")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.folder.rename(aside)
+        return aside
+
+    def _beside(self, suffix: str) -> Path:
+        return self.folder.with_name(f"{BEST_FOLDER}.{suffix}")
+
+
+def _failure(work: Callable[[], None]) -> str | None:
+    """Why it failed, in words; `None` if it did not. Another rank must not wait for one that failed."""
+    try:
+        work()
+    except CheckpointError as error:
+        return str(error)
+    except Exception as error:
+        return f"it can't be saved ({type(error).__name__})"
+    return None

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from salesrl_trl.evaluation.pareto import pareto_front
+from salesrl_trl.evaluation.row_statistics import pareto_front
 from salesrl_trl.names import (
     FAILURE_REASONS,
     SKIPPED_UPDATE,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.pareto import pareto_front
+from salesrl_trl.evaluation.row_statistics import pareto_front
 from salesrl_trl.names import (
     FAILURE_REASONS,
     REWARD,

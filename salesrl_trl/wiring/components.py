@@ -31,11 +31,10 @@ from salesrl_trl.config.rollouts import (
 )
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
-from salesrl_trl.evaluation.answers import Processes
 from salesrl_trl.evaluation.held_out import HeldOut
-from salesrl_trl.evaluation.quick import QuickEvaluator
-from salesrl_trl.evaluation.record import QuickEvalSettings
-from salesrl_trl.evaluation.sample import sample
+from salesrl_trl.evaluation.quick import QuickEvaluator, sample
+from salesrl_trl.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.evaluation.subject import Processes
 from salesrl_trl.generation.sampler import Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.answers import Answered
+from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.names import REWARD
 
 WORST_BRANCH = "worst_branch"
@@ -115,7 +115,7 @@ def checked_figures(given: Iterable[object], branches: Sequence[str] = ()) -> tu
         except TypeError as error:
             raise ConfigError(
                 f"`quick_eval_figures` holds {found!r}: {error}. Expected a class that is made without arguments and "
-                "has `name`, `form` and `__call__(answers)`: see `salesrl_trl.evaluation.figures`."
+                "has `name`, `form` and `__call__(answers)`: see `salesrl_trl.evaluation.quick_figures`."
             ) from error
         if not str(made.name).isidentifier() or made.name in taken:
             raise ConfigError(

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.evaluation.answers import Answered
-from salesrl_trl.evaluation.figures import (
+from salesrl_trl.evaluation.quick_figures import (
     BETA,
     OWN_FIGURES,
     SCORE,
@@ -19,7 +18,8 @@ from salesrl_trl.evaluation.figures import (
     mean_reward,
     measure,
 )
-from salesrl_trl.evaluation.pareto import pareto_front
+from salesrl_trl.evaluation.row_statistics import pareto_front
+from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.names import REWARD
 
