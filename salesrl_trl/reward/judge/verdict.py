@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.ground.fencing import fence, is_nonce
-from salesrl_trl.reward.service.reply import has_twice
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
 if TYPE_CHECKING:  # importing openai takes half a second, which every reward process would pay for one type
@@ -158,7 +157,9 @@ def verdict_from_json(value: object) -> Verdict:
 
 def _last_object(text: str) -> dict[str, object] | None:
     """The object at the end of a text, or `_TWICE`. `None` if there is none."""
-    decoder = json.JSONDecoder(object_pairs_hook=lambda pairs: _TWICE if has_twice(pairs) else dict(pairs))
+    decoder = json.JSONDecoder(
+        object_pairs_hook=lambda pairs: _TWICE if len(dict(pairs)) < len(pairs) else dict(pairs)
+    )
     start = len(text)
     value: dict[str, object]
     for _ in range(MAX_OBJECT_STARTS):

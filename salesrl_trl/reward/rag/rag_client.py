@@ -13,8 +13,7 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import BadServiceResponse
-from salesrl_trl.reward.service.http import HttpClient, check_echo, make_request_id, refuse_stated_error
-from salesrl_trl.reward.service.reply import read_json
+from salesrl_trl.reward.service.http import HttpClient, check_echo, make_request_id, read_json, refuse_stated_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, Passage, RequestIds
 

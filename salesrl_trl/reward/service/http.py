@@ -254,6 +254,23 @@ def check_echo(service: str, request_id: str, *echoes: object) -> None:
             )
 
 
+def read_json(content: bytes) -> object:
+    """The value of a body. What two readers could understand differently is refused.
+
+    Raises `ValueError` unless the body is JSON in UTF-8, and no object in it has a key twice.
+    """
+    try:
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("a body that is nested too deep") from None
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("an object with a key twice")
+    return dict(pairs)
+
+
 def refuse_stated_error(service: str, answer: object) -> None:
     """Refuse a 200 whose body says that it is an error, whatever else it holds.
 
