@@ -58,7 +58,7 @@ from salesrl_trl.build.memory.setup import setup_of
 from salesrl_trl.build.memory.shape import ModelShape, adapters_of, shape_of
 from salesrl_trl.build.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.demo.policy import packaged_tokenizer
+from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.ground.patched import replaced
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.telemetry.device import GIB

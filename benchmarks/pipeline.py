@@ -81,7 +81,7 @@ from benchmarks.timing import Meter
 from benchmarks.vllm_server import for_training, vllm_server
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.passes import passes_of
-from salesrl_trl.demo.policy import packaged_tokenizer
+from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.ground.patched import replaced
 from salesrl_trl.names import GPU_PEAK, Phase, time_of
 from salesrl_trl.recording.schema import record_file

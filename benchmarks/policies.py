@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from salesrl_trl.data.sources import demo_path, load_rows
 from salesrl_trl.data.templates import build_prompt
-from salesrl_trl.demo.policy import PROMPT_STYLE
+from salesrl_trl.demo.packaged import PROMPT_STYLE
 from salesrl_trl.demo.services.rubric import load_terms, supported
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.types import Action, SalesRow

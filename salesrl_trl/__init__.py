@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.functions import per_batch as per_batch
     from salesrl_trl.reward.functions import per_completion as per_completion
     from salesrl_trl.reward.functions import per_group as per_group
-    from salesrl_trl.reward.judge.base import Judge as Judge
+    from salesrl_trl.reward.judge.judge_interface import Judge as Judge
     from salesrl_trl.reward.service.transport import Transport as Transport
     from salesrl_trl.reward.stage import Added as Added
     from salesrl_trl.reward.stage import Case as Case
@@ -72,7 +72,7 @@ _MODULES = {
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
     "DatasetFormat": "data.formats.dataset_format",
     "Figure": "evaluation.quick_figures",
-    "Judge": "reward.judge.base",
+    "Judge": "reward.judge.judge_interface",
     "KLLaw": "kl.law",
     "RewardStage": "reward.stage",
     "Sampler": "generation.sampler",

@@ -25,7 +25,7 @@ from salesrl_trl.build import software
 from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.run.record import Difference, differences, settings_text
+from salesrl_trl.run.run_record import Difference, differences, settings_text
 from salesrl_trl.run.tools import ToolParser, tell_failure
 
 PROGRAM = "python -m salesrl_trl.env"

@@ -53,7 +53,7 @@ from salesrl_trl.run.console import (
     set_log_level,
     set_up_logging,
 )
-from salesrl_trl.run.record import has_finished, write_finished, write_record
+from salesrl_trl.run.run_record import has_finished, write_finished, write_record
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.start_up import imports_so_far
 from salesrl_trl.telemetry.timeline import Timeline

@@ -21,7 +21,7 @@ from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.formats import ROWS
-from salesrl_trl.demo.cassette import CASSETTE
+from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.generation import compiled
 from salesrl_trl.ground.process import installed
 from salesrl_trl.kl.law import KLTarget

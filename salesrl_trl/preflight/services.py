@@ -23,8 +23,8 @@ from salesrl_trl.preflight.load import Load, put_load, report_load, under_load
 from salesrl_trl.preflight.simulation.hints import limits_of
 from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.reward.cache import AnswerStore
-from salesrl_trl.reward.judge.base import Judge, check_verdict
 from salesrl_trl.reward.judge.judge_client import JudgeClient
+from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
 from salesrl_trl.reward.rag.rag_answers import RagAnswers

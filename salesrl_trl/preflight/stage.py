@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.run.finding import Finding, finding_of
+from salesrl_trl.run.tools import Finding, finding_of
 
 if TYPE_CHECKING:
     from salesrl_trl.build.plan import Plan

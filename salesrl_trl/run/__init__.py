@@ -4,5 +4,5 @@
 - `signals`: what a signal does to a run, and the death of its launcher.
 - `last_words`, `catalogue`, `fault`, `launcher`: what a failed run says at its end, and its exit code.
 - `finding`, `tools`: what a check found, and what commands have in common.
-- `record`: what a run's folder keeps of its settings and software.
+- `run_record`: what a run's folder keeps of its settings and software.
 """

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from salesrl_trl.errors import SalesRLError
-from salesrl_trl.run.catalogue import FAULTS
-from salesrl_trl.run.fault import PAGE, Fault, Sign, Words
+from salesrl_trl.run.catalogue import FAULTS, PAGE, Fault, Sign, Words
 
 _LOG_TAIL = 400_000
 """Bytes at the end of a log that are searched."""

@@ -28,7 +28,7 @@ from salesrl_trl.ground import shutdown
 from salesrl_trl.ground.process import stat_of
 from salesrl_trl.ground.shutdown import say
 from salesrl_trl.run import signals
-from salesrl_trl.run.fault import Words
+from salesrl_trl.run.catalogue import Words
 
 FOLDER = "SALESRL_TRL_LAUNCH"
 """Environment variable with the folder of the launch."""

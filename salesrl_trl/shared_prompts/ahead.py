@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from salesrl_trl.ground.patched import replaced
-from salesrl_trl.shared_prompts.layout import Group
-from salesrl_trl.shared_prompts.passes import MOST_TOKENS, Columns, LogProbs, SharedPrompts
+from salesrl_trl.shared_prompts.row_layout import Group
+from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogProbs, SharedPrompts
 
 MicroBatch = Mapping[str, Any]
 FILLING = 30_000_000_000_000

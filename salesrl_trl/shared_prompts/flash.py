@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from salesrl_trl.shared_prompts.layout import Layout
+from salesrl_trl.shared_prompts.row_layout import Layout
 
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256

@@ -1,6 +1,6 @@
 """Which models and settings can't share prompts, and why.
 
-Owns the reasons. What no reason foresees, the comparison at first use finds (`passes`).
+Owns the reasons. What no reason foresees, the comparison at first use finds (`shared_passes`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from salesrl_trl.shared_prompts.attention import SDPA
+from salesrl_trl.shared_prompts.shared_attention import SDPA
 
 FLASH = "flash"
 """Part of the names of attentions that compute as `flash` does."""

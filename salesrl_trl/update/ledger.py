@@ -12,7 +12,7 @@ import torch
 
 from salesrl_trl.evaluation.held_out import Written
 from salesrl_trl.kl.controller import KLControl
-from salesrl_trl.kl.figures import add_kl, kl_names
+from salesrl_trl.kl.kl_figures import add_kl, kl_names
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
     BOUNDED,
@@ -166,7 +166,7 @@ class Ledger:
         shares: Sequence[float],
         control: KLControl,
     ) -> None:
-        """Add one optimizer step's KL, as `kl.figures.add_kl` takes it."""
+        """Add one optimizer step's KL, as `kl.kl_figures.add_kl` takes it."""
         add_kl(self._pages[mode].figures, totals, betas, shares, control)
 
     def flush(self, mode: str) -> dict[str, float]:

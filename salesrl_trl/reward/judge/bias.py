@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from salesrl_trl.names import LENGTH_CORRELATION, POSITION_GAP
-from salesrl_trl.reward.judge.base import JudgeRecord
+from salesrl_trl.reward.judge.judge_interface import JudgeRecord
 
 
 class JudgeBias:

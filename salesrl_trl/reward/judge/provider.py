@@ -22,7 +22,7 @@ from salesrl_trl.errors import (
 )
 from salesrl_trl.ground.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.judge.base import ProviderUsage
+from salesrl_trl.reward.judge.judge_interface import ProviderUsage
 from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, response_format, signed_rubric
 from salesrl_trl.reward.service.budget import Bill
 from salesrl_trl.reward.service.http import HttpClient, read_json, refuse_stated_error

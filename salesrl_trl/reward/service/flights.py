@@ -17,7 +17,7 @@ import anyio
 from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
 from salesrl_trl.reward.service.breaker import Breaker
 from salesrl_trl.reward.service.budget import ServiceQuota
-from salesrl_trl.reward.service.deadline import now
+from salesrl_trl.reward.service.event_loop import now
 from salesrl_trl.reward.service.hedging import HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
 

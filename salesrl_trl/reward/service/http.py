@@ -31,7 +31,7 @@ from salesrl_trl.errors import (
     ServiceUnavailable,
 )
 from salesrl_trl.recording.trail import CallNote
-from salesrl_trl.reward.service.per_event_loop import PerLoop
+from salesrl_trl.reward.service.event_loop import PerLoop
 from salesrl_trl.reward.service.wire import WiredResponse, open_session
 
 MAX_BODY_BYTES = 4 * 1024 * 1024

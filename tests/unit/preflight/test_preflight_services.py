@@ -25,7 +25,7 @@ from salesrl_trl.preflight.__main__ import main
 from salesrl_trl.preflight.alone import StepSettings, examine_alone, read_alone
 from salesrl_trl.preflight.services import JudgeStage, RagStage
 from salesrl_trl.preflight.stage import StageVerdict, report_of
-from salesrl_trl.reward.judge.base import Judge
+from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.service.account import read_account
 from salesrl_trl.types import Verdict as Scores
 

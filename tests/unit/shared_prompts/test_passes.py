@@ -11,7 +11,7 @@ from support.padded import VOCABULARY, WIDTH, apart, gradient, padded_batch, sha
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from salesrl_trl.shared_prompts.ahead import Ahead
-from salesrl_trl.shared_prompts.passes import Columns
+from salesrl_trl.shared_prompts.shared_passes import Columns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from salesrl_trl.shared_prompts.flash import SharedFlash, can_flash
-from salesrl_trl.shared_prompts.layout import Layout
+from salesrl_trl.shared_prompts.row_layout import Layout
 
 LAYOUT = "shared_prompts_layout"
 """Name of the argument that a model hands on to its attention, from its own keyword arguments."""

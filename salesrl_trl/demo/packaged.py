@@ -3,6 +3,7 @@
 `scripts/make_demo_policy.py` teaches it.
 """
 
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,3 +21,9 @@ def packaged_tokenizer() -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(PACKAGED)
+
+
+CASSETTE = "demo"
+"""Its name, as `replay` has it."""
+FILE = Path(str(files("salesrl_trl.demo") / "cassette.sqlite.gz"))
+"""A record without prompts, answers, verdicts and calls, which a replay does not need."""

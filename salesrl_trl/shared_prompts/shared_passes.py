@@ -18,9 +18,9 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from salesrl_trl.ground.patched import replaced
-from salesrl_trl.shared_prompts.attention import LAYOUT, LayoutLostError, install, stand_in_mask
 from salesrl_trl.shared_prompts.flash import HALVES
-from salesrl_trl.shared_prompts.layout import Group, Layout, Row, groups_of, layout_of
+from salesrl_trl.shared_prompts.row_layout import Group, Layout, Row, groups_of, layout_of
+from salesrl_trl.shared_prompts.shared_attention import LAYOUT, LayoutLostError, install, stand_in_mask
 from salesrl_trl.shared_prompts.support import (
     attention_of,
     draws_beyond_dropout,
