@@ -39,7 +39,7 @@ from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_RESUMABLE, EXIT_STOPPED
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.preflight.simulation.command import SimulationConfig
@@ -109,7 +109,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
         try:
             run(plan, services, start)
         except (Exception, KeyboardInterrupt) as error:
-            exit_with(error, EXIT_STOPPED)
+            exit_with(error, EXIT_FAILED)
 
 
 def _extent(training: SalesGRPOConfig) -> dict[str, object]:

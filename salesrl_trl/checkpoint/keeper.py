@@ -26,7 +26,7 @@ from salesrl_trl.checkpoint.under_way import (
 from salesrl_trl.checkpoint.whole import STATE_FILE, Manifest, find, folders, in_order, read, seal
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError, ConfigError
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, SAVING_FOLDER
@@ -90,7 +90,7 @@ class Keeper:
         fresh = self._output_dir / SAVING_FOLDER / folder.name
         self._clear()
         PartialState().wait_for_everyone()
-        with replaced(self._args, "output_dir", str(fresh.parent)):
+        with patched(self._args, "output_dir", str(fresh.parent)):
             self._on_all_ranks(folder, write)
         self._on_all_ranks(folder, lambda: self._finish(fresh, folder, state) if self._is_main else None)
         # With a shared disk, the folder is in its place now. Else each machine has one of its own left.

@@ -17,7 +17,7 @@ from transformers.utils import is_torchvision_available
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def videos_left_out() -> Iterator[None]:
         return
     auto = importlib.import_module("transformers.models.auto.video_processing_auto")  # the module itself, no dummy
     kinds = {**processing.MODALITY_TO_BASE_CLASS_MAPPING, "video_processor": "ImageProcessingMixin"}
-    with replaced(auto, "AutoVideoProcessor", NoVideos), replaced(processing, "MODALITY_TO_BASE_CLASS_MAPPING", kinds):
+    with patched(auto, "AutoVideoProcessor", NoVideos), patched(processing, "MODALITY_TO_BASE_CLASS_MAPPING", kinds):
         yield
 
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(ConfigError):  # it is raised again below, where errors are told
         options, settings = _parser().parse_known_args(argv)  # `--help` ends here, without the imports of seconds
 
-    from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
+    from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
     from salesrl_trl.run.console import exit_with, set_log_level, set_up_logging
 
     set_up_logging()
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             findings = _evaluate(plans, policies, services, options.samples)
         except (Exception, KeyboardInterrupt) as error:
-            exit_with(_told(error), EXIT_STOPPED)
+            exit_with(_told(error), EXIT_FAILED)
         print(text_of(findings), file=out, flush=True)
         if options.output is not None:
             write_whole(Path(options.output).expanduser(), json.dumps(finite(findings.as_dict()), indent=1) + "\n")

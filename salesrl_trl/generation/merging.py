@@ -15,7 +15,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor, Replicate
 
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 
 _Place = tuple[Any, str]
 """A layer with an adapter, and the name of a parameter in its base layer. peft publishes no types."""
@@ -40,9 +40,9 @@ def merged_beside(model: Any) -> Iterator[None]:
 
         def begin() -> None:
             merge(adapter_names=[])  # merges nothing, and raises peft's errors of a model that can't be merged
-            until_unmerged.enter_context(replaced(model, "named_parameters", merged))
+            until_unmerged.enter_context(patched(model, "named_parameters", merged))
 
-        with replaced(model, "merge_adapter", begin), replaced(model, "unmerge_adapter", until_unmerged.close):
+        with patched(model, "merge_adapter", begin), patched(model, "unmerge_adapter", until_unmerged.close):
             yield
 
 

@@ -26,7 +26,7 @@ from trl.trainer.utils import pad
 
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import Phase
 from salesrl_trl.timing import Span
 
@@ -236,12 +236,12 @@ class WholeBatch:
         if not isinstance(self._owner, SalesVLLMGeneration):
             with contextlib.ExitStack() as stack:
                 for name in SAMPLING_FLAGS & vars(self._owner).keys():  # transformers warns about each that is set
-                    stack.enter_context(replaced(self._owner, name, None))
-                stack.enter_context(replaced(self._owner, "do_sample", False))
+                    stack.enter_context(patched(self._owner, name, None))
+                stack.enter_context(patched(self._owner, "do_sample", False))
                 yield
             return
         kept = {name: value for name, value in self._owner.generation_kwargs.items() if name not in SAMPLING_KWARGS}
-        with replaced(self._owner, "temperature", 0.0), replaced(self._owner, "generation_kwargs", kept):
+        with patched(self._owner, "temperature", 0.0), patched(self._owner, "generation_kwargs", kept):
             yield
 
 

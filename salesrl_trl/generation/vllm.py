@@ -33,7 +33,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.merging import merged_beside, why_in_place
 from salesrl_trl.generation.requests import MOST_REQUESTS, Completions, Requests
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import allow_files
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         # the same one. A launcher of several processes has named a port.
         if os.environ.get("MASTER_PORT", "").strip().lower() in ("", "0", "auto"):
             os.environ["MASTER_PORT"] = str(get_free_port())
-        with replaced(upstream_vllm, "LLM", build):
+        with patched(upstream_vllm, "LLM", build):
             super()._init_vllm()
         if self.mode == "server":
             addresses = [self.vllm_client.base_url if self.accelerator.is_main_process else None]
@@ -177,7 +177,7 @@ class SalesVLLMGeneration(VLLMGeneration):
             with self._stepped(finished, size):
                 yield
             return
-        with replaced(self, "_collect", lambda single, count: self._request(single, count, finished).result()):
+        with patched(self, "_collect", lambda single, count: self._request(single, count, finished).result()):
             yield
 
     @contextlib.contextmanager
@@ -195,13 +195,13 @@ class SalesVLLMGeneration(VLLMGeneration):
             begun.append(self._request(single, count, finished))
             return {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
-        with replaced(self, "_collect", begin), replaced(self, "_waits", False):
+        with patched(self, "_collect", begin), patched(self, "_waits", False):
             yield begun
 
     @contextlib.contextmanager
     def answered(self, requests: Requests) -> Iterator[None]:
         """While active, `generate` waits for these requests and returns their completions."""
-        with replaced(self, "_collect", lambda single, count: requests.result()):
+        with patched(self, "_collect", lambda single, count: requests.result()):
             yield
 
     def settle(self) -> None:
@@ -236,10 +236,10 @@ class SalesVLLMGeneration(VLLMGeneration):
             return collect(_single(send, samples, prompts, **request), len(prompts))
 
         with (
-            replaced(self.vllm_client, "generate", ask),
-            replaced(self, "accelerator", _ALONE),
-            replaced(upstream_vllm, "gather_object", lambda each: each),
-            replaced(upstream_vllm, "broadcast_object_list", lambda each, from_process: each),
+            patched(self.vllm_client, "generate", ask),
+            patched(self, "accelerator", _ALONE),
+            patched(upstream_vllm, "gather_object", lambda each: each),
+            patched(upstream_vllm, "broadcast_object_list", lambda each, from_process: each),
         ):
             return super().generate(prompts, images, 1, profiler if self._waits else None)  # type: ignore[no-any-return]
 
@@ -273,7 +273,7 @@ class SalesVLLMGeneration(VLLMGeneration):
                     finished(place, output.outputs[0].token_ids)
             return outputs
 
-        with replaced(engine, "add_request", add_watched), replaced(engine, "step", step_watched):
+        with patched(engine, "add_request", add_watched), patched(engine, "step", step_watched):
             try:
                 yield
             except BaseException:  # an interruption: these requests would finish in the next generation
@@ -314,7 +314,7 @@ def vllm_engine_options(options: Callable[[], Mapping[str, object]]) -> Iterator
     def build(*args: Any, **kwargs: Any) -> SalesVLLMGeneration:
         return SalesVLLMGeneration(*args, engine_options=options(), **kwargs)
 
-    with replaced(upstream_trainer, "VLLMGeneration", build):
+    with patched(upstream_trainer, "VLLMGeneration", build):
         yield
 
 

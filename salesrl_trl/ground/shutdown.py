@@ -16,7 +16,7 @@ from salesrl_trl.errors import StopRequested
 
 EXIT_BAD_INPUT = 2
 """The checks before a run refused its settings, data, addresses or model."""
-EXIT_STOPPED = 3
+EXIT_FAILED = 3
 """A run started and had to stop for good, for example because it diverged."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as shells have it."""

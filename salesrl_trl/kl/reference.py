@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 from trl import GRPOConfig
 
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 
 
 class Loaded:
@@ -60,8 +60,8 @@ def reference_wanted(args: GRPOConfig, wanted: bool, policy: Loaded) -> Iterator
 
     load = upstream_trainer.create_model_from_path
     with (
-        replaced(args, "beta", 1.0 if wanted else 0.0),
-        replaced(upstream_trainer, "create_model_from_path", on_one_device),
+        patched(args, "beta", 1.0 if wanted else 0.0),
+        patched(upstream_trainer, "create_model_from_path", on_one_device),
     ):
         yield
 

@@ -15,7 +15,7 @@ from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import RunConfig, parse
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
 from salesrl_trl.preflight.memory import Scales, settle_precision
 from salesrl_trl.run.tools import ToolParser, strict_json, tell_failure
 
@@ -43,7 +43,7 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     print(show(found, setup, changes, card, f"{scales.source[0]}, {_trained(setup)}"))
     if not found.fits and not as_json:
         print(advice(scales.adapted, setup, card.gib))
-    return 0 if found.fits else EXIT_STOPPED
+    return 0 if found.fits else EXIT_FAILED
 
 
 def _card(name: str | None, config: RunConfig) -> Card:

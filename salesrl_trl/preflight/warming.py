@@ -19,7 +19,7 @@ from salesrl_trl.build.read_ahead import read_ahead, weight_files
 from salesrl_trl.build.settings import parse
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.generation import compiled
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
 from salesrl_trl.preflight.rehearsal import MadeUpReward
 from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.run.console import exit_with, set_up_logging
@@ -106,7 +106,7 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
     try:
         _train_one_step(plan)
     except Exception as error:
-        exit_with(error, EXIT_STOPPED)
+        exit_with(error, EXIT_FAILED)
     logger.info(
         f"[WarmUp] after {time.perf_counter() - began:.0f} s: {folder}: {compiled.kept(folder)}, for up to "
         f"{training.per_device_train_batch_size * training.steps_per_generation} sequences of "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_STOPPED
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
 from salesrl_trl.run.catalogue import PAGE
 from salesrl_trl.run.last_words import recognised, short
 
@@ -34,12 +34,12 @@ def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) 
     done, which returns an exit code.
 
     Returns:
-        `int`: that exit code; `EXIT_BAD_INPUT` where `prepare` failed, `EXIT_STOPPED` for a failure behind it.
+        `int`: that exit code; `EXIT_BAD_INPUT` where `prepare` failed, `EXIT_FAILED` for a failure behind it.
     """
     failing_as = EXIT_BAD_INPUT
     try:
         work = prepare()
-        failing_as = EXIT_STOPPED
+        failing_as = EXIT_FAILED
         return work()
     except SalesRLError as error:
         tell_failure(error, as_json="--json" in argv)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.shared_prompts.row_layout import Group
 from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogProbs, SharedPrompts
 
@@ -171,4 +171,4 @@ def _first_of(groups: Sequence[Group], size: int) -> list[bool]:
 def _syncing(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """While active, a pass through DDP prepares for the backward pass that sums over ranks: the update's last one."""
     flag = "require_backward_grad_sync"
-    return replaced(model, flag, True) if hasattr(model, flag) else contextlib.nullcontext()
+    return patched(model, flag, True) if hasattr(model, flag) else contextlib.nullcontext()

@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.row_layout import Group, Layout, Row, groups_of, layout_of
 from salesrl_trl.shared_prompts.shared_attention import LAYOUT, LayoutLostError, install, stand_in_mask
@@ -355,5 +355,5 @@ def _every_copy_counted(layout: Layout) -> Iterator[None]:
     def weighted(logits: Any, experts: int, per_token: int, _: object) -> Any:
         return counted(logits, experts, per_token, layout.weight[None])
 
-    with replaced(mixtral, "load_balancing_loss_func", weighted):
+    with patched(mixtral, "load_balancing_loss_func", weighted):
         yield

@@ -22,7 +22,7 @@ from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.sources import DEMO, check_rows, load_drafts
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
-from salesrl_trl.ground.shutdown import EXIT_STOPPED
+from salesrl_trl.ground.shutdown import EXIT_FAILED
 from salesrl_trl.preflight.simulation.completions import DEFAULT_MIX, VARIANTS, Completion, Fields, batches
 from salesrl_trl.preflight.simulation.findings import Step, step_summary, summarise
 from salesrl_trl.preflight.simulation.text import report_text, step_text
@@ -206,7 +206,7 @@ def run(prepared: Prepared, settings: Settings) -> int:
         print(strict_json({"steps": each, **summary}))
     else:
         print(report_text(summary, simulation.steps, training.min_valid_reward_fraction))
-    return EXIT_STOPPED if summary["skipped_steps"] else 0
+    return EXIT_FAILED if summary["skipped_steps"] else 0
 
 
 def _head(rows: int, settings: Settings) -> str:
