@@ -26,7 +26,7 @@ from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.run.run_record import Difference, differences, settings_text
-from salesrl_trl.run.tools import ToolParser, tell_failure
+from salesrl_trl.run.tools import ToolParser, print_failure
 
 PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(page(shown) + (f"\n\n{settings_text(recipe)}" if recipe is not None else ""))
     except SalesRLError as error:
-        tell_failure(error, as_json="--json" in argv)
+        print_failure(error, as_json="--json" in argv)
         return BAD_INPUT
     return 0
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Figures = Mapping[str, float | None]
 
 
-class Written(NamedTuple):
+class EvaluatedCompletion(NamedTuple):
     """What the policy wrote to a prompt of an evaluation. It may quote a customer: not for logs, unless asked for."""
 
     prompt: object
@@ -52,7 +52,7 @@ class HeldOut(TrainerCallback):
         branches: Sequence[str],
         output_dir: Path,
         drain_rewards: Callable[[], Sequence[float]],
-        drain_written: Callable[[], Sequence[Written]],
+        drain_written: Callable[[], Sequence[EvaluatedCompletion]],
         *,
         num_generations: int,
         examples: int = 0,
@@ -148,7 +148,7 @@ class _Evaluation:
     figures: Figures
     rows: Sequence[float]
     """Mean reward of each row, NaN without one. Empty if the order of rows is not known."""
-    examples: Sequence[Written] = ()
+    examples: Sequence[EvaluatedCompletion] = ()
 
 
 def _read(path: Path) -> list[_Evaluation]:

@@ -346,14 +346,14 @@ def trl_sampler(
     owner: SalesVLLMGeneration | GenerationConfig,
     *,
     is_served: bool,
-    hindrance: str | None,
+    reason: str | None,
 ) -> Sampler:
     """TRL's own generation.
 
-    `generate`: TRL's `_generate`. `owner`: the engine, or the settings of sampling. `hindrance`: from
+    `generate`: TRL's `_generate`. `owner`: the engine, or the settings of sampling. `reason`: from
     `why_not_streamed`.
     """
-    if hindrance is not None:
-        logger.info(f"off: rewards start as soon as a completion is finished, because {hindrance}")
+    if reason is not None:
+        logger.info(f"off: rewards start as soon as a completion is finished, because {reason}")
         return WholeBatch(generate, owner)
     return Background(generate, owner, ask) if is_served else Streamed(generate, owner)

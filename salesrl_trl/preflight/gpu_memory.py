@@ -17,7 +17,7 @@ from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
 from salesrl_trl.preflight.memory import Scales, settle_precision
-from salesrl_trl.run.tools import ToolParser, strict_json, tell_failure
+from salesrl_trl.run.tools import ToolParser, print_failure, strict_json
 
 SHARDINGS = {each.name.lower(): each for each in Sharding}
 
@@ -37,7 +37,7 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
             found = estimate(scales.adapted, setup, card.gib)
             changes = [] if found.fits else remedies(scales.adapted, setup, card.gib)
     except Exception as error:
-        tell_failure(error, as_json)
+        print_failure(error, as_json)
         return EXIT_BAD_INPUT
     show = _as_json if as_json else _as_text
     print(show(found, setup, changes, card, f"{scales.source[0]}, {_trained(setup)}"))

@@ -21,7 +21,7 @@ from salesrl_trl.recording.trail import Judged, Trail, followed
 from salesrl_trl.reward.base import BatchedReward, RewardNames
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.empty_answers import is_hollow
+from salesrl_trl.reward.empty_answers import is_empty_text
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
 from salesrl_trl.reward.parsing import parse_action
@@ -262,7 +262,7 @@ class SalesReward(BatchedReward):
                 stages.trail.answer = answer_to_json(answer)
             if not answer.passages and not await self._answers.index_has_some(row):
                 return missing(Outcome.INFRA, "no_passages", stages.seconds)
-            if is_hollow(answer.text):
+            if is_empty_text(answer.text):
                 return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), stages.seconds)
             return await self._stepped(row, action, answer, await reference_asked, stages)
         except ServiceError as error:

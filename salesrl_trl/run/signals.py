@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from salesrl_trl.errors import StopRequested
-from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE, Tell, say
+from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE, ReportLine, print_line
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals of a terminal, of schedulers, and of a terminal that is gone."""
@@ -36,20 +36,20 @@ class _SignalAsked:
         self.reason: str | None = None
         self.stop: Callable[[str], object] | None = None
         self.interrupts = 0
-        self.tell: Tell = say
+        self.report: ReportLine = print_line
 
 
 _asked = _SignalAsked()
 
 
-def catch(tell: Tell | None = None) -> None:
+def catch(report: ReportLine | None = None) -> None:
     """From now on, the first signal raises `StopRequested` in the main thread, and a second Ctrl-C quits at once.
 
     A hang-up that is ignored, as under `nohup`, stays ignored.
 
-    `tell`: gets the last line of a process that quits at once, and its exit code. stderr when not given.
+    `report`: gets the last line of a process that quits at once, and its exit code. stderr when not given.
     """
-    _asked.tell = tell or _asked.tell
+    _asked.report = report or _asked.report
     for number in CAUGHT:
         if not is_left(number):
             signal.signal(number, _on)
@@ -92,7 +92,7 @@ def _on(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
         _asked.interrupts += 1
         if _asked.interrupts > 1:
-            _asked.tell(AT_ONCE, EXIT_INTERRUPTED)
+            _asked.report(AT_ONCE, EXIT_INTERRUPTED)
             os._exit(EXIT_INTERRUPTED)
     if _asked.reason is not None:  # also from a launcher that was told with this process
         return

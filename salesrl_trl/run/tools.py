@@ -42,14 +42,14 @@ def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) 
         failing_as = EXIT_FAILED
         return work()
     except SalesRLError as error:
-        tell_failure(error, as_json="--json" in argv)
+        print_failure(error, as_json="--json" in argv)
         return failing_as
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def tell_failure(error: Exception, as_json: bool) -> None:
+def print_failure(error: Exception, as_json: bool) -> None:
     """Print an error: its name and message on stderr, or `{"failure": {"error", "text", "remedy"}}` on stdout.
 
     The text of an error of this package holds its remedy.

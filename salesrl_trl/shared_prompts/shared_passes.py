@@ -58,7 +58,7 @@ class PassSettings:
 
     is_on: bool
     """`shared_prompts: auto`."""
-    hindrance: str | None = None
+    reason: str | None = None
     """Why the settings do not allow it."""
     autocast: Callable[[], AbstractContextManager[Any]]
     """The trainer's."""
@@ -88,7 +88,7 @@ class SharedPrompts:
         """Whether the next batch with a shared prompt is compared."""
         self._updates = 0
         self._told: set[str] = set()
-        reason = settings.hindrance or why_not_shared(model) if settings.is_on else None
+        reason = settings.reason or why_not_shared(model) if settings.is_on else None
         self.is_on = settings.is_on and reason is None
         """Whether batches go this way."""
         self._is_agreed = not self.is_on
@@ -150,21 +150,19 @@ class SharedPrompts:
         if not self.is_on or vision.get("pixel_values") is not None:
             return None
         groups = groups_of(*batch)
-        hindrance = None
+        reason = None
         if groups is None:
-            hindrance = "a batch has an empty prompt, or is padded in another way than TRL's"
+            reason = "a batch has an empty prompt, or is padded in another way than TRL's"
         elif self._window is not None and longest(groups) > self._window:
-            hindrance = f"a sequence is longer than the model's sliding window of {self._window} tokens"
+            reason = f"a sequence is longer than the model's sliding window of {self._window} tokens"
         elif (name := attention_of(extract_model_from_parallel(model))) != self._attention:
-            hindrance = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
+            reason = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
         elif self._rope_limit is not None and batch.ids.size(1) >= self._rope_limit:
-            hindrance = (
-                f"from {self._rope_limit} tokens on, the model's rotary embedding follows a batch's longest row"
-            )
-        if self._settings.highest(hindrance is not None) and hindrance is None:
-            hindrance = "another rank has a batch that can't"
-        if hindrance is not None or groups is None:
-            self._tell(str(hindrance))
+            reason = f"from {self._rope_limit} tokens on, the model's rotary embedding follows a batch's longest row"
+        if self._settings.highest(reason is not None) and reason is None:
+            reason = "another rank has a batch that can't"
+        if reason is not None or groups is None:
+            self._tell(str(reason))
             return None
         if self._is_due:
             self._compare(upstream, model, batch, groups)

@@ -12,7 +12,7 @@ from datetime import datetime
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.empty_answers import is_hollow
+from salesrl_trl.reward.empty_answers import is_empty_text
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.reward.rag.rag_client import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.types import Action, ActionFormat, Answer, SalesRow
@@ -170,7 +170,7 @@ def _check_8b(answer: Answer) -> None:
 
 def _check_32b(answer: Answer) -> None:
     """Refuse a reference that says nothing."""
-    if is_hollow(answer.text):
+    if is_empty_text(answer.text):
         raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
 
 
