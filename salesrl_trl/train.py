@@ -128,7 +128,7 @@ def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> i
     """Score made-up completions, as many as a step has, for 5 steps or `max_steps`. Returns the exit code."""
     training = config.training
     completions = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    recipe = [] if any(each.startswith("--config") for each in argv) else ["--config", str(default_recipe)]
+    recipe = [] if any(argument.startswith("--config") for argument in argv) else ["--config", str(default_recipe)]
     shape = {"prompts_per_step": max(completions // training.num_generations, 1)}
     if 0 < training.max_steps < SimulationConfig.steps:
         shape["steps"] = training.max_steps
@@ -214,6 +214,6 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
+    arguments = sys.argv[1:]
     sys.argv[0] = "python -m salesrl_trl.train"  # in the usage, and in the run's record
-    main(FULL, ["--config", *given] if given and not given[0].startswith("-") else given)
+    main(FULL, ["--config", *arguments] if arguments and not arguments[0].startswith("-") else arguments)

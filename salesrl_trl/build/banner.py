@@ -206,7 +206,7 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
 def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
     """The state of the folder of compiled code, and the engine's start that follows from it."""
     assert training.compiled is not None
-    state = f"{training.compiled}: {compiled.kept(training.compiled)}"
+    state = f"{training.compiled}: {compiled.content_of(training.compiled)}"
     if not training.use_vllm or training.vllm_mode == "server":
         return state
     start = engine_start(training)

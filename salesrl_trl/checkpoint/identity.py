@@ -125,13 +125,8 @@ def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -
 def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[str]:
     """Compare a run with the checkpoint that it resumes.
 
-    `allowed`: whether to resume in spite of refused differences, which are then logged.
-
-    Returns:
-        `list[str]`: lines to log.
-
-    Raises:
-        `ConfigError`: a difference is refused, or the checkpoint's identity can't be read.
+    `allowed`: whether to resume in spite of refused differences, which are then logged. Returns lines to log. Raises
+    `ConfigError` if a difference is refused, or the checkpoint's identity can't be read.
     """
     path = checkpoint / IDENTITY_FILE
     if not path.is_file():

@@ -64,10 +64,7 @@ class Keeper:
     def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
         """A run begins, or goes on from a checkpoint; a collective.
 
-        `asked`: as `whole.find` has it.
-
-        Returns:
-            `str`, *optional*: the checkpoint. Raises `ConfigError` if the run can't go on from it.
+        `asked`: as `whole.find` has it. Returns the checkpoint. Raises `ConfigError` if the run can't go on from it.
         """
         self._identity = self._identity_of(dataset)
         self._last = choose_on_all_ranks(asked, self._args, self._identity)
@@ -78,11 +75,8 @@ class Keeper:
         """Save a checkpoint; a collective. Nothing is written if this step has one already.
 
         `state`: counts of the run. It names the best checkpoint. `write`: Lets transformers write a checkpoint into
-        the output folder that the settings name, on all ranks.
-
-        Raises:
-            `CheckpointError`: on all ranks, if any of them could not write its part. The folder is not there then, and
-                the checkpoints before it are as they were.
+        the output folder that the settings name, on all ranks. Raises `CheckpointError` on all ranks, if any of them
+        could not write its part. The folder is not there then, and the checkpoints before it are as they were.
         """
         folder = self._output_dir / f"{CHECKPOINT_FOLDERS}{state.global_step}"
         if folder == self._last:
@@ -127,8 +121,8 @@ class Keeper:
 
     def drain_rollouts(self) -> Mapping[int, KeptRollouts]:
         """The rollouts in flight of the checkpoint that `load_parts` has read: once, then none."""
-        kept, self._kept = self._kept, {}
-        return kept
+        rollouts, self._kept = self._kept, {}
+        return rollouts
 
     def _clear(self) -> None:
         """Delete what is half-written, or half-deleted."""
@@ -142,7 +136,7 @@ class Keeper:
             work()
         except Exception as failure:
             error, reason = failure, _reason(failure)
-        reasons = [each for each in gather_object([reason]) if each is not None]
+        reasons = [text for text in gather_object([reason]) if text is not None]
         if not reasons:
             return
         self._clear()
@@ -169,13 +163,13 @@ class Keeper:
         limit = self._args.save_total_limit or 0
         if limit <= 0:
             return
-        found = {folder: read(folder) for folder in folders(self._output_dir)}
-        whole = {each: manifest for each, manifest in found.items() if isinstance(manifest, Manifest)}
-        old = [each for each in in_order(whole) if each != self._last and str(each) != best]
-        for each in old[: max(len(whole) - limit, 0)]:
-            gone = self._output_dir / SAVING_FOLDER / each.name
+        manifests = {folder: read(folder) for folder in folders(self._output_dir)}
+        whole = {folder: manifest for folder, manifest in manifests.items() if isinstance(manifest, Manifest)}
+        old = [folder for folder in in_order(whole) if folder != self._last and str(folder) != best]
+        for folder in old[: max(len(whole) - limit, 0)]:
+            gone = self._output_dir / SAVING_FOLDER / folder.name
             gone.parent.mkdir(exist_ok=True)
-            each.rename(gone)  # first of all: a folder that is deleted in part looks like a damaged one
+            folder.rename(gone)  # first of all: a folder that is deleted in part looks like a damaged one
             shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -184,8 +178,8 @@ def _reason(failure: BaseException) -> str:
     cause: BaseException | None = failure
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    found = cause or failure
-    return f"{type(found).__name__}: {' '.join(str(found).split())[:300]}"
+    error = cause or failure
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 T = TypeVar("T")
@@ -196,27 +190,25 @@ def choose_on_all_ranks(
 ) -> Path | None:
     """`whole.find` on all ranks, then `check_identity`. A collective. Logs differences that are allowed.
 
-    The first process of each machine reads all files. The others compare sizes, and follow the first of all.
-
-    Raises:
-        `ConfigError`: on all ranks, if any rank refuses the checkpoint.
+    The first process of each machine reads all files. The others compare sizes, and follow the first of all. Raises
+    `ConfigError` on all ranks, if any rank refuses the checkpoint.
     """
     with_digests = args.local_process_index == 0
     allowed = args.allow_changed_resume
-    found = _agreed(lambda: find(asked, args.output_dir, with_digests=with_digests, without_manifest=allowed))
-    if found is None:
+    chosen = _agreed(lambda: find(asked, args.output_dir, with_digests=with_digests, without_manifest=allowed))
+    if chosen is None:
         return None
-    checkpoint: Path = found
+    checkpoint: Path = chosen
     for note in _agreed(lambda: check_identity(checkpoint, identity, allowed)):
         logger.warning(note)
-    manifest = read(found)
+    manifest = read(chosen)
     saved_by = manifest.processes if isinstance(manifest, Manifest) else args.world_size
     if saved_by != args.world_size:
         logger.warning(
-            f"{found} was saved by {saved_by} processes, and this run has {args.world_size}: their random generators "
+            f"{chosen} was saved by {saved_by} processes, and this run has {args.world_size}: their random generators "
             "begin anew, so that completions differ from those of a run without a stop. The prompts are the same"
         )
-    return found
+    return chosen
 
 
 def _agreed(work: Callable[[], T]) -> T:

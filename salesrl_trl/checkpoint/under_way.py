@@ -49,7 +49,7 @@ def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torc
     return None
 
 
-def save_rollouts(folder: Path, rank: int, arrangement: list[int], kept: Mapping[int, KeptRollouts]) -> None:
+def save_rollouts(folder: Path, rank: int, arrangement: list[int], in_flight: Mapping[int, KeptRollouts]) -> None:
     """Save one process's rollouts in flight.
 
     `folder`, `rank`, `arrangement`: as in `save_under_way`. `kept`: from `Pipeline.in_flight`. Those with pictures are
@@ -57,15 +57,15 @@ def save_rollouts(folder: Path, rank: int, arrangement: list[int], kept: Mapping
     """
     rollouts = {
         first: {
-            "rows": each.rows,
-            "step": each.step,
-            "generated": list(each.sampled.generated),
-            "metrics": {name: [float(value) for value in values] for name, values in each.sampled.metrics.items()},
-            "tokens": int(each.sampled.tokens),
-            "behaviour_logps": each.behaviour_logps,
+            "rows": rollout.rows,
+            "step": rollout.step,
+            "generated": list(rollout.sampled.generated),
+            "metrics": {name: [float(value) for value in values] for name, values in rollout.sampled.metrics.items()},
+            "tokens": int(rollout.sampled.tokens),
+            "behaviour_logps": rollout.behaviour_logps,
         }
-        for first, each in kept.items()
-        if not each.sampled.vision
+        for first, rollout in in_flight.items()
+        if not rollout.sampled.vision
     }
     folder.mkdir(parents=True, exist_ok=True)
     torch.save({"arrangement": arrangement, "rollouts": rollouts}, folder / ROLLOUTS_FILE.format(rank=rank))
@@ -78,17 +78,19 @@ def load_rollouts(folder: Path, rank: int, arrangement: list[int], device: torch
     if on_any_rank(state is None, device):
         return {}
     assert state is not None
-    kept = {
+    rollouts = {
         first: KeptRollouts(
-            rows=each["rows"],
-            step=each["step"],
-            sampled=Sampled(generated=tuple(each["generated"]), metrics=each["metrics"], tokens=each["tokens"]),
-            behaviour_logps=each["behaviour_logps"],
+            rows=rollout["rows"],
+            step=rollout["step"],
+            sampled=Sampled(
+                generated=tuple(rollout["generated"]), metrics=rollout["metrics"], tokens=rollout["tokens"]
+            ),
+            behaviour_logps=rollout["behaviour_logps"],
         )
-        for first, each in state["rollouts"].items()
+        for first, rollout in state["rollouts"].items()
     }
-    logger.info(f"going on with {len(kept)} rollouts in flight")
-    return kept
+    logger.info(f"going on with {len(rollouts)} rollouts in flight")
+    return rollouts
 
 
 def _read(path: Path, arrangement: list[int], device: torch.device) -> dict[str, Any] | None:

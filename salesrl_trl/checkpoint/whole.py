@@ -58,12 +58,12 @@ def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path 
     `processes`: number of processes that saved it. `has_optimizer`: whether it holds more than the model, so that a
     run can go on from it. `output_dir`: where the checkpoints before it are.
     """
-    before = (_read(each) for each in folders(output_dir or folder.parent))
+    before = (_read(folder) for folder in folders(output_dir or folder.parent))
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)} for name in _names(folder)
     }
     manifest = {
-        "number": 1 + max((each.number for each in before if isinstance(each, Manifest)), default=0),
+        "number": 1 + max((earlier.number for earlier in before if isinstance(earlier, Manifest)), default=0),
         "saved_at": time.time(),  # for people: a clock may be set back, and decides nothing
         "processes": processes,
         "has_optimizer": has_optimizer,
@@ -75,9 +75,11 @@ def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path 
 def _read(checkpoint: Path) -> Manifest | str:
     """The manifest of a checkpoint, or why there is none."""
     try:
-        given = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
-        files = {str(name): (int(each["bytes"]), str(each["sha256"])) for name, each in given["files"].items()}
-        return Manifest(int(given.get("number", 0)), int(given["processes"]), files, bool(given["has_optimizer"]))
+        content = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
+        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
+        return Manifest(
+            int(content.get("number", 0)), int(content["processes"]), files, bool(content["has_optimizer"])
+        )
     except FileNotFoundError:
         return f"it has no {MANIFEST_FILE}: the run ended while it was saved, or something else saved it"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -92,7 +94,7 @@ def read(checkpoint: Path) -> Manifest | str:
     if missing := {name for name in manifest.files if not (checkpoint / name).is_file()}:
         return f"{_some(missing)} missing"
     foreign = _foreign(checkpoint, manifest)
-    if read_too := {name for name in foreign if any(fnmatch.fnmatch(name, each) for each in READ_IF_THERE)}:
+    if read_too := {name for name in foreign if any(fnmatch.fnmatch(name, pattern) for pattern in READ_IF_THERE)}:
         return f"{_some(read_too)} no part of it, and would be read"
     if cut := {name for name, (size, _) in manifest.files.items() if (checkpoint / name).stat().st_size != size}:
         return f"{_some(cut)} not as long as when it was saved"
@@ -125,20 +127,20 @@ def folders(output_dir: Path) -> list[Path]:
 
 def in_order(whole: Mapping[Path, Manifest]) -> list[Path]:
     """Checkpoints in the order in which they were saved; those without numbers first, by their steps."""
-    return sorted(whole, key=lambda each: (whole[each].number, step_of(each)))
+    return sorted(whole, key=lambda folder: (whole[folder].number, step_of(folder)))
 
 
 def newest(output_dir: Path, *, with_digests: bool = True) -> Path | None:
     """The checkpoint that was saved last and is whole. Logs which ones are passed over, and why."""
-    found = {folder: read(folder) for folder in folders(output_dir)}
-    whole = {each: manifest for each, manifest in found.items() if isinstance(manifest, Manifest)}
-    for each in sorted(found.keys() - whole.keys(), key=step_of):
-        logger.warning(f"{each} is passed over: {found[each]}")
-    for each in reversed(in_order(whole)):
-        fault = _change(each, whole[each]) if with_digests else None
+    manifests = {folder: read(folder) for folder in folders(output_dir)}
+    whole = {folder: manifest for folder, manifest in manifests.items() if isinstance(manifest, Manifest)}
+    for folder in sorted(manifests.keys() - whole.keys(), key=step_of):
+        logger.warning(f"{folder} is passed over: {manifests[folder]}")
+    for folder in reversed(in_order(whole)):
+        fault = _change(folder, whole[folder]) if with_digests else None
         if fault is None:
-            return each
-        logger.warning(f"{each} is passed over: {fault}")
+            return folder
+        logger.warning(f"{folder} is passed over: {fault}")
     return None
 
 
@@ -153,29 +155,24 @@ def find(
 
     `asked`: a checkpoint's folder; `True` for the newest whole one of `output_dir`; `"auto"` for the same, or `None`
     if there is none. `with_digests`: as in `fault_of`. `without_manifest`: whether to take a named folder without a
-    manifest, such as one of an earlier version.
-
-    Returns:
-        `Path`, *optional*: the checkpoint's folder; `None` for a run from the start.
-
-    Raises:
-        `ConfigError`: there is no such checkpoint, or it is not whole.
+    manifest, such as one of an earlier version. Returns the checkpoint's folder; `None` for a run from the start.
+    Raises `ConfigError` if there is no such checkpoint, or it is not whole.
     """
     word, folder = str(asked).lower(), Path(output_dir).expanduser()
     if asked is None or word == "false":
         return None
     if word in (AUTO, "true"):
-        found = newest(folder, with_digests=with_digests)
-        if found is None and word != AUTO:
+        latest = newest(folder, with_digests=with_digests)
+        if latest is None and word != AUTO:
             raise ConfigError(
                 f"`resume_from_checkpoint` is {word!r}, and {output_dir} holds no whole checkpoint. Expected one. "
                 "Name another `output_dir`, or give `auto`, which then begins from the start."
             )
-        _tell_foreign(found)
-        return found
+        _tell_foreign(latest)
+        return latest
     checkpoint = Path(str(asked)).expanduser()
     if not checkpoint.is_dir():
-        found_names = [each.name for each in folders(folder)]
+        found_names = [path.name for path in folders(folder)]
         near = difflib.get_close_matches(checkpoint.name, found_names, n=1)
         guess = f" Did you mean {Path(output_dir) / near[0]}?" if near else ""
         held = f"{output_dir} holds {', '.join(found_names)}" if found_names else f"{output_dir} holds none"

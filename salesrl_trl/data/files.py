@@ -1,6 +1,7 @@
-"""Records of local files, each with its line.
+"""Local files: records with their lines, texts that a person wrote, and copies on a faster disk.
 
-Owns reading. Refuses to know columns.
+Owns reading, the limits of size, and the words about a file that can't be read. Refuses to know columns. `sources`
+reads records by it, templates, rubrics and recipes are read by it, and the checks before a run ask for copies.
 """
 
 import errno
@@ -19,7 +20,7 @@ from salesrl_trl.errors import ConfigError, DataError
 Record = dict[str, Any]
 """A row of a dataset as it is loaded."""
 ENDINGS = (".jsonl", ".json", ".parquet")
-"""Of the files that are read. A `.json` file is one list of objects, or has one object a line."""
+"""Endings of the files that can be read. A `.json` file is one list of objects, or has one object a line."""
 MOST_BYTES = 32 * 2**30
 """Largest file, and largest content of a Parquet file once it is unpacked. Every process holds all rows in memory."""
 MOST_LINE_BYTES = 64 * 2**20
@@ -35,10 +36,8 @@ class Placed(NamedTuple):
 
 
 def read_file(path: Path) -> list[Placed]:
-    """The records of a local file.
-
-    Raises:
-        `DataError`: the file can't be read, or is too large. The message has the place, and never the file's text.
+    """The records of a local file. Raises `DataError` if it can't be read or is too large. The message has the place,
+    and never the file's text.
     """
     size = path.stat().st_size
     if size == 0:
@@ -52,7 +51,9 @@ def read_file(path: Path) -> list[Placed]:
             from pyarrow.parquet import read_metadata  # type: ignore[import-untyped]
 
             metadata = read_metadata(path)
-            _check_size(path, sum(metadata.row_group(each).total_byte_size for each in range(metadata.num_row_groups)))
+            _check_size(
+                path, sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+            )
             return [Placed(record) for record in load_dataset("parquet", data_files=str(path), split="train")]
         text = path.read_text(encoding="utf-8-sig")
         if not text.lstrip().startswith("["):
@@ -122,9 +123,8 @@ MOST_TEXT_BYTES = 16 * 2**20
 def read_small(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
     """The text of a UTF-8 file, with or without a byte order mark.
 
-    Raises:
-        `OSError`: it can't be read, or is larger. No more than the limit is read, of a device without end either.
-        `UnicodeDecodeError`: it is not UTF-8.
+    Raises `OSError` if it can't be read or is larger than the limit, and `UnicodeDecodeError` if it is not UTF-8. No
+    more than the limit is read, even from a device that never ends.
     """
     content = bytearray()
     with path.open("rb") as file:
@@ -146,10 +146,10 @@ def unreadable(error: OSError | UnicodeDecodeError) -> str:
 
 
 def copied(path: Path, folder: Path) -> Path:
-    """The copy of a file in a folder, which is made unless it is there and up to date. Copies of other files stay.
+    """The copy of a file in a folder. It is made unless it is there and up to date. Copies of other files stay.
 
-    Several processes of a machine may ask at once: one of them copies. A file that is not there is returned itself:
-    whoever reads it says so. Raises `ConfigError` if it can't be read or written.
+    If several processes of a machine ask at once, one of them copies. A path without a file is returned as it is:
+    whoever reads it says so. Raises `ConfigError` if the file or the folder can't be read or written.
     """
     origin = path.expanduser().resolve()
     if not origin.exists():
@@ -170,7 +170,7 @@ def copied(path: Path, folder: Path) -> Path:
 
 
 def _replace(copy: Path, origin: Path) -> None:
-    """Copy beside the place, then move there: a copy that was interrupted is none."""
+    """Copy to another name, then rename: an interrupted copy never counts."""
     half = copy.with_name(f"{copy.name}.half")
     shutil.copy2(origin, half)
     os.replace(half, copy)

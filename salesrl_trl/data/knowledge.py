@@ -1,4 +1,4 @@
-"""A knowledge base: the documents that the embedded RAG service and a local vector store answer from.
+"""A knowledge base: the documents from which the embedded RAG service answers.
 
 Owns the form of its file. Refuses to search it.
 """
@@ -30,8 +30,7 @@ class Document:
 def load_documents(path: Path | str) -> tuple[Document, ...]:
     """Read a knowledge base: JSON lines with `id`, `text` and optionally `title`. Other keys are ignored.
 
-    Raises:
-        `DataError`: the file can't be read or is empty, or a line is no such object or repeats an id.
+    Raises `DataError` if the file can't be read or is empty, or a line is no such object or repeats an id.
     """
     try:
         lines = read_small(Path(path), MOST_BYTES).split("\n")

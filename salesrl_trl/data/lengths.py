@@ -1,7 +1,7 @@
 """Prompts that are too long for the model, found before it is loaded.
 
 Owns the count of every prompt's tokens, and the three rules for prompts above the limit. Refuses to decide the limit:
-`build.checks.prompts` does.
+`build.checks.prompts` does, and calls it.
 """
 
 import dataclasses
@@ -102,13 +102,11 @@ def fit_prompts(
 ) -> FittingPrompts:
     """The rows whose prompts fit.
 
-    `rows`: rows in the order of their source. Messages name a row by its place. `prompt`: as in `build_prompt`.
-    `count`: the counter of `token_counter`. `limit`: the longest prompt. Defaults to any length. `rule`: one of
-    `LONG_PROMPT_RULES`. `name`: name of the rows in messages: `"training"`. `picture_tokens`: Tokens of a row's
-    pictures, which come on top of those of the prompt. From `picture_counter`.
-
-    Raises:
-        `DataError`: a prompt is too long with the rule `error`, can't be made short enough, or no row is left.
+    Rows come in the order of their source: messages name a row by its place, and the rows by `name`, such as
+    `"training"`. `prompt` is a style or a template, as in `build_prompt`. `rule` is one of `LONG_PROMPT_RULES`.
+    Without a `limit` every prompt fits. `picture_tokens` (from `picture_counter`) gives the tokens of a row's
+    pictures, which are added to those of its text. Raises `DataError` if a prompt is too long with the rule `error`,
+    can't be made short enough, or no row is left.
     """
     prompts = [build_prompt(row, prompt) for row in rows]
     extra = [0 if picture_tokens is None else picture_tokens(row) for row in rows]
@@ -116,21 +114,21 @@ def fit_prompts(
     long = [] if limit is None else [at for at, length in enumerate(lengths) if length > limit.tokens]
     if limit is None or not long:
         return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=None)
-    found = f"{_share(long, rows)} {name} rows have prompts of more than {limit.tokens} tokens ({limit.reason})"
+    excess = f"{_share(long, rows)} {name} rows have prompts of more than {limit.tokens} tokens ({limit.reason})"
     if rule == "error":
         raise DataError(
-            f"{found}: {_named(long, lengths)}. Expected room for prompt and completion. Shorten the rows, raise the "
+            f"{excess}: {_named(long, lengths)}. Expected room for prompt and completion. Shorten the rows, raise the "
             "limit, or set `long_prompts: drop` or `long_prompts: truncate_oldest_turns`."
         )
     if rule == "drop":
-        kept = sorted(set(range(len(rows))).difference(long))
-        if not kept:
-            raise DataError(f"{found}: no row is left. Expected some that fit. Raise the limit, or shorten the rows.")
+        fitting = sorted(set(range(len(rows))).difference(long))
+        if not fitting:
+            raise DataError(f"{excess}: no row is left. Expected some that fit. Raise the limit, or shorten the rows.")
         return FittingPrompts(
-            rows=[rows[at] for at in kept],
-            prompts=[prompts[at] for at in kept],
-            lengths=[lengths[at] for at in kept],
-            note=f"{found} and are left out (`long_prompts: drop`): {_named(long, lengths)}.",
+            rows=[rows[at] for at in fitting],
+            prompts=[prompts[at] for at in fitting],
+            lengths=[lengths[at] for at in fitting],
+            note=f"{excess} and are left out (`long_prompts: drop`): {_named(long, lengths)}.",
         )
     room = [limit.tokens - extra[at] for at in long]
     shortened = _without_oldest_turns([rows[at] for at in long], prompt, count, room)
@@ -142,10 +140,10 @@ def fit_prompts(
             "`long_prompts: drop`."
         )
     note = (
-        f"{found} and lack their oldest turns (`long_prompts: truncate_oldest_turns`; services and judge still see "
+        f"{excess} and lack their oldest turns (`long_prompts: truncate_oldest_turns`; services and judge still see "
         f"the whole conversation): {_named(long, lengths)}."
     )
-    short_prompts = [each for each in shortened if each is not None]
+    short_prompts = [short for short in shortened if short is not None]
     for at, short, length in zip(long, short_prompts, count(short_prompts), strict=True):
         prompts[at], lengths[at] = short, length + extra[at]
     return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=note)
@@ -154,21 +152,21 @@ def fit_prompts(
 def _without_oldest_turns(
     rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: Sequence[int]
 ) -> list[Prompt | None]:
-    """Each row's prompt of as many `tokens`, without as few of its oldest turns as possible, found by bisection.
+    """Each row's prompt within its number of `tokens`. As few of the oldest turns as possible are left out.
 
-    `None` for a row whose last turn alone is too long.
+    Found by bisection. `None` for a row whose last turn alone is too long.
     """
     fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # turns left out; `most` leaves none
-    found: list[Prompt | None] = [None] * len(rows)
+    shortened: list[Prompt | None] = [None] * len(rows)
     while open_rows := [at for at in range(len(rows)) if fewest[at] < most[at]]:
         middles = [(fewest[at] + most[at]) // 2 for at in open_rows]
         shorter = [_prompt_without(rows[at], middle, prompt) for at, middle in zip(open_rows, middles, strict=True)]
-        for at, middle, each, length in zip(open_rows, middles, shorter, count(shorter), strict=True):
+        for at, middle, candidate, length in zip(open_rows, middles, shorter, count(shorter), strict=True):
             if length <= tokens[at]:
-                most[at], found[at] = middle, each
+                most[at], shortened[at] = middle, candidate
             else:
                 fewest[at] = middle + 1
-    return found
+    return shortened
 
 
 def _prompt_without(row: SalesRow, turns: int, prompt: str | PromptTemplate) -> Prompt:

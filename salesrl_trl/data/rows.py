@@ -1,6 +1,6 @@
 """From dataset columns to `SalesRow`: names, types and checks.
 
-Owns the form of a dataset. `sources` loads it. Refuses to know the use of a row.
+Owns the columns of a dataset. `sources` loads the records and calls it. Refuses to know the use of a row.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,12 +44,10 @@ def parse_row(
 ) -> SalesRow:
     """One record as a `SalesRow`.
 
-    `position`: Zero-based place in the source, for messages, and as the id of a row without one. `branches`: the
-    configured branch names. None at all for any. `source`: name of the source in messages. `line`: Line in the source,
-    for messages. `folder`: where relative paths of pictures start. Defaults to the working directory.
-
-    Raises:
-        `DataError`: a value is not as expected. The message has the row's place, and never its text.
+    `position` is the record's place in the source, counted from 0: part of messages, and the id of a row that has
+    none. `line` is its line, for messages too. Without `branches` any branch is taken. Relative paths of pictures
+    start in `folder`, or without one in the working directory. Raises `DataError` if a value is not as expected. The
+    message has the row's place, and never its text.
     """
     name = record.get("id")
     where = place(position, source, line, f"; id {name!r}" if name else "")
@@ -69,7 +67,7 @@ def parse_row(
         message_id=str(record.get("message_id") or ""),
         documents=_documents(record.get("documents"), where),
         images=read_pictures(record.get("images", record.get("image")), folder, where),
-        columns={name: each for name, each in record.items() if name not in _KNOWN},
+        columns={name: value for name, value in record.items() if name not in _KNOWN},
     )
 
 
@@ -82,7 +80,7 @@ def _documents(value: object, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, Sequence) and not isinstance(value, str):
-        texts = [each for each in value if isinstance(each, str) and is_unicode(each)]
+        texts = [text for text in value if isinstance(text, str) and is_unicode(text)]
         if len(texts) == len(value):
             return tuple(texts)
     raise DataError(f"{where}: `documents` is {shape(value)}. Expected a list of texts, or nothing.")

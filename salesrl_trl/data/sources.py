@@ -1,6 +1,7 @@
 """Where rows come from: the packaged demo, local files, the Hugging Face hub.
 
-Owns loading, subsets and the dataset for TRL. `rows` checks a row, `prompts` builds the prompt.
+Owns loading, subsets and the dataset for TRL. The checks before a run call it. `rows` checks a row, `templates` builds
+the prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,11 +74,7 @@ def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = Non
 
 
 def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
-    """The demo's training rows, with actions of annotators, some of them careless.
-
-    Yields:
-        `tuple[SalesRow, list[dict[str, str]]]`: a row and its draft actions, each a JSON action.
-    """
+    """The demo's training rows, each with draft actions of annotators, some of whom were careless."""
     records = _with_documents(_demo_records("train.jsonl"))
     drafts = {record["id"]: record["draft_actions"] for record in _demo_records("drafts.jsonl")}
     branches = sorted({record["branch"] for record in records})
@@ -149,8 +146,7 @@ def demo_path(name: str) -> Path:
 def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     """The records of a source with all columns, brought into this package's columns if they have others.
 
-    Raises:
-        `DataError`: there is no such source, it can't be read, or it is not of this form.
+    Raises `DataError` if there is no such source, it can't be read, or it is not of this form.
     """
     placed, name, folder = _load(source, split)
     return converted(placed, name, form, folder)

@@ -1,7 +1,7 @@
 """Quick evaluations: a fixed held-out sample, answered greedily every few steps.
 
-Owns the steps at which one is due, and its order: answer, measure, record, keep the best policy, log. A `Subject`
-answers.
+Owns the steps at which one is due, its rows, its order (answer, measure, record, keep the best policy, log), and the
+way of the best policy into its folder. A `Subject` answers. The trainer calls `evaluate_if_due` after each step.
 """
 
 import json
@@ -44,14 +44,10 @@ logger = logging.getLogger(__name__)
 class QuickEvaluator:
     """Evaluates a policy every few steps. All ranks call each method together.
 
-    `subject`: the policy: it answers, is saved, and logs. `rows`: This rank's held-out rows, the same all through the
-    run. `settings`: Steps between two evaluations, figures, and the figure that selects the best policy. `output_dir`:
-    Folder of the record and of the best policy. `least_scored`: Share in [0, 1] of a branch's answers that have to be
-    scored for its score to be compared. `timeline`: gets the phases of an evaluation. `is_cut`: whether the budget
-    ended before all answers were scored. The same on all ranks.
-
-    Raises:
-        `ConfigError`: one of the figures is none, or has a name that is taken.
+    `rows` are this rank's, the same all through the run. `output_dir` gets the record and the best policy.
+    `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is compared.
+    `is_cut` says whether the budget ended before all answers were scored, the same on all ranks. Raises `ConfigError`
+    if one of the figures is none, or has a name that is taken.
     """
 
     def __init__(
@@ -82,10 +78,7 @@ class QuickEvaluator:
         self._evaluated_step = 0
 
     def run_begins(self, step: int) -> None:
-        """Go on with the record of the run so far.
-
-        `step`: Optimizer steps done.
-        """
+        """Go on with the record of the run so far, after so many optimizer steps."""
         is_main = self._ranks.index == 0
         records, kept_step = self._ranks.from_main((self._history.read(), self._best.step) if is_main else ([], None))
         self._history.resume(records, step)
@@ -101,10 +94,7 @@ class QuickEvaluator:
             logger.info(f"the best policy of an earlier start (step {kept_step}) is now in {aside}")
 
     def evaluate_if_due(self, step: int) -> None:
-        """Evaluate after this step, if an evaluation is due and was not made yet.
-
-        `step`: Optimizer steps done.
-        """
+        """Evaluate after this optimizer step, if an evaluation is due and was not made yet."""
         if step % self._settings.steps == 0 and step != self._evaluated_step:
             self._evaluated_step = step
             self._evaluate(step)
@@ -148,8 +138,8 @@ class QuickEvaluator:
         overall = {REWARD: evaluation.reward, **evaluation.figures}
         logged = {f"{QUICK_EVAL}{name}": value for name, value in overall.items()}
         logged[QUICK_SECONDS] = evaluation.seconds
-        for branch, found in evaluation.branches.items():
-            logged |= {quick_of(branch, name): found.values[name] for name in (*self.figure_names, BETA)}
+        for branch, figures in evaluation.branches.items():
+            logged |= {quick_of(branch, name): figures.values[name] for name in (*self.figure_names, BETA)}
         return logged
 
 
@@ -159,13 +149,10 @@ def failures(answers: Iterable[Answered]) -> Counter[str]:
 
 
 def sample(dataset: object, rows: int, branches: Branches, ranks: Ranks) -> list[Example]:
-    """This rank's rows.
+    """This rank's rows, from the trainer's `eval_dataset`, which may be anything that TRL takes.
 
-    `dataset`: the trainer's `eval_dataset`, which may be anything that TRL takes. `rows`: number of rows on all ranks
-    together. Each rank has at least one. `branches`: Say which branch a row belongs to.
-
-    Raises:
-        `ConfigError`: there are no held-out rows, or fewer than processes.
+    `rows` is their number on all ranks together. Each rank has at least one. Raises `ConfigError` if there are no
+    held-out rows, or fewer than processes.
     """
     if not isinstance(dataset, Dataset):
         raise ConfigError(
@@ -184,17 +171,16 @@ def sample(dataset: object, rows: int, branches: Branches, ranks: Ranks) -> list
 
 
 def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) -> list[int]:
-    """Places of the rows to evaluate: the first of each branch in turn.
+    """Places of the rows to evaluate, from the branch of each held-out row: the first of each branch in turn.
 
-    `branch_ids`: Branch of each held-out row. `processes`: Processes that share the work.
-
-    Returns:
-        `list[int]`: equally many for each process, and at least one. With too few rows: all of them, less the rest of
-        that division.
+    Each process has equally many, and at least one. If there are too few rows, all are taken, less the remainder of
+    the division by the processes.
     """
-    by_branch = [[place for place, each in enumerate(branch_ids) if each == branch] for branch in range(branches)]
-    turns = max((len(each) for each in by_branch), default=0)
-    chosen = [each[turn] for turn in range(turns) for each in by_branch if turn < len(each)]
+    by_branch = [
+        [place for place, branch_id in enumerate(branch_ids) if branch_id == branch] for branch in range(branches)
+    ]
+    turns = max((len(places) for places in by_branch), default=0)
+    chosen = [places[turn] for turn in range(turns) for places in by_branch if turn < len(places)]
     return chosen[: min(max(rows, processes), len(chosen)) // processes * processes]
 
 
@@ -203,10 +189,9 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.distcp", "*/*.pt")
 
 
 class BestPolicy:
-    """The folder of the best policy.
+    """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames.
 
-    `by`: Figure that selects the best policy. `ranks`: the processes of the run. The main one renames, all of them
-    save.
+    A policy is saved beside the one before, and then takes its place. So the folder is always whole.
     """
 
     def __init__(self, output_dir: Path, by: str | None, ranks: Ranks) -> None:
@@ -223,20 +208,18 @@ class BestPolicy:
         return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
 
     def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
-        """Save the policy in place of the best one before; all ranks together.
+        """Save the policy in place of the best one before; all ranks together. `save` writes it into a folder, on all
+        ranks.
 
-        `evaluation`: its evaluation, for the note. `save`: Writes the policy into a folder; called on all ranks.
-
-        Returns:
-            `bool`: whether it is there, on all ranks. If it can't be saved, on a full disk for example, the one before
-            stays, and a line says so.
+        Returns on all ranks whether it was saved. If it can't be saved, on a full disk for example, the one before
+        stays, and a line says so.
         """
         fresh = self._beside("new")
         if self._ranks.index == 0:
             shutil.rmtree(fresh, ignore_errors=True)
         self._ranks.wait()
         reason = _failure(lambda: save(fresh))
-        reasons = [each for each in self._ranks.gather([reason]) if each is not None]
+        reasons = [failure for failure in self._ranks.gather([reason]) if failure is not None]
         if self._ranks.index == 0 and not reasons:
             reason = _failure(lambda: self._finish(evaluation, fresh))
             reasons = [] if reason is None else [reason]

@@ -49,12 +49,14 @@ def engine_kwargs(
 ) -> dict[str, object]:
     """The engine options that TRL 1.16 does not pass through, for `vllm.LLM`.
 
-    `enforce_eager`: Skip compilation and CUDA graphs: the engine starts fast, and generates two to three times slower
-    on a GPU. `load_format`: `"auto"` reads the checkpoint. `"dummy"` leaves the weights random until the first push,
-    which TRL always makes before the first generation; see `pushes_all_weights`. `dtype`: number format of vLLM's
-    weights and activations, for example `"bfloat16"`. `seed`: Seed of the sampler. TRL takes the rank alone, so two
-    runs with different seeds would sample alike. `extra`: further `vllm.LLM` arguments. They replace all others, those
-    of TRL too.
+    - `enforce_eager` skips compilation and CUDA graphs: the engine starts fast, and generates two to three times
+      slower on
+    a GPU.
+    - `load_format`: `"auto"` reads the checkpoint. `"dummy"` leaves the weights random until the first push, which TRL
+    always makes before the first generation; see `pushes_all_weights`.
+    - `dtype`: number format of vLLM's weights and activations, for example `"bfloat16"`.
+    - `seed`: TRL takes the rank alone, so two runs with different seeds would sample alike.
+    - `extra`: further `vllm.LLM` arguments. They replace all others, those of TRL too.
     """
     return {
         "enforce_eager": enforce_eager,
@@ -168,9 +170,9 @@ class SalesVLLMGeneration(VLLMGeneration):
     def streamed(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
         """While active, report each completion as soon as it is finished.
 
-        `finished`: called with a completion's place in the batch and its token ids. With a colocated engine it is
-        called between two steps; with a server, from another thread. `size`: Completions of this process. Under tensor
-        parallelism every process of a group generates those of the whole group. Those of other processes are not
+        `finished` is called with a completion's place in the batch and its token ids: between two steps of a colocated
+        engine, or from another thread with a server. `size` is the number of completions of this process. Under tensor
+        parallelism every process of a group generates those of the whole group; those of other processes are not
         reported.
         """
         if self.mode != "server":
@@ -184,10 +186,7 @@ class SalesVLLMGeneration(VLLMGeneration):
     def begun(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[list[Requests]]:
         """While active, `generate` asks the server for the completions of this process and returns none of them.
 
-        `finished`: as in `streamed`. Called from another thread.
-
-        Yields:
-            `list[Requests]`: the requests, for `answered`.
+        `finished` is called from another thread, as in `streamed`. Yields the requests, for `answered`.
         """
         begun: list[Requests] = []
 
@@ -238,14 +237,14 @@ class SalesVLLMGeneration(VLLMGeneration):
         with (
             patched(self.vllm_client, "generate", ask),
             patched(self, "accelerator", _ALONE),
-            patched(upstream_vllm, "gather_object", lambda each: each),
-            patched(upstream_vllm, "broadcast_object_list", lambda each, from_process: each),
+            patched(upstream_vllm, "gather_object", lambda value: value),
+            patched(upstream_vllm, "broadcast_object_list", lambda value, from_process: value),
         ):
             return super().generate(prompts, images, 1, profiler if self._waits else None)  # type: ignore[no-any-return]
 
     def _request(self, single: _Single, count: int, finished: Callable[[int, Sequence[int]], None]) -> Requests:
-        self._under_way = [each for each in self._under_way if each.in_flight]
-        taken = {each.lane for each in self._under_way}
+        self._under_way = [earlier for earlier in self._under_way if earlier.in_flight]
+        taken = {earlier.lane for earlier in self._under_way}
         lane = next(number for number in itertools.count() if number not in taken)
         requests = Requests(single, count, finished, self._slots, lane)
         self._under_way.append(requests)
@@ -293,8 +292,8 @@ def _single(
 ) -> _Single:
     """Single requests out of one for many prompts.
 
-    `send`: `VLLMClient.generate`. `samples`: by place, the number of the completion among those of its prompt.
-    `prompts`, `features`, `generation_kwargs`, `sampling`: arguments of `VLLMClient.generate`.
+    `send` is `VLLMClient.generate`, and the other arguments are its own. `samples` has by place the number of the
+    completion among those of its prompt.
     """
 
     def ask(place: int) -> Completions:
@@ -350,9 +349,8 @@ def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
 def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dtype | None) -> str:
     """The number format in which vLLM should sample, so that it agrees with the training forward pass.
 
-    `requested`: `"auto"`, or a vLLM dtype that is returned as it is. `bf16`: Training runs under bf16 autocast.
-    `fp16`: Training runs under fp16 autocast. `model_dtype`: number format of the training weights. It decides if
-    neither flag is set.
+    A `requested` dtype of vLLM is returned as it is. For `"auto"` the format is that of the training's autocast
+    (`bf16`, `fp16`), or without autocast that of the training weights.
     """
     if requested != "auto":
         return requested
@@ -364,15 +362,13 @@ def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dty
 
 
 def one_token_each(ids: Sequence[int], image_token: int) -> list[int]:
-    """A prompt with one token for each picture, as vLLM wants it: it puts in those of the picture itself.
+    """A prompt with one token for each picture, as vLLM wants it: vLLM puts in the picture's own tokens.
 
-    TRL 1.16 gives a colocated vLLM the prompt with the tokens of its pictures, and the pictures. vLLM then takes the
-    first of these tokens for the place of the picture, and puts in all of them once more (huggingface/trl#6294).
-
-    `ids`: token ids, with a run of `image_token` for each picture. `image_token`: the token that stands for a part of
-    a picture.
+    TRL 1.16 gives a colocated vLLM the prompt with a run of `image_token` for each picture, and the pictures. vLLM
+    takes the first of these tokens for the place of the picture, and puts in all of them once more
+    (huggingface/trl#6294).
     """
-    return [each for place, each in enumerate(ids) if not (place and ids[place - 1] == each == image_token)]
+    return [token for place, token in enumerate(ids) if not (place and ids[place - 1] == token == image_token)]
 
 
 def check_expanded(seen: Sequence[Sequence[int]], meant: Sequence[Sequence[int]]) -> None:

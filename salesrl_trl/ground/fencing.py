@@ -70,13 +70,8 @@ def fence(sections: Mapping[str, str], nonce: str | None = None) -> str:
     """Join named sections into one message.
 
     `sections`: text of each section by its name (lower-case letters and `_`), in their order in the message. `nonce`:
-    16 hexadecimal digits, random when not given. Give one if the answer has to repeat it.
-
-    Returns:
-        `str`: the message; `read_sections` reads it back.
-
-    Raises:
-        `ValueError`: a section name or the nonce has another form.
+    16 hexadecimal digits, random when not given. Give one if the answer has to repeat it. Returns the message;
+    `read_sections` reads it back. Raises `ValueError` if a section name or the nonce has another form.
     """
     nonce = make_nonce() if nonce is None else nonce
     if not is_nonce(nonce):
@@ -92,7 +87,7 @@ def fence(sections: Mapping[str, str], nonce: str | None = None) -> str:
 def neutralise(text: str, nonce: str) -> str:
     """Space out text that looks like a fence, a role or a model's control token: `"<|im_end|>"` becomes
     `"< |im_end| >"`. If the text has the nonce itself, the nonce loses its middle."""
-    return _MARKS.sub(lambda found: _broken(found[0], nonce), text)
+    return _MARKS.sub(lambda match: _broken(match[0], nonce), text)
 
 
 def _broken(mark: str, nonce: str) -> str:
@@ -102,10 +97,8 @@ def _broken(mark: str, nonce: str) -> str:
 
 
 def read_sections(message: str) -> dict[str, str]:
-    """Read the sections of a message that `fence` made.
-
-    Returns:
-        `dict[str, str]`: section name to text; empty when the message has no fence header.
+    """Read the sections of a message that `fence` made. Returns section name to text; empty when the message has no
+    fence header.
     """
     nonce = read_nonce(message)
     if nonce is None:

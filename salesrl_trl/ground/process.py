@@ -194,8 +194,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
+def _exchanged(folder: Path, other: Path) -> bool:
     """Exchange two folders in one step, as Linux can on most disks. False if it can't here."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = (os.fsencode(one), os.fsencode(other))
+    names = (os.fsencode(folder), os.fsencode(other))
     return rename is not None and rename(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0

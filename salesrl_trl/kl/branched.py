@@ -63,10 +63,8 @@ class BranchedKL:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def drain_sums(self) -> torch.Tensor:
-        """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64.
-
-        Raises:
-            `RuntimeError`: nothing was added.
+        """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64. Raises `RuntimeError`
+        if nothing was added.
         """
         if self._sums is None:
             raise RuntimeError("the KL's sums were asked for before `add` was given a micro-batch")

@@ -14,11 +14,7 @@ from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, na
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSettings:
-    """The optimizer steps of a window.
-
-    Raises:
-        `ConfigError`: for numbers that can't work.
-    """
+    """The optimizer steps of a window. Raises `ConfigError` for numbers that can't work."""
 
     update_steps: int = 5
     """Optimizer steps in a window, at least 1."""
@@ -105,10 +101,7 @@ class BranchController:
 
         `kl_sum`: sum of the KL over the branch's tokens, in nats. A sum that is not finite counts as no measurement.
         `tokens`: number of those tokens. A step without tokens counts as no measurement. A window without tokens moves
-        nothing.
-
-        Returns:
-            The move, or `None` if the coefficient stays.
+        nothing. Returns the move, or `None` if the coefficient stays.
         """
         measured = tokens > 0 and math.isfinite(kl_sum)
         if measured:

@@ -58,10 +58,7 @@ def penalty(
 
     `log_ratio`: log pi_ref - log pi, shape (B, T). `log_importance`: log of the importance ratio, shape (B, T) or (B,
     1); clamped to +-clamp before the exponential. `estimator`: one of `ESTIMATORS`. `clamp`: in nats; 0 for no clamp,
-    which is TRL's own formula.
-
-    Returns:
-        `torch.Tensor` of shape (B, T).
+    which is TRL's own formula. Returns `torch.Tensor` of shape (B, T).
     """
     if not clamp:
         kl = estimate(log_ratio, estimator)

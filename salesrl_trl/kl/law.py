@@ -61,10 +61,8 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLTarget:
-    """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`.
-
-    Raises:
-        `ConfigError`: for a target that can't work.
+    """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`. Raises `ConfigError` for a target that
+    can't work.
     """
 
     beta: float
@@ -203,8 +201,7 @@ class AdaptiveLaw:
     - `NOTICE` says when the coefficient does not act: the KL came no nearer to its band for `STALL_WINDOWS`, while the
       coefficient moved threefold or reached its bound. The law goes on all the same.
 
-    Raises:
-        `ConfigError`: for a law that can't work.
+    Raises `ConfigError` for a law that can't work.
     """
 
     max_step: float = 2.0
@@ -273,9 +270,7 @@ def name_of(law: object) -> str:
 
 def check_law(law: KLLaw) -> None:
     """Refuse an object that is no law, before a model is loaded for it. Calls `move` once, which changes nothing.
-
-    Raises:
-        `ConfigError`: `move` is missing, or takes or returns something else.
+    Raises `ConfigError` if `move` is missing, or takes or returns something else.
     """
     arguments = (Window(target=KLTarget(beta=0.1, low=0.02, high=0.06), beta=0.1, kl=0.1, tokens=1.0), State())
     try:
@@ -289,10 +284,8 @@ def check_law(law: KLLaw) -> None:
 
 
 def moved(law: KLLaw, window: Window, state: State) -> tuple[float, State]:
-    """`law.move`, with a checked result. The state comes as a checkpoint would give it back.
-
-    Raises:
-        `ConfigError`: the result is not a finite number and a mapping of JSON values.
+    """`law.move`, with a checked result. The state comes as a checkpoint would give it back. Raises `ConfigError` if
+    the result is not a finite number and a mapping of JSON values.
     """
     result: object = law.move(window, dict(state))
     if isinstance(result, tuple) and len(result) == 2 and is_number(result[0]) and isinstance(result[1], dict):

@@ -98,7 +98,7 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
         plan = prepare(config)
     except Exception as error:
         exit_with(error, EXIT_BAD_INPUT)
-    logger.info(f"[WarmUp] before: {folder}: {compiled.kept(folder)}")
+    logger.info(f"[WarmUp] before: {folder}: {compiled.content_of(folder)}")
     name, began = config.model.model_name_or_path, time.perf_counter()
     if name is not None:
         size = read_ahead(weight_files(name, config.model.model_revision))
@@ -108,7 +108,7 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
     except Exception as error:
         exit_with(error, EXIT_FAILED)
     logger.info(
-        f"[WarmUp] after {time.perf_counter() - began:.0f} s: {folder}: {compiled.kept(folder)}, for up to "
+        f"[WarmUp] after {time.perf_counter() - began:.0f} s: {folder}: {compiled.content_of(folder)}, for up to "
         f"{training.per_device_train_batch_size * training.steps_per_generation} sequences of "
         f"{training.vllm_max_model_length or 'the longest'} tokens"
     )

@@ -63,8 +63,8 @@ def page(faults: Iterable[Fault]) -> str:
 
 
 def _shown(sign: Sign) -> str:
-    given = {"error": sign.kind, "message": sign.text, "raised in": sign.where, "signal": sign.status}
-    return ", ".join(f"{name} `{value}`" for name, value in given.items() if value)
+    parts = {"error": sign.kind, "message": sign.text, "raised in": sign.where, "signal": sign.status}
+    return ", ".join(f"{name} `{value}`" for name, value in parts.items() if value)
 
 
 @dataclass(frozen=True)

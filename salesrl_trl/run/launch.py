@@ -120,9 +120,9 @@ def _first(folder: Path) -> Words | None:
 
 def _folder() -> Path | None:
     """The folder of the launch; None for a process that nobody launched."""
-    given, launcher = os.environ.get(FOLDER), _launcher()
-    if given:
-        return Path(given)
+    named, launcher = os.environ.get(FOLDER), _launcher()
+    if named:
+        return Path(named)
     return Path(tempfile.gettempdir()) / f"salesrl_trl-{launcher}-{_started(launcher)}" if launcher else None
 
 

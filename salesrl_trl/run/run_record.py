@@ -73,13 +73,11 @@ def settings_text(recipe: Mapping[str, object]) -> str:
     return _HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
-def differences(one: Path, other: Path) -> dict[str, dict[str, Difference]]:
+def differences(folder: Path, other: Path) -> dict[str, dict[str, Difference]]:
     """The differences between the records of two runs: `settings`, `versions`, `code` and `command`, each by name.
-
-    Raises:
-        `ConfigError`: a folder holds no record.
+    Raises `ConfigError` if a folder holds no record.
     """
-    first, second = _read(one), _read(other)
+    first, second = _read(folder), _read(other)
     return {part: _unequal(first[part], second[part]) for part in first}
 
 
@@ -118,8 +116,8 @@ def _command(command: Sequence[str]) -> Iterator[str]:
     script, here = Path(command[0]).absolute(), Path.cwd()
     yield str(script.relative_to(here)) if script.is_relative_to(here) else script.name
     name = ""
-    for each in command[1:]:
-        is_name = each.startswith("--")
-        name, is_joined, value = each.partition("=") if is_name else (name, "", each)
+    for argument in command[1:]:
+        is_name = argument.startswith("--")
+        name, is_joined, value = argument.partition("=") if is_name else (name, "", argument)
         shown = "***" if is_secret(name) else str(without_keys(value))
-        yield f"{name}={shown}" if is_joined else each if is_name else shown
+        yield f"{name}={shown}" if is_joined else argument if is_name else shown

@@ -75,10 +75,8 @@ def handed_to(stop: Callable[[str], object]) -> Iterator[None]:
 
 
 def die_with(launcher: int) -> None:
-    """Ask this process to stop when its launcher dies, however it dies. Linux alone can do this.
-
-    Raises:
-        `StopRequested`: it is dead already.
+    """Ask this process to stop when its launcher dies, however it dies. Linux alone can do this. Raises
+    `StopRequested` if it is dead already.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform.startswith("linux") else None
     if prctl is None:

@@ -31,10 +31,8 @@ def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) 
     """Run a command, and print its failure.
 
     `argv`: its arguments. With `--json` a failure is JSON. `prepare`: Checks what was given, and returns what is to be
-    done, which returns an exit code.
-
-    Returns:
-        `int`: that exit code; `EXIT_BAD_INPUT` where `prepare` failed, `EXIT_FAILED` for a failure behind it.
+    done, which returns an exit code. Returns that exit code; `EXIT_BAD_INPUT` where `prepare` failed, `EXIT_FAILED`
+    for a failure behind it.
     """
     failing_as = EXIT_BAD_INPUT
     try:
@@ -54,11 +52,11 @@ def print_failure(error: Exception, as_json: bool) -> None:
 
     The text of an error of this package holds its remedy.
     """
-    found, name = finding_of(error), type(error).__name__
+    finding, name = finding_of(error), type(error).__name__
     if as_json:
-        print(json.dumps({"failure": {"error": name, "text": found.text, "remedy": found.remedy}}))
+        print(json.dumps({"failure": {"error": name, "text": finding.text, "remedy": finding.remedy}}))
     else:
-        print(f"{name}: {found.message}", file=sys.stderr)
+        print(f"{name}: {finding.message}", file=sys.stderr)
 
 
 def strict_json(value: object) -> str:
@@ -69,9 +67,9 @@ def strict_json(value: object) -> str:
 def finite(value: object) -> object:
     """The same value, with null for numbers that are none, or infinite."""
     if isinstance(value, Mapping):
-        return {name: finite(each) for name, each in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -48,7 +48,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *grads, None, *(each.grad for each in ctx.waiting)
+        return *grads, None, *(tensor.grad for tensor in ctx.waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,12 @@ class Ahead:
     def _together(self, groups: Sequence[Group], batch: Columns) -> int:
         """How many of the micro-batches fit into one pass."""
         count = len(self._batches)
-        each = len(batch.ids) // count
-        most = self._unasked(each * batch.ids.size(1)) if self._most is None else self._most
+        size = len(batch.ids) // count
+        most = self._unasked(size * batch.ids.size(1)) if self._most is None else self._most
         fitting = (
             number
             for number in range(count, 1, -1)
-            if sum(group.below(number * each).tokens for group in groups) <= most
+            if sum(group.below(number * size).tokens for group in groups) <= most
         )
         return next(fitting, 1)
 

@@ -125,10 +125,7 @@ class SharedPrompts:
         **vision: Any,
     ) -> LogProbs:
         """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. A batch that can't go this way goes
-        TRL's.
-
-        Returns:
-            `LogProbs`.
+        TRL's. Returns `LogProbs`.
         """
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         batch = Columns(input_ids, attention_mask, logits_to_keep)
@@ -189,9 +186,9 @@ class SharedPrompts:
         size, columns = ids.shape
         layout = layout_of(groups, columns, width, ids.device, with_last=compute_aux_loss)
         row = Row.of(layout, ids, mask, width)
-        given: dict[str, Any] = {LAYOUT: layout}
+        arguments: dict[str, Any] = {LAYOUT: layout}
         if compute_aux_loss:
-            given["output_router_logits"] = True
+            arguments["output_router_logits"] = True
         with self._settings.autocast(), _every_copy_counted(layout) if compute_aux_loss else contextlib.nullcontext():
             outputs = model(
                 input_ids=row.input_ids,
@@ -199,7 +196,7 @@ class SharedPrompts:
                 position_ids=row.position_ids,
                 shift_labels=row.labels,
                 fused_lm_head=True,
-                **given,
+                **arguments,
             )
         entropy = row.spread(outputs.entropy, size, width) if compute_entropy else None
         aux_loss = outputs.aux_loss if compute_aux_loss else None

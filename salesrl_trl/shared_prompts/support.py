@@ -46,9 +46,9 @@ def rope_limit_of(model: nn.Module) -> int | None:
     does."""
     config = _base(model).config
     rope = getattr(config, "rope_parameters", None) or {}
-    of_layers = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
+    of_layers = [rope] if "rope_type" in rope else [entry for entry in rope.values() if isinstance(entry, dict)]
     changing = [layer for layer in of_layers if any(kind in layer.get("rope_type", "") for kind in CHANGING_ROPE)]
-    limits = [each.get("original_max_position_embeddings") or config.max_position_embeddings for each in changing]
+    limits = [layer.get("original_max_position_embeddings") or config.max_position_embeddings for layer in changing]
     return min(limits, default=None)
 
 
@@ -58,7 +58,7 @@ def has_dropout(model: nn.Module) -> bool:
     return layers or bool(getattr(_base(model).config, "attention_dropout", 0.0))
 
 
-def draws_beyond_dropout(model: nn.Module, calm: torch.Tensor, found: Callable[[], torch.Tensor]) -> bool:
+def draws_beyond_dropout(model: nn.Module, calm: torch.Tensor, make_pass: Callable[[], torch.Tensor]) -> bool:
     """Whether a pass in training depends on random numbers that are no dropout: noise on embeddings, jitter of a
     router, layers that are left out. Where attention has dropout, this can't be told.
 
@@ -67,16 +67,16 @@ def draws_beyond_dropout(model: nn.Module, calm: torch.Tensor, found: Callable[[
     """
     if getattr(_base(model).config, "attention_dropout", 0.0):
         return False
-    gpus = [each for each in {parameter.device for parameter in model.parameters()} if each.type == "cuda"]
+    gpus = [device for device in {parameter.device for parameter in model.parameters()} if device.type == "cuda"]
     with torch.random.fork_rng(gpus):
         before = _random_states(gpus)
         model.train()
         for module in model.modules():
             if isinstance(module, (nn.modules.dropout._DropoutNd, GradientCheckpointingLayer)):
                 module.training = False
-        drawn = found()
+        drawn = make_pass()
         model.eval()
-        has_drawn = any(not torch.equal(*each) for each in zip(before, _random_states(gpus), strict=True))
+        has_drawn = any(not torch.equal(*states) for states in zip(before, _random_states(gpus), strict=True))
     return has_drawn and not torch.equal(calm, drawn)
 
 

@@ -1,4 +1,9 @@
-"""BBQ, the Bias Benchmark for QA: rows of fairness."""
+"""Formats of published datasets: BBQ (fairness), HaluEval, QReCC and TopiOCQA (hallucination).
+
+Owns what each of their records becomes. QReCC and TopiOCQA are about conversational query rewriting: the last question
+of a record can't be understood without the turns before it, and the policy's query has to say what it means. Profile
+and summary state only what was said, so the rows belong to `hallucination`.
+"""
 
 import re
 from collections.abc import Mapping
@@ -37,7 +42,7 @@ class BBQ(DatasetFormat):
         template = number_of(record, "question_index")
         condition = choice_of(record, "context_condition", CONDITIONS)
         context, question = text_of(record, "context"), text_of(record, "question")
-        answers, label = [text_of(record, f"ans{each}") for each in LABELS], number_of(record, "label")
+        answers, label = [text_of(record, f"ans{number}") for number in LABELS], number_of(record, "label")
         if label not in LABELS:
             raise DataError(f"the field `label` is {label}. Expected one of: {', '.join(map(str, LABELS))}")
         if condition not in self.conditions:
@@ -153,7 +158,7 @@ class TopiOCQA(DatasetFormat):
         if not answer or answer == UNANSWERABLE:
             return NO_ANSWER
         others, passage = record.get("Additional_answers") or [], record.get("Gold_passage") or {}
-        if not isinstance(others, list) or not all(isinstance(each, Mapping) for each in others):
+        if not isinstance(others, list) or not all(isinstance(other, Mapping) for other in others):
             raise DataError(f"the field `Additional_answers` is {shape(others)}. Expected a list of objects")
         if not isinstance(passage, Mapping):
             raise DataError(f"the field `Gold_passage` is {shape(passage)}. Expected an object with a `text`")
@@ -173,6 +178,6 @@ def _turn_of_conversation(name: str, record: Mapping[str, object]) -> dict[str, 
     return {
         "id": f"{name}-{conversation}-{turn}",
         "branch": "hallucination",
-        "conversation": [each for each in turns if each["content"]],  # an answer that was not found is blank
+        "conversation": [message for message in turns if message["content"]],  # an answer that was not found is blank
         "group": f"{name}-{conversation}",
     }

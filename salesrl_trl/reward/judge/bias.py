@@ -24,7 +24,7 @@ class JudgeBias:
 
     def add(self, sums: Sequence[float]) -> None:
         """Add the sums of `bias_sums`, over all ranks."""
-        self._sums = [one + other for one, other in zip(self._sums, sums, strict=True)]
+        self._sums = [total + other for total, other in zip(self._sums, sums, strict=True)]
 
     def flush(self) -> dict[str, float]:
         """The figures, NaN where they are undefined. Starts over."""

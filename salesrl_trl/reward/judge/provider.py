@@ -257,10 +257,8 @@ class ProviderClient:
 
 
 def _text_of(completion: object) -> str:
-    """The text of a chat completion.
-
-    Raises:
-        `JudgeInvalid`: there is no text, or it was cut off, refused, withheld or broken off.
+    """The text of a chat completion. Raises `JudgeInvalid` if there is no text, or it was cut off, refused, withheld
+    or broken off.
     """
     try:
         choices = _Completion.model_validate(completion).choices

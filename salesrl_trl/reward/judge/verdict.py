@@ -119,9 +119,8 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict
         expect_reference (`bool`):
             Whether a reference answer was shown, and so must be scored.
 
-    Raises:
-        `JudgeInvalid`: the text does not end with such an object.
-        `ForeignVerdict`: its nonce is that of another request.
+    Raises `JudgeInvalid` if the text does not end with such an object. Raises `ForeignVerdict` if its nonce is that of
+    another request.
     """
     text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
     last = _last_object(text)
@@ -194,10 +193,10 @@ def _unsigned(got: object) -> JudgeInvalid:
 def _faults(error: ValidationError) -> str:
     """Names the faults in the fields of a verdict, without the judge's words."""
     faults = []
-    for each in error.errors(include_input=False, include_url=False):
-        name = each["loc"][0]
+    for detail in error.errors(include_input=False, include_url=False):
+        name = detail["loc"][0]
         known = name in _VerdictBody.model_fields
-        faults.append(f"`{name}`: {each['msg'].lower()}" if known else "a field stands that was not asked for")
+        faults.append(f"`{name}`: {detail['msg'].lower()}" if known else "a field stands that was not asked for")
     return "; ".join(dict.fromkeys(faults))
 
 

@@ -107,9 +107,9 @@ class RagAnswers:
         results = await asyncio.gather(*(self._has_changed(key, by_key[key]) for key in some))
         compared = [changed for changed in results if changed is not None]
         if not any(compared):
-            found = f"{len(compared)} of them were asked for again: they are the same"
+            note = f"{len(compared)} of them were asked for again: they are the same"
             return (
-                f"{share} references come from {place}; {found if compared else 'none could be compared'}. Delete the "
+                f"{share} references come from {place}; {note if compared else 'none could be compared'}. Delete the "
                 "file when the knowledge base has changed",
                 not compared,
             )
@@ -154,8 +154,8 @@ class RagAnswers:
             answers = answer_from_json(await self._references.get(key)), await self.ask_32b(row)
         except (ServiceError, ValueError, TypeError, KeyError):
             return None
-        kept, fresh = ({(passage.id, passage.text) for passage in answer.passages} for answer in answers)
-        return kept != fresh
+        earlier, fresh = ({(passage.id, passage.text) for passage in answer.passages} for answer in answers)
+        return earlier != fresh
 
 
 def _new_state() -> str:

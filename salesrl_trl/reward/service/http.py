@@ -71,9 +71,8 @@ class HttpClient:
         api_key (`str`, *optional*):
             Sent as a bearer token.
 
-    Raises:
-        `ConfigError`: the key can't travel in a header, or the address holds credentials or a query. The message shows
-            neither.
+    Raises `ConfigError` if the key can't travel in a header, or the address holds credentials or a query. The message
+    shows neither.
     """
 
     def __init__(self, service: str, base_url: str, *, api_key: str | None = None) -> None:
@@ -112,12 +111,8 @@ class HttpClient:
             request_id (`str`, *optional*):
                 An id of `make_request_id`, if `body` holds it too. Without one, an id is made here.
 
-        Returns:
-            `T`: the result of `read`; without `read`, the body's bytes.
-
-        Raises:
-            `ServiceError`: anything but a 200 within the size limit, or a reply to another request. The message never
-            quotes the service.
+        Returns the result of `read`; without `read`, the body's bytes. Raises `ServiceError` if anything but a 200
+        within the size limit, or a reply to another request. The message never quotes the service.
         """
         content = json.dumps(body, ensure_ascii=False).encode()
         with CallNote(self.service, path, content) as note:
@@ -242,8 +237,7 @@ def check_echo(service: str, request_id: str, *echoes: object) -> None:
             The values in the places where a service repeats the id. A value that is no id of `make_request_id` is
             ignored: gateways put their own ids there.
 
-    Raises:
-        `ForeignReply`: one of the values is the id of another request.
+    Raises `ForeignReply` if one of the values is the id of another request.
     """
     for echo in echoes:
         if isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo):
@@ -280,10 +274,8 @@ def refuse_stated_error(service: str, answer: object) -> None:
     - `status` that is one of `FAILED_WORDS` or an HTTP status from 400 on;
     - `code` that is such a status.
 
-    A service that says so only in the text of its answer is not recognised.
-
-    Raises:
-        `ErrorInAnswer`: the message names the field and does not quote the service.
+    A service that says so only in the text of its answer is not recognised. Raises `ErrorInAnswer` if the message
+    names the field and does not quote the service.
     """
     if not isinstance(answer, Mapping):
         return
