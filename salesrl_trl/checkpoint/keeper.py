@@ -1,7 +1,8 @@
 """The checkpoints of a run: written beside the others, put in place when they are whole, deleted when they are old.
 
-Owns the way of a checkpoint into the output folder, and the package's own files in it. Refuses to decide when one is
-saved: transformers does. `whole` owns the manifest.
+Owns the way of a checkpoint into the output folder, the package's own files in it, and the choice of the one that a
+run goes on from. Refuses to decide when one is saved: transformers does. `whole` owns the manifest, and `identity`
+says whether a checkpoint is of this run. The trainer calls `Keeper`.
 """
 
 import os
@@ -38,9 +39,11 @@ logger = get_logger(__name__)
 class Keeper:
     """Saves the checkpoints of one run.
 
-    `kl`: its state is part of a checkpoint. `identity`: from the training dataset to the identity of the run.
-    `is_skipping`: whether the generation batch under way is left out of the loss. Then it is no part of a checkpoint.
-    `in_flight`: `Pipeline.in_flight`.
+    - `kl`: its state is part of a checkpoint.
+    - `identity`: gives the identity of the run from its training dataset.
+    - `is_skipping`: whether the generation batch under way is left out of the loss. Then it is no part of a
+      checkpoint.
+    - `in_flight`: `Pipeline.in_flight`.
     """
 
     def __init__(
@@ -62,9 +65,9 @@ class Keeper:
         self._last: Path | None = None
 
     def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
-        """A run begins, or goes on from a checkpoint; a collective.
+        """A run begins, or goes on from a checkpoint; a collective. Returns the checkpoint, if there is one.
 
-        `asked`: as `whole.find` has it. Returns the checkpoint. Raises `ConfigError` if the run can't go on from it.
+        `asked` is as in `whole.find`. Raises `ConfigError` if the run can't go on from the checkpoint.
         """
         self._identity = self._identity_of(dataset)
         self._last = choose_on_all_ranks(asked, self._args, self._identity)
@@ -74,9 +77,9 @@ class Keeper:
     def save(self, state: TrainerState, write: Callable[[], None]) -> None:
         """Save a checkpoint; a collective. Nothing is written if this step has one already.
 
-        `state`: counts of the run. It names the best checkpoint. `write`: Lets transformers write a checkpoint into
-        the output folder that the settings name, on all ranks. Raises `CheckpointError` on all ranks, if any of them
-        could not write its part. The folder is not there then, and the checkpoints before it are as they were.
+        `state` names the step and the best checkpoint. `write` lets transformers write a checkpoint into the output
+        folder that the settings name, on all ranks. Raises `CheckpointError` on all ranks if any of them could not
+        write its part. Then the folder is not there, and the checkpoints before it are as they were.
         """
         folder = self._output_dir / f"{CHECKPOINT_FOLDERS}{state.global_step}"
         if folder == self._last:
@@ -97,8 +100,8 @@ class Keeper:
         """Write the package's own files: the state of the KL, the run's identity, the generation batch under way, and
         the rollouts in flight.
 
-        `update`: Optimizer steps done. `micro_step`, `slices`: Micro-steps done, and the slices of the generation
-        batch under way, as TRL counts and keeps them.
+        `update` and `micro_step` are the optimizer steps and micro-steps done. `slices` are those of the generation
+        batch under way, as TRL keeps them.
         """
         is_inside = bool(micro_step % self._args.window)
         if self._args.should_save:
@@ -120,7 +123,7 @@ class Keeper:
         return load_under_way(*place) if micro_step % self._args.window else None
 
     def drain_rollouts(self) -> Mapping[int, KeptRollouts]:
-        """The rollouts in flight of the checkpoint that `load_parts` has read: once, then none."""
+        """The rollouts in flight of the checkpoint that `load_parts` has read. Returned once: the next call has none."""
         rollouts, self._kept = self._kept, {}
         return rollouts
 
@@ -130,7 +133,7 @@ class Keeper:
             shutil.rmtree(self._output_dir / SAVING_FOLDER, ignore_errors=True)
 
     def _on_all_ranks(self, folder: Path, work: Callable[[], None]) -> None:
-        """Do it. If it fails on one rank, it has failed on all of them."""
+        """Call `work`. If it fails on one rank, raise on all of them."""
         error, reason = None, None
         try:
             work()
@@ -174,7 +177,7 @@ class Keeper:
 
 
 def _reason(failure: BaseException) -> str:
-    """What failed: the operating system's own error, if another one came of it."""
+    """What failed: the operating system's own error, if it is the cause."""
     cause: BaseException | None = failure
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -188,7 +191,7 @@ T = TypeVar("T")
 def choose_on_all_ranks(
     asked: str | os.PathLike[str] | bool | None, args: SalesGRPOConfig, identity: Identity
 ) -> Path | None:
-    """`whole.find` on all ranks, then `check_identity`. A collective. Logs differences that are allowed.
+    """`whole.find` on all ranks, then `check_identity`; a collective. Logs differences that are allowed.
 
     The first process of each machine reads all files. The others compare sizes, and follow the first of all. Raises
     `ConfigError` on all ranks, if any rank refuses the checkpoint.

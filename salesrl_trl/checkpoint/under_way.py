@@ -1,7 +1,8 @@
 """The generation batch under way, and the rollouts in flight, in a checkpoint.
 
-Owns the files of both, one for each process. A run that stopped inside a generation batch resumes with the completions
-that it had not trained on. With `save_rollouts` it also resumes with those that were generated ahead.
+Owns the files of both, one for each process. `keeper` calls it. A run that stopped inside a generation batch resumes
+with the completions that it had not trained on. With `save_rollouts` it also resumes with those that were generated
+ahead.
 """
 
 from collections.abc import Mapping
@@ -23,10 +24,8 @@ Batches = list[dict[str, object]]
 
 
 def save_under_way(folder: Path, rank: int, arrangement: list[int], batches: Batches) -> None:
-    """Save one process's generation batch.
-
-    `arrangement`: figures that decide the slices of a generation batch. Only slices of the same arrangement can be
-    used. `batches`: Slices of the generation batch.
+    """Save the slices of one process's generation batch. Only slices of the same `arrangement`, the figures that
+    decide how a batch is divided, can be used again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.save({"arrangement": arrangement, "batches": batches}, folder / UNDER_WAY_FILE.format(rank=rank))
@@ -50,11 +49,7 @@ def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torc
 
 
 def save_rollouts(folder: Path, rank: int, arrangement: list[int], in_flight: Mapping[int, KeptRollouts]) -> None:
-    """Save one process's rollouts in flight.
-
-    `folder`, `rank`, `arrangement`: as in `save_under_way`. `kept`: from `Pipeline.in_flight`. Those with pictures are
-    left out.
-    """
+    """Save one process's rollouts in flight, from `Pipeline.in_flight`. Those with pictures are left out."""
     rollouts = {
         first: {
             "rows": rollout.rows,
@@ -72,8 +67,9 @@ def save_rollouts(folder: Path, rank: int, arrangement: list[int], in_flight: Ma
 
 
 def load_rollouts(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> dict[int, KeptRollouts]:
-    """The rollouts of `save_rollouts` on all ranks. None on all of them if any rank has none of this arrangement; a
-    collective."""
+    """The rollouts of `save_rollouts` on all ranks; a collective. No rank gets any if a rank has none of this
+    arrangement.
+    """
     state = _read(folder / ROLLOUTS_FILE.format(rank=rank), arrangement, device)
     if on_any_rank(state is None, device):
         return {}

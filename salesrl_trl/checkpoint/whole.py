@@ -42,12 +42,12 @@ class Manifest:
     """What a checkpoint was when it was saved."""
 
     number: int
-    """One more than the largest number in the output folder when it was saved; 0 in a manifest without one. So it
-    orders the checkpoints of all runs of a folder, whatever the clock showed."""
+    """Orders the checkpoints of all runs of a folder, whatever the clock showed: one more than the largest number in
+    the output folder when it was saved. 0 in a manifest without a number."""
     processes: int
     """Number of processes that saved it."""
     files: Mapping[str, tuple[int, str]]
-    """By its name, bytes and digest of each file."""
+    """Bytes and digest of each file, by its name."""
     has_optimizer: bool
     """Whether it holds more than the model."""
 
@@ -55,8 +55,8 @@ class Manifest:
 def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None) -> None:
     """Write the manifest of a checkpoint whose files are complete.
 
-    `processes`: number of processes that saved it. `has_optimizer`: whether it holds more than the model, so that a
-    run can go on from it. `output_dir`: where the checkpoints before it are.
+    `has_optimizer` says whether it holds more than the model, so that a run can go on from it. `output_dir` is where
+    the checkpoints before it are.
     """
     before = (_read(folder) for folder in folders(output_dir or folder.parent))
     files = {
@@ -104,9 +104,8 @@ def read(checkpoint: Path) -> Manifest | str:
 
 
 def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
-    """Why a run can't go on from this folder, or `None` if it can.
-
-    `with_digests`: read all files. Else their sizes are compared only.
+    """Why a run can't go on from this folder, or `None` if it can. Without `with_digests`, files are not read, and
+    only their sizes are compared.
     """
     manifest = read(checkpoint)
     if isinstance(manifest, str):
@@ -151,12 +150,11 @@ def find(
     with_digests: bool = True,
     without_manifest: bool = False,
 ) -> Path | None:
-    """The checkpoint to go on from.
+    """The checkpoint to go on from; `None` for a run from the start.
 
-    `asked`: a checkpoint's folder; `True` for the newest whole one of `output_dir`; `"auto"` for the same, or `None`
-    if there is none. `with_digests`: as in `fault_of`. `without_manifest`: whether to take a named folder without a
-    manifest, such as one of an earlier version. Returns the checkpoint's folder; `None` for a run from the start.
-    Raises `ConfigError` if there is no such checkpoint, or it is not whole.
+    `asked` is a checkpoint's folder, `True` for the newest whole one of `output_dir`, or `"auto"` for the same, which
+    may find none. `with_digests` is as in `fault_of`. `without_manifest` allows a named folder without a manifest,
+    such as one of an earlier version. Raises `ConfigError` if there is no such checkpoint, or it is not whole.
     """
     word, folder = str(asked).lower(), Path(output_dir).expanduser()
     if asked is None or word == "false":
@@ -224,12 +222,12 @@ def _change(checkpoint: Path, manifest: Manifest) -> str | None:
 
 @functools.cache
 def _known_digest(path: Path, written_ns: int) -> str:
-    """A file's digest, remembered until the file is written: a run asks before a model is loaded, and after it."""
+    """A file's digest, remembered until the file is written again: a run asks before a model is loaded, and after it."""
     return _digest(path)
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of the SHA-256 of each piece of 64 MiB: so the pieces of a large file are read side by side."""
+    """SHA-256 of the SHA-256 of each piece of 64 MiB, so that the pieces of a large file are read in parallel."""
     with path.open("rb") as file, ThreadPoolExecutor(_THREADS) as threads:
         digests = threads.map(lambda place: _digest_of(file.fileno(), place), _places(path))
         return hashlib.sha256(b"".join(digests)).hexdigest()

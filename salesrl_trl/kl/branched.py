@@ -29,11 +29,7 @@ _PLAIN_LOGGER = logging.getLogger(__name__)
 
 
 class BranchedKL:
-    """The KL of all branches.
-
-    `targets`: by branch, in the order of branch ids. `law`: moves the coefficients. Without it they stay. `settings`:
-    how the KL of a token is estimated and weighed.
-    """
+    """The KL of all branches. `targets` are in the order of branch ids. Without a `law` the coefficients stay."""
 
     def __init__(
         self,
@@ -78,8 +74,8 @@ class BranchedKL:
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
         """Move the coefficients by the measurement of one optimizer step. They hold from the next step on.
 
-        `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step`: number of the optimizer step, for
-        the log. `is_logged`: whether this rank logs moves, and KLs that are not finite.
+        `totals` are sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is the optimizer step, for the
+        log. `is_logged` says whether this rank logs moves, and KLs that are not finite.
         """
         before = [branch.notice for branch in self.control.branches]
         decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])

@@ -111,8 +111,8 @@ class BranchPenalty:
     def _carry_sampler_ratio(self, importance: torch.Tensor) -> None:
         """Multiply the penalty by the part of the ratio to the sampler that it lacks.
 
-        `importance`: log of the policy's ratio to `old_per_token_logps`, shape (B, T) or (B, 1). If the sampler gives
-        no log-probs, the old ones are its log-probs.
+        `importance` is the log of the policy's ratio to `old_per_token_logps`, shape (B, T) or (B, 1). If the sampler
+        gives no log-probs, the old ones are its log-probs.
         """
         settings, limit = self._settings, self._settings.clamp or torch.inf
         own = torch.exp(importance.clamp(-limit, limit))  # (B, T) or (B, 1)
@@ -162,11 +162,10 @@ def bounded(per_token_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def log_importance(
     per_token_logps: torch.Tensor, old_per_token_logps: torch.Tensor | None, mask: torch.Tensor, level: str
 ) -> torch.Tensor:
-    """Log of TRL's importance ratio. The gradient flows through the policy only.
+    """Log of TRL's importance ratio, shape (B, T), or (B, 1) for the `level` `sequence`. The gradient flows through
+    the policy only.
 
-    `per_token_logps`: log-probs of the policy, shape (B, T). `old_per_token_logps`: log-probs of the policy that
-    sampled, shape (B, T). The policy's own when not given. `mask`: Shape (B, T), bool. `level`: `token` or `sequence`.
-    Returns `torch.Tensor` of shape (B, T), or (B, 1) for sequences.
+    Log-probs and mask have shape (B, T). Without `old_per_token_logps`, the policy's own take their place.
     """
     old = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps
     log_ratio = per_token_logps - old
