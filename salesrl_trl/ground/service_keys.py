@@ -17,7 +17,7 @@ def find_key(variable: str) -> str | None:
 
     `None` if neither variable is set. White space around the key in a file is dropped. Raises `ConfigError` if both
     are set, or the file can't be read, can be read by others, is empty or too large. The message shows neither the key
-    nor the path: who mistakes one variable for the other has the key there.
+    nor the path: whoever mistakes one variable for the other has the key there.
     """
     key, path = os.environ.get(variable), os.environ.get(f"{variable}_FILE")
     if not path:

@@ -1,6 +1,6 @@
 """The end of a command that Ctrl-C or an output without room cuts off: one line and an exit code, no traceback.
 
-Standard library only: a command calls `end_tidily` before the imports that take seconds.
+Owns the exit codes. Standard library only: a command calls `end_tidily` before the imports that take seconds.
 """
 
 import atexit
@@ -17,7 +17,8 @@ from salesrl_trl.errors import StopRequested
 EXIT_BAD_INPUT = 2
 """The checks before a run refused its settings, data, addresses or model."""
 EXIT_FAILED = 3
-"""A run started and had to stop for good, for example because it diverged."""
+"""A run started and ended with an error for good, for example because it diverged. A run that can go on exits with
+`EXIT_RESUMABLE`."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as shells have it."""
 EXIT_UNREAD = 128 + signal.SIGPIPE
@@ -26,7 +27,7 @@ EXIT_UNWRITTEN = 2
 EXIT_RESUMABLE = 75
 """The run was stopped, or had to stop, and the same command goes on. `EX_TEMPFAIL` of sysexits.h."""
 _FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Numbers of errors in writing. Those of files that are opened have the file's name."""
+"""Numbers of errors in writing the output. An error about a file that was opened has the file's name."""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 ReportLine = Callable[[str, int], object]
@@ -34,7 +35,7 @@ ReportLine = Callable[[str, int], object]
 
 
 def print_line(text: str, code: int = 0) -> None:
-    """A `ReportLine` that prints on stderr; the code is not shown."""
+    """A `ReportLine` that prints on stderr. The code is not shown."""
     sys.stderr.write(f"\n{text}\n")  # the terminal shows ^C on the line before
     sys.stderr.flush()
 
@@ -81,7 +82,7 @@ def _unwritten(error: OSError, report: ReportLine) -> int:
 
 
 def _flush(report: ReportLine) -> None:
-    """The last thing of a process. Python itself would print the error as one that is ignored."""
+    """Flush stdout, as the last action of a process. Python itself would print an error here as one that is ignored."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

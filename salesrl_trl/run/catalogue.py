@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PAGE = "docs/TROUBLESHOOTING.md"
-"""Made by `page`."""
+"""The page of all faults, which `page` makes."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Sign:
     text: str = ""
     """Regular expression for the error's message."""
     kind: str = ""
-    """Class of the error or of a base: its name, perhaps with modules before it."""
+    """Name of the error's class or of a base, with or without modules before it."""
     where: str = ""
     """Regular expression for `module.function` of a frame that the error passed: the phase of the run."""
     status: int = 0

@@ -68,7 +68,7 @@ def _speak_line(text: str, code: int) -> None:
 
 
 def keep_log(path: Path) -> None:
-    """Note where the run's log is, and how long it is before this run: a copy of the last words lies beside it."""
+    """Note where the run's log is, and how long it is before this run. A copy of the last words will lie beside it."""
     path.with_name(LAST_WORDS).unlink(missing_ok=True)
     if (folder := _folder()) is not None:
         with contextlib.suppress(OSError):  # without room for it, such words do without the log
@@ -119,7 +119,7 @@ def _first(folder: Path) -> Words | None:
 
 
 def _folder() -> Path | None:
-    """The folder of the launch; None for a process that nobody launched."""
+    """The folder of the launch; `None` for a process without a launcher."""
     named, launcher = os.environ.get(FOLDER), _launcher()
     if named:
         return Path(named)

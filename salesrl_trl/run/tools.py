@@ -1,6 +1,6 @@
-"""What commands have in common: wrong arguments are refused as settings are, and a failure is told to programs too.
+"""What commands have in common: the refusal of wrong arguments, findings, failures for people and programs, and JSON.
 
-Imports no torch.
+`env`, `preflight`, `evaluate`, `rejudge` and other commands call it. Imports no torch.
 """
 
 import argparse
@@ -28,11 +28,10 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) -> int:
-    """Run a command, and print its failure.
+    """Run a command, and print its failure; as JSON if `--json` is among its arguments.
 
-    `argv`: its arguments. With `--json` a failure is JSON. `prepare`: Checks what was given, and returns what is to be
-    done, which returns an exit code. Returns that exit code; `EXIT_BAD_INPUT` where `prepare` failed, `EXIT_FAILED`
-    for a failure behind it.
+    `prepare` checks the arguments, and returns the function that does the work and returns an exit code. Returns that
+    code, `EXIT_BAD_INPUT` if `prepare` failed, or `EXIT_FAILED` if the work failed.
     """
     failing_as = EXIT_BAD_INPUT
     try:
@@ -60,12 +59,12 @@ def print_failure(error: Exception, as_json: bool) -> None:
 
 
 def strict_json(value: object) -> str:
-    """JSON for every reader: numbers that are none, or infinite, are null."""
+    """JSON that every reader accepts: numbers that are NaN or infinite are null."""
     return json.dumps(finite(value))
 
 
 def finite(value: object) -> object:
-    """The same value, with null for numbers that are none, or infinite."""
+    """The same value, with `None` in place of numbers that are NaN or infinite."""
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -75,7 +74,7 @@ def finite(value: object) -> object:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a stage found."""
+    """One thing that a check found."""
 
     text: str
     """What was got, and what was expected."""
@@ -90,7 +89,9 @@ class Finding:
 
 
 def finding_of(error: Exception) -> Finding:
-    """An error of this package says what to do. Of another one the catalogue does, as at the end of a run."""
+    """An error as a finding. The text of an error of this package holds its remedy. For another error the catalogue
+    has one.
+    """
     if isinstance(error, SalesRLError):
         return Finding(str(error), is_failure=True)
     fault, text = recognised(error), f"{type(error).__name__}: {short(error)}"

@@ -52,8 +52,8 @@ class Group:
 def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[Group] | None:
     """The groups of a padded batch, in the order of their first completion. Waits for the device.
 
-    `input_ids`, `attention_mask`: TRL's prompts, padded on the left, and completions, padded on the right: both of
-    shape (B, L). Returns `None` for a batch that is padded in another way, or has an empty prompt.
+    `input_ids` and `attention_mask` have the shape (B, L): TRL's prompts, padded on the left, and completions of
+    `width` columns, padded on the right. `None` for a batch that is padded in another way, or has an empty prompt.
     """
     ids, mask = torch.stack((input_ids, attention_mask.to(input_ids))).cpu().numpy()
     first = ids.shape[1] - width
@@ -191,11 +191,10 @@ def _padded(lengths: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
 def layout_of(
     groups: Sequence[Group], columns: int, width: int, device: torch.device, *, with_last: bool = False
 ) -> Layout:
-    """The row of some groups of a padded batch.
+    """The row of some groups (of `groups_of`) of a padded batch with so many columns, `width` of them for completions.
 
-    `groups`: from `groups_of`. `columns`, `width`: columns of the batch, and those of its completions. `with_last`:
-    whether the last token of a completion is part of the row, and a completion without a token too: where the router's
-    loss counts every token. Returns `Layout`. Without any token to predict it has one token, so that the row is a row.
+    `with_last` says whether the last token of a completion is part of the row, and a completion without a token too:
+    the router's loss counts every token. A row without any token to predict has one token, so that it is a row.
     """
     first = columns - width
     filled = []
@@ -251,10 +250,7 @@ class Row:
 
     @classmethod
     def of(cls, layout: Layout, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> "Row":
-        """The row of a padded batch.
-
-        `layout`: which token lies where. `input_ids`, `attention_mask`, `width`: as in `groups_of`.
-        """
+        """The row of a padded batch. The tensors and `width` are as in `groups_of`."""
         columns = input_ids.size(1)
         column, row = layout.index % columns, layout.index // columns
         following = layout.index + (column + 1 < columns)

@@ -1,7 +1,8 @@
 """Attention over a row with shared prefixes, behind transformers' attention interface.
 
-Owns what a layer of the model does with a row. `flash` does it on a GPU in 16 bits. Elsewhere PyTorch's attention does
-it twice over padded batches: over the prefixes, and over the segments behind copies of their prefix's keys.
+Owns what a layer of the model does with a row. On a GPU in 16 bits `flash` computes it. Elsewhere PyTorch's attention
+computes it in two padded batches: over the prefixes, and over the segments behind copies of their prefix's keys.
+`shared_passes` installs it.
 """
 
 import functools
@@ -70,11 +71,10 @@ def shared_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention over one row.
+    """Attention over one row, of shape (1, S, heads, channels of a value).
 
-    `inner`: Attention that takes a mask, of the form that transformers asks for. `query`: Shape (1, heads, S,
-    channels). `key`, `value`: Shape (1, heads of keys, S, channels). Returns `torch.Tensor` of shape (1, S, heads,
-    channels of a value).
+    `inner` is an attention that takes a mask, in transformers' form. `query` has the shape (1, heads, S, channels),
+    `key` and `value` (1, heads of keys, S, channels).
     """
     if torch.is_autocast_enabled(query.device.type):
         kind = torch.get_autocast_dtype(query.device.type)

@@ -1,7 +1,8 @@
 """Log-probs of a padded batch, with each prompt once through the model.
 
-Owns when a batch goes this way, how many passes it takes, and the comparison with TRL's own way at first use. TRL's
-fused head gives log-probs and entropies of the row, at its temperature, in its chunks.
+Owns which batches go this way, how many passes it takes, and the comparison with TRL's own way at first use. TRL's
+fused head gives log-probs and entropies of the row, at its temperature, in its chunks. The trainer calls it through
+`rollout.passes`.
 """
 
 import contextlib
@@ -42,10 +43,10 @@ MORE_PADDING = 8
 """Tokens of a prompt that become padding in the comparison: not every first batch has some, and a model may count its
 positions without it. In 16 bits TRL's own log-probs without these columns show how much rounding matters."""
 TIMES_THE_ROUNDING = 4.0
-"""How much farther than that from TRL's log-probs the row's may be."""
+"""The row's log-probs may be this many times as far from TRL's as TRL's own without these columns."""
 AGAIN_AFTER = (1, 2)
-"""Updates after which both ways are compared once more: a fresh adapter changes nothing, so that the first comparison
-does not see it. With a warm-up the first update has a learning rate of 0."""
+"""Updates after which both ways are compared once more. A fresh adapter changes nothing, so the first comparison does
+not see it. With a warm-up the first update has a learning rate of 0."""
 MOST_OF_AN_ERROR = 200
 """Characters of an error in the line that names it."""
 _ON_ANOTHER_RANK = "another rank found that it can't"
@@ -100,7 +101,7 @@ class SharedPrompts:
             install(self._attention)
 
     def begin_update(self) -> None:
-        """Begin an update; a collective, until all ranks have compared. One that can't share prompts stops all."""
+        """Begin an update; a collective, until all ranks have compared. If one rank can't share prompts, none does."""
         self._updates += 1
         self._is_due |= self._updates - 1 in AGAIN_AFTER
         if self._is_agreed:
@@ -125,7 +126,7 @@ class SharedPrompts:
         **vision: Any,
     ) -> LogProbs:
         """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. A batch that can't go this way goes
-        TRL's. Returns `LogProbs`.
+        TRL's.
         """
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         batch = Columns(input_ids, attention_mask, logits_to_keep)
@@ -142,8 +143,9 @@ class SharedPrompts:
     def groups(
         self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", vision: Mapping[str, Any]
     ) -> list[Group] | None:
-        """The groups of a batch; `None` if it goes TRL's way. The first one is compared with TRL's way, and one after
-        each of the first updates."""
+        """The groups of a batch; `None` if it goes TRL's way. The first batch with a shared prompt is compared with
+        TRL's way, and one after each of the first updates.
+        """
         if not self.is_on or vision.get("pixel_values") is not None:
             return None
         groups = groups_of(*batch)
@@ -206,7 +208,7 @@ class SharedPrompts:
     def _compare(
         self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", groups: Sequence[Group]
     ) -> None:
-        """Compare two completions of a prompt with TRL's way, where a batch has some. As many passes on each rank."""
+        """Compare two completions of a prompt with TRL's way, if a batch has some. Each rank makes as many passes."""
         ids, mask, width = batch
         written = (group.only([i for i, tokens in enumerate(group.completions) if tokens]) for group in groups)
         shared = next((group.rows for group in written if len(group.rows) > 1 and group.prompt > 1), None)
@@ -244,8 +246,10 @@ class SharedPrompts:
             logger.info(f"[Prompts] {line}; {_COMPARED.format(apart)}")
 
     def _tried(self, model: nn.Module, pair: "Columns") -> tuple[torch.Tensor | None, str | None]:
-        """The log-probs of a pass over two completions, and what speaks against such passes. An error does: TRL's own
-        may be possible. Memory that is too small does not: TRL's take no less."""
+        """The log-probs of a pass over two completions, and the reason against such passes.
+
+        An error is a reason: TRL's own passes may be possible. Too little memory is none: TRL's passes take no less.
+        """
         groups = groups_of(*pair) or ()
         try:
             ours = self.of(model, pair, groups)[0]
@@ -262,7 +266,7 @@ class SharedPrompts:
             return None, f"such a pass fails ({said[:MOST_OF_AN_ERROR]})"
 
     def _tell(self, reason: str, *, everywhere: bool = False) -> None:
-        """Say it once. `everywhere`: on this rank, whichever it is; else on the main one."""
+        """Log a reason once: on this rank if `everywhere`, else on the main one."""
         if reason not in self._told:
             self._told.add(reason)
             what = "for such a batch" if self.is_on else "from here on"
