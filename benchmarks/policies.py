@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from salesrl_trl.data.sources import demo_path, load_rows
+from salesrl_trl.data.files import demo_path
+from salesrl_trl.data.sources import load_rows
 from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.demo.packaged import PROMPT_STYLE
 from salesrl_trl.demo.services.rubric import load_terms, supported

@@ -3,7 +3,7 @@
 
 Says which code and which versions a run would have here, what two runs differ in, whether the code has a change, and
 whether it is newer than a process. Owns the command line and its text. torch is imported only for the settings of a
-recipe, which its classes check.
+recipe.
 
 Exit code: 0; 1 if the runs differ, the change is not there or the process is older; 2 for bad input.
 """
@@ -60,7 +60,7 @@ class Facts:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that change a run. Of those that may hold a secret only the name is shown."""
+    """The environment variables that change a run. Only the name is shown of a variable that may hold a secret."""
     return {
         name: "(set)" if is_secret(name) or _MAY_HOLD_PASSWORDS.fullmatch(name) else str(without_keys(value))
         for name, value in sorted(environment.items())

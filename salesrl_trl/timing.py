@@ -77,7 +77,7 @@ def _calling_line() -> str:
 
 
 class Spans(Protocol):
-    """Keeps spans."""
+    """Something that keeps spans."""
 
     def add(self, spans: Iterable[Span]) -> None:
         """Keep spans that were measured elsewhere. From any thread."""

@@ -1,7 +1,7 @@
 """A whole run: settings, checks, reward services, trainer, training, last evaluation. Recipes call `main`.
 
-`python -m salesrl_trl.train [RECIPE.yaml] [--SETTING VALUE ...]` runs a recipe without a script: `run.recipes.FULL` if
-none is named.
+`python -m salesrl_trl.train [RECIPE.yaml] [--SETTING VALUE ...]` runs a recipe without a script: `build.recipes.FULL`
+if none is named.
 
 Owns this order and nothing else. Wrong settings, data, addresses or model paths stop a run before a model is loaded,
 with one message and exit code 2.
@@ -66,14 +66,7 @@ logger = logging.getLogger("salesrl_trl.train")  # by `python -m` too
 
 
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
-    """Run a recipe and exit.
-
-    Args:
-        default_recipe (`Path`):
-            The recipe's YAML file, for a command line without `--config`.
-        argv (`Sequence[str]`, *optional*):
-            Command-line arguments. Defaults to those of the process.
-    """
+    """Run a recipe and exit. `default_recipe` is the YAML file for a command line without `--config`."""
     set_up_logging()
     signals.catch()
     argv = sys.argv[1:] if argv is None else argv
@@ -138,15 +131,8 @@ def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> i
 def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
     """Load, train, evaluate before and after, save.
 
-    The embedded services start while the policy is loaded. All services are asked once while vLLM starts.
-
-    Args:
-        plan (`Plan`):
-            Settings and rows.
-        services (`EmbeddedServices`):
-            From `launched_services`.
-        start (`Timeline`):
-            The phases until now.
+    The embedded services start while the policy is loaded. All services are asked once while vLLM starts. `services`
+    come from `launched_services`, and `start` has the phases until now.
     """
     config = plan.config
     # A run that goes on asked them at its start. It pays for no call twice, and an outage is met in training.

@@ -123,7 +123,7 @@ class Keeper:
         return load_under_way(*place) if micro_step % self._args.window else None
 
     def drain_rollouts(self) -> Mapping[int, KeptRollouts]:
-        """The rollouts in flight of the checkpoint that `load_parts` has read. Returned once: the next call has none."""
+        """The rollouts in flight of the checkpoint that `load_parts` has read. They are returned once."""
         rollouts, self._kept = self._kept, {}
         return rollouts
 

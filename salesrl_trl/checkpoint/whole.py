@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,20 +222,13 @@ def _change(checkpoint: Path, manifest: Manifest) -> str | None:
 
 @functools.cache
 def _known_digest(path: Path, written_ns: int) -> str:
-    """A file's digest, remembered until the file is written again: a run asks before a model is loaded, and after it."""
+    """A file's digest, remembered until the file is written again: a run asks before and after a model is loaded."""
     return _digest(path)
 
 
 def _digest(path: Path) -> str:
     """SHA-256 of the SHA-256 of each piece of 64 MiB, so that the pieces of a large file are read in parallel."""
     with path.open("rb") as file, ThreadPoolExecutor(_THREADS) as threads:
-        digests = threads.map(lambda place: _digest_of(file.fileno(), place), _places(path))
+        places = range(0, path.stat().st_size, _PIECE)
+        digests = threads.map(lambda place: hashlib.sha256(os.pread(file.fileno(), _PIECE, place)).digest(), places)
         return hashlib.sha256(b"".join(digests)).hexdigest()
-
-
-def _places(path: Path) -> Iterator[int]:
-    return iter(range(0, path.stat().st_size, _PIECE))
-
-
-def _digest_of(descriptor: int, place: int) -> bytes:
-    return hashlib.sha256(os.pread(descriptor, _PIECE, place)).digest()

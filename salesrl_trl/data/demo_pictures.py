@@ -17,13 +17,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import filelock
 
-from salesrl_trl.data.files import Record, read_lines
+from salesrl_trl.data.files import Record, demo_path, demo_records
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import cache_dir
 
@@ -78,14 +77,14 @@ def recipe_hash() -> str:
     """A hash of everything that decides the dataset: this module and the demo's files."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for name in ("train", "heldout", "drafts", "knowledge"):
-        digest.update(_demo_file(name).read_bytes())
+        digest.update(demo_path(f"{name}.jsonl").read_bytes())
     return digest.hexdigest()[:12]
 
 
 def write_dataset(folder: Path) -> None:
     """Write both splits and their pictures to a folder, which is made if need be."""
-    documents = {document["id"]: document for document in _demo_records("knowledge")}
-    drafts = {draft["id"]: draft["draft_actions"] for draft in _demo_records("drafts")}
+    documents = {document["id"]: document for document in demo_records("knowledge.jsonl")}
+    drafts = {draft["id"]: draft["draft_actions"] for draft in demo_records("drafts.jsonl")}
     names = {
         course: document["title"].removesuffix(" price") for course, document in _price_documents(documents).items()
     }
@@ -94,9 +93,9 @@ def write_dataset(folder: Path) -> None:
         for course, document in _price_documents(documents).items()
     }
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    for split, file in FILES.items():
+    for file in FILES.values():
         lines = []
-        for record in _demo_records(split):
+        for record in demo_records(file):
             if record["lang"] != "en":  # Pillow's own font has no Chinese characters
                 continue
             chance = random.Random(f"{SEED} {record['id']}")
@@ -185,14 +184,6 @@ def _price_documents(documents: Mapping[str, Record]) -> dict[str, Any]:
         document for document in documents.values() if document["lang"] == "en" and document["kind"] == "course"
     )
     return {document["course"]: document for document in english if document["topic"] == "price"}
-
-
-def _demo_file(name: str) -> Path:
-    return Path(str(resources.files("salesrl_trl.data.demo") / f"{name}.jsonl"))
-
-
-def _demo_records(name: str) -> list[Record]:
-    return [line.record for line in read_lines(_demo_file(name))]
 
 
 def _main() -> None:

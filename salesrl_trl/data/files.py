@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,16 @@ class Placed(NamedTuple):
     record: Record
     line: int | None = None
     """Line in the file, counted from 1; `None` where a record is no line."""
+
+
+def demo_path(name: str) -> Path:
+    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl` or `protected_terms.json`."""
+    return Path(str(resources.files("salesrl_trl.data.demo") / name))
+
+
+def demo_records(name: str) -> list[Record]:
+    """The records of a file of the packaged demo."""
+    return [line.record for line in read_lines(demo_path(name))]
 
 
 def read_file(path: Path) -> list[Placed]:

@@ -6,7 +6,7 @@ Owns the count of every prompt's tokens, and the three rules for prompts above t
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jinja2
@@ -68,7 +68,8 @@ def token_counter(
         keys = [json.dumps(prompt) for prompt in prompts]
         different = dict(zip(keys, prompts, strict=True))
         lengths = []
-        for batch in _batches(list(different.values())):
+        distinct = list(different.values())
+        for batch in (distinct[at : at + BATCH_PROMPTS] for at in range(0, len(distinct), BATCH_PROMPTS)):
             try:
                 tokens = tokenizer.apply_chat_template(
                     conversation=batch,
@@ -160,21 +161,16 @@ def _without_oldest_turns(
     shortened: list[Prompt | None] = [None] * len(rows)
     while open_rows := [at for at in range(len(rows)) if fewest[at] < most[at]]:
         middles = [(fewest[at] + most[at]) // 2 for at in open_rows]
-        shorter = [_prompt_without(rows[at], middle, prompt) for at, middle in zip(open_rows, middles, strict=True)]
+        shorter = [
+            build_prompt(dataclasses.replace(rows[at], conversation=rows[at].conversation[middle:]), prompt)
+            for at, middle in zip(open_rows, middles, strict=True)
+        ]
         for at, middle, candidate, length in zip(open_rows, middles, shorter, count(shorter), strict=True):
             if length <= tokens[at]:
                 most[at], shortened[at] = middle, candidate
             else:
                 fewest[at] = middle + 1
     return shortened
-
-
-def _prompt_without(row: SalesRow, turns: int, prompt: str | PromptTemplate) -> Prompt:
-    return build_prompt(dataclasses.replace(row, conversation=row.conversation[turns:]), prompt)
-
-
-def _batches(prompts: Sequence[Prompt]) -> Iterable[Sequence[Prompt]]:
-    return (prompts[at : at + BATCH_PROMPTS] for at in range(0, len(prompts), BATCH_PROMPTS))
 
 
 def _share(some: Sequence[int], rows: Sequence[SalesRow]) -> str:

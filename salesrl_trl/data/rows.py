@@ -30,10 +30,6 @@ def check_columns(columns: Iterable[str], source: str) -> None:
         )
 
 
-def _choices(branches: Sequence[str]) -> str:
-    return f"one of: {', '.join(branches)}" if branches else "a text"
-
-
 def parse_row(
     record: Mapping[str, object],
     position: int,
@@ -53,8 +49,9 @@ def parse_row(
     where = place(position, source, line, f"; id {name!r}" if name else "")
     branch = record.get("branch")
     if not isinstance(branch, str) or (branches and branch not in branches):
+        expected = f"one of: {', '.join(branches)}" if branches else "a text"
         raise DataError(
-            f"{where}: branch {branch!r} is not configured. Expected {_choices(branches)}. "
+            f"{where}: branch {branch!r} is not configured. Expected {expected}. "
             f"Correct the column, or add the branch to `branches` and give it a rubric."
         )
     return SalesRow(

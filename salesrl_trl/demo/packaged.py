@@ -1,6 +1,8 @@
-"""The policy of a run that names no model: a small Qwen2 model and its tokenizer, in the package. It needs no hub.
+"""What the package holds in place of a user's model and services: a small policy, and a record of the demo's services.
 
-`scripts/make_demo_policy.py` teaches it.
+Owns the places of both. The settings and the checks of a run ask for them. The policy is a Qwen2 model with its
+tokenizer, and needs no hub: `scripts/make_demo_policy.py` teaches it. The record has what the services said of some
+completions of every row: `scripts/make_demo_cassette.py` makes it.
 """
 
 from importlib.resources import files
@@ -24,6 +26,6 @@ def packaged_tokenizer() -> "PreTrainedTokenizerBase":
 
 
 CASSETTE = "demo"
-"""Its name, as `replay` has it."""
+"""Name of the record in the setting `replay`."""
 FILE = Path(str(files("salesrl_trl.demo") / "cassette.sqlite.gz"))
-"""A record without prompts, answers, verdicts and calls, which a replay does not need."""
+"""The record, without prompts, answers, verdicts and calls, which a replay does not need."""

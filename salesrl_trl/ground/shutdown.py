@@ -82,7 +82,9 @@ def _unwritten(error: OSError, report: ReportLine) -> int:
 
 
 def _flush(report: ReportLine) -> None:
-    """Flush stdout, as the last action of a process. Python itself would print an error here as one that is ignored."""
+    """Flush stdout, as the last action of a process. Python itself would print an error of this as one that it
+    ignores.
+    """
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

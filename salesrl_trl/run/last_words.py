@@ -57,7 +57,8 @@ def words_of_end(log: Path | None, begin: int = 0) -> Words:
     number = _CRASHES.get(crash[1].strip(), signal.SIGABRT) if crash else signal.SIGKILL
     signs = [(sign, fault) for fault in FAULTS for sign in fault.signs if not sign.kind and not sign.where]
     signs.sort(key=lambda pair: not pair[0].text)  # the signal alone says least
-    fault = next((fault for sign, fault in signs if _fits_end(sign, number, text)), None)
+    fitting = (fault for sign, fault in signs if sign.status in (0, number) and re.search(sign.text, text))
+    fault = next(fitting, None)
     lines = [f"The run was ended by {signal.Signals(number).name}.", *_advice(fault, log)]
     return Words("\n".join(lines), 128 + number)
 
@@ -110,10 +111,6 @@ def _places(error: BaseException) -> Iterator[str]:
     """`module.function` of each frame that the error passed."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         yield f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}"
-
-
-def _fits_end(sign: Sign, number: int, log: str) -> bool:
-    return sign.status in (0, number) and re.search(sign.text, log) is not None
 
 
 def _tail(log: Path, begin: int) -> str:

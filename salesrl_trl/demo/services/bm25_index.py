@@ -1,7 +1,8 @@
 """A BM25 index over a knowledge base, for Chinese and English.
 
-Owns the score of a passage. `language` cuts text into words, bm25s scores documents. Refuses to know HTTP, actions, or
-the form of an answer. The index is built once and never changed, so threads may share it.
+Owns the score of a passage. `language` cuts text into words, bm25s scores documents. `rag_app` searches with it.
+Refuses to know HTTP, actions, or the form of an answer. The index is built once and never changed, so threads may
+share it.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Words and sentences of Chinese and English text.
 
-Owns the cutting of text into words, and the words that carry no content. Refuses to score anything.
+Owns the cutting of text into words, and the words that carry no content. The index and the rubric call it. Refuses to
+score anything.
 """
 
 import re

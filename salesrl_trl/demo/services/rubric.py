@@ -93,8 +93,9 @@ class ProtectedTerms:
 
 
 def load_terms(path: Path | str) -> ProtectedTerms:
-    """Read `{"zh": [substring, ...], "en": [word, ...], "patterns": {"zh": [regex, ...], "en": [regex, ...]}}`. Raises
-    `DataError` if the file cannot be read, is no such object, or holds a pattern that is no regular expression.
+    """Read `{"zh": [substring, ...], "en": [word, ...], "patterns": {"zh": [regex, ...], "en": [regex, ...]}}`.
+
+    Raises `DataError` if the file can't be read, is no such object, or holds a pattern that is no regular expression.
     """
     expected = 'expected {"zh": [...], "en": [...], "patterns": {"zh": [...], "en": [...]}}, all of texts'
     try:

@@ -1,6 +1,6 @@
 """Whether a judge's scores depend on more than quality: on an answer's length, or on its position.
 
-Owns the sums that travel between ranks, and the two figures from them.
+Owns the sums that travel between ranks, and the two figures from them. The reward's figures call it.
 """
 
 import math

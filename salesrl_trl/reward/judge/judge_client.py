@@ -32,8 +32,9 @@ AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str, str]:
-    """Rubrics by name: `<name>.txt` in `directory`, else the packaged one. Raises `ConfigError` if rubrics are in
-    neither place (the message names all), or one can't be read.
+    """Rubrics by name: `<name>.txt` in `directory`, else the packaged one.
+
+    Raises `ConfigError` if rubrics are in neither place (the message names all), or one can't be read.
     """
     packaged = packaged_rubrics()
     folder = Path(directory).expanduser() if directory else None
@@ -73,12 +74,12 @@ def _read_rubric(path: Path) -> str:
 class JudgeClient(Judge):
     """Asks one of several OpenAI-compatible models for a verdict.
 
-    Which provider is asked first follows the weights, and is the same for the same material. The others follow in the
-    order they are listed when it fails or gives no valid verdict.
+    The weights decide which provider is asked first. It is the same provider for the same material. If it fails or
+    gives no valid verdict, the others follow in the order in which they are listed.
 
     A rubric is the system message of its judge; a branch's rubric has the branch's name. With several `repeats` the
-    order of candidate and reference alternates. `aggregation`, a key of `AGGREGATIONS`, makes one verdict of them, if
-    more than half are valid.
+    order of candidate and reference alternates. If more than half of the repeats are valid, `aggregation`, a key of
+    `AGGREGATIONS`, makes one verdict of them.
     """
 
     def __init__(

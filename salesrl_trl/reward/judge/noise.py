@@ -1,7 +1,7 @@
 """How far the verdicts of a judge differ on the same answer: by chance, and by the order of the two answers.
 
-Owns a small set of answers from right to wrong, which verdicts are asked for, and the figures from their scores.
-Refuses to ask a judge. Pure: no network.
+Owns a small set of answers from right to wrong, which verdicts are asked for, and the figures from their scores. The
+preflight asks the judge for these verdicts. Pure: no network.
 """
 
 import itertools

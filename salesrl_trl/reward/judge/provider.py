@@ -1,7 +1,7 @@
 """One judge provider: the request for a verdict, and its cost.
 
-Owns the wire format of a chat completion, the step from the schema to text, tokens and prices. The module `verdict`
-owns the message and which text counts as a verdict. `judge_client` owns which provider is asked.
+Owns the wire format of a chat completion, the change from a schema to text, tokens and prices. `verdict` owns the
+message and which text counts as a verdict. `judge_client` owns which provider is asked, and calls it.
 """
 
 import functools
@@ -42,19 +42,19 @@ MAX_TOKENS = 10**9
 """Most tokens of one call. A larger number is not counted."""
 
 CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
-"""Values of `finish_reason`, in lower case, of a text that was cut off: of OpenAI, Gemini, Mistral."""
+"""Values of `finish_reason`, in lower case, of a text that was cut off: those of OpenAI, Gemini and Mistral."""
 WITHHELD = frozenset(
     {"content_filter", "refusal", "safety", "recitation", "blocklist", "prohibited_content", "spii", "sensitive"}
 )
-"""Values for a text that a filter or the model itself held back: of OpenAI, Anthropic, Gemini, GLM."""
+"""Those of a text that a filter or the model itself withheld: of OpenAI, Anthropic, Gemini and GLM."""
 BROKEN_OFF = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
-"""Values for a text that the server gave up: of OpenRouter, vLLM, SGLang, GLM, DeepSeek."""
+"""Those of a text that the server gave up: of OpenRouter, vLLM, SGLang, GLM and DeepSeek."""
 
 ASKING = frozenset({"user", "system", "developer", "tool"})
 """Roles of messages that are sent to a model. A reply in one of them is an echo, or was mixed up."""
 
 _UNHELD = frozenset({"judge_empty", "judge_not_json"})
-"""Codes of answers after which `auto` tries text."""
+"""Codes of answers that do not keep to the schema: after them `auto` tries text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

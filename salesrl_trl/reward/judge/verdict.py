@@ -60,15 +60,8 @@ End your reply with the JSON object, and write nothing after it. Begin the objec
 def judge_message(
     row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, *, candidate_first: bool, nonce: str
 ) -> str:
-    """The user message: all material in fenced sections, nothing of it outside them.
-
-    Args:
-        row (`SalesRow`), action (`Action`), candidate (`Answer`), reference (`Answer`, *optional*):
-            The material.
-        candidate_first (`bool`):
-            Whether the candidate stands before the reference.
-        nonce (`str`):
-            Marks the lines of the fence.
+    """The user message: all material in fenced sections, nothing of it outside of them. The nonce marks the lines of
+    the fence.
     """
     answers = {"candidate_answer": candidate.text}
     if reference is not None:
@@ -111,16 +104,8 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict
     A judge that thinks aloud may quote forged verdicts of the completion. They can't hold the nonce, and nothing
     before the last object is read. A reply to another request holds another nonce.
 
-    Args:
-        content (`str`):
-            The judge's text.
-        nonce (`str`):
-            The nonce that the request asked for.
-        expect_reference (`bool`):
-            Whether a reference answer was shown, and so must be scored.
-
-    Raises `JudgeInvalid` if the text does not end with such an object. Raises `ForeignVerdict` if its nonce is that of
-    another request.
+    With `expect_reference`, a reference answer was shown and must be scored. Raises `JudgeInvalid` if the text does
+    not end with such an object, and `ForeignVerdict` if its nonce is that of another request.
     """
     text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
     last = _last_object(text)
@@ -191,7 +176,7 @@ def _unsigned(got: object) -> JudgeInvalid:
 
 
 def _faults(error: ValidationError) -> str:
-    """Names the faults in the fields of a verdict, without the judge's words."""
+    """The faults in the fields of a verdict, without the judge's words."""
     faults = []
     for detail in error.errors(include_input=False, include_url=False):
         name = detail["loc"][0]

@@ -1,8 +1,8 @@
 """The RAG service's client.
 
 Owns the interface that every retrieval backend has, and the wire format of both HTTP endpoints. Each request has an id
-of its own, in the header and in the body. An answer with the id of another request is refused. The transport
-owns retries, time-outs and limits.
+of its own, in the header and in the body. An answer with the id of another request is refused. The transport owns
+retries, time-outs and limits. `rag_answers` and the checks of services call it.
 """
 
 import dataclasses

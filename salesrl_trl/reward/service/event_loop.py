@@ -1,8 +1,8 @@
-"""The clock of all waits for services, and one deadline for everything that is done on behalf of a reward phase.
+"""What belongs to an event loop: the clock of all waits for services, the deadline of a reward phase, and objects.
 
-Owns the clock, the moment at which a reward phase ends, and how that moment travels: in a context variable, which
-every task that is started inside takes along. Cancels nothing: the code that waits asks how long it may. A warm-up and
-a preflight time their calls here.
+Owns the moment at which a reward phase ends, and how that moment travels: in a context variable, which every task that
+is started inside takes along. Cancels nothing: the code that waits asks how long it may. The reward sets the deadline,
+and `transport` observes it. A warm-up and a preflight time their calls here.
 """
 
 import asyncio
@@ -42,8 +42,9 @@ def remaining_s() -> float:
 
 
 async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
-    """The answer and its seconds, or the error. Any other exception becomes a `ServiceError`, because other ranks
-    wait for this one."""
+    """The answer and its seconds, or the error. Any other exception becomes a `ServiceError`, because other ranks wait
+    for this rank.
+    """
     started = now()
     try:
         answer = await call()
@@ -62,7 +63,9 @@ async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | Ser
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop, which `make` makes on that loop when it first asks."""
+    """One object for each event loop, made on the loop when it first asks. Connections, events and running tasks break
+    when a second loop uses them.
+    """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
