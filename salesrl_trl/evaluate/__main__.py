@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             plans = plans_of(config, policies, folder, options.rows)
             for note in dict.fromkeys(note for plan in plans for note in plan.notes):
                 logger.info(note)
-            failing_as = EXIT_STOPPED
+            failing_as = EXIT_FAILED
             findings = _evaluate(plans, policies, services, options.samples)
         except (Exception, KeyboardInterrupt) as error:
             exit_with(_reported(error), failing_as)

@@ -143,11 +143,9 @@ def _interval(values: Sequence[float]) -> tuple[float, float] | None:
 def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...]:
     """Indices of the points that no other point dominates, in the order of the points.
 
-    A point dominates another if it is at least as high in every branch and higher in one. So equal points do not
-    dominate each other, and are on the front together or not at all.
-
-    `points`: Scores by branch, higher is better: `[{"fairness": 0.4, "hallucination": 0.3}, ...]`. A point that lacks
-    a branch which another point names, or has `None` or NaN for it, cannot be compared and is left out.
+    A point has scores by branch, higher is better. It dominates another if it is at least as high in every branch and
+    higher in one. So equal points do not dominate each other, and are on the front together or not at all. A point
+    that lacks a branch which another point names, or has `None` or NaN for it, can't be compared and is left out.
 
     Example:
 
@@ -155,8 +153,6 @@ def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...
     >>> pareto_front([{"a": 0.1, "b": 0.9}, {"a": 0.5, "b": 0.5}, {"a": 0.4, "b": 0.5}, {"a": 0.9, "b": None}])
     (0, 1)
     ```
-
-    Returns positions in `points`, ascending. Empty where no point can be compared.
     """
     branches = sorted({branch for point in points for branch in point})
     whole = {index: scores for index, point in enumerate(points) if (scores := _scores(point, branches))}

@@ -78,15 +78,16 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     Changes three methods, and adds `streamed`, `begun`, `answered` and `settle`:
 
-    - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments. Every process gets a client of
-      the server, with as many connections as it has requests in flight.
+    - `_init_vllm` builds the engine with `engine_options` (from `engine_kwargs`) beside TRL's own arguments. Every
+      process
+    gets a client of the server, with as many connections as it has requests in flight.
     - While `streamed`, `begun` or `answered` is active, `generate` asks a server for completions one by one, from
-      every process.
+      every
+    process.
     - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,
-      and for an engine that quantises, it reloads all weights through the worker: parameters are repacked or
-      quantised after loading, so that TRL's push of single ones fails. An adapter is merged beside its base.
-
-    `engine_options`: from `engine_kwargs`.
+      and
+    for an engine that quantises, it reloads all weights through the worker: parameters are repacked or quantised after
+    loading, so that TRL's push of single ones fails. An adapter is merged beside its base.
     """
 
     vllm_client: Any
@@ -328,13 +329,12 @@ def has_tied_head(model: PreTrainedModel) -> bool:
 
 
 def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
-    """Whether the trainer's push sets every weight of a colocated engine.
+    """Whether the trainer's push sets every weight of a colocated engine. On a CPU a tied head is not set
+    (`has_tied_head`).
 
     TRL pushes parameters. So a model with saved buffers, such as a router's bias, keeps those that the engine has. A
     quantised engine quantises its weights while it reads them. A vision tower over random weights stays wrong after
     the push: of a Qwen2.5-VL on a CPU, log-probs were off by 0.72 nats, and by 1e-6 over the checkpoint's weights.
-
-    `on_cpu`: whether the engine runs on a CPU, where a tied head is not set (`has_tied_head`).
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     is_whole = parameters.issuperset(model.state_dict())

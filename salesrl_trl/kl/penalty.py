@@ -53,9 +53,9 @@ class BranchPenalty:
     start of the step over that sampler. This is TRL's `importance_sampling_ratio`, with the bounds of the policy's
     loss.
 
-    `inputs`: TRL's micro-batch, with `branch_ids` of shape (B,). `settings`: estimator, clamp and correction.
-    `shares`: by how much the rewards of each branch count, by branch id. Every policy loss of TRL is in proportion to
-    the advantages, so these are multiplied. Without shares, or if all are 1, they stay untouched.
+    `inputs` is TRL's micro-batch, with `branch_ids` of shape (B,). `shares` say by branch id how much the rewards of
+    each branch count. Every policy loss of TRL is in proportion to the advantages, so these are multiplied. Without
+    shares, or if all are 1, they stay untouched.
     """
 
     def __init__(

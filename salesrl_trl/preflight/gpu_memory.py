@@ -56,7 +56,7 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     title = f"{config.model.model_name_or_path}, {_trained(weighed.setup)}"
     print((_as_json if as_json else _as_text)(weighed, preset, card, title))
-    return 0 if weighed.estimate.fits else EXIT_STOPPED
+    return 0 if weighed.estimate.fits else EXIT_FAILED
 
 
 def _card(name: str | None, config: RunConfig) -> Card:

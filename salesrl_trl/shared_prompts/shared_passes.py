@@ -74,7 +74,7 @@ class PassSettings:
 class SharedPrompts:
     """The passes of one trainer, in place of TRL's `_get_per_token_logps_and_entropies`.
 
-    `model`: the policy, without the wrappers of distributed training. Its reference has the same architecture.
+    The policy comes without the wrappers of distributed training. Its reference has the same architecture.
     """
 
     def __init__(self, model: nn.Module, settings: PassSettings) -> None:
