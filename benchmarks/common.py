@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.service import BRANCHES, GENERATIONS, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.demo.policy import packaged_tokenizer
+from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
 

@@ -65,8 +65,8 @@ from benchmarks.lengths import fix_lengths
 from benchmarks.pipeline import Clock, window
 from benchmarks.service import GENERATIONS, latency_s
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.demo.policy import packaged_tokenizer
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import REWARD_EXPOSED, REWARD_HIDDEN, outcome_of
 from salesrl_trl.reward.functions import per_completion, per_group
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
@@ -181,9 +181,9 @@ class Bench:
         engine = ours.vllm_generation
         fix_lengths(engine.llm, TOKENS, seeded=True)
         self._trainers: dict[str, GRPOTrainer] = {first: ours}
-        with replaced(colocated, "SalesVLLMGeneration", lambda *_, **__: engine):
+        with patched(colocated, "SalesVLLMGeneration", lambda *_, **__: engine):
             self._trainers |= {form: self._ours(functions[form], config) for form in others}
-        with replaced(upstream, "VLLMGeneration", lambda **_: engine):
+        with patched(upstream, "VLLMGeneration", lambda **_: engine):
             stock = GRPOConfig(**self._settings)
             self._trainers["stock"] = self._built(GRPOTrainer, functions["async"], stock)
             self._trainers["stock_sync"] = self._built(GRPOTrainer, functions["sync"], stock)

@@ -58,8 +58,8 @@ from salesrl_trl.build.memory.setup import setup_of
 from salesrl_trl.build.memory.shape import ModelShape, adapters_of, shape_of
 from salesrl_trl.build.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.demo.policy import packaged_tokenizer
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.telemetry.device import GIB
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -191,7 +191,7 @@ def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPO
         policy = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, row.dtype))
     else:
         policy = build(row)
-    with replaced(upstream, "create_model_from_path", lambda *_, **__: build(row)):
+    with patched(upstream, "create_model_from_path", lambda *_, **__: build(row)):
         trainer = (SalesGRPOTrainer if row.vllm else FullLength)(
             policy,
             InstantReward(),

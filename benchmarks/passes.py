@@ -32,7 +32,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.common import SHAPES, allocated, device, device_name, dtype, now, parser, peak, write_json
 from salesrl_trl.shared_prompts.ahead import Ahead
-from salesrl_trl.shared_prompts.passes import LogProbs, PassSettings, SharedPrompts
+from salesrl_trl.shared_prompts.shared_passes import LogProbs, PassSettings, SharedPrompts
 
 GROUP, GROUPS, MOST = 8, 8, 256
 PER_PASS = (None, 4096, 8192, 16384)

@@ -81,8 +81,8 @@ from benchmarks.timing import Meter
 from benchmarks.vllm_server import for_training, vllm_server
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.passes import passes_of
-from salesrl_trl.demo.policy import packaged_tokenizer
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import GPU_PEAK, Phase, time_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Recorder
@@ -277,7 +277,7 @@ class Bench:
     def _build_stock(self, ours: GRPOTrainer, **sizes: int) -> GRPOTrainer:
         """TRL's trainer, with the reference and the engine of `ours`."""
         config = GRPOConfig(beta=0.0, **{**self._settings, **sizes})
-        with replaced(upstream, "VLLMGeneration", lambda **_: ours.vllm_generation):
+        with patched(upstream, "VLLMGeneration", lambda **_: ours.vllm_generation):
             stock = self._built(GRPOTrainer, self._rewards["stock"], config)
         stock.beta, stock.ref_model = BETA, ours.ref_model
         return stock

@@ -25,8 +25,8 @@ from trl.data_utils import prepare_multimodal_messages
 from salesrl_trl.data import demo_pictures
 from salesrl_trl.data.files import Record, read_file
 from salesrl_trl.data.processor import load_processor
-from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.rows import parse_row
+from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.demo import vision
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.types import Action

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from salesrl_trl.config.reward import RewardConfig as RewardConfig
     from salesrl_trl.config.training import SalesGRPOConfig as SalesGRPOConfig
     from salesrl_trl.data.form import Form as Form
-    from salesrl_trl.data.formats.base import DatasetFormat as DatasetFormat
+    from salesrl_trl.data.formats.dataset_format import DatasetFormat as DatasetFormat
     from salesrl_trl.data.sources import build_dataset as build_dataset
     from salesrl_trl.data.sources import load_rows as load_rows
     from salesrl_trl.errors import ConfigError as ConfigError
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from salesrl_trl.errors import ServiceError as ServiceError
     from salesrl_trl.errors import TooFewRewardsError as TooFewRewardsError
     from salesrl_trl.errors import WeightSyncError as WeightSyncError
-    from salesrl_trl.evaluation.figures import Figure as Figure
-    from salesrl_trl.evaluation.record import QuickEvalSettings as QuickEvalSettings
+    from salesrl_trl.evaluation.quick_figures import Figure as Figure
+    from salesrl_trl.evaluation.quick_record import QuickEvalSettings as QuickEvalSettings
     from salesrl_trl.generation.sampler import Sampler as Sampler
     from salesrl_trl.kl.law import KLLaw as KLLaw
     from salesrl_trl.reward.chain import SalesReward as SalesReward
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.functions import per_batch as per_batch
     from salesrl_trl.reward.functions import per_completion as per_completion
     from salesrl_trl.reward.functions import per_group as per_group
-    from salesrl_trl.reward.judge.base import Judge as Judge
+    from salesrl_trl.reward.judge.judge_interface import Judge as Judge
     from salesrl_trl.reward.service.transport import Transport as Transport
     from salesrl_trl.reward.stage import Added as Added
     from salesrl_trl.reward.stage import Case as Case
@@ -55,7 +55,7 @@ _MODULES = {
     "SalesGRPOTrainer": "trainer",
     "SalesGRPOConfig": "config.training",
     "RewardConfig": "config.reward",
-    "QuickEvalSettings": "evaluation.record",
+    "QuickEvalSettings": "evaluation.quick_record",
     # reward functions of your own: docs/REWARDS.md
     "per_completion": "reward.functions",
     "per_group": "reward.functions",
@@ -70,9 +70,9 @@ _MODULES = {
     "open_reward": "build.assembly",
     "SalesReward": "reward.chain",
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
-    "DatasetFormat": "data.formats.base",
-    "Figure": "evaluation.figures",
-    "Judge": "reward.judge.base",
+    "DatasetFormat": "data.formats.dataset_format",
+    "Figure": "evaluation.quick_figures",
+    "Judge": "reward.judge.judge_interface",
     "KLLaw": "kl.law",
     "RewardStage": "reward.stage",
     "Sampler": "generation.sampler",

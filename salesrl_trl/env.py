@@ -3,7 +3,7 @@
 
 Says which code and which versions a run would have here, what two runs differ in, whether the code has a change, and
 whether it is newer than a process. Owns the command line and its text. torch is imported only for the settings of a
-recipe, which its classes check.
+recipe.
 
 Exit code: 0; 1 if the runs differ, the change is not there or the process is older; 2 for bad input.
 """
@@ -25,8 +25,8 @@ from salesrl_trl.build import software
 from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.run.record import Difference, differences, settings_text
-from salesrl_trl.run.tools import ToolParser, tell_failure
+from salesrl_trl.run.run_record import Difference, differences, settings_text
+from salesrl_trl.run.tools import ToolParser, print_failure
 
 PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2
@@ -60,7 +60,7 @@ class Facts:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that change a run. Of those that may hold a secret only the name is shown."""
+    """The environment variables that change a run. Only the name is shown of a variable that may hold a secret."""
     return {
         name: "(set)" if is_secret(name) or _MAY_HOLD_PASSWORDS.fullmatch(name) else str(without_keys(value))
         for name, value in sorted(environment.items())
@@ -68,23 +68,23 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def page(found: Facts) -> str:
+def page(facts: Facts) -> str:
     """The facts as text."""
-    code = found.code
+    code = facts.code
     commit = f"{code.commit}, {code.changed_files or 'no'} changed files" if code.commit else "none"
     lines = [
-        ("package", f"salesrl_trl {code.version} in {found.folder}"),
+        ("package", f"salesrl_trl {code.version} in {facts.folder}"),
         ("code", f"{code.digest} (hash of all files); commit: {commit}"),
     ]
-    if found.recipes_import != found.folder:
+    if facts.recipes_import != facts.folder:
         remedy = "Install this one (pip install --no-deps -e .), or put its checkout on PYTHONPATH."
-        lines.append(("NOT THIS ONE", f"a recipe would import {found.recipes_import or 'none at all'}. {remedy}"))
+        lines.append(("NOT THIS ONE", f"a recipe would import {facts.recipes_import or 'none at all'}. {remedy}"))
     lines += [
-        ("python", f"{found.python}, {found.executable}"),
-        ("platform", f"{found.system}, {found.cores} cores, {found.memory_gib} GiB of memory"),
-        *(("GPU", ", ".join(each.values())) for each in found.gpus or [{"": "none (nvidia-smi shows none)"}]),
-        *(("version", _version(each)) for each in found.packages),
-        *(("environment", f"{name}={value}") for name, value in found.environment.items()),
+        ("python", f"{facts.python}, {facts.executable}"),
+        ("platform", f"{facts.system}, {facts.cores} cores, {facts.memory_gib} GiB of memory"),
+        *(("GPU", ", ".join(gpu.values())) for gpu in facts.gpus or [{"": "none (nvidia-smi shows none)"}]),
+        *(("version", _version(package)) for package in facts.packages),
+        *(("environment", f"{name}={value}") for name, value in facts.environment.items()),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
@@ -96,14 +96,14 @@ def _version(package: software.Package) -> str:
     return f"NOT MET: {package.name} {package.wanted} is wanted{extra}, installed: {package.installed}"
 
 
-def difference_page(found: Mapping[str, Mapping[str, Difference]]) -> str:
+def difference_page(parts: Mapping[str, Mapping[str, Difference]]) -> str:
     """The differences of two runs as text, a line for each."""
     lines = []
-    for part, values in found.items():
+    for part, values in parts.items():
         lines += [part] * bool(values)
-        for name, (one, other) in values.items():
-            arrow = "\n    -> " if len(f"{one}{other}") > 80 else " -> "
-            lines.append(f"  {name}: {one}{arrow}{other}")
+        for name, (first, other) in values.items():
+            arrow = "\n    -> " if len(f"{first}{other}") > 80 else " -> "
+            lines.append(f"  {name}: {first}{arrow}{other}")
     return "\n".join(lines) or "no difference"
 
 
@@ -112,26 +112,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         options, settings = _parser().parse_known_args(argv)
-        if settings and (alone := [each for each in _ALONE if getattr(options, each) is not None]):
-            names = ", ".join(each.split("=")[0] for each in settings if each.startswith("-"))  # a value may be a key
+        if settings and (alone := [option for option in _ALONE if getattr(options, option) is not None]):
+            names = ", ".join(
+                argument.split("=")[0] for argument in settings if argument.startswith("-")
+            )  # a value may be a key
             raise ConfigError(f"unknown arguments beside --{alone[0]}: {names or 'values'}. Leave them out.")
         if options.has is not None or options.process is not None:
             answers = _answers(options.has, options.process)
-            print(json.dumps({name: each for name, (each, _) in answers.items()}) if options.json else
+            print(json.dumps({name: answer for name, (answer, _) in answers.items()}) if options.json else
                   "\n".join(text for _, text in answers.values()))  # fmt: skip
             return 0 if all(answer for answer, _ in answers.values()) else DIFFERENT
         if options.diff:
-            found = differences(*options.diff)
-            print(json.dumps(found) if options.json else difference_page(found))
-            return DIFFERENT if any(found.values()) else 0
+            changes = differences(*options.diff)
+            print(json.dumps(changes) if options.json else difference_page(changes))
+            return DIFFERENT if any(changes.values()) else 0
         shown, recipe = Facts(), _recipe(settings) if settings else None
         if options.json:
-            unmet = [each.name for each in shown.packages if not each.is_met]
+            unmet = [package.name for package in shown.packages if not package.is_met]
             print(json.dumps({**dataclasses.asdict(shown), "unmet": unmet, "settings": recipe}, indent=2))
         else:
             print(page(shown) + (f"\n\n{settings_text(recipe)}" if recipe is not None else ""))
     except SalesRLError as error:
-        tell_failure(error, as_json="--json" in argv)
+        print_failure(error, as_json="--json" in argv)
         return BAD_INPUT
     return 0
 

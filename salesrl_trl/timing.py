@@ -43,9 +43,9 @@ class Span:
         return self.ended - self.started
 
 
-def overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+def overlap(first: tuple[float, float], other: tuple[float, float]) -> float:
     """Seconds that two intervals (started, ended) share."""
-    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+    return max(0.0, min(first[1], other[1]) - max(first[0], other[0]))
 
 
 class Timing:
@@ -77,7 +77,7 @@ def _calling_line() -> str:
 
 
 class Spans(Protocol):
-    """Keeps spans."""
+    """Something that keeps spans."""
 
     def add(self, spans: Iterable[Span]) -> None:
         """Keep spans that were measured elsewhere. From any thread."""

@@ -1,7 +1,7 @@
 """A whole run: settings, checks, reward services, trainer, training, last evaluation. Recipes call `main`.
 
-`python -m salesrl_trl.train [RECIPE.yaml] [--SETTING VALUE ...]` runs a recipe without a script: `run.recipes.FULL` if
-none is named.
+`python -m salesrl_trl.train [RECIPE.yaml] [--SETTING VALUE ...]` runs a recipe without a script: `build.recipes.FULL`
+if none is named.
 
 Owns this order and nothing else. Wrong settings, data, addresses or model paths stop a run before a model is loaded,
 with one message and exit code 2.
@@ -39,7 +39,7 @@ from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_RESUMABLE, EXIT_STOPPED
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.preflight.simulation import SimulationConfig
@@ -53,7 +53,7 @@ from salesrl_trl.run.console import (
     set_log_level,
     set_up_logging,
 )
-from salesrl_trl.run.record import has_finished, write_finished, write_record
+from salesrl_trl.run.run_record import has_finished, write_finished, write_record
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.start_up import imports_so_far
 from salesrl_trl.telemetry.timeline import Timeline
@@ -66,14 +66,7 @@ logger = logging.getLogger("salesrl_trl.train")  # by `python -m` too
 
 
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
-    """Run a recipe and exit.
-
-    Args:
-        default_recipe (`Path`):
-            The recipe's YAML file, for a command line without `--config`.
-        argv (`Sequence[str]`, *optional*):
-            Command-line arguments. Defaults to those of the process.
-    """
+    """Run a recipe and exit. `default_recipe` is the YAML file for a command line without `--config`."""
     set_up_logging()
     signals.catch()
     argv = sys.argv[1:] if argv is None else argv
@@ -109,7 +102,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
         try:
             run(plan, services, start)
         except (Exception, KeyboardInterrupt) as error:
-            exit_with(error, EXIT_STOPPED)
+            exit_with(error, EXIT_FAILED)
 
 
 def _extent(training: SalesGRPOConfig) -> dict[str, object]:
@@ -128,7 +121,7 @@ def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> i
     """Score made-up completions, as many as a step has, for 5 steps or `max_steps`. Returns the exit code."""
     training = config.training
     completions = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    recipe = [] if any(each.startswith("--config") for each in argv) else ["--config", str(default_recipe)]
+    recipe = [] if any(argument.startswith("--config") for argument in argv) else ["--config", str(default_recipe)]
     shape = {"prompts_per_step": max(completions // training.num_generations, 1)}
     if 0 < training.max_steps < SimulationConfig.steps:
         shape["steps"] = training.max_steps
@@ -138,15 +131,8 @@ def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> i
 def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
     """Load, train, evaluate before and after, save.
 
-    The embedded services start while the policy is loaded. All services are asked once while vLLM starts.
-
-    Args:
-        plan (`Plan`):
-            Settings and rows.
-        services (`EmbeddedServices`):
-            From `launched_services`.
-        start (`Timeline`):
-            The phases until now.
+    The embedded services start while the policy is loaded. All services are asked once while vLLM starts. `services`
+    come from `launched_services`, and `start` has the phases until now.
     """
     config = plan.config
     # A run that goes on asked them at its start. It pays for no call twice, and an outage is met in training.
@@ -214,6 +200,6 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
+    arguments = sys.argv[1:]
     sys.argv[0] = "python -m salesrl_trl.train"  # in the usage, and in the run's record
-    main(FULL, ["--config", *given] if given and not given[0].startswith("-") else given)
+    main(FULL, ["--config", *arguments] if arguments and not arguments[0].startswith("-") else arguments)

@@ -22,9 +22,9 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.schedule import follow
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
@@ -123,7 +123,7 @@ class SalesGRPOTrainer(BoundTrainer):
         with self.rooms.running(functools.partial(self._save_checkpoint, self.model, None)):
             resumed = self.rooms.keeper.begin(resume_from_checkpoint, self.train_dataset)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
-            with replaced(self.args, "eval_on_start", starts):
+            with patched(self.args, "eval_on_start", starts):
                 return super().train(resumed, *args, **kwargs)
 
     def _init_training_state(self, *args, **kwargs):
@@ -253,9 +253,9 @@ class SalesGRPOTrainer(BoundTrainer):
         inputs = share.of(inputs)
         penalty = None if kl is None else kl.penalty(inputs, share.policy)
         inputs = inputs if penalty is None else penalty.inputs
-        beta = replaced(self, "beta", self.beta if penalty is None else penalty)
+        beta = patched(self, "beta", self.beta if penalty is None else penalty)
         scaled = self._with_fewer_micro_batches(share.micro_batches)
-        with beta, scaled, replaced(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
+        with beta, scaled, patched(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
             loss = super()._compute_loss(model, inputs)
             if kl is not None and penalty is not None:
                 kl.add(penalty)
@@ -329,7 +329,7 @@ class SalesGRPOTrainer(BoundTrainer):
                 self._metrics[mode] |= {name: [value] for name, value in self.rooms.figures(mode).items()}
             has_table = self.log_completions and is_measured
             try:
-                with replaced(self, "log_completions", has_table):
+                with patched(self, "log_completions", has_table):
                     super().log(logs, start_time)
                 if has_table and self.accelerator.is_main_process:
                     out, unique = Path(self.args.output_dir), self.log_unique_prompts

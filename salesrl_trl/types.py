@@ -1,6 +1,6 @@
 """The values that pass between rooms: rows, actions, answers, verdicts, rewards.
 
-Owns the vocabulary alone: no parsing, no I/O, standard library only. All values are frozen, so that the trainer's
+Owns these values alone: no parsing, no I/O, standard library only. All of them are frozen, so that the trainer's
 thread and the thread of the reward's event loop may share them.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 NOT_APPLICABLE = "not_applicable"
 """Reason of a completion for which a function returned `None`."""
 RESERVED_REASONS = frozenset({"budget_spent", "deadline", "no_passages", NOT_APPLICABLE})
-"""Reasons by which the package decides something, or says what to do. No code of a user's own may give them."""
+"""Reasons by which the package decides something, or says what to do. Code of a user's own may not give them."""
 
 
 class Outcome(StrEnum):
@@ -195,10 +195,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The judge's scores for one answer and for the reference beside it.
-
-    Raises:
-        `ValueError`: a score is no number in [0, 1].
+    """The judge's scores for one answer and for the reference beside it. Raises `ValueError` if a score is no number
+    in [0, 1].
     """
 
     candidate: float
@@ -208,7 +206,7 @@ class Verdict:
     reason: str
     """The judge's words. Free text that may quote the customer: not for logs."""
     provider: str = ""
-    """Who said it, where there are several."""
+    """The provider that gave it, where there are several."""
 
     def __post_init__(self) -> None:
         scores = (self.candidate,) if self.reference is None else (self.candidate, self.reference)
@@ -217,18 +215,16 @@ class Verdict:
 
 
 LARGEST_REWARD = 1e18
-"""TRL has rewards in float32, and squares them for a group's standard deviation. One that becomes infinite there takes
-the advantages of its whole group with it."""
+"""TRL has rewards in float32, and squares them for a group's standard deviation. A reward that becomes infinite there
+spoils the advantages of its whole group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
     """The result of the chain for one completion.
 
-    Raises:
-        `ValueError`: `value` and `outcome` disagree (a failed call never has a number, and a scored one always has),
-        or
-            a number is NaN, infinite or beyond `LARGEST_REWARD`.
+    Raises `ValueError` if `value` and `outcome` disagree (a failed call never has a number, and a scored one always
+    has), or if a number is NaN, infinite or beyond `LARGEST_REWARD`.
     """
 
     outcome: Outcome
@@ -249,7 +245,7 @@ class Reward:
     columns: Mapping[str, object] = field(default_factory=dict)
     """What a function logged for this completion by `log_extra`."""
     metrics: tuple[tuple[str, float], ...] = ()
-    """What a function logged by `log_metric`. With the first completion of its call."""
+    """What a function logged by `log_metric`. The first completion of a call has it."""
 
     @classmethod
     def scored(cls, value: float, *, reason: str = "", **components: float) -> "Reward":
@@ -258,8 +254,9 @@ class Reward:
 
     @classmethod
     def missing(cls, reason: str) -> "Reward":
-        """No number, because it could not be had: `Reward.missing("judge_busy")`. `reason`: a short code. Raises
-        `ValueError` for one of `RESERVED_REASONS`."""
+        """No number, because it could not be had: `Reward.missing("judge_busy")`. The reason is a short code. Raises
+        `ValueError` for one of `RESERVED_REASONS`.
+        """
         if reason in RESERVED_REASONS:
             raise ValueError(f"{reason!r} is a reason of the package's own. Expected another code.")
         return cls(outcome=Outcome.INFRA, value=None, reason=reason)

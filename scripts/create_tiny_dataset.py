@@ -32,11 +32,11 @@ from salesrl_trl.config import DataConfig
 from salesrl_trl.data.files import Record
 from salesrl_trl.data.form import Records
 from salesrl_trl.data.formats import FORMATS, ROWS
-from salesrl_trl.data.formats.base import digest
+from salesrl_trl.data.formats.dataset_format import digest
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.sources import load_records
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.evaluation.sample import spread
+from salesrl_trl.evaluation.quick import spread
 
 EXIT_USAGE = 2
 ENDINGS = (".jsonl", ".parquet")

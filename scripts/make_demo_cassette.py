@@ -23,7 +23,7 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-from salesrl_trl.demo.cassette import FILE
+from salesrl_trl.demo.packaged import FILE
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.recording.reader import Recorded, as_json, recorded
 from salesrl_trl.recording.writer import add_text, insert, opened

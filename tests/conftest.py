@@ -75,7 +75,7 @@ def _process_as_it_was():
 @pytest.fixture(scope="session")
 def policy_path():
     """A policy whose actions are valid."""
-    from salesrl_trl.demo.policy import PACKAGED
+    from salesrl_trl.demo.packaged import PACKAGED
 
     return PACKAGED
 

@@ -20,8 +20,8 @@ from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.judge_client import JudgeClient
+from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.judge.provider import JudgeProvider
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.rag.rag_client import RagBackend, RagClient

@@ -21,7 +21,7 @@ from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.formats import ROWS
-from salesrl_trl.demo.cassette import CASSETTE
+from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.generation import compiled
 from salesrl_trl.ground.process import installed
 from salesrl_trl.kl.law import KLTarget
@@ -206,7 +206,7 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
 def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
     """The state of the folder of compiled code, and the engine's start that follows from it."""
     assert training.compiled is not None
-    state = f"{training.compiled}: {compiled.kept(training.compiled)}"
+    state = f"{training.compiled}: {compiled.content_of(training.compiled)}"
     if not training.use_vllm or training.vllm_mode == "server":
         return state
     start = engine_start(training)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from salesrl_trl.data.text import read_small
+from salesrl_trl.data.files import read_small
 
 MOST_CHARACTERS = 4_000_000
 """Of a file's keys and values, with every alias written out. The longest recipe of this package has a thousandth."""

@@ -1,8 +1,8 @@
 """The identity of a run: the inputs that its checkpoints depend on.
 
-Owns the differences between a checkpoint and a resumed run that are refused, and those that are only logged. Refused
-are differences that would repeat or lose a prompt, or change the reference: rows, their branches, the settings that
-decide the order of prompts, and the first weights.
+Owns which differences between a checkpoint and a resumed run are refused, and which are only logged. Refused are
+differences that would repeat or lose a prompt, or change the reference: rows, their branches, the settings that decide
+the order of prompts, and the first weights. `keeper` calls it.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import IDENTITY_FILE
 
 UNDER_WAY = "processes x batch, steps x iterations of the generation batch under way"
-"""Ignored in a checkpoint between two generation batches."""
+"""Name of an input that is left out of a checkpoint between two generation batches, where it does not matter."""
 LOGGED_SETTINGS = (
     "learning_rate", "lr_scheduler_type", "optim", "max_steps", "num_train_epochs", "num_generations",
     "num_iterations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "loss_type", "scale_rewards",
@@ -33,7 +33,7 @@ _PER_WEIGHT = 32
 """Values of each weight that the digest contains. Training changes some of them in every weight."""
 
 Identity = dict[str, dict[str, object]]
-"""`decides`: inputs whose differences are refused. `told`: settings whose differences are logged. Both JSON."""
+"""`decides`: inputs whose differences are refused. `told`: settings whose differences are logged. Both are JSON."""
 
 
 def rows_of(prompts: Iterable[object], branches: Iterable[str]) -> str:
@@ -70,7 +70,7 @@ def shape_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 @contextlib.contextmanager
 def _gathered(weight: torch.Tensor) -> Iterator[None]:
-    """While active, each process has the whole weight. ZeRO-3 splits a model over the processes while it is loaded."""
+    """While active, this process has the whole weight. ZeRO-3 splits a model over the processes while it is loaded."""
     if not hasattr(weight, "ds_id"):
         yield
         return
@@ -123,15 +123,9 @@ def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -
 
 
 def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[str]:
-    """Compare a run with the checkpoint that it resumes.
+    """Compare a run with the checkpoint that it resumes. Returns lines to log.
 
-    `allowed`: whether to resume in spite of refused differences, which are then logged.
-
-    Returns:
-        `list[str]`: lines to log.
-
-    Raises:
-        `ConfigError`: a difference is refused, or the checkpoint's identity can't be read.
+    Raises `ConfigError` if the checkpoint's identity can't be read, or if a difference is refused and not `allowed`.
     """
     path = checkpoint / IDENTITY_FILE
     if not path.is_file():

@@ -1,20 +1,22 @@
 """The checkpoints of a run: written beside the others, put in place when they are whole, deleted when they are old.
 
-Owns the way of a checkpoint into the output folder, and the package's own files in it. Refuses to decide when one is
-saved: transformers does. `whole` owns the manifest.
+Owns the way of a checkpoint into the output folder, the package's own files in it, and the choice of the one that a
+run goes on from. Refuses to decide when one is saved: transformers does. `whole` owns the manifest, and `identity`
+says whether a checkpoint is of this run. The trainer calls `Keeper`.
 """
 
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from accelerate import PartialState
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import TrainerState
 
-from salesrl_trl.checkpoint.identity import Identity, write_identity
-from salesrl_trl.checkpoint.resume import choose_on_all_ranks
+from salesrl_trl.checkpoint.identity import Identity, check_identity, write_identity
 from salesrl_trl.checkpoint.under_way import (
     Batches,
     load_rollouts,
@@ -22,22 +24,26 @@ from salesrl_trl.checkpoint.under_way import (
     save_rollouts,
     save_under_way,
 )
-from salesrl_trl.checkpoint.whole import STATE_FILE, Manifest, folders, in_order, read, seal
+from salesrl_trl.checkpoint.whole import STATE_FILE, Manifest, find, folders, in_order, read, seal
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.errors import CheckpointError
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.errors import CheckpointError, ConfigError
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, SAVING_FOLDER
 from salesrl_trl.rollout.pipeline import KeptRollouts
 
+logger = get_logger(__name__)
+
 
 class Keeper:
     """Saves the checkpoints of one run.
 
-    `kl`: its state is part of a checkpoint. `identity`: from the training dataset to the identity of the run.
-    `is_skipping`: whether the generation batch under way is left out of the loss. Then it is no part of a checkpoint.
-    `in_flight`: `Pipeline.in_flight`.
+    - `kl`: its state is part of a checkpoint.
+    - `identity`: gives the identity of the run from its training dataset.
+    - `is_skipping`: whether the generation batch under way is left out of the loss. Then it is no part of a
+      checkpoint.
+    - `in_flight`: `Pipeline.in_flight`.
     """
 
     def __init__(
@@ -59,12 +65,9 @@ class Keeper:
         self._last: Path | None = None
 
     def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
-        """A run begins, or goes on from a checkpoint; a collective.
+        """A run begins, or goes on from a checkpoint; a collective. Returns the checkpoint, if there is one.
 
-        `asked`: as `whole.find` has it.
-
-        Returns:
-            `str`, *optional*: the checkpoint. Raises `ConfigError` if the run can't go on from it.
+        `asked` is as in `whole.find`. Raises `ConfigError` if the run can't go on from the checkpoint.
         """
         self._identity = self._identity_of(dataset)
         self._last = choose_on_all_ranks(asked, self._args, self._identity)
@@ -74,12 +77,9 @@ class Keeper:
     def save(self, state: TrainerState, write: Callable[[], None]) -> None:
         """Save a checkpoint; a collective. Nothing is written if this step has one already.
 
-        `state`: counts of the run. It names the best checkpoint. `write`: Lets transformers write a checkpoint into
-        the output folder that the settings name, on all ranks.
-
-        Raises:
-            `CheckpointError`: on all ranks, if any of them could not write its part. The folder is not there then, and
-                the checkpoints before it are as they were.
+        `state` names the step and the best checkpoint. `write` lets transformers write a checkpoint into the output
+        folder that the settings name, on all ranks. Raises `CheckpointError` on all ranks if any of them could not
+        write its part. Then the folder is not there, and the checkpoints before it are as they were.
         """
         folder = self._output_dir / f"{CHECKPOINT_FOLDERS}{state.global_step}"
         if folder == self._last:
@@ -87,7 +87,7 @@ class Keeper:
         fresh = self._output_dir / SAVING_FOLDER / folder.name
         self._clear()
         PartialState().wait_for_everyone()
-        with replaced(self._args, "output_dir", str(fresh.parent)):
+        with patched(self._args, "output_dir", str(fresh.parent)):
             self._on_all_ranks(folder, write)
         self._on_all_ranks(folder, lambda: self._finish(fresh, folder, state) if self._is_main else None)
         # With a shared disk, the folder is in its place now. Else each machine has one of its own left.
@@ -100,8 +100,8 @@ class Keeper:
         """Write the package's own files: the state of the KL, the run's identity, the generation batch under way, and
         the rollouts in flight.
 
-        `update`: Optimizer steps done. `micro_step`, `slices`: Micro-steps done, and the slices of the generation
-        batch under way, as TRL counts and keeps them.
+        `update` and `micro_step` are the optimizer steps and micro-steps done. `slices` are those of the generation
+        batch under way, as TRL keeps them.
         """
         is_inside = bool(micro_step % self._args.window)
         if self._args.should_save:
@@ -123,9 +123,9 @@ class Keeper:
         return load_under_way(*place) if micro_step % self._args.window else None
 
     def drain_rollouts(self) -> Mapping[int, KeptRollouts]:
-        """The rollouts in flight of the checkpoint that `load_parts` has read: once, then none."""
-        kept, self._kept = self._kept, {}
-        return kept
+        """The rollouts in flight of the checkpoint that `load_parts` has read. They are returned once."""
+        rollouts, self._kept = self._kept, {}
+        return rollouts
 
     def _clear(self) -> None:
         """Delete what is half-written, or half-deleted."""
@@ -133,13 +133,13 @@ class Keeper:
             shutil.rmtree(self._output_dir / SAVING_FOLDER, ignore_errors=True)
 
     def _on_all_ranks(self, folder: Path, work: Callable[[], None]) -> None:
-        """Do it. If it fails on one rank, it has failed on all of them."""
+        """Call `work`. If it fails on one rank, raise on all of them."""
         error, reason = None, None
         try:
             work()
         except Exception as failure:
             error, reason = failure, _reason(failure)
-        reasons = [each for each in gather_object([reason]) if each is not None]
+        reasons = [text for text in gather_object([reason]) if text is not None]
         if not reasons:
             return
         self._clear()
@@ -166,20 +166,64 @@ class Keeper:
         limit = self._args.save_total_limit or 0
         if limit <= 0:
             return
-        found = {folder: read(folder) for folder in folders(self._output_dir)}
-        whole = {each: manifest for each, manifest in found.items() if isinstance(manifest, Manifest)}
-        old = [each for each in in_order(whole) if each != self._last and str(each) != best]
-        for each in old[: max(len(whole) - limit, 0)]:
-            gone = self._output_dir / SAVING_FOLDER / each.name
+        manifests = {folder: read(folder) for folder in folders(self._output_dir)}
+        whole = {folder: manifest for folder, manifest in manifests.items() if isinstance(manifest, Manifest)}
+        old = [folder for folder in in_order(whole) if folder != self._last and str(folder) != best]
+        for folder in old[: max(len(whole) - limit, 0)]:
+            gone = self._output_dir / SAVING_FOLDER / folder.name
             gone.parent.mkdir(exist_ok=True)
-            each.rename(gone)  # first of all: a folder that is deleted in part looks like a damaged one
+            folder.rename(gone)  # first of all: a folder that is deleted in part looks like a damaged one
             shutil.rmtree(gone, ignore_errors=True)
 
 
 def _reason(failure: BaseException) -> str:
-    """What failed: the operating system's own error, if another one came of it."""
+    """What failed: the operating system's own error, if it is the cause."""
     cause: BaseException | None = failure
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    found = cause or failure
-    return f"{type(found).__name__}: {' '.join(str(found).split())[:300]}"
+    error = cause or failure
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+T = TypeVar("T")
+
+
+def choose_on_all_ranks(
+    asked: str | os.PathLike[str] | bool | None, args: SalesGRPOConfig, identity: Identity
+) -> Path | None:
+    """`whole.find` on all ranks, then `check_identity`; a collective. Logs differences that are allowed.
+
+    The first process of each machine reads all files. The others compare sizes, and follow the first of all. Raises
+    `ConfigError` on all ranks, if any rank refuses the checkpoint.
+    """
+    with_digests = args.local_process_index == 0
+    allowed = args.allow_changed_resume
+    chosen = _agreed(lambda: find(asked, args.output_dir, with_digests=with_digests, without_manifest=allowed))
+    if chosen is None:
+        return None
+    checkpoint: Path = chosen
+    for note in _agreed(lambda: check_identity(checkpoint, identity, allowed)):
+        logger.warning(note)
+    manifest = read(chosen)
+    saved_by = manifest.processes if isinstance(manifest, Manifest) else args.world_size
+    if saved_by != args.world_size:
+        logger.warning(
+            f"{chosen} was saved by {saved_by} processes, and this run has {args.world_size}: their random generators "
+            "begin anew, so that completions differ from those of a run without a stop. The prompts are the same"
+        )
+    return chosen
+
+
+def _agreed(work: Callable[[], T]) -> T:
+    """The first rank's result. Raises the `ConfigError` of any rank on all of them."""
+    result: T | None = None
+    refused: str | None = None
+    try:
+        result = work()
+    except ConfigError as error:
+        refused = str(error)
+    gathered = gather_object([(result, refused)])
+    if refusals := [refusal for _, refusal in gathered if refusal is not None]:
+        raise ConfigError(refusals[0])
+    first: T = gathered[0][0]
+    return first

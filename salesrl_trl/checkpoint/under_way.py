@@ -1,7 +1,8 @@
 """The generation batch under way, and the rollouts in flight, in a checkpoint.
 
-Owns the files of both, one for each process. A run that stopped inside a generation batch resumes with the completions
-that it had not trained on. With `save_rollouts` it also resumes with those that were generated ahead.
+Owns the files of both, one for each process. `keeper` calls it. A run that stopped inside a generation batch resumes
+with the completions that it had not trained on. With `save_rollouts` it also resumes with those that were generated
+ahead.
 """
 
 from collections.abc import Mapping
@@ -23,10 +24,8 @@ Batches = list[dict[str, object]]
 
 
 def save_under_way(folder: Path, rank: int, arrangement: list[int], batches: Batches) -> None:
-    """Save one process's generation batch.
-
-    `arrangement`: figures that decide the slices of a generation batch. Only slices of the same arrangement can be
-    used. `batches`: Slices of the generation batch.
+    """Save the slices of one process's generation batch. Only slices of the same `arrangement`, the figures that
+    decide how a batch is divided, can be used again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.save({"arrangement": arrangement, "batches": batches}, folder / UNDER_WAY_FILE.format(rank=rank))
@@ -49,46 +48,45 @@ def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torc
     return None
 
 
-def save_rollouts(folder: Path, rank: int, arrangement: list[int], kept: Mapping[int, KeptRollouts]) -> None:
-    """Save one process's rollouts in flight.
-
-    `folder`, `rank`, `arrangement`: as in `save_under_way`. `kept`: from `Pipeline.in_flight`. Those with pictures are
-    left out.
-    """
+def save_rollouts(folder: Path, rank: int, arrangement: list[int], in_flight: Mapping[int, KeptRollouts]) -> None:
+    """Save one process's rollouts in flight, from `Pipeline.in_flight`. Those with pictures are left out."""
     rollouts = {
         first: {
-            "rows": each.rows,
-            "step": each.step,
-            "generated": list(each.sampled.generated),
-            "metrics": {name: [float(value) for value in values] for name, values in each.sampled.metrics.items()},
-            "tokens": int(each.sampled.tokens),
-            "behaviour_logps": each.behaviour_logps,
+            "rows": rollout.rows,
+            "step": rollout.step,
+            "generated": list(rollout.sampled.generated),
+            "metrics": {name: [float(value) for value in values] for name, values in rollout.sampled.metrics.items()},
+            "tokens": int(rollout.sampled.tokens),
+            "behaviour_logps": rollout.behaviour_logps,
         }
-        for first, each in kept.items()
-        if not each.sampled.vision
+        for first, rollout in in_flight.items()
+        if not rollout.sampled.vision
     }
     folder.mkdir(parents=True, exist_ok=True)
     torch.save({"arrangement": arrangement, "rollouts": rollouts}, folder / ROLLOUTS_FILE.format(rank=rank))
 
 
 def load_rollouts(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> dict[int, KeptRollouts]:
-    """The rollouts of `save_rollouts` on all ranks. None on all of them if any rank has none of this arrangement; a
-    collective."""
+    """The rollouts of `save_rollouts` on all ranks; a collective. No rank gets any if a rank has none of this
+    arrangement.
+    """
     state = _read(folder / ROLLOUTS_FILE.format(rank=rank), arrangement, device)
     if on_any_rank(state is None, device):
         return {}
     assert state is not None
-    kept = {
+    rollouts = {
         first: KeptRollouts(
-            rows=each["rows"],
-            step=each["step"],
-            sampled=Sampled(generated=tuple(each["generated"]), metrics=each["metrics"], tokens=each["tokens"]),
-            behaviour_logps=each["behaviour_logps"],
+            rows=rollout["rows"],
+            step=rollout["step"],
+            sampled=Sampled(
+                generated=tuple(rollout["generated"]), metrics=rollout["metrics"], tokens=rollout["tokens"]
+            ),
+            behaviour_logps=rollout["behaviour_logps"],
         )
-        for first, each in state["rollouts"].items()
+        for first, rollout in state["rollouts"].items()
     }
-    logger.info(f"going on with {len(kept)} rollouts in flight")
-    return kept
+    logger.info(f"going on with {len(rollouts)} rollouts in flight")
+    return rollouts
 
 
 def _read(path: Path, arrangement: list[int], device: torch.device) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +42,12 @@ class Manifest:
     """What a checkpoint was when it was saved."""
 
     number: int
-    """One more than the largest number in the output folder when it was saved; 0 in a manifest without one. So it
-    orders the checkpoints of all runs of a folder, whatever the clock showed."""
+    """Orders the checkpoints of all runs of a folder, whatever the clock showed: one more than the largest number in
+    the output folder when it was saved. 0 in a manifest without a number."""
     processes: int
     """Number of processes that saved it."""
     files: Mapping[str, tuple[int, str]]
-    """By its name, bytes and digest of each file."""
+    """Bytes and digest of each file, by its name."""
     has_optimizer: bool
     """Whether it holds more than the model."""
 
@@ -55,15 +55,15 @@ class Manifest:
 def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None) -> None:
     """Write the manifest of a checkpoint whose files are complete.
 
-    `processes`: number of processes that saved it. `has_optimizer`: whether it holds more than the model, so that a
-    run can go on from it. `output_dir`: where the checkpoints before it are.
+    `has_optimizer` says whether it holds more than the model, so that a run can go on from it. `output_dir` is where
+    the checkpoints before it are.
     """
-    before = (_read(each) for each in folders(output_dir or folder.parent))
+    before = (_read(folder) for folder in folders(output_dir or folder.parent))
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)} for name in _names(folder)
     }
     manifest = {
-        "number": 1 + max((each.number for each in before if isinstance(each, Manifest)), default=0),
+        "number": 1 + max((earlier.number for earlier in before if isinstance(earlier, Manifest)), default=0),
         "saved_at": time.time(),  # for people: a clock may be set back, and decides nothing
         "processes": processes,
         "has_optimizer": has_optimizer,
@@ -75,9 +75,11 @@ def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path 
 def _read(checkpoint: Path) -> Manifest | str:
     """The manifest of a checkpoint, or why there is none."""
     try:
-        given = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
-        files = {str(name): (int(each["bytes"]), str(each["sha256"])) for name, each in given["files"].items()}
-        return Manifest(int(given.get("number", 0)), int(given["processes"]), files, bool(given["has_optimizer"]))
+        content = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
+        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
+        return Manifest(
+            int(content.get("number", 0)), int(content["processes"]), files, bool(content["has_optimizer"])
+        )
     except FileNotFoundError:
         return f"it has no {MANIFEST_FILE}: the run ended while it was saved, or something else saved it"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -92,7 +94,7 @@ def read(checkpoint: Path) -> Manifest | str:
     if missing := {name for name in manifest.files if not (checkpoint / name).is_file()}:
         return f"{_some(missing)} missing"
     foreign = _foreign(checkpoint, manifest)
-    if read_too := {name for name in foreign if any(fnmatch.fnmatch(name, each) for each in READ_IF_THERE)}:
+    if read_too := {name for name in foreign if any(fnmatch.fnmatch(name, pattern) for pattern in READ_IF_THERE)}:
         return f"{_some(read_too)} no part of it, and would be read"
     if cut := {name for name, (size, _) in manifest.files.items() if (checkpoint / name).stat().st_size != size}:
         return f"{_some(cut)} not as long as when it was saved"
@@ -102,9 +104,8 @@ def read(checkpoint: Path) -> Manifest | str:
 
 
 def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
-    """Why a run can't go on from this folder, or `None` if it can.
-
-    `with_digests`: read all files. Else their sizes are compared only.
+    """Why a run can't go on from this folder, or `None` if it can. Without `with_digests`, files are not read, and
+    only their sizes are compared.
     """
     manifest = read(checkpoint)
     if isinstance(manifest, str):
@@ -125,20 +126,20 @@ def folders(output_dir: Path) -> list[Path]:
 
 def in_order(whole: Mapping[Path, Manifest]) -> list[Path]:
     """Checkpoints in the order in which they were saved; those without numbers first, by their steps."""
-    return sorted(whole, key=lambda each: (whole[each].number, step_of(each)))
+    return sorted(whole, key=lambda folder: (whole[folder].number, step_of(folder)))
 
 
 def newest(output_dir: Path, *, with_digests: bool = True) -> Path | None:
     """The checkpoint that was saved last and is whole. Logs which ones are passed over, and why."""
-    found = {folder: read(folder) for folder in folders(output_dir)}
-    whole = {each: manifest for each, manifest in found.items() if isinstance(manifest, Manifest)}
-    for each in sorted(found.keys() - whole.keys(), key=step_of):
-        logger.warning(f"{each} is passed over: {found[each]}")
-    for each in reversed(in_order(whole)):
-        fault = _change(each, whole[each]) if with_digests else None
+    manifests = {folder: read(folder) for folder in folders(output_dir)}
+    whole = {folder: manifest for folder, manifest in manifests.items() if isinstance(manifest, Manifest)}
+    for folder in sorted(manifests.keys() - whole.keys(), key=step_of):
+        logger.warning(f"{folder} is passed over: {manifests[folder]}")
+    for folder in reversed(in_order(whole)):
+        fault = _change(folder, whole[folder]) if with_digests else None
         if fault is None:
-            return each
-        logger.warning(f"{each} is passed over: {fault}")
+            return folder
+        logger.warning(f"{folder} is passed over: {fault}")
     return None
 
 
@@ -149,33 +150,27 @@ def find(
     with_digests: bool = True,
     without_manifest: bool = False,
 ) -> Path | None:
-    """The checkpoint to go on from.
+    """The checkpoint to go on from; `None` for a run from the start.
 
-    `asked`: a checkpoint's folder; `True` for the newest whole one of `output_dir`; `"auto"` for the same, or `None`
-    if there is none. `with_digests`: as in `fault_of`. `without_manifest`: whether to take a named folder without a
-    manifest, such as one of an earlier version.
-
-    Returns:
-        `Path`, *optional*: the checkpoint's folder; `None` for a run from the start.
-
-    Raises:
-        `ConfigError`: there is no such checkpoint, or it is not whole.
+    `asked` is a checkpoint's folder, `True` for the newest whole one of `output_dir`, or `"auto"` for the same, which
+    may find none. `with_digests` is as in `fault_of`. `without_manifest` allows a named folder without a manifest,
+    such as one of an earlier version. Raises `ConfigError` if there is no such checkpoint, or it is not whole.
     """
     word, folder = str(asked).lower(), Path(output_dir).expanduser()
     if asked is None or word == "false":
         return None
     if word in (AUTO, "true"):
-        found = newest(folder, with_digests=with_digests)
-        if found is None and word != AUTO:
+        latest = newest(folder, with_digests=with_digests)
+        if latest is None and word != AUTO:
             raise ConfigError(
                 f"`resume_from_checkpoint` is {word!r}, and {output_dir} holds no whole checkpoint. Expected one. "
                 "Name another `output_dir`, or give `auto`, which then begins from the start."
             )
-        _tell_foreign(found)
-        return found
+        _tell_foreign(latest)
+        return latest
     checkpoint = Path(str(asked)).expanduser()
     if not checkpoint.is_dir():
-        found_names = [each.name for each in folders(folder)]
+        found_names = [path.name for path in folders(folder)]
         near = difflib.get_close_matches(checkpoint.name, found_names, n=1)
         guess = f" Did you mean {Path(output_dir) / near[0]}?" if near else ""
         held = f"{output_dir} holds {', '.join(found_names)}" if found_names else f"{output_dir} holds none"
@@ -227,20 +222,13 @@ def _change(checkpoint: Path, manifest: Manifest) -> str | None:
 
 @functools.cache
 def _known_digest(path: Path, written_ns: int) -> str:
-    """A file's digest, remembered until the file is written: a run asks before a model is loaded, and after it."""
+    """A file's digest, remembered until the file is written again: a run asks before and after a model is loaded."""
     return _digest(path)
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of the SHA-256 of each piece of 64 MiB: so the pieces of a large file are read side by side."""
+    """SHA-256 of the SHA-256 of each piece of 64 MiB, so that the pieces of a large file are read in parallel."""
     with path.open("rb") as file, ThreadPoolExecutor(_THREADS) as threads:
-        digests = threads.map(lambda place: _digest_of(file.fileno(), place), _places(path))
+        places = range(0, path.stat().st_size, _PIECE)
+        digests = threads.map(lambda place: hashlib.sha256(os.pread(file.fileno(), _PIECE, place)).digest(), places)
         return hashlib.sha256(b"".join(digests)).hexdigest()
-
-
-def _places(path: Path) -> Iterator[int]:
-    return iter(range(0, path.stat().st_size, _PIECE))
-
-
-def _digest_of(descriptor: int, place: int) -> bytes:
-    return hashlib.sha256(os.pread(descriptor, _PIECE, place)).digest()

@@ -10,7 +10,7 @@ from salesrl_trl.data.files import ENDINGS
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
-from salesrl_trl.data.prompts import PROMPT_STYLES
+from salesrl_trl.data.templates import PROMPT_STYLES
 
 
 @dataclass

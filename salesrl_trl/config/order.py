@@ -20,7 +20,7 @@ def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool
     Returns:
         `str`, *optional*: the reason; `None` if there is none.
     """
-    hindrances = {
+    reasons = {
         "`num_iterations` is above 1, so that a batch is trained on again": args.num_iterations > 1,
         "an update has a part of a generation batch (`steps_per_generation`)":
             args.gradient_accumulation_steps % args.steps_per_generation != 0,
@@ -30,4 +30,4 @@ def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool
         "the entropy bonus is taken over a micro-batch": entropy_bonus,
         "the router's auxiliary loss is taken over a micro-batch": aux_loss,
     }  # fmt: skip
-    return next((hindrance for hindrance, is_there in hindrances.items() if is_there), None)
+    return next((reason for reason, is_there in reasons.items() if is_there), None)

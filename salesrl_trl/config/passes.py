@@ -13,7 +13,7 @@ from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.rollout.correction import CorrectionAtStep
 from salesrl_trl.rollout.passes import Passes
 from salesrl_trl.shared_prompts.flash import HALVES
-from salesrl_trl.shared_prompts.passes import PassSettings, SharedPrompts
+from salesrl_trl.shared_prompts.shared_passes import PassSettings, SharedPrompts
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import highest
 
@@ -33,7 +33,7 @@ def passes_of(
         in_trls_order (`str`, *optional*):
             Why the order of a generation batch's completions has to be TRL's.
     """
-    hindrances = {
+    reasons = {
         "`torch_compile` compiles the model for TRL's batches": args.torch_compile,
         "sequences are split over processes": getattr(args, "parallelism_config", None) is not None,
         "`neftune_noise_alpha` adds noise to each sequence, as much as its length asks for": args.neftune_noise_alpha,
@@ -41,7 +41,7 @@ def passes_of(
     of_all = functools.partial(highest, device=accelerator.device)
     settings = PassSettings(
         is_on=args.shared_prompts == "auto",
-        hindrance=next((each for each, is_there in hindrances.items() if is_there), None),
+        reason=next((each for each, is_there in reasons.items() if is_there), None),
         autocast=accelerator.autocast,
         most_tokens=args.shared_prompts_tokens,
         highest=of_all if args.is_sharded else int,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from salesrl_trl.config.checks import about, check_choice
-from salesrl_trl.demo.cassette import CASSETTE, FILE
+from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import record_files
 

@@ -71,8 +71,8 @@ class RewardConfig(ReplayConfig):
             signature, or with `@per_completion` or `@per_group`. `sales` among them is the packaged chain.
             `reward_weights` weighs them.
         judge (`str`, *optional*):
-            Dotted path of a judge of your own, a class that derives from `salesrl_trl.reward.judge.base.Judge`. It
-            replaces the judges above, which need no address then.
+            Dotted path of a judge of your own, a class that derives from `salesrl_trl.Judge`. It replaces the judges
+            above, which need no address then.
         reward_stages (`list[str]`, *optional*, defaults to none):
             Dotted paths of stages of your own, in their order: classes that derive from
             `salesrl_trl.reward.stage.RewardStage`.

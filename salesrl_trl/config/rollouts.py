@@ -135,7 +135,7 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
     size = args.per_device_train_batch_size
     places = parts(size * args.steps_per_generation, size, args.num_generations)
     several = args.gradient_accumulation_steps > args.steps_per_generation and UNITS.get(args.loss_type) == TOKENS
-    hindrances = {
+    reasons = {
         str(whole_batch): whole_batch is not None,
         "a micro-batch and a group share no border before the batch's end, so that it has one part":
             len(places) <= 1,
@@ -149,7 +149,7 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
         f"`loss_type` {args.loss_type} divides by the tokens of a generation batch, and an update has several":
             args.leaves_out_failed and several,
     }  # fmt: skip
-    return next((hindrance for hindrance, is_there in hindrances.items() if is_there), None)
+    return next((reason for reason, is_there in reasons.items() if is_there), None)
 
 
 def sampling_hints(args: SalesGRPOConfig, has_tied_head: bool) -> str:

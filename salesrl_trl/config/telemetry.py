@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from salesrl_trl.config.checks import about, check, check_positive, check_types, load_object
-from salesrl_trl.evaluation.figures import WORST_BRANCH, checked_figures
-from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.evaluation.quick_figures import WORST_BRANCH, checked_figures
+from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REWARD
 
 ALL_STEPS = 2**62
@@ -54,7 +54,7 @@ class TelemetryConfig:
             least `min_valid_reward_fraction` of that branch, or of each branch, must have a score.
         quick_eval_figures (`list[str]`, *optional*):
             Dotted paths of classes for figures of your own, such as `"my_package.my_module.MyFigure"`.
-            `evaluation.figures.Figure` describes such a class.
+            `evaluation.quick_figures.Figure` describes such a class.
     """
 
     timing: bool = field(default=True, metadata=about("Measure phases, throughput and memory."))

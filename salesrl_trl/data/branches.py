@@ -1,6 +1,7 @@
 """The branch of each row: the value of a column of the dataset.
 
-Owns this column, and what holds without it: all rows belong to one branch. Knows no KL and no rubric.
+Owns this column, and the branch of all rows where the dataset has no such column. The trainer's parts, evaluations and
+checkpoints ask it. Knows no KL and no rubric.
 """
 
 from collections.abc import Sequence
@@ -27,28 +28,22 @@ class Branches:
     def of_data(cls, names: Sequence[str], column: str, dataset: object) -> "Branches":
         """The branches of a run.
 
-        `names`: those of the settings. Empty for those that the dataset has. `dataset`: Training rows, in whatever
-        form TRL takes them.
-
-        Raises:
-            `ConfigError`: a row's branch is none of the names, or there are several names and no column.
+        The names are those of the settings, or those in the training rows if the settings name none. `dataset` may
+        have any form that TRL takes. Raises `ConfigError` if a row's branch is none of the names, or there are several
+        names and no column.
         """
-        found: list[str] | None = None
+        values: list[str] | None = None
         if isinstance(dataset, Dataset) and column in dataset.column_names:
-            found = [str(each) for each in dataset.unique(column)]
-        branches = cls(tuple(names or sorted(found or [ALL])), column)
-        for each in found or ():
-            branches.of({column: each})
-        if found is None and isinstance(dataset, Dataset) and len(dataset):
+            values = [str(value) for value in dataset.unique(column)]
+        branches = cls(tuple(names or sorted(values or [ALL])), column)
+        for value in values or ():
+            branches.of({column: value})
+        if values is None and isinstance(dataset, Dataset) and len(dataset):
             branches.of(dataset[0])
         return branches
 
     def of(self, example: Example) -> str:
-        """The branch of a row.
-
-        Raises:
-            `ConfigError`: it is none of the names, or the row does not say it.
-        """
+        """The branch of a row. Raises `ConfigError` if it is none of the names, or the row does not say it."""
         if self.column not in example and len(self.names) == 1:
             return self.names[0]
         if self.column not in example:
@@ -69,7 +64,7 @@ class Branches:
         """The branch of each row of a dataset."""
         if self.column not in dataset.column_names:
             return [self.names[0]] * len(dataset)
-        return [self.of({self.column: each}) for each in dataset[self.column]]
+        return [self.of({self.column: value}) for value in dataset[self.column]]
 
     def ids(self, rows: Sequence[Example]) -> list[int]:
         """The number of each row's branch."""

@@ -1,6 +1,7 @@
-"""A mapping from the fields of a row to a file's columns.
+"""The setting `columns`: which of a file's columns becomes which field of a row.
 
-Owns the form of the setting `columns`, and turns of other shapes. `rows` checks the values.
+Owns the form of the setting, and conversations that are lists of texts or have other keys. `form` calls it for each
+record, and `rows` checks the values.
 """
 
 import difflib
@@ -31,23 +32,20 @@ class Column:
     """Role in the file to role in a row: `{"human": "customer", "gpt": "seller"}`."""
 
 
-def read_columns(setting: str, given: Mapping[str, object]) -> dict[str, Column]:
-    """The mapping of a recipe.
+def read_columns(setting: str, setting_value: Mapping[str, object]) -> dict[str, Column]:
+    """The mapping of a recipe. `setting` is its name in messages.
 
-    `setting`: name of the setting, for messages. `given`: For each field of a row the name of a column, `{"value":
-    CONSTANT}`, or, for `conversation`, `{"column": NAME, "role": KEY, "content": KEY, "roles": {ROLE: "customer" or
-    "seller"}}`.
-
-    Raises:
-        `ConfigError`: there is no such field, or a value is of another form.
+    Each field of a row has the name of a column, or `{"value": CONSTANT}`. The field `conversation` may also have
+    `{"column": NAME, "role": KEY, "content": KEY, "roles": {ROLE: "customer" or "seller"}}`. Raises `ConfigError` if
+    there is no such field, or a value is of another form.
     """
-    for name in given:
+    for name in setting_value:
         if name not in FIELDS:
             raise ConfigError(
                 f"`{setting}` maps {name!r}, which is no field of a row.{_guess(name, FIELDS)} Expected: "
                 f"{', '.join(FIELDS)}."
             )
-    return {name: _read_column(f"{setting}.{name}", name, entry) for name, entry in given.items()}
+    return {name: _read_column(f"{setting}.{name}", name, entry) for name, entry in setting_value.items()}
 
 
 def _read_column(where: str, name: str, entry: object) -> Column:
@@ -78,12 +76,12 @@ def check_names(columns: Mapping[str, Column], records: Iterable[Mapping[str, ob
     wanted = {name: column.name for name, column in columns.items() if column.name is not None}
     if not wanted:
         return
-    there = dict.fromkeys(name for record in records for name in _names(record))
+    known = dict.fromkeys(name for record in records for name in _names(record))
     for name, column in wanted.items():
-        if column not in there:
+        if column not in known:
             raise DataError(
-                f"{source} has no column {column!r}, from which `columns` takes {name!r}.{_guess(column, there)} "
-                f"There are: {', '.join(there) or 'no columns'}. Correct the name."
+                f"{source} has no column {column!r}, from which `columns` takes {name!r}.{_guess(column, known)} "
+                f"There are: {', '.join(known) or 'no columns'}. Correct the name."
             )
 
 

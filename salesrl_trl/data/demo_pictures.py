@@ -1,8 +1,8 @@
 """The demo with pictures: the customer sends a screenshot of a price list, and asks about the course marked in it.
 
-Owns how these rows are made: each English conversation of the demo, with the course's name on a drawn picture in place
-of the words. Questions, documents and draft actions are the demo's, so that its services score the answers as they
-are.
+Owns how these rows are made. Each is an English conversation of the demo, in which a drawn picture takes the place of
+the course's name. Questions, documents and draft actions stay the demo's, so that its services can score the answers.
+`sources` calls it.
 
 `python -m salesrl_trl.data.demo_pictures FOLDER` writes the dataset as a user would give one of their own:
 `train.jsonl`, `heldout.jsonl` and their pictures.
@@ -17,13 +17,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import filelock
 
-from salesrl_trl.data.files import Record, read_lines
+from salesrl_trl.data.files import Record, demo_path, demo_records
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import cache_dir
 
@@ -50,10 +49,8 @@ _TITLES = ("Evening school", "Course prices", "Price list")
 
 
 def dataset_folder() -> Path:
-    """The folder of the dataset. It is made now if the cache does not hold it, in a few seconds.
-
-    Raises:
-        `ConfigError`: the cache does not hold it, and can't be written.
+    """The folder of the dataset. If the cache does not hold it, it is made now, in a few seconds. Raises `ConfigError`
+    if the cache can't be written.
     """
     target = cache_dir() / "pictures" / recipe_hash()
     if target.is_dir():  # it came there whole
@@ -80,33 +77,36 @@ def recipe_hash() -> str:
     """A hash of everything that decides the dataset: this module and the demo's files."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for name in ("train", "heldout", "drafts", "knowledge"):
-        digest.update(_demo_file(name).read_bytes())
+        digest.update(demo_path(f"{name}.jsonl").read_bytes())
     return digest.hexdigest()[:12]
 
 
 def write_dataset(folder: Path) -> None:
     """Write both splits and their pictures to a folder, which is made if need be."""
-    documents = {each["id"]: each for each in _demo_records("knowledge")}
-    drafts = {each["id"]: each["draft_actions"] for each in _demo_records("drafts")}
-    names = {course: each["title"].removesuffix(" price") for course, each in _price_documents(documents).items()}
+    documents = {document["id"]: document for document in demo_records("knowledge.jsonl")}
+    drafts = {draft["id"]: draft["draft_actions"] for draft in demo_records("drafts.jsonl")}
+    names = {
+        course: document["title"].removesuffix(" price") for course, document in _price_documents(documents).items()
+    }
     prices = {
-        course: int(re.findall(r"(\d+) yuan", each["text"])[0]) for course, each in _price_documents(documents).items()
+        course: int(re.findall(r"(\d+) yuan", document["text"])[0])
+        for course, document in _price_documents(documents).items()
     }
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    for split, file in FILES.items():
+    for file in FILES.values():
         lines = []
-        for record in _demo_records(split):
+        for record in demo_records(file):
             if record["lang"] != "en":  # Pillow's own font has no Chinese characters
                 continue
             chance = random.Random(f"{SEED} {record['id']}")
-            shown = chance.sample([each for each in sorted(names) if each != record["course"]], COURSES - 1)
+            shown = chance.sample([course for course in sorted(names) if course != record["course"]], COURSES - 1)
             marked = chance.randrange(COURSES)
             shown.insert(marked, record["course"])
             picture = f"images/{record['id']}.png"
             colour = _colour(sorted(names).index(record["course"]), len(names))
-            listed = [(names[each], prices[each]) for each in shown]
+            listed = [(names[course], prices[course]) for course in shown]
             draw_price_list(listed, marked, colour, chance).save(folder / picture)
-            others = [names[each] for place, each in enumerate(shown) if place != marked]
+            others = [names[course] for place, course in enumerate(shown) if place != marked]
             name = names[record["course"]]
             made = {"draft_actions": _drafts(drafts.get(record["id"], ()), name, others, chance)}
             lines.append(_row(record, picture, name, documents) | made)
@@ -120,11 +120,10 @@ def draw_price_list(
     colour: tuple[int, int, int],
     chance: random.Random,
 ) -> "Image":
-    """A screenshot of a price list with one marked line: `WIDTH` pixels wide, a line of `BAND` pixels for its title
-    and for each course.
+    """A screenshot of a price list: a line for its title, and one for each course with its price in yuan.
 
-    `courses`: name and price in yuan of each course. `colour`, `int`: Red, green and blue of its line, up to 255.
-    `chance`: decides the paper, size and place of the letters.
+    The picture is `WIDTH` pixels wide, and each line `BAND` pixels high. The course number `marked` has the background
+    `colour` (red, green and blue, up to 255). `chance` decides the paper, size and place of the letters.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -150,14 +149,14 @@ def _colour(place: int, count: int) -> tuple[int, int, int]:
 
 def _row(record: Record, picture: str, name: str, documents: Mapping[str, Record]) -> Record:
     said = re.compile(rf"the {re.escape(name)} course", re.IGNORECASE)
-    kept = ("id", "branch", "tenant_id", "contact_id", "account_id", "message_id", "topic", "course")
+    columns = ("id", "branch", "tenant_id", "contact_id", "account_id", "message_id", "topic", "course")
     turns = [{**turn, "content": said.sub(MARKED, turn["content"])} for turn in record["conversation"]]
     return {
-        **{key: record[key] for key in kept},
+        **{key: record[key] for key in columns},
         "course_name": _lower(name),
         "conversation": turns,
         "images": [picture],
-        "documents": [documents[each]["text"] for each in record["document_ids"]],
+        "documents": [documents[id_]["text"] for id_ in record["document_ids"]],
     }
 
 
@@ -184,15 +183,7 @@ def _price_documents(documents: Mapping[str, Record]) -> dict[str, Any]:
     english = (
         document for document in documents.values() if document["lang"] == "en" and document["kind"] == "course"
     )
-    return {each["course"]: each for each in english if each["topic"] == "price"}
-
-
-def _demo_file(name: str) -> Path:
-    return Path(str(resources.files("salesrl_trl.data.demo") / f"{name}.jsonl"))
-
-
-def _demo_records(name: str) -> list[Record]:
-    return [line.record for line in read_lines(_demo_file(name))]
+    return {document["course"]: document for document in english if document["topic"] == "price"}
 
 
 def _main() -> None:

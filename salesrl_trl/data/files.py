@@ -1,20 +1,27 @@
-"""Records of local files, each with its line.
+"""Local files: records with their lines, texts that a person wrote, and copies on a faster disk.
 
-Owns reading. Refuses to know columns.
+Owns reading, the limits of size, and the words about a file that can't be read. Refuses to know columns. `sources`
+reads records by it, templates, rubrics and recipes are read by it, and the checks before a run ask for copies.
 """
 
+import errno
+import hashlib
 import json
+import os
+import shutil
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from salesrl_trl.data.text import unreadable
-from salesrl_trl.errors import DataError
+from filelock import FileLock
+
+from salesrl_trl.errors import ConfigError, DataError
 
 Record = dict[str, Any]
 """A row of a dataset as it is loaded."""
 ENDINGS = (".jsonl", ".json", ".parquet")
-"""Of the files that are read. A `.json` file is one list of objects, or has one object a line."""
+"""Endings of the files that can be read. A `.json` file is one list of objects, or has one object a line."""
 MOST_BYTES = 32 * 2**30
 """Largest file, and largest content of a Parquet file once it is unpacked. Every process holds all rows in memory."""
 MOST_LINE_BYTES = 64 * 2**20
@@ -29,11 +36,19 @@ class Placed(NamedTuple):
     """Line in the file, counted from 1; `None` where a record is no line."""
 
 
-def read_file(path: Path) -> list[Placed]:
-    """The records of a local file.
+def demo_path(name: str) -> Path:
+    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl` or `protected_terms.json`."""
+    return Path(str(resources.files("salesrl_trl.data.demo") / name))
 
-    Raises:
-        `DataError`: the file can't be read, or is too large. The message has the place, and never the file's text.
+
+def demo_records(name: str) -> list[Record]:
+    """The records of a file of the packaged demo."""
+    return [line.record for line in read_lines(demo_path(name))]
+
+
+def read_file(path: Path) -> list[Placed]:
+    """The records of a local file. Raises `DataError` if it can't be read or is too large. The message has the place,
+    and never the file's text.
     """
     size = path.stat().st_size
     if size == 0:
@@ -47,7 +62,9 @@ def read_file(path: Path) -> list[Placed]:
             from pyarrow.parquet import read_metadata  # type: ignore[import-untyped]
 
             metadata = read_metadata(path)
-            _check_size(path, sum(metadata.row_group(each).total_byte_size for each in range(metadata.num_row_groups)))
+            _check_size(
+                path, sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+            )
             return [Placed(record) for record in load_dataset("parquet", data_files=str(path), split="train")]
         text = path.read_text(encoding="utf-8-sig")
         if not text.lstrip().startswith("["):
@@ -108,3 +125,68 @@ def read_lines(path: Path) -> Iterator[Placed]:
                     f"{path}, line {number} is a {type(record).__name__}. Expected one JSON object a line."
                 )
             yield Placed(record, number)
+
+
+MOST_TEXT_BYTES = 16 * 2**20
+"""Largest file that a person writes: a template, a rubric, a recipe."""
+
+
+def read_small(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark.
+
+    Raises `OSError` if it can't be read or is larger than the limit, and `UnicodeDecodeError` if it is not UTF-8. No
+    more than the limit is read, even from a device that never ends.
+    """
+    content = bytearray()
+    with path.open("rb") as file:
+        while len(content) <= most_bytes and (part := file.read(2**20)):
+            content += part
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes / 2**20:g} MiB")
+    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """The error in words, such as `"line 3, byte 17 (0xe9) is not UTF-8: ..."`."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    before = error.object[: error.start]
+    line, byte = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+    value = error.object[error.start]
+    return f"line {line}, byte {byte} (0x{value:02x}) is not UTF-8: is it Latin-1 or GBK? Save the file as UTF-8"
+
+
+def copied(path: Path, folder: Path) -> Path:
+    """The copy of a file in a folder. It is made unless it is there and up to date. Copies of other files stay.
+
+    If several processes of a machine ask at once, one of them copies. A path without a file is returned as it is:
+    whoever reads it says so. Raises `ConfigError` if the file or the folder can't be read or written.
+    """
+    origin = path.expanduser().resolve()
+    if not origin.exists():
+        return path
+    copy = folder.expanduser() / f"{hashlib.sha256(str(origin).encode()).hexdigest()[:12]}-{origin.name}"
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{copy}.lock"):
+            if not copy.exists() or _version(copy) != _version(origin):
+                _replace(copy, origin)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} could not be copied to {folder} ({error.strerror or type(error).__name__}). Expected data that "
+            "can be read, and a folder with room for it and the right to write. Correct the paths, or leave out "
+            "`data_copy_dir`."
+        ) from None
+    return copy
+
+
+def _replace(copy: Path, origin: Path) -> None:
+    """Copy to another name, then rename: an interrupted copy never counts."""
+    half = copy.with_name(f"{copy.name}.half")
+    shutil.copy2(origin, half)
+    os.replace(half, copy)
+
+
+def _version(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

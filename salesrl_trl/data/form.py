@@ -1,7 +1,7 @@
 """The form of a source: its format, its columns, and the share that is held out.
 
-Owns the way from a record of any form to the columns of this package, and the parting into training and held-out rows.
-Refuses to load.
+Owns the way from a record of any form to the columns of this package, and the division into training and held-out
+rows. Refuses to load. `sources` calls it with loaded records.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Form:
     format: DatasetFormat | None = None
     """`None` for records with this package's columns."""
     columns: Mapping[str, Column] = field(default_factory=dict)
-    """Fields of the row to take from elsewhere. They win over those of the format."""
+    """Fields that are taken from other columns. They win over those of the format."""
     held_out_share: float = 0.0
     """Share of the groups whose rows are held out, in [0, 1)."""
     image_folder: Path | None = None
@@ -70,11 +70,10 @@ class Records:
 def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
     """The records of a source, which lies in `folder`, in this package's columns.
 
-    Raises:
-        `DataError`: a record is malformed, two records of a format have the same id, or `columns` names a column that
-            is not there.
+    Raises `DataError` if a record is malformed, two records of a format have the same id, or `columns` names a column
+    that is not there.
     """
-    check_names(form.columns, (each.record for each in placed), name)
+    check_names(form.columns, (item.record for item in placed), name)
     records, places, left_out = list[Record](), list[tuple[int, int | None]](), Counter[str]()
     seen: dict[object, int] = {}
     for position, (record, line) in enumerate(placed):
@@ -111,12 +110,10 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
 
 
 def part_of(records: Records, form: Form, part: Part) -> Records:
-    """The records of one part. All records of a group are in the same one, whatever else the source holds.
+    """The records of one part. All records of a group are in the same part, whatever else the source holds.
 
-    A group is a `group`, or without it a first turn: the rows of a conversation begin with the same one.
-
-    Raises:
-        `DataError`: no record is in it.
+    A group is the value of `group`, or without it the first turn: the rows of one conversation begin with the same
+    turn. Raises `DataError` if no record is in the part.
     """
     if part is Part.ALL:
         return records

@@ -1,4 +1,4 @@
-"""A knowledge base: the documents that the embedded RAG service and a local vector store answer from.
+"""A knowledge base: the documents from which the embedded RAG service answers.
 
 Owns the form of its file. Refuses to search it.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from salesrl_trl.data.text import read_small, unreadable
+from salesrl_trl.data.files import read_small, unreadable
 from salesrl_trl.errors import DataError
 
 MOST_BYTES = 2**30
@@ -30,8 +30,7 @@ class Document:
 def load_documents(path: Path | str) -> tuple[Document, ...]:
     """Read a knowledge base: JSON lines with `id`, `text` and optionally `title`. Other keys are ignored.
 
-    Raises:
-        `DataError`: the file can't be read or is empty, or a line is no such object or repeats an id.
+    Raises `DataError` if the file can't be read or is empty, or a line is no such object or repeats an id.
     """
     try:
         lines = read_small(Path(path), MOST_BYTES).split("\n")

@@ -6,13 +6,12 @@ Owns the count of every prompt's tokens, and the three rules for prompts above t
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jinja2
 
-from salesrl_trl.data.prompts import build_prompt
-from salesrl_trl.data.templates import PromptTemplate
+from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.types import SalesRow
 
@@ -69,7 +68,8 @@ def token_counter(
         keys = [json.dumps(prompt) for prompt in prompts]
         different = dict(zip(keys, prompts, strict=True))
         lengths = []
-        for batch in _batches(list(different.values())):
+        distinct = list(different.values())
+        for batch in (distinct[at : at + BATCH_PROMPTS] for at in range(0, len(distinct), BATCH_PROMPTS)):
             try:
                 tokens = tokenizer.apply_chat_template(
                     conversation=batch,
@@ -103,13 +103,11 @@ def fit_prompts(
 ) -> FittingPrompts:
     """The rows whose prompts fit.
 
-    `rows`: rows in the order of their source. Messages name a row by its place. `prompt`: as in `build_prompt`.
-    `count`: the counter of `token_counter`. `limit`: the longest prompt. Defaults to any length. `rule`: one of
-    `LONG_PROMPT_RULES`. `name`: name of the rows in messages: `"training"`. `picture_tokens`: Tokens of a row's
-    pictures, which come on top of those of the prompt. From `picture_counter`.
-
-    Raises:
-        `DataError`: a prompt is too long with the rule `error`, can't be made short enough, or no row is left.
+    Rows come in the order of their source: messages name a row by its place, and the rows by `name`, such as
+    `"training"`. `prompt` is a style or a template, as in `build_prompt`. `rule` is one of `LONG_PROMPT_RULES`.
+    Without a `limit` every prompt fits. `picture_tokens` (from `picture_counter`) gives the tokens of a row's
+    pictures, which are added to those of its text. Raises `DataError` if a prompt is too long with the rule `error`,
+    can't be made short enough, or no row is left.
     """
     prompts = [build_prompt(row, prompt) for row in rows]
     extra = [0 if picture_tokens is None else picture_tokens(row) for row in rows]
@@ -117,21 +115,21 @@ def fit_prompts(
     long = [] if limit is None else [at for at, length in enumerate(lengths) if length > limit.tokens]
     if limit is None or not long:
         return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=None)
-    found = f"{_share(long, rows)} {name} rows have prompts of more than {limit.tokens} tokens ({limit.reason})"
+    excess = f"{_share(long, rows)} {name} rows have prompts of more than {limit.tokens} tokens ({limit.reason})"
     if rule == "error":
         raise DataError(
-            f"{found}: {_named(long, lengths)}. Expected room for prompt and completion. Shorten the rows, raise the "
+            f"{excess}: {_named(long, lengths)}. Expected room for prompt and completion. Shorten the rows, raise the "
             "limit, or set `long_prompts: drop` or `long_prompts: truncate_oldest_turns`."
         )
     if rule == "drop":
-        kept = sorted(set(range(len(rows))).difference(long))
-        if not kept:
-            raise DataError(f"{found}: no row is left. Expected some that fit. Raise the limit, or shorten the rows.")
+        fitting = sorted(set(range(len(rows))).difference(long))
+        if not fitting:
+            raise DataError(f"{excess}: no row is left. Expected some that fit. Raise the limit, or shorten the rows.")
         return FittingPrompts(
-            rows=[rows[at] for at in kept],
-            prompts=[prompts[at] for at in kept],
-            lengths=[lengths[at] for at in kept],
-            note=f"{found} and are left out (`long_prompts: drop`): {_named(long, lengths)}.",
+            rows=[rows[at] for at in fitting],
+            prompts=[prompts[at] for at in fitting],
+            lengths=[lengths[at] for at in fitting],
+            note=f"{excess} and are left out (`long_prompts: drop`): {_named(long, lengths)}.",
         )
     room = [limit.tokens - extra[at] for at in long]
     shortened = _without_oldest_turns([rows[at] for at in long], prompt, count, room)
@@ -143,10 +141,10 @@ def fit_prompts(
             "`long_prompts: drop`."
         )
     note = (
-        f"{found} and lack their oldest turns (`long_prompts: truncate_oldest_turns`; services and judge still see "
+        f"{excess} and lack their oldest turns (`long_prompts: truncate_oldest_turns`; services and judge still see "
         f"the whole conversation): {_named(long, lengths)}."
     )
-    short_prompts = [each for each in shortened if each is not None]
+    short_prompts = [short for short in shortened if short is not None]
     for at, short, length in zip(long, short_prompts, count(short_prompts), strict=True):
         prompts[at], lengths[at] = short, length + extra[at]
     return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=note)
@@ -155,29 +153,24 @@ def fit_prompts(
 def _without_oldest_turns(
     rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: Sequence[int]
 ) -> list[Prompt | None]:
-    """Each row's prompt of as many `tokens`, without as few of its oldest turns as possible, found by bisection.
+    """Each row's prompt within its number of `tokens`. As few of the oldest turns as possible are left out.
 
-    `None` for a row whose last turn alone is too long.
+    Found by bisection. `None` for a row whose last turn alone is too long.
     """
     fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # turns left out; `most` leaves none
-    found: list[Prompt | None] = [None] * len(rows)
+    shortened: list[Prompt | None] = [None] * len(rows)
     while open_rows := [at for at in range(len(rows)) if fewest[at] < most[at]]:
         middles = [(fewest[at] + most[at]) // 2 for at in open_rows]
-        shorter = [_prompt_without(rows[at], middle, prompt) for at, middle in zip(open_rows, middles, strict=True)]
-        for at, middle, each, length in zip(open_rows, middles, shorter, count(shorter), strict=True):
+        shorter = [
+            build_prompt(dataclasses.replace(rows[at], conversation=rows[at].conversation[middle:]), prompt)
+            for at, middle in zip(open_rows, middles, strict=True)
+        ]
+        for at, middle, candidate, length in zip(open_rows, middles, shorter, count(shorter), strict=True):
             if length <= tokens[at]:
-                most[at], found[at] = middle, each
+                most[at], shortened[at] = middle, candidate
             else:
                 fewest[at] = middle + 1
-    return found
-
-
-def _prompt_without(row: SalesRow, turns: int, prompt: str | PromptTemplate) -> Prompt:
-    return build_prompt(dataclasses.replace(row, conversation=row.conversation[turns:]), prompt)
-
-
-def _batches(prompts: Sequence[Prompt]) -> Iterable[Sequence[Prompt]]:
-    return (prompts[at : at + BATCH_PROMPTS] for at in range(0, len(prompts), BATCH_PROMPTS))
+    return shortened
 
 
 def _share(some: Sequence[int], rows: Sequence[SalesRow]) -> str:

@@ -1,7 +1,8 @@
 """The pictures of a row: found, checked and measured.
 
-Owns the forms in which a dataset holds pictures, and the tokens that a policy spends on them. Refuses to decode them:
-`datasets` does when a row is asked for. `processor` makes pixels of them.
+Owns the forms in which a dataset holds pictures, and the tokens that a policy spends on them. `rows` and the checks of
+prompts' lengths call it. Refuses to decode pictures: `datasets` does when a row is asked for, and `processor` makes
+pixels of them.
 """
 
 import errno
@@ -18,23 +19,21 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 MOST_PIXELS = 89_478_485
-"""Of one picture: those from which Pillow warns of a decompression bomb, a quarter of a GiB unpacked."""
+"""Most pixels of a picture. With more, Pillow warns of a decompression bomb: a quarter of a GiB unpacked."""
 _EXPECTED = "a list of files that Pillow reads (PNG, JPEG, ...), or of what the `Image` feature of `datasets` holds"
 
 
 def read_pictures(value: object, folder: Path | None, where: str) -> tuple[Picture, ...]:
-    """The pictures of a row, each of which is there and begins as a picture does.
+    """The pictures of a row, after a look at the head of each.
 
-    `value`: Paths, objects of Pillow, or `{"path": ..., "bytes": ...}`: a list of them, or one. `folder`: where
-    relative paths start. Defaults to the working directory. `where`: the row's place, for messages.
-
-    Raises:
-        `DataError`: a picture is missing, is none, or has more pixels than any policy reads.
+    The value is a path, an object of Pillow or `{"path": ..., "bytes": ...}`, or a list of them. Relative paths start
+    in `folder`, or without one in the working directory. `where` is the row's place in messages. Raises `DataError` if
+    a picture is missing, is none, or has more than `MOST_PIXELS`.
     """
     if value is None:
         return ()
-    given = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
-    pictures = tuple(_picture(each, folder, where) for each in given if each is not None)
+    values = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+    pictures = tuple(_picture(item, folder, where) for item in values if item is not None)
     for number, picture in enumerate(pictures):
         named = picture.path or f"number {number} (counted from 0)"
         try:
@@ -69,8 +68,9 @@ def _picture(value: object, folder: Path | None, where: str) -> Picture:
 
 
 def size_of(picture: Picture) -> tuple[int, int]:
-    """Height and width in pixels, from the file's head. Raises `OSError` if it is absent, no picture, or has too many
-    pixels."""
+    """Height and width in pixels, from the file's head. Raises `OSError` if the file is absent, no picture, or has too
+    many pixels.
+    """
     try:
         from PIL import Image
     except ImportError as error:

@@ -1,8 +1,8 @@
 """The processor of a policy that reads pictures: from chat messages with pictures to tokens and pixels.
 
-Owns its loading, also where torchvision is absent. transformers reads pictures with Pillow then, but refuses to load
-the part for videos, without which a processor can't be built. This package sends no videos, so a stand-in takes its
-place.
+Owns its loading, also where torchvision is absent. Then transformers reads pictures with Pillow, but refuses to load
+the processor's part for videos. This package sends no videos, so `NoVideos` takes the place of that part. The checks
+before a run and the building of the trainer call it.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from transformers.utils import is_torchvision_available
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 
 if TYPE_CHECKING:
     import torch
@@ -54,13 +54,15 @@ def videos_left_out() -> Iterator[None]:
         return
     auto = importlib.import_module("transformers.models.auto.video_processing_auto")  # the module itself, no dummy
     kinds = {**processing.MODALITY_TO_BASE_CLASS_MAPPING, "video_processor": "ImageProcessingMixin"}
-    with replaced(auto, "AutoVideoProcessor", NoVideos), replaced(processing, "MODALITY_TO_BASE_CLASS_MAPPING", kinds):
+    with patched(auto, "AutoVideoProcessor", NoVideos), patched(processing, "MODALITY_TO_BASE_CLASS_MAPPING", kinds):
         yield
 
 
 def leave_out_no_pictures(model: "torch.nn.Module") -> None:
-    """From now on the model's vision tower is left out where a batch has no pictures. TRL gives it an empty tensor
-    then, if other batches of the same rollout have pictures, and it fails."""
+    """Leave out the model's vision tower for a batch without pictures.
+
+    If other batches of the same rollout have pictures, TRL gives the tower an empty tensor, and it fails.
+    """
 
     def leave_out(
         _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -68,7 +70,7 @@ def leave_out_no_pictures(model: "torch.nn.Module") -> None:
         pixels = kwargs.get("pixel_values")
         if pixels is None or pixels.numel():
             return None
-        return args, {name: each for name, each in kwargs.items() if name not in ("pixel_values", "image_grid_thw")}
+        return args, {name: value for name, value in kwargs.items() if name not in ("pixel_values", "image_grid_thw")}
 
     model.register_forward_pre_hook(leave_out, with_kwargs=True)
 
@@ -76,10 +78,8 @@ def leave_out_no_pictures(model: "torch.nn.Module") -> None:
 def load_processor(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> "ProcessorMixin":
-    """The processor beside a model that reads pictures.
-
-    Raises:
-        `ConfigError`: there is none, or a package that it needs is missing.
+    """The processor beside a model that reads pictures. Raises `ConfigError` if there is none, or a package that it
+    needs is missing.
     """
     try:
         with videos_left_out():

@@ -1,6 +1,6 @@
 """From dataset columns to `SalesRow`: names, types and checks.
 
-Owns the form of a dataset. `sources` loads it. Refuses to know the use of a row.
+Owns the columns of a dataset. `sources` loads the records and calls it. Refuses to know the use of a row.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,10 +30,6 @@ def check_columns(columns: Iterable[str], source: str) -> None:
         )
 
 
-def _choices(branches: Sequence[str]) -> str:
-    return f"one of: {', '.join(branches)}" if branches else "a text"
-
-
 def parse_row(
     record: Mapping[str, object],
     position: int,
@@ -44,19 +40,18 @@ def parse_row(
 ) -> SalesRow:
     """One record as a `SalesRow`.
 
-    `position`: Zero-based place in the source, for messages, and as the id of a row without one. `branches`: the
-    configured branch names. None at all for any. `source`: name of the source in messages. `line`: Line in the source,
-    for messages. `folder`: where relative paths of pictures start. Defaults to the working directory.
-
-    Raises:
-        `DataError`: a value is not as expected. The message has the row's place, and never its text.
+    `position` is the record's place in the source, counted from 0: part of messages, and the id of a row that has
+    none. `line` is its line, for messages too. Without `branches` any branch is taken. Relative paths of pictures
+    start in `folder`, or without one in the working directory. Raises `DataError` if a value is not as expected. The
+    message has the row's place, and never its text.
     """
     name = record.get("id")
     where = place(position, source, line, f"; id {name!r}" if name else "")
     branch = record.get("branch")
     if not isinstance(branch, str) or (branches and branch not in branches):
+        expected = f"one of: {', '.join(branches)}" if branches else "a text"
         raise DataError(
-            f"{where}: branch {branch!r} is not configured. Expected {_choices(branches)}. "
+            f"{where}: branch {branch!r} is not configured. Expected {expected}. "
             f"Correct the column, or add the branch to `branches` and give it a rubric."
         )
     return SalesRow(
@@ -69,7 +64,7 @@ def parse_row(
         message_id=str(record.get("message_id") or ""),
         documents=_documents(record.get("documents"), where),
         images=read_pictures(record.get("images", record.get("image")), folder, where),
-        columns={name: each for name, each in record.items() if name not in _KNOWN},
+        columns={name: value for name, value in record.items() if name not in _KNOWN},
     )
 
 
@@ -82,7 +77,7 @@ def _documents(value: object, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, Sequence) and not isinstance(value, str):
-        texts = [each for each in value if isinstance(each, str) and is_unicode(each)]
+        texts = [text for text in value if isinstance(text, str) and is_unicode(text)]
         if len(texts) == len(value):
             return tuple(texts)
     raise DataError(f"{where}: `documents` is {shape(value)}. Expected a list of texts, or nothing.")

@@ -1,28 +1,26 @@
 """Where rows come from: the packaged demo, local files, the Hugging Face hub.
 
-Owns loading, subsets and the dataset for TRL. `rows` checks a row, `prompts` builds the prompt.
+Owns loading, subsets and the dataset for TRL. The checks before a run call it. `rows` checks a row, `templates` builds
+the prompt.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Image, List, load_dataset
 
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES, FILES, dataset_folder
-from salesrl_trl.data.files import ENDINGS, Placed, Record, read_file, read_lines
+from salesrl_trl.data.files import ENDINGS, Placed, Record, demo_records, read_file
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
-from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.rows import check_columns, parse_row
-from salesrl_trl.data.templates import PromptTemplate
+from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import SalesRow
 
 DEMO = "demo"
 """Name of the packaged dataset."""
-_DEMO_FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
 PLAIN = Form()
 """Rows in this package's columns, all of them."""
 
@@ -74,13 +72,9 @@ def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = Non
 
 
 def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
-    """The demo's training rows, with actions of annotators, some of them careless.
-
-    Yields:
-        `tuple[SalesRow, list[dict[str, str]]]`: a row and its draft actions, each a JSON action.
-    """
-    records = _with_documents(_demo_records("train.jsonl"))
-    drafts = {record["id"]: record["draft_actions"] for record in _demo_records("drafts.jsonl")}
+    """The demo's training rows, each with draft actions of annotators, some of whom were careless."""
+    records = _with_documents(demo_records("train.jsonl"))
+    drafts = {record["id"]: record["draft_actions"] for record in demo_records("drafts.jsonl")}
     branches = sorted({record["branch"] for record in records})
     for position, record in enumerate(records):
         yield parse_row(record, position, branches, "the demo"), drafts[record["id"]]
@@ -142,16 +136,10 @@ def check_source(source: str) -> None:
         )
 
 
-def demo_path(name: str) -> Path:
-    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl` or `protected_terms.json`."""
-    return Path(str(resources.files("salesrl_trl.data.demo") / name))
-
-
 def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     """The records of a source with all columns, brought into this package's columns if they have others.
 
-    Raises:
-        `DataError`: there is no such source, it can't be read, or it is not of this form.
+    Raises `DataError` if there is no such source, it can't be read, or it is not of this form.
     """
     placed, name, folder = _load(source, split)
     return converted(placed, name, form, folder)
@@ -160,12 +148,12 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
 def _load(source: str, split: str) -> tuple[list[Placed], str, Path | None]:
     """The records as they are, a name of the source for messages, and the folder that it lies in."""
     if source in (DEMO, DEMO_PICTURES):
-        if split not in _DEMO_FILES:
-            raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(_DEMO_FILES)}.")
+        if split not in FILES:
+            raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(FILES)}.")
         if source == DEMO_PICTURES:
             folder = dataset_folder()
             return read_file(folder / FILES[split]), f"the {split} split of the demo with pictures", folder
-        records = _with_documents(_demo_records(_DEMO_FILES[split]))
+        records = _with_documents(demo_records(FILES[split]))
         return [Placed(record) for record in records], f"the demo's {split} split", None
     if is_file(source):
         check_source(source)
@@ -185,11 +173,7 @@ def _hub_records(name: str, split: str) -> list[Record]:
         ) from error
 
 
-def _demo_records(name: str) -> list[Record]:
-    return [line.record for line in read_lines(demo_path(name))]
-
-
 def _with_documents(records: list[Record]) -> list[Record]:
     """Add to each demo record the texts of its documents."""
-    texts = {document["id"]: document["text"] for document in _demo_records("knowledge.jsonl")}
+    texts = {document["id"]: document["text"] for document in demo_records("knowledge.jsonl")}
     return [{**record, "documents": [texts[id_] for id_ in record["document_ids"]]} for record in records]

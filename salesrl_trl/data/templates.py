@@ -1,16 +1,19 @@
-"""From a template file and a row to the chat messages that the policy reads.
+"""From a row to the chat messages that the policy reads, by a template.
 
-Owns the form of a template, the fields that it may use, and the messages about its errors. The packaged templates are
-in the folder `templates` beside this module. Refuses to know the tokenizer's chat template, which turns messages into
-tokens.
+Owns the form of a template, the fields that it may use, the messages about its errors, and the packaged templates (the
+folder `templates` beside this module). Checks of settings and `sources` call it. Refuses to know the tokenizer's chat
+template, which turns messages into tokens.
 
 A template is Jinja. Its text is the user message. The text in `{% block system %}`, which is optional, is the system
 message. White space around both is dropped.
 """
 
 import difflib
+import functools
+import json
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,9 +21,9 @@ import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
-from salesrl_trl.data.text import read_small, unreadable
+from salesrl_trl.data.files import read_small, unreadable
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.types import SalesRow
+from salesrl_trl.types import DEFAULT_FORMAT, Action, SalesRow
 
 SYSTEM = "system"
 """The only block that a template may have."""
@@ -37,12 +40,9 @@ _ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
 
 
 class PromptTemplate:
-    """Chat messages for a row.
+    """Makes the chat messages of a row. `name` is the template's file, for messages.
 
-    `name`: name of the template in messages: its file.
-
-    Raises:
-        `ConfigError`: the text is no Jinja, uses an unknown variable or block, or has no conversation.
+    Raises `ConfigError` if the text is no Jinja, uses an unknown variable or block, or has no conversation.
     """
 
     def __init__(self, source: str, name: str, action_fields: Sequence[str]) -> None:
@@ -59,8 +59,7 @@ class PromptTemplate:
     def messages(self, row: SalesRow) -> list[dict[str, str]]:
         """The row's prompt: a user message, after the template's system message if there is one.
 
-        Raises:
-            `ConfigError`: the template fails on this row, or leaves the user message empty.
+        Raises `ConfigError` if the template fails on this row, or leaves the user message empty.
         """
         fields = {name: getattr(row, name) for name in FIELDS[:-1]} | {FIELDS[-1]: self._action_fields}
         try:
@@ -114,11 +113,7 @@ class PromptTemplate:
 
 
 def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTemplate:
-    """A template from its file.
-
-    Raises:
-        `ConfigError`: there is no such file, it is not UTF-8, or it is no template.
-    """
+    """A template from its file. Raises `ConfigError` if the file is not there, is not UTF-8, or is no template."""
     file = Path(path).expanduser()
     try:
         return PromptTemplate(read_small(file), str(path), action_fields)
@@ -127,3 +122,35 @@ def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTempl
             f"the prompt template {path} can't be read ({unreadable(error)}). Expected a Jinja file in UTF-8. Correct "
             "`prompt_template`, or copy salesrl_trl/data/templates/instruct.jinja to start from."
         ) from None
+
+
+PROMPT_STYLES = ("instruct", "compact")
+"""`instruct` explains the task to a general chat model. `compact` is the conversation alone, for a policy that was
+taught the format before: the instruction would be three quarters of its tokens."""
+
+
+def template_path(style: str) -> Path:
+    """The file of a packaged prompt. Raises `ValueError` for an unknown style."""
+    if style not in PROMPT_STYLES:
+        raise ValueError(f"prompt style {style!r} is unknown; expected one of {', '.join(PROMPT_STYLES)}")
+    return Path(str(resources.files("salesrl_trl.data") / "templates" / f"{style}.jinja"))
+
+
+@functools.cache
+def packaged_template(style: str) -> PromptTemplate:
+    """The packaged prompt of a style."""
+    return read_template(template_path(style), DEFAULT_FORMAT.fields)
+
+
+def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> list[dict[str, str]]:
+    """The policy's prompt for one row, as chat messages with `role` and `content`.
+
+    `prompt` is one of `PROMPT_STYLES`, or a template of your own. Raises `ValueError` for an unknown style, or a
+    template that does not work for the row.
+    """
+    return (packaged_template(prompt) if isinstance(prompt, str) else prompt).messages(row)
+
+
+def action_text(action: Action) -> str:
+    """The action as the policy learns to write it: one line of JSON, with the keys in their order."""
+    return json.dumps(action.as_dict(), ensure_ascii=False)

@@ -1,4 +1,8 @@
-"""Stand-ins for a user's own RAG services and judge (`services`), and for a user's model (`policy`).
+"""Stand-ins for a user's own RAG services, judge and model.
 
-Owns nothing that a run on a user's own services and model needs.
+- `services`: a RAG service and a judge.
+- `packaged`: the small policy and the record of the services, which are files of the package.
+- `teaching`, `vision`: how the small policies are made.
+
+Owns nothing that a run on a user's own services and model needs. The building of a run calls it.
 """

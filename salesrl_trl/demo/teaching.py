@@ -1,6 +1,7 @@
 """Supervised fine-tuning of the demo's small policies, by TRL.
 
-Owns what both have in common. `vision` and `scripts/make_demo_policy.py` own what is imitated, and how long.
+Owns the settings that both policies have in common. `vision` and `scripts/make_demo_policy.py` call it: they own what
+is imitated, and how long.
 """
 
 import tempfile

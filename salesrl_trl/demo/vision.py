@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from salesrl_trl.data import demo_pictures
 from salesrl_trl.data.files import Record, read_lines
 from salesrl_trl.data.processor import NoVideos, videos_left_out
-from salesrl_trl.data.prompts import action_text, build_prompt
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.demo.policy import PACKAGED, PROMPT_STYLE, packaged_tokenizer
+from salesrl_trl.data.templates import action_text, build_prompt
+from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, packaged_tokenizer
 from salesrl_trl.demo.teaching import imitate
 from salesrl_trl.types import Action, SalesRow
 
@@ -40,10 +40,10 @@ PATCH = 14
 MERGE = 2
 """A token of a picture stands for 28 x 28 pixels: `MERGE` x `MERGE` patches."""
 MOST_TOKENS = 64
-"""Of a picture. A larger one is made smaller."""
+"""Most tokens of a picture. A larger picture is made smaller."""
 STEPS = 240
 READING_SHARE = 0.5
-"""Of the steps: those in which it names courses. They are short."""
+"""Share of the steps in which it names courses. These steps are short."""
 BATCH_SIZE = 32
 LEARNING_RATE = 2e-3
 WARMUP_FRACTION = 0.1
@@ -96,8 +96,9 @@ def build_config(
     text: Mapping[str, object] | None = None,
     tower: Mapping[str, object] | None = None,
 ) -> "PretrainedConfig":
-    """The configuration of a Qwen2.5-VL with the tokens of `build_processor`: of the small policy, but for what `text`
-    and `tower` say of its two parts."""
+    """The configuration of a Qwen2.5-VL with the tokens of `build_processor`. It is that of the small policy, except
+    for what `text` and `tower` say of its two parts.
+    """
     from transformers import AutoConfig, Qwen2_5_VLConfig
 
     image, video, start, end = tokenizer.convert_tokens_to_ids([_IMAGE, _VIDEO, _START, _END])

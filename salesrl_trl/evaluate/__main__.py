@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not {"-h", "--help"}.isdisjoint(argv):
         _parser().parse_args(["--help"])  # it ends here, without the imports of seconds
 
-    from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
+    from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
     from salesrl_trl.run.console import exit_with, set_log_level, set_up_logging
 
     set_up_logging()
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             plans = plans_of(config, policies, folder, options.rows)
             for note in dict.fromkeys(note for plan in plans for note in plan.notes):
                 logger.info(note)
-            failing_as = EXIT_STOPPED
+            failing_as = EXIT_FAILED
             findings = _evaluate(plans, policies, services, options.samples)
         except (Exception, KeyboardInterrupt) as error:
             exit_with(_reported(error), failing_as)

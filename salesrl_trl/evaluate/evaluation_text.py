@@ -4,7 +4,7 @@ Owns lines and wording. Refuses to compute figures. Called by the command.
 """
 
 from salesrl_trl.evaluate.findings import ALL, LABELS, EvaluationFindings
-from salesrl_trl.evaluation.comparison import FEW_ROWS, Difference, Mean
+from salesrl_trl.evaluation.row_statistics import FEW_ROWS, Difference, Mean
 from salesrl_trl.ground.tables import aligned
 
 UNKNOWN = "n/a"

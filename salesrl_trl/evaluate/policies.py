@@ -15,9 +15,9 @@ from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig, parse
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.lengths import FittingPrompts
-from salesrl_trl.demo.policy import PACKAGED
+from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.sample import spread
+from salesrl_trl.evaluation.quick import spread
 from salesrl_trl.preflight.runner import prepare
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"

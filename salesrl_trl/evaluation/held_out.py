@@ -1,6 +1,7 @@
-"""The full evaluations of the held-out rows: a line each, their file, and the first beside the last.
+"""The full evaluations of the held-out rows: a line each, their file, and the first compared with the last.
 
-Owns the wording, the file, and the standard error of a change. The figures are those that the trainer has logged.
+Owns the wording, the file, and the standard error of a change. The figures are those that the trainer has logged. The
+trainer has it as a callback.
 """
 
 import json
@@ -24,27 +25,30 @@ T = TypeVar("T")
 Figures = Mapping[str, float | None]
 
 
-class Written(NamedTuple):
-    """What the policy wrote to a prompt of an evaluation. It may quote a customer: not for logs, unless asked for."""
+class EvaluatedCompletion(NamedTuple):
+    """A completion of an evaluation, with its prompt. It may quote a customer: not for logs, unless asked for."""
 
     prompt: object
     """As TRL has it: a text, or a list of messages."""
     completion: object
-    """Likewise."""
+    """A text, or a list of messages, too."""
     reward: float | None
     """`None` if it could not be scored."""
 
 
 class HeldOut(TrainerCallback):
-    """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
-    the end of training it sets the first beside the last. A resumed run goes on with the file.
+    """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`.
 
-    `output_dir`: Folder of `held_out.json`. `drain_rewards`: Returns the rewards of an evaluation's completions in
-    their order, NaN for a missing one. `drain_written`: Returns what the policy wrote in an evaluation, on this rank.
-    `num_generations`: Completions of a row. They are neighbours. `examples`: Conversations that are shown at the end,
-    with what the policy wrote first and last. `are_actions`: whether completions are actions, of which figures say
-    more. `is_cut`: whether the budget ended before all completions were scored. Then the evaluation is not kept: the
-    run ends, and a resume makes it again.
+    At the end of training it compares the first with the last. A resumed run goes on with the file.
+
+    - `drain_rewards` returns the rewards of an evaluation's completions in their order, NaN for a missing one.
+    - `drain_written` returns the completions of an evaluation, on this rank.
+    - `num_generations`: completions of a row. They are neighbours.
+    - `examples`: conversations that are shown at the end, with the first and the last completion.
+    - `are_actions`: whether completions are actions, of which there are more figures.
+    - `is_cut`: whether the budget ended before all completions were scored. Then the evaluation is not kept: the run
+      ends,
+    and a resumed run makes it again.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class HeldOut(TrainerCallback):
         branches: Sequence[str],
         output_dir: Path,
         drain_rewards: Callable[[], Sequence[float]],
-        drain_written: Callable[[], Sequence[Written]],
+        drain_written: Callable[[], Sequence[EvaluatedCompletion]],
         *,
         num_generations: int,
         examples: int = 0,
@@ -74,7 +78,9 @@ class HeldOut(TrainerCallback):
     ) -> None:
         self._evaluations = []
         if state.is_world_process_zero and state.global_step:
-            self._evaluations = [each for each in _read(self._path) if each.step <= state.global_step]
+            self._evaluations = [
+                evaluation for evaluation in _read(self._path) if evaluation.step <= state.global_step
+            ]
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
@@ -96,7 +102,7 @@ class HeldOut(TrainerCallback):
         rows = row_means(rewards, self._num_generations)
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
-        self._evaluations = [each for each in self._evaluations if each.step != state.global_step]
+        self._evaluations = [evaluation for evaluation in self._evaluations if evaluation.step != state.global_step]
         examples = spread(written[:: self._num_generations], self._examples)
         self._evaluations.append(_Evaluation(state.global_step, figures, rows, examples))
         if not state.is_world_process_zero:
@@ -148,7 +154,7 @@ class _Evaluation:
     figures: Figures
     rows: Sequence[float]
     """Mean reward of each row, NaN without one. Empty if the order of rows is not known."""
-    examples: Sequence[Written] = ()
+    examples: Sequence[EvaluatedCompletion] = ()
 
 
 def _read(path: Path) -> list[_Evaluation]:
@@ -159,8 +165,8 @@ def _read(path: Path) -> list[_Evaluation]:
         records = [dict(load) for load in json.loads(path.read_text(encoding="utf-8"))]
         return [_Evaluation(int(record.pop("step")), record, []) for record in records]
     except (ValueError, TypeError, KeyError) as error:
-        (kept,) = put_aside(path)
-        logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {kept.name}")
+        (aside,) = put_aside(path)
+        logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {aside.name}")
         return []
 
 
@@ -171,11 +177,10 @@ def spread(items: Sequence[T], number: int) -> list[T]:
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
-    """Mean reward of each row; NaN if fewer than half of its completions could be scored.
+    """Mean reward of each row, from the rewards of all completions; a row's completions are neighbours.
 
-    While services are down only invalid actions have a reward. Their mean would not be the row's.
-
-    `rewards`: by completion, NaN for a missing one. Completions of a row are neighbours.
+    A missing reward is NaN. A row is NaN if fewer than half of its completions could be scored: while services are
+    down only invalid actions have a reward, whose mean would not be the row's.
     """
     rows = [rewards[first : first + num_generations] for first in range(0, len(rewards), num_generations)]
     scored = [[reward for reward in row if not math.isnan(reward)] for row in rows]
@@ -186,11 +191,9 @@ def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
 
 
 def changes_by_row(before: Sequence[float], after: Sequence[float]) -> list[float]:
-    """The change of each row that was scored both times.
+    """The change of the mean reward of each row that was scored both times (NaN is a row without one).
 
-    The same rows are compared with each other, so that it does not matter how much easier one row is than another.
-
-    `before`: Mean reward by row, NaN without one.
+    Each row is compared with itself, so that it does not matter how much easier one row is than another.
     """
     return [b - a for a, b in zip(before, after, strict=True) if not math.isnan(b - a)]
 

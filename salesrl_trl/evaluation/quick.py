@@ -1,25 +1,40 @@
 """Quick evaluations: a fixed held-out sample, answered greedily every few steps.
 
-Owns the steps at which one is due, and its order: answer, measure, record, keep the best policy, log. A `Subject`
-answers.
+Owns the steps at which one is due, its rows, its order (answer, measure, record, keep the best policy, log), and the
+way of the best policy into its folder. A `Subject` answers. The trainer calls `evaluate_if_due` after each step.
 """
 
+import json
 import logging
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from salesrl_trl.evaluation.answers import Answered, Ranks, Subject
-from salesrl_trl.evaluation.best import BestPolicy
-from salesrl_trl.evaluation.figures import BETA, OWN_FIGURES, checked_figures
-from salesrl_trl.evaluation.record import (
+from datasets import Dataset
+
+from salesrl_trl.data.branches import Branches
+from salesrl_trl.errors import CheckpointError, ConfigError
+from salesrl_trl.evaluation.quick_figures import BETA, OWN_FIGURES, checked_figures
+from salesrl_trl.evaluation.quick_record import (
     QuickEvalHistory,
     QuickEvalSettings,
     QuickEvaluation,
     evaluation_of,
 )
-from salesrl_trl.names import QUICK_EVAL, QUICK_EVAL_FILE, QUICK_SECONDS, REWARD, Phase, quick_of
+from salesrl_trl.evaluation.subject import Answered, Ranks, Subject
+from salesrl_trl.ground.process import put_in_place
+from salesrl_trl.names import (
+    BEST_FOLDER,
+    BEST_NOTE_FILE,
+    QUICK_EVAL,
+    QUICK_EVAL_FILE,
+    QUICK_SECONDS,
+    REWARD,
+    Phase,
+    quick_of,
+)
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Example, Outcome
 
@@ -29,14 +44,10 @@ logger = logging.getLogger(__name__)
 class QuickEvaluator:
     """Evaluates a policy every few steps. All ranks call each method together.
 
-    `subject`: the policy: it answers, is saved, and logs. `rows`: This rank's held-out rows, the same all through the
-    run. `settings`: Steps between two evaluations, figures, and the figure that selects the best policy. `output_dir`:
-    Folder of the record and of the best policy. `least_scored`: Share in [0, 1] of a branch's answers that have to be
-    scored for its score to be compared. `timeline`: gets the phases of an evaluation. `is_cut`: whether the budget
-    ended before all answers were scored. The same on all ranks.
-
-    Raises:
-        `ConfigError`: one of the figures is none, or has a name that is taken.
+    `rows` are this rank's, the same all through the run. `output_dir` gets the record and the best policy.
+    `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is compared.
+    `is_cut` says whether the budget ended before all answers were scored, the same on all ranks. Raises `ConfigError`
+    if one of the figures is none, or has a name that is taken.
     """
 
     def __init__(
@@ -67,10 +78,7 @@ class QuickEvaluator:
         self._evaluated_step = 0
 
     def run_begins(self, step: int) -> None:
-        """Go on with the record of the run so far.
-
-        `step`: Optimizer steps done.
-        """
+        """Go on with the record of the run so far, after so many optimizer steps."""
         is_main = self._ranks.index == 0
         records, kept_step = self._ranks.from_main((self._history.read(), self._best.step) if is_main else ([], None))
         self._history.resume(records, step)
@@ -86,10 +94,7 @@ class QuickEvaluator:
             logger.info(f"the best policy of an earlier start (step {kept_step}) is now in {aside}")
 
     def evaluate_if_due(self, step: int) -> None:
-        """Evaluate after this step, if an evaluation is due and was not made yet.
-
-        `step`: Optimizer steps done.
-        """
+        """Evaluate after this optimizer step, if an evaluation is due and was not made yet."""
         if step % self._settings.steps == 0 and step != self._evaluated_step:
             self._evaluated_step = step
             self._evaluate(step)
@@ -133,11 +138,120 @@ class QuickEvaluator:
         overall = {REWARD: evaluation.reward, **evaluation.figures}
         logged = {f"{QUICK_EVAL}{name}": value for name, value in overall.items()}
         logged[QUICK_SECONDS] = evaluation.seconds
-        for branch, found in evaluation.branches.items():
-            logged |= {quick_of(branch, name): found.values[name] for name in (*self.figure_names, BETA)}
+        for branch, figures in evaluation.branches.items():
+            logged |= {quick_of(branch, name): figures.values[name] for name in (*self.figure_names, BETA)}
         return logged
 
 
 def failures(answers: Iterable[Answered]) -> Counter[str]:
     """Reason codes of the answers that got no verdict."""
     return Counter(answer.reward.reason for answer in answers if answer.reward.outcome is not Outcome.OK)
+
+
+def sample(dataset: object, rows: int, branches: Branches, ranks: Ranks) -> list[Example]:
+    """This rank's rows, from the trainer's `eval_dataset`, which may be anything that TRL takes.
+
+    `rows` is their number on all ranks together. Each rank has at least one. Raises `ConfigError` if there are no
+    held-out rows, or fewer than processes.
+    """
+    if not isinstance(dataset, Dataset):
+        raise ConfigError(
+            f"a quick evaluation takes its rows from `eval_dataset`, which is {type(dataset).__name__}. "
+            "Expected a dataset. Give one, or set `quick_eval_steps: 0`."
+        )
+    branch_ids = [branches.names.index(branch) for branch in branches.of_rows(dataset)]
+    chosen = spread(branch_ids, rows, len(branches.names), ranks.count)
+    if not chosen:
+        raise ConfigError(
+            f"a quick evaluation has {len(branch_ids)} held-out rows for {ranks.count} processes. Expected one for "
+            "each. Hold out more, or set `quick_eval_steps: 0`."
+        )
+    share = len(chosen) // ranks.count
+    return [dataset[place] for place in chosen[ranks.index * share : (ranks.index + 1) * share]]
+
+
+def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) -> list[int]:
+    """Places of the rows to evaluate, from the branch of each held-out row: the first of each branch in turn.
+
+    Each process has equally many, and at least one. If there are too few rows, all are taken, less the remainder of
+    the division by the processes.
+    """
+    by_branch = [
+        [place for place, branch_id in enumerate(branch_ids) if branch_id == branch] for branch in range(branches)
+    ]
+    turns = max((len(places) for places in by_branch), default=0)
+    chosen = [places[turn] for turn in range(turns) for places in by_branch if turn < len(places)]
+    return chosen[: min(max(rows, processes), len(chosen)) // processes * processes]
+
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.distcp", "*/*.pt")
+"""Files of a saved policy: it has at least one of these."""
+
+
+class BestPolicy:
+    """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames.
+
+    A policy is saved beside the one before, and then takes its place. So the folder is always whole.
+    """
+
+    def __init__(self, output_dir: Path, by: str | None, ranks: Ranks) -> None:
+        self.folder = output_dir / BEST_FOLDER
+        self._by = by
+        self._ranks = ranks
+
+    @property
+    def step(self) -> int | None:
+        """The step of the policy in the folder; 0 without a note of it, `None` without a policy."""
+        if not self.folder.is_dir():
+            return None
+        note = self.folder / BEST_NOTE_FILE
+        return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
+
+    def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
+        """Save the policy in place of the best one before; all ranks together. `save` writes it into a folder, on all
+        ranks.
+
+        Returns on all ranks whether it was saved. If it can't be saved, on a full disk for example, the one before
+        stays, and a line says so.
+        """
+        fresh = self._beside("new")
+        if self._ranks.index == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+        self._ranks.wait()
+        reason = _failure(lambda: save(fresh))
+        reasons = [failure for failure in self._ranks.gather([reason]) if failure is not None]
+        if self._ranks.index == 0 and not reasons:
+            reason = _failure(lambda: self._finish(evaluation, fresh))
+            reasons = [] if reason is None else [reason]
+        if self._ranks.index == 0 and reasons:
+            shutil.rmtree(fresh, ignore_errors=True)
+            logger.warning(f"the best policy was not kept: {reasons[0]}")
+        return self._ranks.from_main(not reasons)
+
+    def _finish(self, evaluation: QuickEvaluation, fresh: Path) -> None:
+        if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
+            raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
+        note = {"step": evaluation.step, "by": self._by, **evaluation.as_dict()}
+        (fresh / BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        put_in_place(fresh, self.folder)
+
+    def put_aside(self) -> Path:
+        """Rename the folder, so that nothing is written over the policy in it. Returns its new place."""
+        aside = self._beside("earlier")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.folder.rename(aside)
+        return aside
+
+    def _beside(self, suffix: str) -> Path:
+        return self.folder.with_name(f"{BEST_FOLDER}.{suffix}")
+
+
+def _failure(work: Callable[[], None]) -> str | None:
+    """Why it failed, in words; `None` if it did not. Another rank must not wait for one that failed."""
+    try:
+        work()
+    except CheckpointError as error:
+        return str(error)
+    except Exception as error:
+        return f"it can't be saved ({type(error).__name__})"
+    return None

@@ -1,7 +1,8 @@
 """The folder of compiled code: kernels and graphs that later starts load in place of compiling them again.
 
-Owns the environment variables that lead there, and the notes about the engines that are kept. Compiles nothing: vLLM,
-torch, Triton, FlashInfer and CUDA's driver write the files. Standard library only.
+Owns the environment variables that name it, and the notes about the engines that were compiled. The settings, the
+banner and the warming call it. Compiles nothing: vLLM, torch, Triton, FlashInfer and CUDA's driver write the files.
+Standard library only.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ _CONSTANT = {"VLLM_XLA_CACHE_PATH": "unused"}
 _ENGINES = "engines"
 
 
-class Kept(NamedTuple):
+class FolderContent(NamedTuple):
     """The content of a folder."""
 
     files: int
@@ -54,10 +55,8 @@ def folder_of(setting: str | None) -> Path | None:
 
 
 def use(folder: Path) -> None:
-    """Let all compilers of this process, and of its children, keep their results in the folder.
-
-    Raises:
-        `ConfigError`: it can't be written.
+    """Let all compilers of this process, and of its children, keep their results in the folder. Raises `ConfigError`
+    if it can't be written.
     """
     try:
         for name in (*FOLDERS.values(), _ENGINES):
@@ -70,14 +69,16 @@ def use(folder: Path) -> None:
             f"`compile_cache_dir` leads to {folder}, which can't be written. Expected a folder of your own. Name "
             "another one, or leave the setting empty: then each library uses its own place."
         )
-    os.environ |= {name: str(folder / each) for name, each in FOLDERS.items()} | _CONSTANT
+    os.environ |= {name: str(folder / subfolder) for name, subfolder in FOLDERS.items()} | _CONSTANT
 
 
-def kept(folder: Path) -> Kept:
+def content_of(folder: Path) -> FolderContent:
     """Count the files of the folder."""
-    found = [os.path.join(path, name) for path, _, names in os.walk(folder) for name in names]
-    engines = sum(Path(each).parent == folder / _ENGINES for each in found)
-    return Kept(len(found), sum(os.path.getsize(each) for each in found if os.path.isfile(each)) / 2**20, engines)
+    files = [os.path.join(path, name) for path, _, names in os.walk(folder) for name in names]
+    engines = sum(Path(file).parent == folder / _ENGINES for file in files)
+    return FolderContent(
+        len(files), sum(os.path.getsize(file) for file in files if os.path.isfile(file)) / 2**20, engines
+    )
 
 
 def has_engine(folder: Path, engine: Mapping[str, object]) -> bool:

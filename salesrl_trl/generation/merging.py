@@ -1,6 +1,6 @@
-"""The policy's weights with its adapter, computed beside its base model.
+"""The policy's weights with its adapter, computed without a change of its base model.
 
-Owns how an adapter is merged for a push to vLLM. Refuses to push, and to write the base.
+Owns how an adapter is merged for a push to vLLM. `vllm` calls it. Refuses to push, and to write the base.
 
 TRL merges the adapter into the base in place, and subtracts it after the push. In 16 bits both round, so the base
 drifts from push to push. The base is the reference of the KL, and what a saved adapter is loaded onto.
@@ -15,7 +15,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor, Replicate
 
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 
 _Place = tuple[Any, str]
 """A layer with an adapter, and the name of a parameter in its base layer. peft publishes no types."""
@@ -40,16 +40,15 @@ def merged_beside(model: Any) -> Iterator[None]:
 
         def begin() -> None:
             merge(adapter_names=[])  # merges nothing, and raises peft's errors of a model that can't be merged
-            until_unmerged.enter_context(replaced(model, "named_parameters", merged))
+            until_unmerged.enter_context(patched(model, "named_parameters", merged))
 
-        with replaced(model, "merge_adapter", begin), replaced(model, "unmerge_adapter", until_unmerged.close):
+        with patched(model, "merge_adapter", begin), patched(model, "unmerge_adapter", until_unmerged.close):
             yield
 
 
 def why_in_place(model: Any, fsdp_version: int | None) -> str | None:
-    """The reason why `merged_beside` does not hold for a policy, if there is one.
-
-    `fsdp_version`: 1 or 2 where FSDP shards it.
+    """The reason why `merged_beside` does not hold for a policy; `None` if it does. `fsdp_version` is 1 or 2 where
+    FSDP shards the policy.
     """
     if fsdp_version == 1:
         return "FSDP1 keeps the weights of many layers in one flat tensor (FSDP2 does not)"
@@ -87,7 +86,7 @@ def _is_changed(layer: Any, name: str) -> bool:
 
 @torch.no_grad()
 def _merged_weight(parameter: torch.Tensor, places: Sequence[_Place]) -> torch.Tensor:
-    """The parameter with the adapters of these layers. They are several where layers share it."""
+    """The parameter with the adapters of these layers. There are several layers if they share it."""
     copies: dict[torch.Tensor, torch.Tensor] = {}
     for layer, name in places:
         apart = _apart(layer, copies)
@@ -100,9 +99,9 @@ def _merged_weight(parameter: torch.Tensor, places: Sequence[_Place]) -> torch.T
 
 
 def _apart(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> Any:
-    """A module like this one, over float32 copies of its weights. What is done to it leaves this one as it is.
+    """A module like this one, over float32 copies of its weights. Changes of it leave this one as it is.
 
-    `copies`: the copy of each weight so far; a weight that has one gets no other.
+    `copies` has the copy of each weight so far, so that a weight that layers share is copied once.
     """
     apart: Any = object.__new__(type(module))  # by `copy.copy`, a module that FSDP2 shards would be initialised anew
     for name, value in vars(module).items():

@@ -1,6 +1,7 @@
 """Completions that are requested from a vLLM server one by one, in the background.
 
-Owns the threads, and their order. Knows neither vLLM nor TRL: `generation/vllm.py` sends a single request.
+Owns the threads, and the order of completions. Knows neither vLLM nor TRL: `vllm` starts the requests and says how one
+is sent.
 """
 
 import contextlib
@@ -25,9 +26,9 @@ class Requests:
 
     Threads are daemons: if one request fails, or the waiting thread is interrupted, nobody waits for the others.
 
-    `ask`: Asks for the completion at this place. `finished`: called with each completion's place and token ids as it
-    comes, one after another, in a thread of its own. `slots`: limits the requests in flight, these and others
-    together. `lane`: a number that differs from those of other `Requests` in flight at the same time.
+    `ask` asks for the completion at a place. `finished` is called with the place and token ids of each completion as
+    it comes, one after another, in a thread of its own. `slots` limits the requests in flight, together with those of
+    other `Requests`. `lane` is a number that differs from those of other `Requests` in flight at the same time.
     """
 
     def __init__(
@@ -53,10 +54,8 @@ class Requests:
             thread.start()
 
     def result(self) -> Completions:
-        """Wait for all completions, and return them as one request for all prompts would.
-
-        Raises:
-            The error of the first request that failed. No other request is begun after it.
+        """Wait for all completions, and return them as one request for all prompts would. Raises the error of the
+        first request that failed. No other request is begun after it.
         """
         try:
             return self._result.result()

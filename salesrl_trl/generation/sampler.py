@@ -26,7 +26,7 @@ from trl.trainer.utils import pad
 
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import Phase
 from salesrl_trl.timing import Span
 
@@ -122,7 +122,9 @@ class Sampled:
         made: dict[str, Any] = {"num_images": [len(image) if image else 0 for image in images]}
         for name, value in self.vision.items():
             if isinstance(value, list) and value and isinstance(value[0], list):  # of each token
-                rows = pad([torch.tensor(each) for each in value], padding_side="left", pad_to_multiple_of=multiple)
+                rows = pad(
+                    [torch.tensor(sequence) for sequence in value], padding_side="left", pad_to_multiple_of=multiple
+                )
                 made[name] = torch.cat((rows.to(device), torch.zeros_like(tensors["completion_ids"])), dim=1)
             else:
                 made[name] = torch.as_tensor(np.array(value)).to(device)
@@ -133,9 +135,8 @@ class Generate(Protocol):
     """TRL's `_generate`: encodes prompts, generates, decodes and measures."""
 
     def __call__(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
-        """Generate one completion for each prompt.
-
-        `prompts`: B prompts, as the dataset has them. `tokens`: Generates in place of TRL's engines.
+        """Generate one completion for each of B prompts, as the dataset has them. `tokens` takes the place of TRL's
+        engines.
         """
 
 
@@ -217,10 +218,7 @@ class Ready:
 
 
 class WholeBatch:
-    """TRL's own generation, a whole batch at once.
-
-    `generate`: TRL's `_generate`.
-    """
+    """TRL's own generation (`_generate`), a whole batch at once."""
 
     def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig) -> None:
         self._generate = generate
@@ -236,20 +234,17 @@ class WholeBatch:
         if not isinstance(self._owner, SalesVLLMGeneration):
             with contextlib.ExitStack() as stack:
                 for name in SAMPLING_FLAGS & vars(self._owner).keys():  # transformers warns about each that is set
-                    stack.enter_context(replaced(self._owner, name, None))
-                stack.enter_context(replaced(self._owner, "do_sample", False))
+                    stack.enter_context(patched(self._owner, name, None))
+                stack.enter_context(patched(self._owner, "do_sample", False))
                 yield
             return
-        kept = {name: value for name, value in self._owner.generation_kwargs.items() if name not in SAMPLING_KWARGS}
-        with replaced(self._owner, "temperature", 0.0), replaced(self._owner, "generation_kwargs", kept):
+        kwargs = {name: value for name, value in self._owner.generation_kwargs.items() if name not in SAMPLING_KWARGS}
+        with patched(self._owner, "temperature", 0.0), patched(self._owner, "generation_kwargs", kwargs):
             yield
 
 
 class Streamed(WholeBatch):
-    """vLLM, in this process or as a server: each completion is reported when it is finished.
-
-    `generate`: TRL's `_generate`.
-    """
+    """vLLM, in this process or as a server: each completion is reported when it is finished."""
 
     _owner: SalesVLLMGeneration
 
@@ -260,10 +255,7 @@ class Streamed(WholeBatch):
 
 
 class Background(Streamed):
-    """vLLM's server, which generates while the trainer trains.
-
-    `generate`: TRL's `_generate`.
-    """
+    """vLLM's server, which generates while the trainer trains."""
 
     def __init__(self, generate: Generate, owner: SalesVLLMGeneration, ask: Ask) -> None:
         super().__init__(generate, owner)
@@ -317,8 +309,8 @@ def vision_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
 def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
     """Arguments of TRL's `_get_per_token_logps_and_entropies` for the completions of a batch that TRL padded.
 
-    `batch`: `prompt_ids` and `prompt_mask` (B, P), `completion_ids` and `completion_mask` (B, T), and the
-    `VISION_FIELDS` if it has some. `batch_size`: Completions of a forward pass.
+    The batch has `prompt_ids` and `prompt_mask` (B, P), `completion_ids` and `completion_mask` (B, T), and perhaps
+    some of `VISION_FIELDS`. `batch_size` is the number of completions of a forward pass.
     """
     ids, mask = (
         torch.cat((batch[f"prompt_{kind}"], batch[f"completion_{kind}"]), dim=1) for kind in ("ids", "mask")
@@ -346,14 +338,10 @@ def trl_sampler(
     owner: SalesVLLMGeneration | GenerationConfig,
     *,
     is_served: bool,
-    hindrance: str | None,
+    reason: str | None,
 ) -> Sampler:
-    """TRL's own generation.
-
-    `generate`: TRL's `_generate`. `owner`: the engine, or the settings of sampling. `hindrance`: from
-    `why_not_streamed`.
-    """
-    if hindrance is not None:
-        logger.info(f"off: rewards start as soon as a completion is finished, because {hindrance}")
+    """TRL's own generation, over its engine or its settings of sampling. `reason` comes from `why_not_streamed`."""
+    if reason is not None:
+        logger.info(f"off: rewards start as soon as a completion is finished, because {reason}")
         return WholeBatch(generate, owner)
     return Background(generate, owner, ask) if is_served else Streamed(generate, owner)

@@ -30,10 +30,10 @@ from accelerate.utils.other import get_free_port
 from transformers import PreTrainedModel, ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.merging import merged_beside, why_in_place
-from salesrl_trl.generation.pictures import check_expanded, one_token_each
 from salesrl_trl.generation.requests import MOST_REQUESTS, Completions, Requests
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import allow_files
 
 logger = logging.getLogger(__name__)
@@ -49,12 +49,14 @@ def engine_kwargs(
 ) -> dict[str, object]:
     """The engine options that TRL 1.16 does not pass through, for `vllm.LLM`.
 
-    `enforce_eager`: Skip compilation and CUDA graphs: the engine starts fast, and generates two to three times slower
-    on a GPU. `load_format`: `"auto"` reads the checkpoint. `"dummy"` leaves the weights random until the first push,
-    which TRL always makes before the first generation; see `pushes_all_weights`. `dtype`: number format of vLLM's
-    weights and activations, for example `"bfloat16"`. `seed`: Seed of the sampler. TRL takes the rank alone, so two
-    runs with different seeds would sample alike. `extra`: further `vllm.LLM` arguments. They replace all others, those
-    of TRL too.
+    - `enforce_eager` skips compilation and CUDA graphs: the engine starts fast, and generates two to three times
+      slower on
+    a GPU.
+    - `load_format`: `"auto"` reads the checkpoint. `"dummy"` leaves the weights random until the first push, which TRL
+    always makes before the first generation; see `pushes_all_weights`.
+    - `dtype`: number format of vLLM's weights and activations, for example `"bfloat16"`.
+    - `seed`: TRL takes the rank alone, so two runs with different seeds would sample alike.
+    - `extra`: further `vllm.LLM` arguments. They replace all others, those of TRL too.
     """
     return {
         "enforce_eager": enforce_eager,
@@ -76,15 +78,16 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     Changes three methods, and adds `streamed`, `begun`, `answered` and `settle`:
 
-    - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments. Every process gets a client of
-      the server, with as many connections as it has requests in flight.
+    - `_init_vllm` builds the engine with `engine_options` (from `engine_kwargs`) beside TRL's own arguments. Every
+      process
+    gets a client of the server, with as many connections as it has requests in flight.
     - While `streamed`, `begun` or `answered` is active, `generate` asks a server for completions one by one, from
-      every process.
+      every
+    process.
     - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,
-      and for an engine that quantises, it reloads all weights through the worker: parameters are repacked or
-      quantised after loading, so that TRL's push of single ones fails. An adapter is merged beside its base.
-
-    `engine_options`: from `engine_kwargs`.
+      and
+    for an engine that quantises, it reloads all weights through the worker: parameters are repacked or quantised after
+    loading, so that TRL's push of single ones fails. An adapter is merged beside its base.
     """
 
     vllm_client: Any
@@ -118,7 +121,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         # the same one. A launcher of several processes has named a port.
         if os.environ.get("MASTER_PORT", "").strip().lower() in ("", "0", "auto"):
             os.environ["MASTER_PORT"] = str(get_free_port())
-        with replaced(upstream_vllm, "LLM", build):
+        with patched(upstream_vllm, "LLM", build):
             super()._init_vllm()
         if self.mode == "server":
             addresses = [self.vllm_client.base_url if self.accelerator.is_main_process else None]
@@ -168,26 +171,23 @@ class SalesVLLMGeneration(VLLMGeneration):
     def streamed(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
         """While active, report each completion as soon as it is finished.
 
-        `finished`: called with a completion's place in the batch and its token ids. With a colocated engine it is
-        called between two steps; with a server, from another thread. `size`: Completions of this process. Under tensor
-        parallelism every process of a group generates those of the whole group. Those of other processes are not
+        `finished` is called with a completion's place in the batch and its token ids: between two steps of a colocated
+        engine, or from another thread with a server. `size` is the number of completions of this process. Under tensor
+        parallelism every process of a group generates those of the whole group; those of other processes are not
         reported.
         """
         if self.mode != "server":
             with self._stepped(finished, size):
                 yield
             return
-        with replaced(self, "_collect", lambda single, count: self._request(single, count, finished).result()):
+        with patched(self, "_collect", lambda single, count: self._request(single, count, finished).result()):
             yield
 
     @contextlib.contextmanager
     def begun(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[list[Requests]]:
         """While active, `generate` asks the server for the completions of this process and returns none of them.
 
-        `finished`: as in `streamed`. Called from another thread.
-
-        Yields:
-            `list[Requests]`: the requests, for `answered`.
+        `finished` is called from another thread, as in `streamed`. Yields the requests, for `answered`.
         """
         begun: list[Requests] = []
 
@@ -195,13 +195,13 @@ class SalesVLLMGeneration(VLLMGeneration):
             begun.append(self._request(single, count, finished))
             return {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
-        with replaced(self, "_collect", begin), replaced(self, "_waits", False):
+        with patched(self, "_collect", begin), patched(self, "_waits", False):
             yield begun
 
     @contextlib.contextmanager
     def answered(self, requests: Requests) -> Iterator[None]:
         """While active, `generate` waits for these requests and returns their completions."""
-        with replaced(self, "_collect", lambda single, count: requests.result()):
+        with patched(self, "_collect", lambda single, count: requests.result()):
             yield
 
     def settle(self) -> None:
@@ -236,16 +236,16 @@ class SalesVLLMGeneration(VLLMGeneration):
             return collect(_single(send, samples, prompts, **request), len(prompts))
 
         with (
-            replaced(self.vllm_client, "generate", ask),
-            replaced(self, "accelerator", _ALONE),
-            replaced(upstream_vllm, "gather_object", lambda each: each),
-            replaced(upstream_vllm, "broadcast_object_list", lambda each, from_process: each),
+            patched(self.vllm_client, "generate", ask),
+            patched(self, "accelerator", _ALONE),
+            patched(upstream_vllm, "gather_object", lambda value: value),
+            patched(upstream_vllm, "broadcast_object_list", lambda value, from_process: value),
         ):
             return super().generate(prompts, images, 1, profiler if self._waits else None)  # type: ignore[no-any-return]
 
     def _request(self, single: _Single, count: int, finished: Callable[[int, Sequence[int]], None]) -> Requests:
-        self._under_way = [each for each in self._under_way if each.in_flight]
-        taken = {each.lane for each in self._under_way}
+        self._under_way = [earlier for earlier in self._under_way if earlier.in_flight]
+        taken = {earlier.lane for earlier in self._under_way}
         lane = next(number for number in itertools.count() if number not in taken)
         requests = Requests(single, count, finished, self._slots, lane)
         self._under_way.append(requests)
@@ -273,7 +273,7 @@ class SalesVLLMGeneration(VLLMGeneration):
                     finished(place, output.outputs[0].token_ids)
             return outputs
 
-        with replaced(engine, "add_request", add_watched), replaced(engine, "step", step_watched):
+        with patched(engine, "add_request", add_watched), patched(engine, "step", step_watched):
             try:
                 yield
             except BaseException:  # an interruption: these requests would finish in the next generation
@@ -293,8 +293,8 @@ def _single(
 ) -> _Single:
     """Single requests out of one for many prompts.
 
-    `send`: `VLLMClient.generate`. `samples`: by place, the number of the completion among those of its prompt.
-    `prompts`, `features`, `generation_kwargs`, `sampling`: arguments of `VLLMClient.generate`.
+    `send` is `VLLMClient.generate`, and the other arguments are its own. `samples` has by place the number of the
+    completion among those of its prompt.
     """
 
     def ask(place: int) -> Completions:
@@ -314,7 +314,7 @@ def vllm_engine_options(options: Callable[[], Mapping[str, object]]) -> Iterator
     def build(*args: Any, **kwargs: Any) -> SalesVLLMGeneration:
         return SalesVLLMGeneration(*args, engine_options=options(), **kwargs)
 
-    with replaced(upstream_trainer, "VLLMGeneration", build):
+    with patched(upstream_trainer, "VLLMGeneration", build):
         yield
 
 
@@ -329,13 +329,12 @@ def has_tied_head(model: PreTrainedModel) -> bool:
 
 
 def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
-    """Whether the trainer's push sets every weight of a colocated engine.
+    """Whether the trainer's push sets every weight of a colocated engine. On a CPU a tied head is not set
+    (`has_tied_head`).
 
     TRL pushes parameters. So a model with saved buffers, such as a router's bias, keeps those that the engine has. A
     quantised engine quantises its weights while it reads them. A vision tower over random weights stays wrong after
     the push: of a Qwen2.5-VL on a CPU, log-probs were off by 0.72 nats, and by 1e-6 over the checkpoint's weights.
-
-    `on_cpu`: whether the engine runs on a CPU, where a tied head is not set (`has_tied_head`).
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     is_whole = parameters.issuperset(model.state_dict())
@@ -350,9 +349,8 @@ def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
 def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dtype | None) -> str:
     """The number format in which vLLM should sample, so that it agrees with the training forward pass.
 
-    `requested`: `"auto"`, or a vLLM dtype that is returned as it is. `bf16`: Training runs under bf16 autocast.
-    `fp16`: Training runs under fp16 autocast. `model_dtype`: number format of the training weights. It decides if
-    neither flag is set.
+    A `requested` dtype of vLLM is returned as it is. For `"auto"` the format is that of the training's autocast
+    (`bf16`, `fp16`), or without autocast that of the training weights.
     """
     if requested != "auto":
         return requested
@@ -361,3 +359,25 @@ def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dty
     if fp16:
         return "float16"
     return "auto" if model_dtype is None else str(model_dtype).removeprefix("torch.")
+
+
+def one_token_each(ids: Sequence[int], image_token: int) -> list[int]:
+    """A prompt with one token for each picture, as vLLM wants it: vLLM puts in the picture's own tokens.
+
+    TRL 1.16 gives a colocated vLLM the prompt with a run of `image_token` for each picture, and the pictures. vLLM
+    takes the first of these tokens for the place of the picture, and puts in all of them once more
+    (huggingface/trl#6294).
+    """
+    return [token for place, token in enumerate(ids) if not (place and ids[place - 1] == token == image_token)]
+
+
+def check_expanded(seen: Sequence[Sequence[int]], meant: Sequence[Sequence[int]]) -> None:
+    """Raise `ConfigError` unless vLLM sampled from the prompts that the policy is trained on."""
+    for place, (ids, expected) in enumerate(zip(seen, meant, strict=True)):
+        if list(ids) != list(expected):
+            raise ConfigError(
+                f"vLLM reads the pictures of prompt {place} as {len(ids)} tokens with the text, and the trainer as "
+                f"{len(expected)}: completions would come from another prompt than they are trained on. Expected "
+                "the same processor on both sides, and a model whose pictures are one run of image tokens each. Leave "
+                "`mm_processor_kwargs` out of `vllm_engine_kwargs`, or set `use_vllm: false`."
+            )

@@ -1,5 +1,10 @@
-"""What serves every other room, with the standard library alone: the process and its end, patches of objects, keys of
-services, the fences around hostile text.
+"""What serves every other room, with the standard library alone.
 
-Refuses to know anything of this package's own.
+- `process`: memory, files, and the environment of a process.
+- `shutdown`: the end of a command, and exit codes.
+- `patched`: attributes of other libraries' objects, replaced for a while.
+- `service_keys`: keys of services. `fencing`: the fences around hostile text.
+- `surroundings`: what a thread that calls a user's code has of the main thread.
+
+Refuses to know anything of the rooms above.
 """

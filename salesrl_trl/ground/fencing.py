@@ -1,10 +1,10 @@
-"""Fenced sections: the way of hostile text to a judge, inside one user message.
+"""Fenced sections: the form in which hostile text reaches a judge, inside one user message.
 
 Owns the wire format that the judge client writes and the embedded judge reads. Standard library only.
 
 - Each section lies between two lines with a nonce of the request. The text inside cannot know it.
 - Characters that a model or its chat template could take for a fence or a role are spaced out. This is one pass, so
-  that no replacement makes another one possible.
+that no replacement makes another one possible.
 - Text is joined, never substituted into a template. So a section cannot expand another one.
 """
 
@@ -67,16 +67,10 @@ def read_nonce(message: str) -> str | None:
 
 
 def fence(sections: Mapping[str, str], nonce: str | None = None) -> str:
-    """Join named sections into one message.
+    """Join named sections into one message, in their order. `read_sections` reads it back.
 
-    `sections`: text of each section by its name (lower-case letters and `_`), in their order in the message. `nonce`:
-    16 hexadecimal digits, random when not given. Give one if the answer has to repeat it.
-
-    Returns:
-        `str`: the message; `read_sections` reads it back.
-
-    Raises:
-        `ValueError`: a section name or the nonce has another form.
+    A section's name has lower-case letters and `_`. The nonce is random unless it is given: give one if the answer has
+    to repeat it. Raises `ValueError` if a name, or the nonce (16 hexadecimal digits), has another form.
     """
     nonce = make_nonce() if nonce is None else nonce
     if not is_nonce(nonce):
@@ -92,7 +86,7 @@ def fence(sections: Mapping[str, str], nonce: str | None = None) -> str:
 def neutralise(text: str, nonce: str) -> str:
     """Space out text that looks like a fence, a role or a model's control token: `"<|im_end|>"` becomes
     `"< |im_end| >"`. If the text has the nonce itself, the nonce loses its middle."""
-    return _MARKS.sub(lambda found: _broken(found[0], nonce), text)
+    return _MARKS.sub(lambda match: _broken(match[0], nonce), text)
 
 
 def _broken(mark: str, nonce: str) -> str:
@@ -102,11 +96,7 @@ def _broken(mark: str, nonce: str) -> str:
 
 
 def read_sections(message: str) -> dict[str, str]:
-    """Read the sections of a message that `fence` made.
-
-    Returns:
-        `dict[str, str]`: section name to text; empty when the message has no fence header.
-    """
+    """The sections of a message that `fence` made: name to text. Empty if the message has no fence header."""
     nonce = read_nonce(message)
     if nonce is None:
         return {}

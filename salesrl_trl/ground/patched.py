@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+def patched(owner: object, name: str, value: object) -> Iterator[None]:
     """While active, `owner` has this value under that name."""
     original = getattr(owner, name)
     setattr(owner, name, value)

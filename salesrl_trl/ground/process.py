@@ -1,7 +1,7 @@
-"""Settings of one process: memory, open files, the environment of its children, the folder of cached files, and the
-files of earlier starts; versions of installed packages.
+"""Settings of one process, and the files that it writes.
 
-Owns these settings only. Does not start children. Standard library only.
+Owns memory, open files, the environment of child processes, the folder of cached files, writing that leaves whole
+files only, and versions of installed packages. Does not start children. Standard library only.
 """
 
 import atexit
@@ -73,7 +73,9 @@ def collect_as_usual() -> None:
 
 
 def remember_packages() -> None:
-    """Let the map from modules to packages be made once: transformers and TRL ask for it, 0.3 to 0.7 s each."""
+    """Make the map from modules to packages once. Each time that transformers and TRL ask for it, it takes 0.3 to 0.7
+    s.
+    """
     importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
@@ -154,7 +156,9 @@ def is_locked(error: Exception) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, and its folder if need be. A process that is cut off leaves the old file or the new one, whole."""
+    """Write a file, and make its folder if need be. If the process is cut off, the old file or the new one is there,
+    whole.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
@@ -164,9 +168,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def put_in_place(fresh: Path, folder: Path) -> None:
-    """Let a folder take the place of another one, or of none. A process that is cut off leaves one of them, whole.
+    """Let a folder take the place of another one, or of none. If the process is cut off, one of them is there, whole.
 
-    Both lie on one disk. All files of `fresh` are on the disk before, so that a power cut does no harm either.
+    Both lie on one disk. All files of `fresh` are written to the disk first, so that a power cut does no harm either.
     """
     for path in (*fresh.rglob("*"), fresh):
         sync(path)
@@ -194,8 +198,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
+def _exchanged(folder: Path, other: Path) -> bool:
     """Exchange two folders in one step, as Linux can on most disks. False if it can't here."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = (os.fsencode(one), os.fsencode(other))
+    names = (os.fsencode(folder), os.fsencode(other))
     return rename is not None and rename(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0

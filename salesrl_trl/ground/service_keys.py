@@ -15,11 +15,9 @@ MOST_BYTES = 4096
 def find_key(variable: str) -> str | None:
     """The key in the environment variable, or in the file that `<variable>_FILE` names, as container secrets have it.
 
-    `None` if neither variable is set. White space around the key in a file is dropped.
-
-    Raises:
-        `ConfigError`: both are set, or the file can't be read, can be read by others, is empty or too large. The
-            message shows neither the key nor the path: who mistakes one variable for the other has the key there.
+    `None` if neither variable is set. White space around the key in a file is dropped. Raises `ConfigError` if both
+    are set, or the file can't be read, can be read by others, is empty or too large. The message shows neither the key
+    nor the path: whoever mistakes one variable for the other has the key there.
     """
     key, path = os.environ.get(variable), os.environ.get(f"{variable}_FILE")
     if not path:
@@ -30,13 +28,13 @@ def find_key(variable: str) -> str | None:
     try:
         # Without waiting for the writer of a named pipe.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            content = file.read(MOST_BYTES + 1) if stat.S_ISREG(found.st_mode) else b""
+            status = os.fstat(file.fileno())
+            content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise ConfigError(f"{where} can't be read ({error.strerror}). Expected a file with the key alone.") from None
-    if found.st_mode & 0o077 and stat.S_ISREG(found.st_mode):
+    if status.st_mode & 0o077 and stat.S_ISREG(status.st_mode):
         raise ConfigError(
-            f"{where} has the permissions {stat.S_IMODE(found.st_mode):03o}, so that other users can get at the key. "
+            f"{where} has the permissions {stat.S_IMODE(status.st_mode):03o}, so that other users can get at the key. "
             f'Expected a file of its owner alone: chmod 600 "${variable}_FILE"'
         )
     if not content.strip() or len(content) > MOST_BYTES:

@@ -1,6 +1,6 @@
 """The end of a command that Ctrl-C or an output without room cuts off: one line and an exit code, no traceback.
 
-Standard library only: a command calls `end_tidily` before the imports that take seconds.
+Owns the exit codes. Standard library only: a command calls `end_tidily` before the imports that take seconds.
 """
 
 import atexit
@@ -16,8 +16,9 @@ from salesrl_trl.errors import StopRequested
 
 EXIT_BAD_INPUT = 2
 """The checks before a run refused its settings, data, addresses or model."""
-EXIT_STOPPED = 3
-"""A run started and had to stop for good, for example because it diverged."""
+EXIT_FAILED = 3
+"""A run started and ended with an error for good, for example because it diverged. A run that can go on exits with
+`EXIT_RESUMABLE`."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as shells have it."""
 EXIT_UNREAD = 128 + signal.SIGPIPE
@@ -26,35 +27,35 @@ EXIT_UNWRITTEN = 2
 EXIT_RESUMABLE = 75
 """The run was stopped, or had to stop, and the same command goes on. `EX_TEMPFAIL` of sysexits.h."""
 _FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Numbers of errors in writing. Those of files that are opened have the file's name."""
+"""Numbers of errors in writing the output. An error about a file that was opened has the file's name."""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-Tell = Callable[[str, int], object]
+ReportLine = Callable[[str, int], object]
 """Gets a line, and the exit code that follows."""
 
 
-def say(text: str, code: int = 0) -> None:
-    """A `Tell` that prints on stderr; the code is not shown."""
+def print_line(text: str, code: int = 0) -> None:
+    """A `ReportLine` that prints on stderr. The code is not shown."""
     sys.stderr.write(f"\n{text}\n")  # the terminal shows ^C on the line before
     sys.stderr.flush()
 
 
-def end_tidily(tell: Tell = say) -> None:
+def end_tidily(report: ReportLine = print_line) -> None:
     """From now on, Ctrl-C and an output that can't be written end this process with a line, wherever they come."""
-    sys.excepthook = _hook(sys.excepthook, tell)
-    atexit.register(_flush, tell)
+    sys.excepthook = _hook(sys.excepthook, report)
+    atexit.register(_flush, report)
 
 
-def _hook(usual: _Hook, tell: Tell) -> _Hook:
+def _hook(usual: _Hook, report: ReportLine) -> _Hook:
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, StopRequested):  # of a run that imports its packages
-            tell(f"stopped by {error} before the run began. The same command starts it again.", EXIT_RESUMABLE)
+            report(f"stopped by {error} before the run began. The same command starts it again.", EXIT_RESUMABLE)
             raise SystemExit(EXIT_RESUMABLE)
         if is_interrupt(error):
-            tell("interrupted by Ctrl-C", EXIT_INTERRUPTED)
+            report("interrupted by Ctrl-C", EXIT_INTERRUPTED)
             raise SystemExit(EXIT_INTERRUPTED)
         if isinstance(error, OSError) and error.filename is None and error.errno in _FAULTS:
-            raise SystemExit(_unwritten(error, tell))
+            raise SystemExit(_unwritten(error, report))
         usual(kind, error, trace)
 
     return end
@@ -69,21 +70,23 @@ def is_interrupt(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _unwritten(error: OSError, tell: Tell) -> int:
-    """Tell it, drop what is left, and return the exit code."""
+def _unwritten(error: OSError, report: ReportLine) -> int:
+    """Report it, drop what is left, and return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush fails again
     if error.errno == errno.EPIPE:
         return EXIT_UNREAD
-    told = f"the output can't be written ({error.strerror}). Expected a stdout with room. Send it elsewhere."
+    line = f"the output can't be written ({error.strerror}). Expected a stdout with room. Send it elsewhere."
     with contextlib.suppress(OSError):  # stderr goes to the same place
-        tell(told, EXIT_UNWRITTEN)
+        report(line, EXIT_UNWRITTEN)
     return EXIT_UNWRITTEN
 
 
-def _flush(tell: Tell) -> None:
-    """The last thing of a process. Python itself would print the error as one that is ignored."""
+def _flush(report: ReportLine) -> None:
+    """Flush stdout, as the last action of a process. Python itself would print an error of this as one that it
+    ignores.
+    """
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        os._exit(_unwritten(error, tell))  # nothing else can change the exit code here
+        os._exit(_unwritten(error, report))  # nothing else can change the exit code here

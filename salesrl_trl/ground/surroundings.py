@@ -2,7 +2,7 @@
 
 CUDA's device and torch's default device belong to a thread, and a new one begins with GPU 0 and the CPU. torch's
 default dtype belongs to the process. Owns how they travel: in a context, which tasks hand on to those that they start.
-Imports no torch: where nobody else did, there is nothing to carry.
+The reward calls it around a user's functions. Imports no torch: if nobody else did, there is nothing to carry.
 """
 
 import contextvars

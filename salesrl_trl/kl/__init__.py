@@ -1,6 +1,10 @@
 """The divergence of each branch from the reference policy, inside the branch's own band.
 
-Owns the estimators, the penalty inside TRL's loss (`penalty`), the law and the windows that move the coefficients
-(`law`, `controller`), all of them in one object (`branched`), the reference policy (`reference`) and the figures.
+- `estimators`, `penalty`: the KL of a token, and the penalty inside TRL's loss.
+- `law`, `controller`: what moves the coefficients, and the windows over which the KL is measured.
+- `branched`: all of this in one object, which the trainer calls.
+- `reference`: the reference policy.
+- `kl_figures`: the figures in a log line.
+
 Refuses to compute a loss, and to add up over ranks: TRL and the trainer do.
 """

@@ -7,7 +7,7 @@ Owns the order of an optimizer step's KL work:
 3. `drain_sums` gives the step's sums of this rank. The trainer adds them up over ranks.
 4. `end_step` takes those totals, moves the coefficients and logs each move.
 
-Owns no arithmetic (`penalty.py`, `controller.py`), no figures (`figures.py`), no collective and no trainer.
+Owns no arithmetic (`penalty.py`, `controller.py`), no figures (`kl_figures.py`), no collective and no trainer.
 """
 
 import json
@@ -29,11 +29,7 @@ _PLAIN_LOGGER = logging.getLogger(__name__)
 
 
 class BranchedKL:
-    """The KL of all branches.
-
-    `targets`: by branch, in the order of branch ids. `law`: moves the coefficients. Without it they stay. `settings`:
-    how the KL of a token is estimated and weighed.
-    """
+    """The KL of all branches. `targets` are in the order of branch ids. Without a `law` the coefficients stay."""
 
     def __init__(
         self,
@@ -63,10 +59,8 @@ class BranchedKL:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def drain_sums(self) -> torch.Tensor:
-        """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64.
-
-        Raises:
-            `RuntimeError`: nothing was added.
+        """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64. Raises `RuntimeError`
+        if nothing was added.
         """
         if self._sums is None:
             raise RuntimeError("the KL's sums were asked for before `add` was given a micro-batch")
@@ -80,8 +74,8 @@ class BranchedKL:
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
         """Move the coefficients by the measurement of one optimizer step. They hold from the next step on.
 
-        `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step`: number of the optimizer step, for
-        the log. `is_logged`: whether this rank logs moves, and KLs that are not finite.
+        `totals` are sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is the optimizer step, for the
+        log. `is_logged` says whether this rank logs moves, and KLs that are not finite.
         """
         before = [branch.notice for branch in self.control.branches]
         decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])

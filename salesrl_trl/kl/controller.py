@@ -14,11 +14,7 @@ from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, na
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSettings:
-    """The optimizer steps of a window.
-
-    Raises:
-        `ConfigError`: for numbers that can't work.
-    """
+    """The optimizer steps of a window. Raises `ConfigError` for numbers that can't work."""
 
     update_steps: int = 5
     """Optimizer steps in a window, at least 1."""
@@ -56,11 +52,7 @@ class Decision:
 
 
 class BranchController:
-    """The coefficient of one branch.
-
-    `law`: moves the coefficient. Without a law the coefficient stays, and only the share of steps in the band is
-    counted.
-    """
+    """The coefficient of one branch. Without a `law` it stays, and only the share of steps in the band is counted."""
 
     def __init__(self, branch: str, target: KLTarget, law: KLLaw | None, windows: WindowSettings) -> None:
         self.branch = branch
@@ -85,7 +77,8 @@ class BranchController:
     @property
     def share(self) -> float:
         """By how much the branch's rewards count in the update: 1, or less if the law asks for more than the largest
-        coefficient. Coefficient by share is what the law asks for."""
+        coefficient. The quotient of coefficient and share is what the law asks for.
+        """
         return self.beta / self.asked if self.asked > self.beta else 1.0
 
     @property
@@ -97,18 +90,15 @@ class BranchController:
 
     @property
     def notice(self) -> str:
-        """What the law has to say of the last window, for the log; empty for nothing."""
+        """The law's sentence about the last window, for the log. Empty if there is none."""
         return str(self._law_state.get(NOTICE, ""))
 
     def observe(self, kl_sum: float, tokens: float) -> Decision | None:
-        """Take in one optimizer step's measurement over all ranks. A move holds from the next step on.
+        """Take in one optimizer step's measurement over all ranks. Returns the move, which holds from the next step
+        on, or `None` if the coefficient stays.
 
-        `kl_sum`: sum of the KL over the branch's tokens, in nats. A sum that is not finite counts as no measurement.
-        `tokens`: number of those tokens. A step without tokens counts as no measurement. A window without tokens moves
-        nothing.
-
-        Returns:
-            The move, or `None` if the coefficient stays.
+        `kl_sum` is the sum of the KL over the branch's `tokens`, in nats. A step without tokens, or with a sum that is
+        not finite, counts as no measurement. A window without tokens moves nothing.
         """
         measured = tokens > 0 and math.isfinite(kl_sum)
         if measured:
@@ -166,9 +156,7 @@ class BranchController:
 
 
 class KLControl:
-    """The coefficients of all branches.
-
-    `targets`: by branch, in the order of branch ids. `law`: one law for all branches. Without it the coefficients
+    """The coefficients of all branches. `targets` are in the order of branch ids. Without a `law` the coefficients
     stay.
     """
 
@@ -187,9 +175,8 @@ class KLControl:
         return [branch.share for branch in self.branches]
 
     def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
-        """Take in one optimizer step's measurement over all ranks; returns the moves.
-
-        `measured`: by branch id: sum of the KL in nats, and number of tokens.
+        """Take in one optimizer step's measurement over all ranks, and return the moves. By branch id, it is the sum
+        of the KL in nats and the number of tokens.
         """
         decisions = [
             branch.observe(kl_sum, tokens) for branch, (kl_sum, tokens) in zip(self.branches, measured, strict=True)

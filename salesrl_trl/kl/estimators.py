@@ -23,10 +23,7 @@ LARGEST_CLAMP = 40.0
 
 
 def estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
-    """KL of each token in nats.
-
-    `log_ratio`: log pi_ref - log pi, any shape. `estimator`: one of `ESTIMATORS`.
-    """
+    """KL of each token in nats, by one of `ESTIMATORS`. `log_ratio` is log pi_ref - log pi, of any shape."""
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":
@@ -40,7 +37,7 @@ def penalty(
     estimator: str,
     clamp: float,
 ) -> torch.Tensor:
-    """The penalty of each token, which the loss multiplies by a coefficient.
+    """The penalty of each token, shape (B, T), which the loss multiplies by a coefficient.
 
     Within +-clamp the penalty is `ratio * estimate(x)`, with ratio = exp(log_importance) or 1. Beyond, the estimate
     continues as its tangent at +-clamp, so that nothing overflows:
@@ -53,15 +50,12 @@ def penalty(
         gradient = -sign(x) * clamp * ratio * grad log pi
 
     The reason: inside, the whole gradient of ratio * k3 is -x * ratio * grad log pi, since e^x cancels between the two
-    factors. So the gradient has no jump at the clamp (k1's jumps by 1, k2's by clamp^2 / 2). The value is
-    still the estimate: figures and control read it.
+    factors. So the gradient has no jump at the clamp (k1's jumps by 1, k2's by clamp^2 / 2). The value is still the
+    estimate: figures and control read it.
 
-    `log_ratio`: log pi_ref - log pi, shape (B, T). `log_importance`: log of the importance ratio, shape (B, T) or (B,
-    1); clamped to +-clamp before the exponential. `estimator`: one of `ESTIMATORS`. `clamp`: in nats; 0 for no clamp,
-    which is TRL's own formula.
-
-    Returns:
-        `torch.Tensor` of shape (B, T).
+    `log_ratio` is log pi_ref - log pi, shape (B, T). `log_importance` is the log of the importance ratio, shape (B, T)
+    or (B, 1), and is clamped to +-clamp before the exponential. `clamp` is in nats. 0 means no clamp: TRL's own
+    formula.
     """
     if not clamp:
         kl = estimate(log_ratio, estimator)

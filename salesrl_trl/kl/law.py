@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from salesrl_trl.errors import ConfigError
 
 OPEN_BAND_WIDTH = 10.0
-"""A band from 0 has no lower edge. Its centre is computed as if it began at `high` / 10."""
+"""A band from 0 has no lower edge. Its centre is computed as if its lower edge were `high` / 10."""
 FAR = 20.0
-"""Largest distance from a band's centre, in half-widths. A KL of 0 has no logarithm."""
+"""Largest distance from a band's centre, in half-widths. It stands for the logarithm of a KL of 0, which has none."""
 EXTREME = 100.0
-"""A law sees no KL further than this factor from its band."""
+"""A KL further than this factor from its band reaches the law as one at this factor."""
 PROPORTIONAL, INTEGRAL = 1.5, 0.3
 """Parts of the packaged law's step. Their quotient, 5 windows, is near the time that a KL takes to answer."""
 SMOOTHING = 0.4
@@ -29,15 +29,17 @@ SMOOTHING = 0.4
 USUAL = 0.1
 """Share of a window's tokens in the usual number of tokens."""
 ANSWER = 0.6
-"""Logarithms by which a KL falls for each that its coefficient is raised; for the first move. Measured: 0.4 to 0.9."""
+"""By how much the logarithm of a KL falls when the logarithm of its coefficient rises by 1. The first move is computed
+with it. Measured: 0.4 to 0.9."""
 FALLS = 2
-"""Windows in a row below the highest KL that end the first rise."""
+"""The first rise of a KL has ended when so many windows in a row lie below its highest value."""
 FIRST_STEP = 10.0
 """Largest factor of the first move."""
 STALL_WINDOWS, STALL_STEP, NEARER = 15, math.log(3), 0.05
-"""A KL stalls if it came no nearer to its band, by this logarithm, while its coefficient moved by this logarithm."""
+"""A KL stalls if it came no nearer to its band by the logarithm `NEARER` in `STALL_WINDOWS`, while its coefficient
+moved by the logarithm `STALL_STEP`."""
 NOTICE = "notice"
-"""Name in a law's state of a text for the log: one sentence without the branch, or nothing."""
+"""Key in a law's state of a text for the log: one sentence without the branch, or nothing."""
 OUT_OF_REACH = (
     "the KL came no nearer to [{low:g}, {high:g}] in {windows} windows, while the coefficient went from {then:.3g} "
     "to {now:.3g}. What is left comes from the optimizer's noise, or from other branches with the same weights. {do}"
@@ -47,11 +49,12 @@ TOO_LOW = "Lower `low`, or the coefficients of the other branches"
 DEFAULT_RANGE = 100.0
 """Without bounds of its own, a coefficient stays within a hundredth and a hundred times its first value."""
 LEAST_BETA = 1e-9
-"""A `beta_min` of 0 is this. No factor can raise a coefficient of 0, and a lower one would only take longer to come
-back: beside advantages of about 1 it is below float32's rounding."""
+"""A `beta_min` of 0 means this value. No factor can raise a coefficient of 0, and a lower one would only take longer
+to come back: beside advantages of about 1 it is below float32's rounding."""
 
 State = dict[str, Any]
-"""JSON values by name, as a checkpoint holds them. A law has one of each branch, `{}` before the first window."""
+"""JSON values by name, as a checkpoint holds them. A law has one state of each branch: `{}` before the first
+window."""
 
 
 def is_number(value: object) -> bool:
@@ -61,10 +64,8 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLTarget:
-    """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`.
-
-    Raises:
-        `ConfigError`: for a target that can't work.
+    """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`. Raises `ConfigError` for a target that
+    can't work.
     """
 
     beta: float
@@ -78,8 +79,9 @@ class KLTarget:
     beta_max: float | None = None
     """Largest coefficient; a hundred times `beta` when not given."""
     least_share: float = 1.0
-    """The last resort, in (0, 1]. A law that asks for more than `beta_max` gets `beta_max`, and the branch's rewards
-    count less in the update: by `beta_max` / what is asked for, and at least by this share. 1 for never."""
+    """The last resort, in (0, 1]. If a law asks for more than `beta_max`, the coefficient is `beta_max`, and the
+    branch's rewards count less in the update: by `beta_max` divided by what the law asks for, but never by less than
+    this share. 1 switches it off."""
 
     def __post_init__(self) -> None:
         for name in ("beta", "low", "high", "beta_min", "beta_max"):
@@ -121,7 +123,9 @@ class KLTarget:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """Least and largest coefficient that a law can ask for: `bounds`, and beyond them by `least_share`."""
+        """Least and largest coefficient that a law can ask for: `bounds`, of which the upper one is divided by
+        `least_share`.
+        """
         least, most = self.bounds
         return least, most / self.least_share
 
@@ -149,7 +153,7 @@ class KLTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """What a law is told of a branch's window: only measurements, which always are finite, of at least one token."""
+    """What a law gets of a branch's window: a measurement that is always finite, of at least one token."""
 
     target: KLTarget
     """The branch's target. It has a band."""
@@ -203,8 +207,7 @@ class AdaptiveLaw:
     - `NOTICE` says when the coefficient does not act: the KL came no nearer to its band for `STALL_WINDOWS`, while the
       coefficient moved threefold or reached its bound. The law goes on all the same.
 
-    Raises:
-        `ConfigError`: for a law that can't work.
+    Raises `ConfigError` for a law that can't work.
     """
 
     max_step: float = 2.0
@@ -243,7 +246,9 @@ class AdaptiveLaw:
 
 
 def _stall(window: Window, smooth: float, fresh: bool, state: State) -> State:
-    """How long the KL came no nearer to its band, since which coefficient, and a notice if that is long."""
+    """The state of a stall: for how many windows the KL came no nearer to its band, since which coefficient, and a
+    notice if that is long.
+    """
     target, least, most = window.target, *window.target.reach
     assert target.low is not None and target.high is not None
     above, low = smooth - math.log(target.high), math.log(target.low) if target.low else -math.inf
@@ -274,8 +279,7 @@ def name_of(law: object) -> str:
 def check_law(law: KLLaw) -> None:
     """Refuse an object that is no law, before a model is loaded for it. Calls `move` once, which changes nothing.
 
-    Raises:
-        `ConfigError`: `move` is missing, or takes or returns something else.
+    Raises `ConfigError` if `move` is missing, or takes or returns something else.
     """
     arguments = (Window(target=KLTarget(beta=0.1, low=0.02, high=0.06), beta=0.1, kl=0.1, tokens=1.0), State())
     try:
@@ -289,10 +293,9 @@ def check_law(law: KLLaw) -> None:
 
 
 def moved(law: KLLaw, window: Window, state: State) -> tuple[float, State]:
-    """`law.move`, with a checked result. The state comes as a checkpoint would give it back.
+    """`law.move`, with a checked result. The state is returned as a checkpoint would give it back.
 
-    Raises:
-        `ConfigError`: the result is not a finite number and a mapping of JSON values.
+    Raises `ConfigError` if the result is not a finite number and a mapping of JSON values.
     """
     result: object = law.move(window, dict(state))
     if isinstance(result, tuple) and len(result) == 2 and is_number(result[0]) and isinstance(result[1], dict):

@@ -53,9 +53,9 @@ class BranchPenalty:
     start of the step over that sampler. This is TRL's `importance_sampling_ratio`, with the bounds of the policy's
     loss.
 
-    `inputs`: TRL's micro-batch, with `branch_ids` of shape (B,). `settings`: estimator, clamp and correction.
-    `shares`: by how much the rewards of each branch count, by branch id. Every policy loss of TRL is in proportion to
-    the advantages, so these are multiplied. Without shares, or if all are 1, they stay untouched.
+    `inputs` is TRL's micro-batch, with `branch_ids` of shape (B,). `shares` say by branch id how much the rewards of
+    each branch count. Every policy loss of TRL is in proportion to the advantages, so these are multiplied. Without
+    shares, or if all are 1, they stay untouched.
     """
 
     def __init__(
@@ -111,17 +111,17 @@ class BranchPenalty:
     def _carry_sampler_ratio(self, importance: torch.Tensor) -> None:
         """Multiply the penalty by the part of the ratio to the sampler that it lacks.
 
-        `importance`: log of the policy's ratio to `old_per_token_logps`, shape (B, T) or (B, 1). If the sampler gives
-        no log-probs, the old ones are its log-probs.
+        `importance` is the log of the policy's ratio to `old_per_token_logps`, shape (B, T) or (B, 1). If the sampler
+        gives no log-probs, the old ones are its log-probs.
         """
         settings, limit = self._settings, self._settings.clamp or torch.inf
         own = torch.exp(importance.clamp(-limit, limit))  # (B, T) or (B, 1)
-        given = self._inputs.get("importance_sampling_ratio")  # (B, T), or (B, 1) of whole completions
-        stale = 1.0 if given is None else given
-        if given is None and not settings.bias_correction:
+        sampler_ratio = self._inputs.get("importance_sampling_ratio")  # (B, T), or (B, 1) of whole completions
+        stale = 1.0 if sampler_ratio is None else sampler_ratio
+        if sampler_ratio is None and not settings.bias_correction:
             stale = own
         self._penalty = self._penalty * stale
-        self._weight = self._weight * (own if given is None else stale * own)
+        self._weight = self._weight * (own if sampler_ratio is None else stale * own)
 
     def sums(self) -> torch.Tensor:
         """The measured sums of each branch, without a gradient.
@@ -136,9 +136,9 @@ class BranchPenalty:
         """
         log_ratio, clamp = self._log_ratio.detach(), self._settings.clamp
         clamped = log_ratio.abs() > (clamp or torch.inf)
-        one = torch.ones_like(log_ratio)
+        ones = torch.ones_like(log_ratio)
         k1 = self._weight * estimate(log_ratio, "k1")
-        per_token = torch.stack([self._penalty.detach(), k1, clamped.to(one.dtype), one, self._weight])
+        per_token = torch.stack([self._penalty.detach(), k1, clamped.to(ones.dtype), ones, self._weight])
         counted = torch.where(self._mask, per_token, 0)  # (len(SUMS), B, T)
         per_sample = counted.sum(dim=2, dtype=torch.float64)  # (len(SUMS), B)
         totals = per_sample.new_zeros(len(SUMS), self._branches)
@@ -162,13 +162,10 @@ def bounded(per_token_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def log_importance(
     per_token_logps: torch.Tensor, old_per_token_logps: torch.Tensor | None, mask: torch.Tensor, level: str
 ) -> torch.Tensor:
-    """Log of TRL's importance ratio. The gradient flows through the policy only.
+    """Log of TRL's importance ratio, shape (B, T), or (B, 1) for the `level` `sequence`. The gradient flows through
+    the policy only.
 
-    `per_token_logps`: log-probs of the policy, shape (B, T). `old_per_token_logps`: log-probs of the policy that
-    sampled, shape (B, T). The policy's own when not given. `mask`: Shape (B, T), bool. `level`: `token` or `sequence`.
-
-    Returns:
-        `torch.Tensor` of shape (B, T), or (B, 1) for sequences.
+    Log-probs and mask have shape (B, T). Without `old_per_token_logps`, the policy's own take their place.
     """
     old = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps
     log_ratio = per_token_logps - old

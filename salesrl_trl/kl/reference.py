@@ -1,6 +1,7 @@
 """The reference policy, to which the KL is measured.
 
-Owns its loading by TRL, and which model stands for it at the moment. Refuses to compute log-probs: TRL does.
+Owns its loading by TRL, and which model stands for it at the moment. Refuses to compute log-probs: TRL does. The
+trainer and its parts (`wiring`) call it.
 """
 
 import contextlib
@@ -13,13 +14,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 from trl import GRPOConfig
 
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 
 
 class Loaded:
-    """The policy: given as a model, or loaded by TRL from its id.
-
-    `model`: the policy, or its id. `take`: called with the policy, before TRL puts an adapter on it.
+    """The policy: given as a model, or loaded by TRL from its id. `take` is called with it, before TRL puts an adapter
+    on it.
     """
 
     def __init__(self, model: PreTrainedModel | str, take: Callable[[PreTrainedModel], None]) -> None:
@@ -34,7 +34,7 @@ class Loaded:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The policy, from the moment it is there."""
+        """The policy. Asked for only after it was loaded."""
         assert self._model is not None
         return self._model
 
@@ -60,8 +60,8 @@ def reference_wanted(args: GRPOConfig, wanted: bool, policy: Loaded) -> Iterator
 
     load = upstream_trainer.create_model_from_path
     with (
-        replaced(args, "beta", 1.0 if wanted else 0.0),
-        replaced(upstream_trainer, "create_model_from_path", on_one_device),
+        patched(args, "beta", 1.0 if wanted else 0.0),
+        patched(upstream_trainer, "create_model_from_path", on_one_device),
     ):
         yield
 
@@ -69,8 +69,8 @@ def reference_wanted(args: GRPOConfig, wanted: bool, policy: Loaded) -> Iterator
 class Reference:
     """Tells the reference policy from the one in training.
 
-    `model`: the policy, with its adapter if there is one. `ref_model`: TRL's copy. `None` with an adapter: then the
-    policy without its adapter is the reference.
+    `model` is the policy, with its adapter if there is one. `ref_model` is TRL's copy. With an adapter there is no
+    copy: the policy without its adapter is the reference.
     """
 
     def __init__(self, model: torch.nn.Module, ref_model: torch.nn.Module | None) -> None:

@@ -22,9 +22,8 @@ from salesrl_trl.build.recipes import FULL
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import is_interrupt
 from salesrl_trl.preflight.stage import StageReport, all_reports, next_step, report_of, stage_text
-from salesrl_trl.run.finding import finding_of
 from salesrl_trl.run.launch import end_tidily
-from salesrl_trl.run.tools import ToolParser, strict_json
+from salesrl_trl.run.tools import ToolParser, finding_of, strict_json
 
 if TYPE_CHECKING:
     from salesrl_trl.build.plan import Plan

@@ -15,9 +15,9 @@ from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import RunConfig, parse
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
 from salesrl_trl.preflight.memory import Scales, settle_precision
-from salesrl_trl.run.tools import ToolParser, strict_json, tell_failure
+from salesrl_trl.run.tools import ToolParser, print_failure, strict_json
 
 SHARDINGS = {sharding.name.lower(): sharding for sharding in Sharding}
 SOLD = ("24gb", "40gb", "80gb", "141gb")
@@ -52,11 +52,11 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
             weighed = _weigh(config, card, options)
             preset = None if weighed.estimate.fits else _preset(settings, card, options, weighed.setup.prompt_tokens)
     except Exception as error:
-        tell_failure(error, as_json)
+        print_failure(error, as_json)
         return EXIT_BAD_INPUT
     title = f"{config.model.model_name_or_path}, {_trained(weighed.setup)}"
     print((_as_json if as_json else _as_text)(weighed, preset, card, title))
-    return 0 if weighed.estimate.fits else EXIT_STOPPED
+    return 0 if weighed.estimate.fits else EXIT_FAILED
 
 
 def _card(name: str | None, config: RunConfig) -> Card:

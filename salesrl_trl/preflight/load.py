@@ -15,7 +15,7 @@ from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.checks.reward import JUDGE
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import DeadlineExceeded, ServiceError, ServiceTimeout
-from salesrl_trl.reward.service.deadline import clocked, deadline
+from salesrl_trl.reward.service.event_loop import clocked, deadline
 from salesrl_trl.reward.service.transport import TRAFFIC, Transport
 from salesrl_trl.telemetry.aggregates import percentile
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from salesrl_trl.reward.empty_answers import is_hollow
+from salesrl_trl.reward.empty_answers import is_empty_text
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
@@ -179,7 +179,7 @@ def actions(row: SalesRow, drafts: Sequence[Fields] | None, count: int, rng: ran
         pools = [list(dict.fromkeys(draft[name] for draft in drafts)) for name in DEFAULT_FORMAT.fields]
     else:
         asked = [message.content[:QUERY_CHARS] for message in row.conversation if message.role == "customer"]
-        queries = [text for text in asked if not is_hollow(text)] or ["the price of the course"]
+        queries = [text for text in asked if not is_empty_text(text)] or ["the price of the course"]
         starts = [rng.randrange(len(row.context)) for _ in range(2 * EXCERPTS)]
         excerpts = [row.context[start : start + rng.randint(10, 80)] for start in starts]
         pools = [excerpts[:EXCERPTS], queries, excerpts[EXCERPTS:]]

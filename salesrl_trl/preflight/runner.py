@@ -18,9 +18,9 @@ from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.ranges import LORA, check_ranges
 from salesrl_trl.config.sizes import check_evaluation
-from salesrl_trl.data.faster_disk import copied
+from salesrl_trl.data.files import copied
 from salesrl_trl.data.sources import check_source, is_file
-from salesrl_trl.demo.policy import PROMPT_STYLE
+from salesrl_trl.demo.packaged import PROMPT_STYLE
 from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.preflight.memory import check_memory

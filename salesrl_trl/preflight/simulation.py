@@ -23,7 +23,7 @@ from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.sources import DEMO, check_rows, load_drafts
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.shutdown import EXIT_STOPPED
+from salesrl_trl.ground.shutdown import EXIT_FAILED
 from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Fields, batches
 from salesrl_trl.preflight.simulated import SimulatedStep, report_text, step_summary, step_text, summarise
 from salesrl_trl.reward.desk import RewardDesk
@@ -156,7 +156,7 @@ def run(prepared: Simulation) -> int:
         print(strict_json({"steps": summaries, **summary}))
     else:
         print(report_text(summary, simulation.steps, training.min_valid_reward_fraction))
-    return EXIT_STOPPED if summary["skipped_steps"] else 0
+    return EXIT_FAILED if summary["skipped_steps"] else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

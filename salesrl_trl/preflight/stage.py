@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from salesrl_trl.build.checks.outcome import Figure, Finding, Findings, StageVerdict
-from salesrl_trl.run.finding import finding_of
+from salesrl_trl.run.tools import finding_of
 
 if TYPE_CHECKING:
     from salesrl_trl.build.plan import Plan

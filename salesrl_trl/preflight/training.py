@@ -18,7 +18,7 @@ from salesrl_trl.build.memory.estimate import SCORING
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.precision import STOCHASTIC_OPTIM
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, Phase, time_of
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.telemetry.device import GIB, forget_peak
@@ -137,9 +137,9 @@ def _compare_engine(plan: Plan, findings: Findings) -> None:
                 torch.cuda.synchronize(training.device)
 
     with (
-        replaced(engine, "sync_weights", push),
-        replaced(engine, "generate", generating(engine.generate)),
-        replaced(engine, "max_completion_length", min(SHORT, training.max_completion_length)),
+        patched(engine, "sync_weights", push),
+        patched(engine, "generate", generating(engine.generate)),
+        patched(engine, "max_completion_length", min(SHORT, training.max_completion_length)),
     ):
         sampled = rooms.check_sampler([rehearsal.shortest] * training.num_generations)
     findings.figures |= {

@@ -17,7 +17,7 @@ from salesrl_trl.build.read_ahead import read_ahead, weight_files
 from salesrl_trl.build.settings import parse
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.generation import compiled
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
 from salesrl_trl.preflight.rehearsal import rehearse
 from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.run.console import exit_with, set_up_logging
@@ -80,7 +80,7 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
         plan = prepare(config)
     except Exception as error:
         exit_with(error, EXIT_BAD_INPUT)
-    logger.info(f"[WarmUp] before: {folder}: {compiled.kept(folder)}")
+    logger.info(f"[WarmUp] before: {folder}: {compiled.content_of(folder)}")
     name, began = config.model.model_name_or_path, time.perf_counter()
     if name is not None:
         size = read_ahead(weight_files(name, config.model.model_revision))
@@ -89,9 +89,9 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
         with plan.opened:
             rehearse(plan, steps=1).trainer.train()
     except Exception as error:
-        exit_with(error, EXIT_STOPPED)
+        exit_with(error, EXIT_FAILED)
     logger.info(
-        f"[WarmUp] after {time.perf_counter() - began:.0f} s: {folder}: {compiled.kept(folder)}, for up to "
+        f"[WarmUp] after {time.perf_counter() - began:.0f} s: {folder}: {compiled.content_of(folder)}, for up to "
         f"{training.per_device_train_batch_size * training.steps_per_generation} sequences of "
         f"{training.vllm_max_model_length or 'the longest'} tokens"
     )

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from salesrl_trl.ground.surroundings import enter
-from salesrl_trl.reward.service.deadline import remaining_s
+from salesrl_trl.reward.service.event_loop import remaining_s
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias, TypeVar
 from salesrl_trl.ground.surroundings import here
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import Call
-from salesrl_trl.reward.judge.base import JudgeRecord, ProviderUsage
+from salesrl_trl.reward.judge.judge_interface import JudgeRecord, ProviderUsage
 from salesrl_trl.reward.scoring import missing
-from salesrl_trl.reward.service.deadline import deadline
+from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.stage_times import StageTimes, TimeRange, time_of
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Outcome, Reward

@@ -30,8 +30,7 @@ from typing import Generic, TypeVar
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError
 from salesrl_trl.ground.process import is_locked, make_private
-from salesrl_trl.reward.service.deadline import remaining_s
-from salesrl_trl.reward.service.per_event_loop import PerLoop
+from salesrl_trl.reward.service.event_loop import PerLoop, remaining_s
 
 T = TypeVar("T")
 

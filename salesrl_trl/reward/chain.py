@@ -21,15 +21,15 @@ from salesrl_trl.recording.completion_record import CompletionRecord, Judged, no
 from salesrl_trl.reward.base import BatchedReward, RewardNames
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.empty_answers import is_hollow
-from salesrl_trl.reward.judge.base import Judge, check_verdict
+from salesrl_trl.reward.empty_answers import is_empty_text
+from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.reward.rag.rag_answers import RagAnswers
 from salesrl_trl.reward.rag.rag_client import RagBackend, answer_to_json
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scoring import Scoring, missing
-from salesrl_trl.reward.service.deadline import deadline, remaining_s
+from salesrl_trl.reward.service.event_loop import deadline, remaining_s
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stage_times import StageTimes
@@ -262,7 +262,7 @@ class SalesReward(BatchedReward):
                 stages.completion_record.answer = answer_to_json(answer)
             if not answer.passages and not await self._answers.index_has_some(row):
                 return missing(Outcome.INFRA, "no_passages", stages.seconds)
-            if is_hollow(answer.text):
+            if is_empty_text(answer.text):
                 return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), stages.seconds)
             return await self._stepped(row, action, answer, await reference_asked, stages)
         except ServiceError as error:

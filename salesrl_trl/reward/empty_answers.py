@@ -24,7 +24,7 @@ MAX_OPENER_CHARS = 4096
 """Longer texts, long gaps between words aside, say more than any of these."""
 
 
-def is_hollow(text: str) -> bool:
+def is_empty_text(text: str) -> bool:
     """Whether a text is empty, holds no letter and no digit, or is one of the known openers alone. Width, case,
     markup around it and invisible characters make no difference.
 

@@ -38,7 +38,7 @@ from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.calls import Together, in_a_thread
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.breaker import Breaker
-from salesrl_trl.reward.service.deadline import deadline
+from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Example, Outcome, Reward

@@ -19,7 +19,7 @@ from typing import Any
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.base import DEADLINE_S, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, RewardBatch, Sample
-from salesrl_trl.reward.judge.base import ProviderUsage
+from salesrl_trl.reward.judge.judge_interface import ProviderUsage
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span

@@ -6,7 +6,7 @@ Owns what counts as a valid action. Strict on purpose: what is let through here 
 import json
 
 from salesrl_trl.data.rows import is_unicode
-from salesrl_trl.reward.empty_answers import is_hollow
+from salesrl_trl.reward.empty_answers import is_empty_text
 from salesrl_trl.types import DEFAULT_FORMAT, Action, ActionFormat, InvalidAction
 
 INVALID_REASONS = ("empty", "not_json", "not_an_object", "missing_field", "extra_field", "wrong_type", "not_unicode",
@@ -61,6 +61,6 @@ def _fault(value: object, wanted: ActionFormat) -> str | None:
         return "not_unicode"
     if any(len(field) > MAX_FIELD_CHARS for field in value.values()):
         return "too_long"
-    if is_hollow(value[wanted.query]):
+    if is_empty_text(value[wanted.query]):
         return "empty_query"
     return None

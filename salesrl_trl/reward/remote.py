@@ -30,8 +30,7 @@ from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.reward.base import ORIGIN, TRAINER_STATE, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, RewardBatch, Sample
 from salesrl_trl.reward.scoring import missing
-from salesrl_trl.reward.service.deadline import remaining_s
-from salesrl_trl.reward.service.per_event_loop import PerLoop
+from salesrl_trl.reward.service.event_loop import PerLoop, remaining_s
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example, Outcome, Reward

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.judge.base import Judge
+from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.rag.rag_answers import RagAnswers
-from salesrl_trl.reward.service.deadline import clocked
+from salesrl_trl.reward.service.event_loop import clocked
 from salesrl_trl.types import Answer, SalesRow
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from salesrl_trl.reward.apart import Apart
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.remote import Channel, InHand, Scored
-from salesrl_trl.reward.service.deadline import deadline
+from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Reward
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from salesrl_trl.evaluation.answers import Answered
+from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.kl.estimators import penalty
 from salesrl_trl.kl.penalty import PenaltySettings
 from salesrl_trl.types import Example, Reward
@@ -34,7 +34,7 @@ class ScoredBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GreedySubject:
-    """`evaluation.answers.Subject` over the trainer's callables."""
+    """`evaluation.subject.Subject` over the trainer's callables."""
 
     set_aside: Callable[[], AbstractContextManager[None]]
     """While active: the policy is in evaluation mode, each prompt has one greedy answer, and the figures of training

@@ -13,7 +13,7 @@ import torch
 from salesrl_trl.rollout.correction import CorrectionAtStep
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.shared_prompts.ahead import Ahead, MicroBatch
-from salesrl_trl.shared_prompts.passes import LogProbs, SharedPrompts
+from salesrl_trl.shared_prompts.shared_passes import LogProbs, SharedPrompts
 from salesrl_trl.update.ledger import Ledger
 
 

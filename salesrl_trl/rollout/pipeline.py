@@ -90,7 +90,7 @@ class KeptRollouts:
     """A rollout of an earlier start of the run."""
 
     rows: list[int]
-    """Numbers that tell the rows of the batch from others, B of them: `_keys`."""
+    """The row of each of the B completions, by the numbers of `keys_of`."""
     step: int
     """Optimizer steps that the weights had taken which sampled it."""
     sampled: Sampled

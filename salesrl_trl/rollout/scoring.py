@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather, gather_object, reduce
 
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.evaluation.held_out import Written
+from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
@@ -288,7 +288,7 @@ class RolloutScoring:
         rollout.failed = torch.isnan(rewards).all(dim=1)  # (world size x B,), the same on every rank
         if rollout.mode == "eval" and self._settings.examples:
             prompts = [example.get("prompt") for example in rollout.inputs]
-            self._ledger.record_written("eval", map(Written, prompts, completions, rollout.result.values))
+            self._ledger.record_written("eval", map(EvaluatedCompletion, prompts, completions, rollout.result.values))
         result, mode = rollout.result, rollout.mode
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]

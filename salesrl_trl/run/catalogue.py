@@ -1,10 +1,82 @@
 """The faults that users meet: what each looks like, its cause, and what to do.
 
-Owns this table and nothing else. `last_words` recognises a fault by it, and `python -m salesrl_trl.run.catalogue`
-prints docs/TROUBLESHOOTING.md. The first fault with a fitting sign counts: a special one stands before a general one.
+Owns what a fault is (`Fault`), the table of faults (`FAULTS`) and its page. `last_words` recognises a fault by the
+table, and `python -m salesrl_trl.run.catalogue` prints docs/TROUBLESHOOTING.md. The first fault with a fitting sign
+counts, so a special fault stands before a general one. Standard library only.
 """
 
-from salesrl_trl.run.fault import Fault, Sign, page
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+PAGE = "docs/TROUBLESHOOTING.md"
+"""The page of all faults, which `page` makes."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """How an error is recognised: every field that is given must fit. Without `kind` and `where`, the log is searched
+    too."""
+
+    text: str = ""
+    """Regular expression for the error's message."""
+    kind: str = ""
+    """Name of the error's class or of a base, with or without modules before it."""
+    where: str = ""
+    """Regular expression for `module.function` of a frame that the error passed: the phase of the run."""
+    status: int = 0
+    """Number of the signal that ended the process; with it `text` is searched in the log alone."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and what to do about it."""
+
+    title: str
+    cause: str
+    signs: tuple[Sign, ...]
+    remedies: tuple[str, ...]
+    """The cheapest first."""
+    follows: bool = False
+    """Whether the error of another process is the cause."""
+
+    @property
+    def anchor(self) -> str:
+        """The heading's name in a link, as GitHub makes it."""
+        return "".join(letter for letter in self.title.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
+
+
+def page(faults: Iterable[Fault]) -> str:
+    """The text of `PAGE`, by title."""
+    ordered = sorted(faults, key=lambda fault: fault.title)
+    parts = [
+        "# Troubleshooting",
+        "A run that fails ends with its last words: the error, its cause, and what to do, in this order. They are the "
+        "last lines of the console, and stand in `OUTPUT_DIR/run.log`. This page holds all that are known. It is made "
+        f"by `python -m salesrl_trl.run.catalogue > {PAGE}`, from the table by which a run recognises them.",
+        "For a run that hangs: the last `[Heartbeat]` line names the phase ([TIMING.md](TIMING.md)).",
+        "\n".join(f"- [{fault.title}](#{fault.anchor})" for fault in ordered),
+    ]
+    for fault in ordered:
+        steps = "\n".join(f"{number}. {step}" for number, step in enumerate(fault.remedies, 1))
+        parts += [f"## {fault.title}", fault.cause, f"Recognised by: {'; '.join(map(_shown, fault.signs))}.", steps]
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(sign: Sign) -> str:
+    parts = {"error": sign.kind, "message": sign.text, "raised in": sign.where, "signal": sign.status}
+    return ", ".join(f"{name} `{value}`" for name, value in parts.items() if value)
+
+
+@dataclass(frozen=True)
+class Words:
+    """The last words of one process."""
+
+    text: str
+    code: int
+    """Exit code."""
+    follows: bool = False
+    """Whether the error follows from that of another process, which then is the one to report."""
+
 
 _OUT_OF_MEMORY = "torch.OutOfMemoryError"
 _TOO_FEW = "TooFewRewardsError"

@@ -1,6 +1,6 @@
 """The console of a run's process: its log lines, the file that keeps them, its last message and exit code.
 
-Refuses to decide the content of the lines: `banner` and the trainer do that.
+Refuses to decide the content of the lines: the banner and the trainer do that. `train` and the commands call it.
 """
 
 import atexit
@@ -65,9 +65,9 @@ def set_log_level(level: str) -> None:
 def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
     """Print the error and what to do about it, and end the process.
 
-    `error`: what ends the run. Only an error that is not of this package has a traceback, its cause too. `code`: Exit
-    code for an error of this package. It is 75 if the run can go on, 130 after Ctrl-C, and 1 for an error of another
-    package.
+    A traceback is shown only of an error that is not of this package, and of one that is the cause. `code` is the exit
+    code for an error of this package. Instead it is 75 if the run can go on, 130 after Ctrl-C, and 1 for an error of
+    another package.
     """
     if isinstance(error, StopRequested):
         error = RunStopped(f"stopped by {error} before the first step. Give the same command again.")
@@ -85,11 +85,11 @@ def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
 
 
 def keep_console(path: Path) -> None:
-    """From now until this process ends, write its stdout and stderr, and those of its children, to `path` too.
+    """From now until this process ends, append its stdout and stderr, and those of its children, to the file `path`
+    too.
 
-    C code and children write to the file descriptors directly, so two `tee` processes take these over.
-
-    `path`: the file, which is appended to. Several processes may share one file.
+    C code and children write to the file descriptors directly, so two `tee` processes take these over. Several
+    processes may share one file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _kept.log = path

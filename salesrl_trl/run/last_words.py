@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from salesrl_trl.errors import SalesRLError
-from salesrl_trl.run.catalogue import FAULTS
-from salesrl_trl.run.fault import PAGE, Fault, Sign, Words
+from salesrl_trl.run.catalogue import FAULTS, PAGE, Fault, Sign, Words
 
 _LOG_TAIL = 400_000
 """Bytes at the end of a log that are searched."""
@@ -30,9 +29,8 @@ _LONGEST = 400
 
 
 def words_of(error: BaseException, code: int, log: Path | None) -> Words:
-    """The last words about an error. An error of this package shows its whole message, a foreign one a part.
-
-    `log`: the run's log, if there is one.
+    """The last words about an error. An error of this package shows its whole message, a foreign one a part. They name
+    the run's log, if there is one.
     """
     fault = recognised(error)
     rank = f" (rank {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
@@ -57,17 +55,18 @@ def words_of_end(log: Path | None, begin: int = 0) -> Words:
     text = _tail(log, begin) if log is not None else ""
     crash = re.search(r"Fatal Python error: ([A-Z][a-z ]+)", text)
     number = _CRASHES.get(crash[1].strip(), signal.SIGABRT) if crash else signal.SIGKILL
-    signs = [(sign, each) for each in FAULTS for sign in each.signs if not sign.kind and not sign.where]
+    signs = [(sign, fault) for fault in FAULTS for sign in fault.signs if not sign.kind and not sign.where]
     signs.sort(key=lambda pair: not pair[0].text)  # the signal alone says least
-    fault = next((each for sign, each in signs if _fits_end(sign, number, text)), None)
+    fitting = (fault for sign, fault in signs if sign.status in (0, number) and re.search(sign.text, text))
+    fault = next(fitting, None)
     lines = [f"The run was ended by {signal.Signals(number).name}.", *_advice(fault, log)]
     return Words("\n".join(lines), 128 + number)
 
 
 def recognised(error: BaseException) -> Fault | None:
     """The first fault of the catalogue with a sign that fits the error, its causes, or the errors of a group."""
-    chain = list(_chain(error))
-    return next((each for each in FAULTS if any(_fits(sign, one) for sign in each.signs for one in chain)), None)
+    errors = list(_chain(error))
+    return next((fault for fault in FAULTS if any(_fits(sign, part) for sign in fault.signs for part in errors)), None)
 
 
 def _advice(fault: Fault | None, log: Path | None, message: str = "") -> list[str]:
@@ -87,14 +86,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
-        one = waiting.pop(0)
-        if one is None or id(one) in seen:
+        current = waiting.pop(0)
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        waiting += [one.__cause__, None if one.__suppress_context__ else one.__context__]
-        if isinstance(one, BaseExceptionGroup):
-            waiting += one.exceptions
+        seen.add(id(current))
+        yield current
+        waiting += [current.__cause__, None if current.__suppress_context__ else current.__context__]
+        if isinstance(current, BaseExceptionGroup):
+            waiting += current.exceptions
 
 
 def _fits(sign: Sign, error: BaseException) -> bool:
@@ -112,10 +111,6 @@ def _places(error: BaseException) -> Iterator[str]:
     """`module.function` of each frame that the error passed."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         yield f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}"
-
-
-def _fits_end(sign: Sign, number: int, log: str) -> bool:
-    return sign.status in (0, number) and re.search(sign.text, log) is not None
 
 
 def _tail(log: Path, begin: int) -> str:

@@ -26,9 +26,9 @@ from pathlib import Path
 
 from salesrl_trl.ground import shutdown
 from salesrl_trl.ground.process import stat_of
-from salesrl_trl.ground.shutdown import say
+from salesrl_trl.ground.shutdown import print_line
 from salesrl_trl.run import signals
-from salesrl_trl.run.fault import Words
+from salesrl_trl.run.catalogue import Words
 
 FOLDER = "SALESRL_TRL_LAUNCH"
 """Environment variable with the folder of the launch."""
@@ -68,7 +68,7 @@ def _speak_line(text: str, code: int) -> None:
 
 
 def keep_log(path: Path) -> None:
-    """Tell where the run's log is, and how long it is before this run: a copy of the last words lies beside it."""
+    """Note where the run's log is, and how long it is before this run. A copy of the last words will lie beside it."""
     path.with_name(LAST_WORDS).unlink(missing_ok=True)
     if (folder := _folder()) is not None:
         with contextlib.suppress(OSError):  # without room for it, such words do without the log
@@ -93,7 +93,7 @@ def speak(words: Words, terminal: int = 2, log: Path | None = None) -> None:
         if log is not None and is_first:
             _leave(log.with_name(LAST_WORDS), words)
     if is_first:
-        say(words.text)
+        print_line(words.text)
 
 
 def _leave(file: Path, words: Words) -> bool:
@@ -119,10 +119,10 @@ def _first(folder: Path) -> Words | None:
 
 
 def _folder() -> Path | None:
-    """The folder of the launch; None for a process that nobody launched."""
-    given, launcher = os.environ.get(FOLDER), _launcher()
-    if given:
-        return Path(given)
+    """The folder of the launch; `None` for a process without a launcher."""
+    named, launcher = os.environ.get(FOLDER), _launcher()
+    if named:
+        return Path(named)
     return Path(tempfile.gettempdir()) / f"salesrl_trl-{launcher}-{_started(launcher)}" if launcher else None
 
 
@@ -196,7 +196,7 @@ def _print_at_the_end(folder: Path, launcher: int, started: str) -> None:
     if not os.environ.get(FOLDER):  # whoever gave the folder reads it now
         shutil.rmtree(folder, ignore_errors=True)
     if words is not None and (killed or is_launched):  # else it was printed, and nothing came after it
-        say(words.text)
+        print_line(words.text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What a signal does to a run: it ends with a checkpoint, and goes on by the same command.
 
-Owns the handlers of this process, and the death of a run whose launcher has died. Refuses to decide what a stop does:
-whoever is handed the request does so. Standard library only: a recipe catches signals before the imports that take
-seconds.
+Owns the handlers of this process, and what happens to a run whose launcher has died. Refuses to decide what a stop
+does: `train` hands over a function that decides it. Standard library only: a recipe catches signals before the imports
+that take seconds.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from salesrl_trl.errors import StopRequested
-from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE, Tell, say
+from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE, ReportLine, print_line
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals of a terminal, of schedulers, and of a terminal that is gone."""
@@ -36,28 +36,29 @@ class _SignalAsked:
         self.reason: str | None = None
         self.stop: Callable[[str], object] | None = None
         self.interrupts = 0
-        self.tell: Tell = say
+        self.report: ReportLine = print_line
 
 
 _asked = _SignalAsked()
 
 
-def catch(tell: Tell | None = None) -> None:
+def catch(report: ReportLine | None = None) -> None:
     """From now on, the first signal raises `StopRequested` in the main thread, and a second Ctrl-C quits at once.
 
-    A hang-up that is ignored, as under `nohup`, stays ignored.
-
-    `tell`: gets the last line of a process that quits at once, and its exit code. stderr when not given.
+    A hang-up that is ignored, as under `nohup`, stays ignored. `report` gets the last line of a process that quits at
+    once, and its exit code. Without it, the line is printed on stderr.
     """
-    _asked.tell = tell or _asked.tell
+    _asked.report = report or _asked.report
     for number in CAUGHT:
         if not is_left(number):
             signal.signal(number, _on)
 
 
 def is_left(number: int) -> bool:
-    """Whether a signal is not for this process: a hang-up under `nohup`. A shell's background job ignores Ctrl-C too,
-    but whoever sends it to a run means it."""
+    """Whether a signal keeps its handler: a hang-up under `nohup`.
+
+    A shell's background job ignores Ctrl-C too, but whoever sends it to a run means it.
+    """
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
@@ -75,10 +76,8 @@ def handed_to(stop: Callable[[str], object]) -> Iterator[None]:
 
 
 def die_with(launcher: int) -> None:
-    """Ask this process to stop when its launcher dies, however it dies. Linux alone can do this.
-
-    Raises:
-        `StopRequested`: it is dead already.
+    """Ask this process to stop when its launcher dies, however it dies. Only Linux can do this. Raises `StopRequested`
+    if the launcher is dead already.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform.startswith("linux") else None
     if prctl is None:
@@ -92,7 +91,7 @@ def _on(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
         _asked.interrupts += 1
         if _asked.interrupts > 1:
-            _asked.tell(AT_ONCE, EXIT_INTERRUPTED)
+            _asked.report(AT_ONCE, EXIT_INTERRUPTED)
             os._exit(EXIT_INTERRUPTED)
     if _asked.reason is not None:  # also from a launcher that was told with this process
         return
@@ -112,7 +111,7 @@ def _exit_in_time() -> None:
 
 
 def _exits() -> bool:
-    """Whether the interpreter waits for other threads before it exits: the main thread's first function says so."""
+    """Whether the interpreter waits for other threads before it exits. The main thread's first function shows it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back

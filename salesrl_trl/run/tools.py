@@ -1,18 +1,23 @@
-"""What commands have in common: wrong arguments are refused as settings are, and a failure is told to programs too.
+"""What commands have in common: the refusal of wrong arguments, findings, failures for people and programs, and JSON.
 
-Imports no torch.
+`env`, `preflight`, `evaluate`, `rejudge` and other commands call it. Imports no torch.
 """
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from salesrl_trl.build.checks.outcome import Finding
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_STOPPED
-from salesrl_trl.run.finding import finding_of
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
+from salesrl_trl.run.catalogue import PAGE
+from salesrl_trl.run.last_words import recognised, short
+
+logger = logging.getLogger(__name__)
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -23,48 +28,59 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) -> int:
-    """Run a command, and print its failure.
+    """Run a command, and print its failure; as JSON if `--json` is among its arguments.
 
-    `argv`: its arguments. With `--json` a failure is JSON. `prepare`: Checks what was given, and returns what is to be
-    done, which returns an exit code.
-
-    Returns:
-        `int`: that exit code; `EXIT_BAD_INPUT` where `prepare` failed, `EXIT_STOPPED` for a failure behind it.
+    `prepare` checks the arguments, and returns the function that does the work and returns an exit code. Returns that
+    code, `EXIT_BAD_INPUT` if `prepare` failed, or `EXIT_FAILED` if the work failed.
     """
     failing_as = EXIT_BAD_INPUT
     try:
         work = prepare()
-        failing_as = EXIT_STOPPED
+        failing_as = EXIT_FAILED
         return work()
     except SalesRLError as error:
-        tell_failure(error, as_json="--json" in argv)
+        print_failure(error, as_json="--json" in argv)
         return failing_as
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def tell_failure(error: Exception, as_json: bool) -> None:
+def print_failure(error: Exception, as_json: bool) -> None:
     """Print an error: its name and message on stderr, or `{"failure": {"error", "text", "remedy"}}` on stdout.
 
     The text of an error of this package holds its remedy.
     """
-    found, name = finding_of(error), type(error).__name__
+    finding, name = finding_of(error), type(error).__name__
     if as_json:
-        print(json.dumps({"failure": {"error": name, "text": found.text, "remedy": found.remedy}}))
+        print(json.dumps({"failure": {"error": name, "text": finding.text, "remedy": finding.remedy}}))
     else:
-        print(f"{name}: {found.message}", file=sys.stderr)
+        print(f"{name}: {finding.message}", file=sys.stderr)
 
 
 def strict_json(value: object) -> str:
-    """JSON for every reader: numbers that are none, or infinite, are null."""
+    """JSON that every reader accepts: numbers that are NaN or infinite are null."""
     return json.dumps(finite(value))
 
 
 def finite(value: object) -> object:
-    """The same value, with null for numbers that are none, or infinite."""
+    """The same value, with `None` in place of numbers that are NaN or infinite."""
     if isinstance(value, Mapping):
-        return {name: finite(each) for name, each in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def finding_of(error: Exception) -> Finding:
+    """An error as a finding. The text of an error of this package holds its remedy. For another error the catalogue
+    has one.
+    """
+    if isinstance(error, SalesRLError):
+        return Finding(str(error), is_failure=True)
+    fault, text = recognised(error), f"{type(error).__name__}: {short(error)}"
+    if fault is None:
+        logger.error("an error that is not in the catalogue", exc_info=error)
+        return Finding(text, f"The traceback is on stderr. {PAGE} has the known faults.", is_failure=True)
+    steps = " ".join(f"{number}. {step}" for number, step in enumerate(fault.remedies, 1))
+    return Finding(f"{fault.title}. {fault.cause} {text}", f"{steps} More: {PAGE}#{fault.anchor}.", is_failure=True)

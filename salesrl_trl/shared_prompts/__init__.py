@@ -1,6 +1,10 @@
 """A group's prompt goes through the model once, and each of its completions behind it.
 
-Owns the way from TRL's padded batch to one row of real tokens and back: the row (`layout`), the attention over it
-(`attention`, `flash`), the models that can (`support`), the pass (`passes`), and one pass for several micro-batches
-(`ahead`). Refuses to compute a loss and to project hidden states: TRL's own head does that.
+- `row_layout`: from TRL's padded batch to one row of real tokens, and back.
+- `shared_attention`, `flash`: the attention over this row.
+- `support`: the models that can do it.
+- `shared_passes`, `ahead`: the pass over a batch, and one pass for several micro-batches.
+
+Refuses to compute a loss and to project hidden states: TRL's own head does that. The trainer calls `shared_passes` and
+`ahead` in place of TRL's method for log-probs.
 """

@@ -1,8 +1,9 @@
 """One pass for several micro-batches of an update.
 
-Owns how the pass is divided: each micro-batch has its own loss and its own call of `backward`, as in TRL. All but the
-last one end at the log-probs, where their gradients wait. The last one goes on through the model with all of them. The
-weights do not move inside an update, so the gradient is the sum that TRL accumulates.
+Owns how the pass is divided: each micro-batch has its own loss and its own call of `backward`, as in TRL. The backward
+passes of all but the last one end at the log-probs, where their gradients wait. The last one goes on through the model
+with all of them. The weights do not move inside an update, so the gradient is the sum that TRL accumulates. The
+trainer calls `Ahead` through `rollout.passes`.
 """
 
 import contextlib
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from salesrl_trl.ground.patched import replaced
-from salesrl_trl.shared_prompts.layout import Group
-from salesrl_trl.shared_prompts.passes import MOST_TOKENS, Columns, LogProbs, SharedPrompts
+from salesrl_trl.ground.patched import patched
+from salesrl_trl.shared_prompts.row_layout import Group
+from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogProbs, SharedPrompts
 
 MicroBatch = Mapping[str, Any]
 FILLING = 30_000_000_000_000
@@ -28,16 +29,17 @@ most an eighth faster on an H200 (`benchmarks.passes`)."""
 def unasked_tokens(weights: int, padded: int, *, is_light: bool) -> int:
     """Tokens of a pass where the settings name none: as many as fill a GPU, and no more than TRL's own pass has.
 
-    `padded`: Tokens of TRL's pass for one micro-batch, with its padding. `is_light`: whether a token of a pass takes
-    little memory: 16 bits on a GPU, with gradient checkpointing. Then a pass may have `MOST_TOKENS` even where TRL's
-    has fewer; with 0.5B that is about a GiB.
+    `padded` is the number of tokens of TRL's pass for one micro-batch, with its padding. `is_light` says whether a
+    token of a pass takes little memory: 16 bits on a GPU, with gradient checkpointing. Then a pass may have
+    `MOST_TOKENS` even where TRL's has fewer; with 0.5B that is about a GiB.
     """
     return min(FILLING // max(weights, 1), max(padded, MOST_TOKENS if is_light else 0))
 
 
 class _Joined(torch.autograd.Function):
-    """Log-probs and entropies of the last micro-batch. Backward, those of the others get the gradients that wait:
-    `apply(logps, entropies, waiting, *others)`."""
+    """Log-probs and entropies of the last micro-batch: `apply(logps, entropies, waiting, *others)`. In its backward
+    pass the log-probs and entropies of the others get the gradients that wait.
+    """
 
     @staticmethod
     def forward(
@@ -48,7 +50,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *grads, None, *(each.grad for each in ctx.waiting)
+        return *grads, None, *(tensor.grad for tensor in ctx.waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class _Held:
 class Ahead:
     """Passes with gradients, for the micro-batch under way and for those that follow it in the same update.
 
-    `most_tokens`: Tokens of a pass for several micro-batches, at most. When not given: `unasked_tokens`. `weights`,
-    `is_light`: as in `unasked_tokens`.
+    `most_tokens` limits a pass for several micro-batches; without it `unasked_tokens` does, with `weights` and
+    `is_light`.
     """
 
     def __init__(
@@ -87,10 +89,10 @@ class Ahead:
         self._left = 0
 
     def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool) -> None:
-        """Begin a micro-batch. The first of an update: a collective, as `SharedPrompts.begin_update`.
+        """Begin a micro-batch. For the first one of an update this is a collective, as `SharedPrompts.begin_update`.
 
-        `batches`: the micro-batch, and those that come after it, as far as they are known. `update`: Micro-batches of
-        this update. `is_last`: whether the micro-batch is its last.
+        `batches` are the micro-batch, and those that come after it, as far as they are known. `update` is the number
+        of micro-batches of this update. `is_last` says whether the micro-batch is its last.
         """
         if self._held and self._held[0].batch is not batches[0]:
             raise RuntimeError("another micro-batch came than the one whose pass was made: its gradient would be lost")
@@ -108,8 +110,9 @@ class Ahead:
         compute_aux_loss: bool = False,
         **others: Any,
     ) -> LogProbs:
-        """As TRL's method, which is `upstream`, for the micro-batch that was begun. `columns`: those of `Columns`, as
-        TRL's loss gives them."""
+        """As TRL's method, which is `upstream`, for the micro-batch that was begun. `columns` are those of `Columns`,
+        as TRL's loss gives them.
+        """
         if self._held:
             held = self._held.popleft()
             self.has_prompt = held.has_prompt
@@ -144,18 +147,20 @@ class Ahead:
     def _together(self, groups: Sequence[Group], batch: Columns) -> int:
         """How many of the micro-batches fit into one pass."""
         count = len(self._batches)
-        each = len(batch.ids) // count
-        most = self._unasked(each * batch.ids.size(1)) if self._most is None else self._most
+        size = len(batch.ids) // count
+        most = self._unasked(size * batch.ids.size(1)) if self._most is None else self._most
         fitting = (
             number
             for number in range(count, 1, -1)
-            if sum(group.below(number * each).tokens for group in groups) <= most
+            if sum(group.below(number * size).tokens for group in groups) <= most
         )
         return next(fitting, 1)
 
 
 def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probs and entropies of each micro-batch of `size` completions. The last one's gradient takes all along."""
+    """Log-probs and entropies of each micro-batch of `size` completions. The backward pass of the last one takes the
+    gradients of all with it.
+    """
     *firsts, last = zip(torch.split(logps, size), torch.split(entropies, size), strict=True)
     waiting = [tensor.detach().requires_grad_() for pair in firsts for tensor in pair]
     joined = _Joined.apply(*last, waiting, *(tensor for pair in firsts for tensor in pair))  # type: ignore[no-untyped-call]
@@ -171,4 +176,4 @@ def _first_of(groups: Sequence[Group], size: int) -> list[bool]:
 def _syncing(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """While active, a pass through DDP prepares for the backward pass that sums over ranks: the update's last one."""
     flag = "require_backward_grad_sync"
-    return replaced(model, flag, True) if hasattr(model, flag) else contextlib.nullcontext()
+    return patched(model, flag, True) if hasattr(model, flag) else contextlib.nullcontext()

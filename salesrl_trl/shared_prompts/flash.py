@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from salesrl_trl.shared_prompts.layout import Layout
+from salesrl_trl.shared_prompts.row_layout import Layout
 
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -44,10 +44,10 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: "Bounds",
     """PyTorch's kernel: output of shape (tokens, heads, channels), log of the normaliser of shape (heads, tokens),
     float32, and the state of its random generator."""
     q_bounds, k_bounds, most_q, most_k, is_causal = bounds
-    found: tuple[Any, ...] = torch.ops.aten._flash_attention_forward(
+    outputs: tuple[Any, ...] = torch.ops.aten._flash_attention_forward(
         q, k, v, q_bounds, k_bounds, most_q, most_k, 0.0, is_causal, False, scale=scale
     )
-    return found[:4]
+    return outputs[:4]
 
 
 def backward(

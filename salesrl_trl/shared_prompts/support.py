@@ -1,6 +1,6 @@
 """Which models and settings can't share prompts, and why.
 
-Owns the reasons. What no reason foresees, the comparison at first use finds (`passes`).
+Owns the reasons. `shared_passes` asks for them, and its comparison at first use finds what no reason foresees.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,20 +10,19 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from salesrl_trl.shared_prompts.attention import SDPA
+from salesrl_trl.shared_prompts.shared_attention import SDPA
 
 FLASH = "flash"
 """Part of the names of attentions that compute as `flash` does."""
 CHANGING_ROPE = ("dynamic", "longrope")
 """Parts of the names of rotary embeddings whose frequencies follow the longest sequence of a batch."""
 KINDS = {"full_attention", "sliding_attention"}
-"""Kinds of layers that may be there. Sliding ones as long as no sequence is longer than their window."""
+"""Kinds of layers that can share prompts. Sliding ones can as long as no sequence is longer than their window."""
 
 
 def why_not_shared(model: nn.Module) -> str | None:
-    """The first reason why this model can't share prompts; `None` if there is none.
-
-    `model`: the policy, unwrapped from DDP and DeepSpeed, with its adapter if there is one.
+    """The first reason why this model can't share prompts; `None` if there is none. The policy comes unwrapped from
+    DDP and DeepSpeed, with its adapter if there is one.
     """
     return next(_reasons(model), None)
 
@@ -42,13 +41,14 @@ def window_of(model: nn.Module) -> int | None:
 
 
 def rope_limit_of(model: nn.Module) -> int | None:
-    """The columns from which the model's rotary embedding depends on the longest sequence of a batch, if it ever
-    does."""
+    """The number of columns from which the model's rotary embedding depends on the longest sequence of a batch; `None`
+    if it never does.
+    """
     config = _base(model).config
     rope = getattr(config, "rope_parameters", None) or {}
-    of_layers = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
+    of_layers = [rope] if "rope_type" in rope else [entry for entry in rope.values() if isinstance(entry, dict)]
     changing = [layer for layer in of_layers if any(kind in layer.get("rope_type", "") for kind in CHANGING_ROPE)]
-    limits = [each.get("original_max_position_embeddings") or config.max_position_embeddings for each in changing]
+    limits = [layer.get("original_max_position_embeddings") or config.max_position_embeddings for layer in changing]
     return min(limits, default=None)
 
 
@@ -58,25 +58,25 @@ def has_dropout(model: nn.Module) -> bool:
     return layers or bool(getattr(_base(model).config, "attention_dropout", 0.0))
 
 
-def draws_beyond_dropout(model: nn.Module, calm: torch.Tensor, found: Callable[[], torch.Tensor]) -> bool:
-    """Whether a pass in training depends on random numbers that are no dropout: noise on embeddings, jitter of a
-    router, layers that are left out. Where attention has dropout, this can't be told.
+def draws_beyond_dropout(model: nn.Module, calm: torch.Tensor, make_pass: Callable[[], torch.Tensor]) -> bool:
+    """Whether a pass in training depends on random numbers other than dropout: noise on embeddings, jitter of a
+    router, layers that are left out. Where attention has dropout, this can't be found out.
 
-    `model`: in evaluation mode, and left in it. `calm`: what a pass in that mode gives. `found`: Makes the same pass.
-    Afterwards the random generators are where they were.
+    The model comes in evaluation mode, and is left in it. `calm` is the result of a pass in that mode, and `make_pass`
+    makes the same pass. Afterwards the random generators are where they were.
     """
     if getattr(_base(model).config, "attention_dropout", 0.0):
         return False
-    gpus = [each for each in {parameter.device for parameter in model.parameters()} if each.type == "cuda"]
+    gpus = [device for device in {parameter.device for parameter in model.parameters()} if device.type == "cuda"]
     with torch.random.fork_rng(gpus):
         before = _random_states(gpus)
         model.train()
         for module in model.modules():
             if isinstance(module, (nn.modules.dropout._DropoutNd, GradientCheckpointingLayer)):
                 module.training = False
-        drawn = found()
+        drawn = make_pass()
         model.eval()
-        has_drawn = any(not torch.equal(*each) for each in zip(before, _random_states(gpus), strict=True))
+        has_drawn = any(not torch.equal(*states) for states in zip(before, _random_states(gpus), strict=True))
     return has_drawn and not torch.equal(calm, drawn)
 
 

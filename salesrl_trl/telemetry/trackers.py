@@ -24,7 +24,7 @@ from transformers.integrations.integration_utils import (
 )
 from trl.extras.profiling import ProfilingContext
 
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +109,9 @@ class Trackers:
         _tell.cache_clear()
         if {"wandb", "mlflow", "trackio"}.intersection(self._names):
             profiled = functools.partialmethod(_profiled, ProfilingContext._log_metrics)
-            self._replaced.enter_context(replaced(ProfilingContext, "_log_metrics", profiled))
+            self._replaced.enter_context(patched(ProfilingContext, "_log_metrics", profiled))
         quiet = functools.partial(_without_writers, threading.excepthook)
-        self._replaced.enter_context(replaced(threading, "excepthook", quiet))
+        self._replaced.enter_context(patched(threading, "excepthook", quiet))
         for each in callbacks:
             if isinstance(each, (*INTEGRATION_TO_CALLBACK.values(),)):
                 _spare(each)
@@ -167,7 +167,7 @@ def _without_writers(usual: Callable[[threading.ExceptHookArgs], object], failed
 def _set_up_swanlab(swanlab: object, set_up: Callable[..., None], *given: object, **named: object) -> None:
     """transformers asks whether there is a run by `get_run() is None`, where SwanLab 0.10 raises an error."""
     get_run, has_run = swanlab.get_run, swanlab.has_run  # type: ignore[attr-defined]
-    with replaced(swanlab, "get_run", lambda: get_run() if has_run() else None):
+    with patched(swanlab, "get_run", lambda: get_run() if has_run() else None):
         set_up(*given, **named)
 
 

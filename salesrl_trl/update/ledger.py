@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from salesrl_trl.evaluation.held_out import Written
+from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.controller import KLControl
-from salesrl_trl.kl.figures import add_kl, kl_names
+from salesrl_trl.kl.kl_figures import add_kl, kl_names
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
     BOUNDED,
@@ -39,7 +39,7 @@ class _Page:
         self.bias = JudgeBias()
         self.failures: Counter[str] = Counter()
         self.rewards: list[float] = []  # by completion; of evaluations only
-        self.written: list[Written] = []
+        self.written: list[EvaluatedCompletion] = []
 
     def flush(self) -> dict[str, float]:
         return {**self.figures.flush(), **self.bias.flush()}
@@ -113,11 +113,11 @@ class Ledger:
         rewards, page.rewards = page.rewards, []
         return rewards
 
-    def record_written(self, mode: str, written: Iterable[Written]) -> None:
+    def record_written(self, mode: str, written: Iterable[EvaluatedCompletion]) -> None:
         """Keep what the policy wrote in an evaluation on this rank."""
         self._pages[mode].written += written
 
-    def drain_written(self) -> list[Written]:
+    def drain_written(self) -> list[EvaluatedCompletion]:
         """What the policy wrote in evaluations on this rank since the last call."""
         page = self._pages["eval"]
         written, page.written = page.written, []
@@ -166,7 +166,7 @@ class Ledger:
         shares: Sequence[float],
         control: KLControl,
     ) -> None:
-        """Add one optimizer step's KL, as `kl.figures.add_kl` takes it."""
+        """Add one optimizer step's KL, as `kl.kl_figures.add_kl` takes it."""
         add_kl(self._pages[mode].figures, totals, betas, shares, control)
 
     def flush(self, mode: str) -> dict[str, float]:

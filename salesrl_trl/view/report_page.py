@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from salesrl_trl import names
-from salesrl_trl.evaluation.pareto import pareto_front
+from salesrl_trl.evaluation.row_statistics import pareto_front
 from salesrl_trl.ground.tables import aligned
 from salesrl_trl.view import run_figures as figures
 from salesrl_trl.view.advice import advice

@@ -31,11 +31,10 @@ from salesrl_trl.config.rollouts import (
 )
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
-from salesrl_trl.evaluation.answers import Processes
 from salesrl_trl.evaluation.held_out import HeldOut
-from salesrl_trl.evaluation.quick import QuickEvaluator
-from salesrl_trl.evaluation.record import QuickEvalSettings
-from salesrl_trl.evaluation.sample import sample
+from salesrl_trl.evaluation.quick import QuickEvaluator, sample
+from salesrl_trl.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.evaluation.subject import Processes
 from salesrl_trl.generation.sampler import Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
@@ -198,10 +197,10 @@ class Wiring:
         at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
-        hindrance = in_trls_order or why_not_divisible(args, at_once)
-        self.in_groups = args.scored_groups_first and hindrance is None
-        if args.scored_groups_first and hindrance is not None:
-            logger.info(f"off: scored groups first, because {hindrance}")
+        reason = in_trls_order or why_not_divisible(args, at_once)
+        self.in_groups = args.scored_groups_first and reason is None
+        if args.scored_groups_first and reason is not None:
+            logger.info(f"off: scored groups first, because {reason}")
         self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
         self._wrap_phases(trl)
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
@@ -214,13 +213,13 @@ class Wiring:
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         if build is None:
-            hindrance = why_not_streamed(
+            reason = why_not_streamed(
                 use_vllm=self._args.use_vllm,
                 has_rollout_func=trl.has_rollout_func,
                 tools=trl.tools,
                 tokenizer=trl.tokenizer,
             )
-            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=self._is_served, hindrance=hindrance)
+            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=self._is_served, reason=reason)
         return build(
             Upstream(
                 generate=trl.generate,

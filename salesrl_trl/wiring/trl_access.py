@@ -19,7 +19,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.sampler import Finished, Sampled, TokenSource, logps_arguments
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.reward.desk import RewardColumn
 from salesrl_trl.rollout.pipeline import Rollout
@@ -103,7 +103,7 @@ class BoundTrainer(GRPOTrainer):
         measured: dict[str, list[float]] = defaultdict(list)
         metrics = {**self._metrics, self._mode: measured}
         try:
-            with replaced(self, "_metrics", metrics), replaced(self, "_tokens", tokens):
+            with patched(self, "_metrics", metrics), patched(self, "_tokens", tokens):
                 generated = super()._generate(list(prompts))
             tokens_seen = self.state.num_input_tokens_seen - seen
         finally:
@@ -145,8 +145,8 @@ class BoundTrainer(GRPOTrainer):
             yield
             return
         with (
-            replaced(self, "current_gradient_accumulation_steps", self.current_gradient_accumulation_steps / factor),
-            replaced(self, "router_aux_loss_coef", self.router_aux_loss_coef / factor),
+            patched(self, "current_gradient_accumulation_steps", self.current_gradient_accumulation_steps / factor),
+            patched(self, "router_aux_loss_coef", self.router_aux_loss_coef / factor),
         ):
             yield
 
@@ -157,9 +157,9 @@ class BoundTrainer(GRPOTrainer):
         self.model.eval()
         try:
             with (
-                replaced(self, "num_generations_eval", 1),
-                replaced(self, "_metrics", {**self._metrics, "eval": defaultdict(list)}),
-                replaced(self, "_logs", copy.deepcopy(self._logs)),
+                patched(self, "num_generations_eval", 1),
+                patched(self, "_metrics", {**self._metrics, "eval": defaultdict(list)}),
+                patched(self, "_logs", copy.deepcopy(self._logs)),
             ):
                 yield
         finally:

@@ -9,7 +9,7 @@ import pytest
 from support import virtual_time
 
 from salesrl_trl.errors import AccessDenied, ServiceError, ServiceOverloaded, ServiceUnavailable
-from salesrl_trl.reward.service.deadline import deadline, now
+from salesrl_trl.reward.service.event_loop import deadline, now
 from salesrl_trl.reward.service.http import HttpClient
 
 

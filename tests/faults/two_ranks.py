@@ -24,7 +24,7 @@ from support.scripted import ScriptedTrainer, build_trainer, default_rows, steps
 from transformers import TrainerCallback
 
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
-from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import Phase, time_of
 from salesrl_trl.reward.functions import per_completion, reward_of
 from salesrl_trl.reward.mixed import MixedReward

@@ -12,7 +12,7 @@ from support.runs import check_times, scalars
 from support.vllm_server import serve
 
 from benchmarks.vllm_server import for_training
-from salesrl_trl.demo.policy import PACKAGED
+from salesrl_trl.demo.packaged import PACKAGED
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8

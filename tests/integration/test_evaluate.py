@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from salesrl_trl.demo.policy import PACKAGED
+from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.evaluate import __main__ as evaluate
 from salesrl_trl.ground.process import collect_as_usual
 

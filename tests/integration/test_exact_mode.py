@@ -604,7 +604,7 @@ def _preflights(policy, out):
     from salesrl_trl.build.plan import Plan
     from salesrl_trl.build.settings import parse
     from salesrl_trl.generation.vllm import SalesVLLMGeneration
-    from salesrl_trl.ground.patched import replaced
+    from salesrl_trl.ground.patched import patched
     from salesrl_trl.preflight.runner import examine
     from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
 
@@ -617,7 +617,7 @@ def _preflights(policy, out):
     reports = []
     for push in (lambda _: None, SalesVLLMGeneration.sync_weights):
         plan = Plan(parse(given, ROOT / "recipes/debug.yaml"), in_depth=True)
-        with replaced(SalesVLLMGeneration, "sync_weights", push):
+        with patched(SalesVLLMGeneration, "sync_weights", push):
             reports.append([asdict(each) for each in examine(plan, stages=(MODEL_STAGE, ENGINE_STAGE, STEP_STAGE))])
     return reports
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.record import QuickEvalSettings
+from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.names import STALENESS, STALENESS_MAX
 from salesrl_trl.trainer import SalesGRPOTrainer

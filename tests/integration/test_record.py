@@ -18,8 +18,7 @@ from salesrl_trl.build.assembly import open_reward
 from salesrl_trl.build.checks.reward import check_stand_ins
 from salesrl_trl.config import RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.data.sources import build_dataset, load_rows
-from salesrl_trl.demo.cassette import FILE
-from salesrl_trl.demo.policy import PROMPT_STYLE
+from salesrl_trl.demo.packaged import FILE, PROMPT_STYLE
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import digest_of, open_record, recorded
 from salesrl_trl.recording.schema import record_file

@@ -17,7 +17,7 @@ from trl import GRPOConfig
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.passes import correction_at_step
 from salesrl_trl.data.sources import build_dataset
-from salesrl_trl.ground.patched import replaced
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import BOUNDED, LEFT_OUT
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.rollout.correction import FIGURES
@@ -92,7 +92,7 @@ def train(kind, policy, folder, *, reward=length, lora=False, in_order=True, **g
     trainer.use_vllm = True  # as far as the correction goes
     if is_ours:
         trainer.rooms.passes.in_order &= in_order
-        with replaced(trainer.args, "use_vllm", True):
+        with patched(trainer.args, "use_vllm", True):
             trainer.rooms.passes._correction = correction_at_step(trainer.args)
     gradients = Gradients(trainer)
     trainer.train()

@@ -4,7 +4,7 @@ import pytest
 from support.keyed import UNSCORABLE, betas_of
 from support.loopback import action
 
-from salesrl_trl.kl.figures import kl_names
+from salesrl_trl.kl.kl_figures import kl_names
 from salesrl_trl.names import SKIPPED_UPDATE, beta_of, kl_of
 from salesrl_trl.types import DEFAULT_BRANCHES
 

@@ -3,7 +3,7 @@
 import pytest
 from support.keyed import check_same_course
 
-from salesrl_trl.kl.figures import kl_names
+from salesrl_trl.kl.kl_figures import kl_names
 from salesrl_trl.names import beta_of, kl_of
 from salesrl_trl.types import DEFAULT_BRANCHES
 

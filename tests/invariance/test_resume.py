@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.errors import ConfigError, RunStopped
-from salesrl_trl.kl.figures import kl_names
+from salesrl_trl.kl.kl_figures import kl_names
 from salesrl_trl.names import KL_STATE_FILE, beta_of, kl_of
 from salesrl_trl.types import DEFAULT_BRANCHES
 

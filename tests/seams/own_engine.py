@@ -5,7 +5,7 @@ import functools
 
 from support.loopback import action
 
-from salesrl_trl.demo.policy import packaged_tokenizer
+from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.generation.sampler import Ready
 
 

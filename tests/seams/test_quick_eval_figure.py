@@ -14,7 +14,7 @@ from salesrl_trl.build.settings import parse
 from salesrl_trl.config import TelemetryConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick import QuickEvaluator
-from salesrl_trl.evaluation.record import QuickEvalHistory, QuickEvalSettings
+from salesrl_trl.evaluation.quick_record import QuickEvalHistory, QuickEvalSettings
 from salesrl_trl.telemetry.timeline import Timeline
 
 FIGURES_OF_A_USER = '''

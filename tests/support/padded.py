@@ -9,7 +9,7 @@ from accelerate import PartialState
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from salesrl_trl.shared_prompts.passes import PassSettings, SharedPrompts
+from salesrl_trl.shared_prompts.shared_passes import PassSettings, SharedPrompts
 
 VOCABULARY = 97
 WIDTH = 10

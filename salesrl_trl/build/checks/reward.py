@@ -15,13 +15,13 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.checks import build_object, load_object
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.knowledge import load_documents
-from salesrl_trl.demo.cassette import CASSETTE
+from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.functions import reward_of
-from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.judge_client import load_rubrics, packaged_rubrics
+from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage

@@ -1,13 +1,14 @@
 """Formats of published datasets, and what each of their records becomes.
 
-Owns which text is the conversation, which branch a record belongs to, and what the judge is told. Refuses to read
-files (`files`) and to know a setting. A format of your own is a class outside the package.
+- `dataset_format`: the interface of a format. A format of your own is a class outside of the package.
+- `published`: the packaged formats.
+
+Owns which text is the conversation, which branch a record belongs to, and what the judge is shown. Refuses to read
+files and to know a setting.
 """
 
-from salesrl_trl.data.formats.base import DatasetFormat, LeftOut
-from salesrl_trl.data.formats.bbq import BBQ
-from salesrl_trl.data.formats.halueval import HaluEval
-from salesrl_trl.data.formats.rewriting import QReCC, TopiOCQA
+from salesrl_trl.data.formats.dataset_format import DatasetFormat, LeftOut
+from salesrl_trl.data.formats.published import BBQ, HaluEval, QReCC, TopiOCQA
 
 ROWS = "rows"
 """Records that have this package's columns already."""

@@ -1,7 +1,8 @@
 """A BM25 index over a knowledge base, for Chinese and English.
 
-Owns the score of a passage. `language` cuts text into words, bm25s scores documents. Refuses to know HTTP, actions, or
-the form of an answer. The index is built once and never changed, so threads may share it.
+Owns the score of a passage. `language` cuts text into words, bm25s scores documents. `rag_app` searches with it.
+Refuses to know HTTP, actions, or the form of an answer. The index is built once and never changed, so threads may
+share it.
 """
 
 import math
@@ -67,14 +68,14 @@ class KnowledgeIndex:
             return ()
         bound = sum(self._idf.get(token, self._unseen_idf) for token in tokens)
         raw = self._bm25.get_scores(known)  # (N,)
-        found = np.flatnonzero(raw)
-        scores = np.minimum(raw[found] / np.float32(bound), 1.0)  # (found,)
+        places = np.flatnonzero(raw)
+        scores = np.minimum(raw[places] / np.float32(bound), 1.0)  # (found,)
         if top_k < len(scores):  # a sort of all would take longer than the rest
             best = scores >= np.partition(scores, -top_k)[-top_k]
-            found, scores = found[best], scores[best]
+            places, scores = places[best], scores[best]
         order = np.argsort(-scores, kind="stable")[:top_k]
         order = order[scores[order] >= score_threshold]
-        return tuple(map(self._passage, found[order].tolist(), scores[order].tolist()))
+        return tuple(map(self._passage, places[order].tolist(), scores[order].tolist()))
 
     def _passage(self, position: int, score: float) -> Passage:
         document = self._documents[position]

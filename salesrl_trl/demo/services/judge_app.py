@@ -1,7 +1,7 @@
 """The embedded judge: its rubric behind an OpenAI-compatible chat endpoint.
 
 Owns the HTTP form of a request and of a verdict. It stands in for an LLM judge: it reads the same fenced sections, and
-answers with the same JSON. `rubric` scores.
+answers with the same JSON. `rubric` scores, and `demo_server` runs it.
 """
 
 import json

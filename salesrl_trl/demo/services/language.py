@@ -1,6 +1,7 @@
 """Words and sentences of Chinese and English text.
 
-Owns the cutting of text into words, and the words that carry no content. Refuses to score anything.
+Owns the cutting of text into words, and the words that carry no content. The index and the rubric call it. Refuses to
+score anything.
 """
 
 import re
@@ -56,8 +57,8 @@ def words(text: str, *, overlapping: bool = False) -> list[str]:
     English plurals become singular. Figures stay whole. `overlapping` adds the shorter words inside a longer Chinese
     word, so that a search for a part finds the whole.
     """
-    found = (word for run in _RUN.finditer(normalise(text)) for word in _cut_run(run, overlapping))
-    return [word for word in found if word not in STOP_WORDS]
+    cut = (word for run in _RUN.finditer(normalise(text)) for word in _cut_run(run, overlapping))
+    return [word for word in cut if word not in STOP_WORDS]
 
 
 def _cut_run(run: re.Match[str], overlapping: bool) -> Iterator[str]:

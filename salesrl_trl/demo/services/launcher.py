@@ -67,8 +67,8 @@ class EmbeddedServices:
         self, *, documents: Path | None = None, protected_terms: Path | None = None, arguments: Sequence[str] = ()
     ) -> None:
         files = {"--documents": documents, "--protected-terms": protected_terms}
-        given = [part for option, path in files.items() if path is not None for part in (option, str(path))]
-        self._arguments = (*given, *arguments)
+        options = [part for option, path in files.items() if path is not None for part in (option, str(path))]
+        self._arguments = (*options, *arguments)
         self._child: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
         self._addresses: ServiceAddresses | None = None

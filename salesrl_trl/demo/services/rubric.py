@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from salesrl_trl.data.text import read_small
+from salesrl_trl.data.files import read_small
 from salesrl_trl.demo.services.language import is_chinese, normalise, sentences, words
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Verdict
@@ -95,8 +95,7 @@ class ProtectedTerms:
 def load_terms(path: Path | str) -> ProtectedTerms:
     """Read `{"zh": [substring, ...], "en": [word, ...], "patterns": {"zh": [regex, ...], "en": [regex, ...]}}`.
 
-    Raises:
-        `DataError`: if the file cannot be read, is no such object, or holds a pattern that is no regular expression.
+    Raises `DataError` if the file can't be read, is no such object, or holds a pattern that is no regular expression.
     """
     expected = 'expected {"zh": [...], "en": [...], "patterns": {"zh": [...], "en": [...]}}, all of texts'
     try:
@@ -215,14 +214,14 @@ def _names(text: str) -> set[str]:
 
 def content_words(text: str) -> list[str]:
     """The words of a text that carry content. Figures become digits: `"七点半"` and `"7:30"` are the same."""
-    plain = _ENGLISH_FIGURE.sub(lambda found: _ENGLISH_FIGURES[found[0]], normalise(text))
-    plain = _HAN_FIGURE.sub(lambda found: str(_han_value(found[0])), plain)
+    plain = _ENGLISH_FIGURE.sub(lambda match: _ENGLISH_FIGURES[match[0]], normalise(text))
+    plain = _HAN_FIGURE.sub(lambda match: str(_han_value(match[0])), plain)
     return words(_CLOCK.sub(_clock_time, plain))
 
 
-def _clock_time(found: re.Match[str]) -> str:
-    minutes = "30" if found[2] else (found[3] or "")
-    return f" {int(found[1])}:{minutes:0>2} " if minutes else f" {int(found[1])} "
+def _clock_time(match: re.Match[str]) -> str:
+    minutes = "30" if match[2] else (match[3] or "")
+    return f" {int(match[1])}:{minutes:0>2} " if minutes else f" {int(match[1])} "
 
 
 def _han_value(numeral: str) -> int:

@@ -1,5 +1,10 @@
 """Verdicts from LLM judges.
 
-Owns what a judge is shown and what counts as a verdict (`verdict`), one provider and its cost (`provider`), and the
-order of several, with repeats (`judge_client`). Refuses to turn a verdict into a reward: that is `reward.scoring`.
+- `judge_interface`: what the chain asks of a judge.
+- `judge_client`: the order of several providers, with repeats.
+- `provider`: the request to one provider, and its cost.
+- `verdict`: what a judge is shown, and what counts as a verdict.
+- `bias`, `noise`: how far scores depend on more than quality.
+
+Refuses to turn a verdict into a reward: `reward.scoring` does. The reward chain calls it.
 """

@@ -1,13 +1,13 @@
 """Whether a judge's scores depend on more than quality: on an answer's length, or on its position.
 
-Owns the sums that travel between ranks, and the two figures from them.
+Owns the sums that travel between ranks, and the two figures from them. The reward's figures call it.
 """
 
 import math
 from collections.abc import Sequence
 
 from salesrl_trl.names import LENGTH_CORRELATION, POSITION_GAP
-from salesrl_trl.reward.judge.base import JudgeRecord
+from salesrl_trl.reward.judge.judge_interface import JudgeRecord
 
 
 class JudgeBias:
@@ -24,7 +24,7 @@ class JudgeBias:
 
     def add(self, sums: Sequence[float]) -> None:
         """Add the sums of `bias_sums`, over all ranks."""
-        self._sums = [one + other for one, other in zip(self._sums, sums, strict=True)]
+        self._sums = [total + other for total, other in zip(self._sums, sums, strict=True)]
 
     def flush(self) -> dict[str, float]:
         """The figures, NaN where they are undefined. Starts over."""

@@ -13,13 +13,13 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
-from salesrl_trl.data.text import read_small, unreadable
+from salesrl_trl.data.files import read_small, unreadable
 from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.judge.base import Judge, JudgeRecord, ProviderUsage
+from salesrl_trl.reward.judge.judge_interface import Judge, JudgeRecord, ProviderUsage
 from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient
 from salesrl_trl.reward.judge.verdict import MESSAGE_VERSION
-from salesrl_trl.reward.service.deadline import seconds_or_error
+from salesrl_trl.reward.service.event_loop import seconds_or_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
@@ -34,25 +34,24 @@ AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
 def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str, str]:
     """Rubrics by name: `<name>.txt` in `directory`, else the packaged one.
 
-    Raises:
-        `ConfigError`: rubrics are in neither place (the message names all), or one can't be read.
+    Raises `ConfigError` if rubrics are in neither place (the message names all), or one can't be read.
     """
     packaged = packaged_rubrics()
     folder = Path(directory).expanduser() if directory else None
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"`rubric_dir` is {directory!r}, which is no folder. Correct the path.")
-    found = {
+    paths = {
         name: folder / f"{name}.txt" if folder and (folder / f"{name}.txt").is_file() else packaged.get(name)
         for name in names
     }
-    lacking = [f"{name}.txt" for name, path in found.items() if path is None]
+    lacking = [f"{name}.txt" for name, path in paths.items() if path is None]
     if lacking:
         raise ConfigError(
             f"rubrics are missing: {', '.join(lacking)}. Expected a text file for each branch and each "
             f"`judge_<rubric>`, in {directory or 'a folder named by `rubric_dir`'}. Write them, or correct `branches` "
             "or `branch_reward_weights`."
         )
-    return {name: _read_rubric(path) for name, path in found.items() if path is not None}
+    return {name: _read_rubric(path) for name, path in paths.items() if path is not None}
 
 
 def packaged_rubrics() -> dict[str, Path]:
@@ -75,12 +74,12 @@ def _read_rubric(path: Path) -> str:
 class JudgeClient(Judge):
     """Asks one of several OpenAI-compatible models for a verdict.
 
-    Which provider is asked first follows the weights, and is the same for the same material. The others follow in the
-    order they are listed when it fails or gives no valid verdict.
+    The weights decide which provider is asked first. It is the same provider for the same material. If it fails or
+    gives no valid verdict, the others follow in the order in which they are listed.
 
     A rubric is the system message of its judge; a branch's rubric has the branch's name. With several `repeats` the
-    order of candidate and reference alternates. `aggregation`, a key of `AGGREGATIONS`, makes one verdict of them, if
-    more than half are valid.
+    order of candidate and reference alternates. If more than half of the repeats are valid, `aggregation`, a key of
+    `AGGREGATIONS`, makes one verdict of them.
     """
 
     def __init__(
@@ -107,7 +106,9 @@ class JudgeClient(Judge):
     @property
     def transports(self) -> dict[str, Transport]:
         """Each provider's transport, by service name."""
-        return {each.settings.transport.service: each.settings.transport for each in self.providers.values()}
+        return {
+            provider.settings.transport.service: provider.settings.transport for provider in self.providers.values()
+        }
 
     def identity(self, rubric: str) -> str:
         """Says what decides a verdict beside the material, for cache keys. No credential."""
@@ -131,7 +132,7 @@ class JudgeClient(Judge):
 
     def drain_usage(self) -> dict[str, ProviderUsage]:
         """Each provider's usage since the last time."""
-        return {name: each.drain_usage() for name, each in self.providers.items()}
+        return {name: provider.drain_usage() for name, provider in self.providers.items()}
 
     def drain_records(self) -> list[JudgeRecord]:
         """Every valid verdict since the last time."""
@@ -141,8 +142,10 @@ class JudgeClient(Judge):
     @property
     def places(self) -> dict[str, str]:
         """Each provider's model and address, by service name."""
-        settings = [each.settings for each in self.providers.values()]
-        return {each.transport.service: f"model {each.model} at {each.base_url}" for each in settings}
+        all_settings = [provider.settings for provider in self.providers.values()]
+        return {
+            settings.transport.service: f"model {settings.model} at {settings.base_url}" for settings in all_settings
+        }
 
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
         """Ask every provider once, by the branch's rubric. Returns seconds, or the error, by service name."""
@@ -162,13 +165,18 @@ class JudgeClient(Judge):
             await provider.http.aclose()
 
     def _identity(self, rubric: str) -> str:
-        providers = [each.settings for each in self.providers.values()]
+        providers = [provider.settings for provider in self.providers.values()]
         asked = [
             (
-                (each.base_url, each.model, each.weight),
-                (each.temperature, each.max_completion_tokens, each.response_format, dict(each.extra_body)),
+                (settings.base_url, settings.model, settings.weight),
+                (
+                    settings.temperature,
+                    settings.max_completion_tokens,
+                    settings.response_format,
+                    dict(settings.extra_body),
+                ),
             )
-            for each in providers
+            for settings in providers
         ]
         return cache_key("judge", MESSAGE_VERSION, asked, rubric, self._repeats, self._aggregation)
 
@@ -197,12 +205,12 @@ class JudgeClient(Judge):
     def _order(self, lot: float) -> list[ProviderClient]:
         """The provider that the lot in [0, 1) falls to, then the others as they are listed."""
         every = list(self.providers.values())
-        providers = [each for each in every if not each.settings.transport.is_spent] or every
-        place = lot * sum(each.settings.weight for each in providers)
-        for index, each in enumerate(providers):
-            place -= each.settings.weight
+        providers = [provider for provider in every if not provider.settings.transport.is_spent] or every
+        place = lot * sum(provider.settings.weight for provider in providers)
+        for index, provider in enumerate(providers):
+            place -= provider.settings.weight
             if place < 0:
-                return [each, *providers[:index], *providers[index + 1 :]]
+                return [provider, *providers[:index], *providers[index + 1 :]]
         return providers
 
     def _merge(self, results: Sequence[Verdict | BaseException]) -> Verdict:

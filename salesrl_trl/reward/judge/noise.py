@@ -1,7 +1,7 @@
 """How far the verdicts of a judge differ on the same answer: by chance, and by the order of the two answers.
 
-Owns a small set of answers from right to wrong, which verdicts are asked for, and the figures from their scores.
-Refuses to ask a judge. Pure: no network.
+Owns a small set of answers from right to wrong, which verdicts are asked for, and the figures from their scores. The
+preflight asks the judge for these verdicts. Pure: no network.
 """
 
 import itertools
@@ -188,14 +188,14 @@ def widest_gap(scored: Mapping[str, Sequence[tuple[JudgedSample, float]]]) -> fl
     """The largest difference between the mean scores of two judges, over the answers that both scored."""
     means = [
         {
-            answer: statistics.fmean(score for sample, score in each if sample.answer == answer)
-            for answer in {sample.answer for sample, _ in each}
+            answer: statistics.fmean(score for sample, score in pairs if sample.answer == answer)
+            for answer in {sample.answer for sample, _ in pairs}
         }
-        for each in scored.values()
+        for pairs in scored.values()
     ]
     gaps = [
-        abs(statistics.fmean(one[answer] - other[answer] for answer in one.keys() & other.keys()))
-        for one, other in itertools.combinations(means, 2)
-        if one.keys() & other.keys()
+        abs(statistics.fmean(first[answer] - other[answer] for answer in first.keys() & other.keys()))
+        for first, other in itertools.combinations(means, 2)
+        if first.keys() & other.keys()
     ]
     return max(gaps, default=None)

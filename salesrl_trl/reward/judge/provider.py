@@ -1,7 +1,7 @@
 """One judge provider: the request for a verdict, and its cost.
 
-Owns the wire format of a chat completion, the step from the schema to text, tokens and prices. The module `verdict`
-owns the message and which text counts as a verdict. `judge_client` owns which provider is asked.
+Owns the wire format of a chat completion, the change from a schema to text, tokens and prices. `verdict` owns the
+message and which text counts as a verdict. `judge_client` owns which provider is asked, and calls it.
 """
 
 import functools
@@ -22,11 +22,10 @@ from salesrl_trl.errors import (
 )
 from salesrl_trl.ground.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.judge.base import ProviderUsage
+from salesrl_trl.reward.judge.judge_interface import ProviderUsage
 from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, response_format, signed_rubric
 from salesrl_trl.reward.service.budget import Bill
-from salesrl_trl.reward.service.http import HttpClient, refuse_stated_error
-from salesrl_trl.reward.service.reply import read_json
+from salesrl_trl.reward.service.http import HttpClient, read_json, refuse_stated_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
@@ -43,19 +42,19 @@ MAX_TOKENS = 10**9
 """Most tokens of one call. A larger number is not counted."""
 
 CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
-"""Values of `finish_reason`, in lower case, of a text that was cut off: of OpenAI, Gemini, Mistral."""
+"""Values of `finish_reason`, in lower case, of a text that was cut off: those of OpenAI, Gemini and Mistral."""
 WITHHELD = frozenset(
     {"content_filter", "refusal", "safety", "recitation", "blocklist", "prohibited_content", "spii", "sensitive"}
 )
-"""Values for a text that a filter or the model itself held back: of OpenAI, Anthropic, Gemini, GLM."""
+"""Those of a text that a filter or the model itself withheld: of OpenAI, Anthropic, Gemini and GLM."""
 BROKEN_OFF = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
-"""Values for a text that the server gave up: of OpenRouter, vLLM, SGLang, GLM, DeepSeek."""
+"""Those of a text that the server gave up: of OpenRouter, vLLM, SGLang, GLM and DeepSeek."""
 
 ASKING = frozenset({"user", "system", "developer", "tool"})
 """Roles of messages that are sent to a model. A reply in one of them is an echo, or was mixed up."""
 
 _UNHELD = frozenset({"judge_empty", "judge_not_json"})
-"""Codes of answers after which `auto` tries text."""
+"""Codes of answers that do not keep to the schema: after them `auto` tries text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,10 +257,8 @@ class ProviderClient:
 
 
 def _text_of(completion: object) -> str:
-    """The text of a chat completion.
-
-    Raises:
-        `JudgeInvalid`: there is no text, or it was cut off, refused, withheld or broken off.
+    """The text of a chat completion. Raises `JudgeInvalid` if there is no text, or it was cut off, refused, withheld
+    or broken off.
     """
     try:
         choices = _Completion.model_validate(completion).choices

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.ground.fencing import fence, is_nonce
-from salesrl_trl.reward.service.reply import has_twice
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
 if TYPE_CHECKING:  # importing openai takes half a second, which every reward process would pay for one type
@@ -61,15 +60,8 @@ End your reply with the JSON object, and write nothing after it. Begin the objec
 def judge_message(
     row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, *, candidate_first: bool, nonce: str
 ) -> str:
-    """The user message: all material in fenced sections, nothing of it outside them.
-
-    Args:
-        row (`SalesRow`), action (`Action`), candidate (`Answer`), reference (`Answer`, *optional*):
-            The material.
-        candidate_first (`bool`):
-            Whether the candidate stands before the reference.
-        nonce (`str`):
-            Marks the lines of the fence.
+    """The user message: all material in fenced sections, nothing of it outside of them. The nonce marks the lines of
+    the fence.
     """
     answers = {"candidate_answer": candidate.text}
     if reference is not None:
@@ -112,17 +104,8 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict
     A judge that thinks aloud may quote forged verdicts of the completion. They can't hold the nonce, and nothing
     before the last object is read. A reply to another request holds another nonce.
 
-    Args:
-        content (`str`):
-            The judge's text.
-        nonce (`str`):
-            The nonce that the request asked for.
-        expect_reference (`bool`):
-            Whether a reference answer was shown, and so must be scored.
-
-    Raises:
-        `JudgeInvalid`: the text does not end with such an object.
-        `ForeignVerdict`: its nonce is that of another request.
+    With `expect_reference`, a reference answer was shown and must be scored. Raises `JudgeInvalid` if the text does
+    not end with such an object, and `ForeignVerdict` if its nonce is that of another request.
     """
     text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
     last = _last_object(text)
@@ -158,7 +141,9 @@ def verdict_from_json(value: object) -> Verdict:
 
 def _last_object(text: str) -> dict[str, object] | None:
     """The object at the end of a text, or `_TWICE`. `None` if there is none."""
-    decoder = json.JSONDecoder(object_pairs_hook=lambda pairs: _TWICE if has_twice(pairs) else dict(pairs))
+    decoder = json.JSONDecoder(
+        object_pairs_hook=lambda pairs: _TWICE if len(dict(pairs)) < len(pairs) else dict(pairs)
+    )
     start = len(text)
     value: dict[str, object]
     for _ in range(MAX_OBJECT_STARTS):
@@ -191,12 +176,12 @@ def _unsigned(got: object) -> JudgeInvalid:
 
 
 def _faults(error: ValidationError) -> str:
-    """Names the faults in the fields of a verdict, without the judge's words."""
+    """The faults in the fields of a verdict, without the judge's words."""
     faults = []
-    for each in error.errors(include_input=False, include_url=False):
-        name = each["loc"][0]
+    for detail in error.errors(include_input=False, include_url=False):
+        name = detail["loc"][0]
         known = name in _VerdictBody.model_fields
-        faults.append(f"`{name}`: {each['msg'].lower()}" if known else "a field stands that was not asked for")
+        faults.append(f"`{name}`: {detail['msg'].lower()}" if known else "a field stands that was not asked for")
     return "; ".join(dict.fromkeys(faults))
 
 

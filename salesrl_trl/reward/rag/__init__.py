@@ -1,5 +1,7 @@
 """Answers from a RAG service.
 
-Owns the interface of a backend and the HTTP client (`rag_client`), what counts as no answer, and whether answers of an
-earlier run still hold (`rag_answers`). Refuses to judge an answer.
+- `rag_client`: the interface of a backend, and the HTTP client.
+- `rag_answers`: what counts as no answer, and whether answers of an earlier run still hold.
+
+Refuses to judge an answer. The reward chain calls it.
 """

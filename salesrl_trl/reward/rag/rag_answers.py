@@ -1,8 +1,8 @@
 """Answers of both RAG endpoints, each asked for once.
 
-Owns the keys of kept answers, which check each answer has to pass, and whether references that an earlier run kept
-still hold. The chain and its warm-up ask through it. The backend owns how an endpoint is asked, `reward.cache` how
-answers are kept.
+Owns the keys of kept answers, the checks that each answer has to pass, and whether references that an earlier run kept
+still hold. The chain and its warm-up call it. The backend owns how an endpoint is asked, `reward.cache` how answers
+are kept.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from datetime import datetime
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.empty_answers import is_hollow
+from salesrl_trl.reward.empty_answers import is_empty_text
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.reward.rag.rag_client import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.types import Action, ActionFormat, Answer, SalesRow
@@ -62,7 +62,8 @@ class RagAnswers:
 
     async def index_has_some(self, row: SalesRow) -> bool:
         """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, an
-        action that found none is not at fault. Only a yes is kept."""
+        action that found none is not at fault. Only a yes is kept.
+        """
         query = self.plain_action(row.context)
 
         async def ask() -> Answer:
@@ -77,20 +78,20 @@ class RagAnswers:
         return Action(fields=fields, query_field=self._format.query)
 
     async def ask_8b(self, row: SalesRow, action: Action) -> Answer:
-        """Ask for an 8B answer, without a look at kept ones."""
+        """Ask for an 8B answer, without looking for a kept one."""
         answer = await self.backend.chat_8b(row.context, action, *self._retrieval, ids=row.ids)
         _check_8b(answer)
         return answer
 
     async def ask_32b(self, row: SalesRow) -> Answer:
-        """Ask for a 32B answer, without a look at kept ones."""
+        """Ask for a 32B answer, without looking for a kept one."""
         answer = await self.backend.chat(row.context, *self._retrieval, ids=row.ids)
         _check_32b(answer)
         return answer
 
     async def compare_references(self, rows: Iterable[SalesRow]) -> tuple[str, bool] | None:
         """Compare some references that an earlier run kept with fresh ones. If one differs, the knowledge has changed:
-        forget all of these rows, and look for no answer of the earlier state any more.
+        forget the answers to all of these rows, and use no answer of the earlier state any more.
 
         Returns a line for the log, with whether it is a warning; `None` if nothing is kept.
         """
@@ -107,9 +108,9 @@ class RagAnswers:
         results = await asyncio.gather(*(self._has_changed(key, by_key[key]) for key in some))
         compared = [changed for changed in results if changed is not None]
         if not any(compared):
-            found = f"{len(compared)} of them were asked for again: they are the same"
+            note = f"{len(compared)} of them were asked for again: they are the same"
             return (
-                f"{share} references come from {place}; {found if compared else 'none could be compared'}. Delete the "
+                f"{share} references come from {place}; {note if compared else 'none could be compared'}. Delete the "
                 "file when the knowledge base has changed",
                 not compared,
             )
@@ -135,9 +136,11 @@ class RagAnswers:
         return cache_key(question, self.backend.identity, await self._state(), asked, *others)
 
     async def _state(self) -> str:
-        """Names the state of the knowledge behind the endpoints, as part of every key. It stands in the references'
-        file, so it is new when that file was deleted. If the file can't be used, this process has a state of its own:
-        it finds no answers of earlier runs. Without a file there is one state."""
+        """The name of the state of the knowledge behind the endpoints, as part of every key.
+
+        It stands in the references' file, so it is new when that file was deleted. If the file can't be used, this
+        process has a state of its own: it finds no answers of earlier runs. Without a file there is one state.
+        """
         if self._known_state is None:
             state: object = ""
             if self._references.path is not None:
@@ -148,14 +151,15 @@ class RagAnswers:
         return self._known_state
 
     async def _has_changed(self, key: str, row: SalesRow) -> bool | None:
-        """Whether the passages of a kept reference differ from those of a fresh one; `None` if one can't be had. The
-        words alone prove nothing: an endpoint that samples never repeats them."""
+        """Whether the passages of a kept reference differ from those of a fresh one; `None` if either can't be had.
+        The answer's text proves nothing: an endpoint that samples never repeats it.
+        """
         try:
             answers = answer_from_json(await self._references.get(key)), await self.ask_32b(row)
         except (ServiceError, ValueError, TypeError, KeyError):
             return None
-        kept, fresh = ({(passage.id, passage.text) for passage in answer.passages} for answer in answers)
-        return kept != fresh
+        earlier, fresh = ({(passage.id, passage.text) for passage in answer.passages} for answer in answers)
+        return earlier != fresh
 
 
 def _new_state() -> str:
@@ -170,7 +174,7 @@ def _check_8b(answer: Answer) -> None:
 
 def _check_32b(answer: Answer) -> None:
     """Refuse a reference that says nothing."""
-    if is_hollow(answer.text):
+    if is_empty_text(answer.text):
         raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
 
 

@@ -1,8 +1,8 @@
 """The RAG service's client.
 
 Owns the interface that every retrieval backend has, and the wire format of both HTTP endpoints. Each request has an id
-of its own, in the header and in the body. An answer with the id of another request is refused. The transport
-owns retries, time-outs and limits.
+of its own, in the header and in the body. An answer with the id of another request is refused. The transport owns
+retries, time-outs and limits. `rag_answers` and the checks of services call it.
 """
 
 import dataclasses
@@ -13,8 +13,7 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import BadServiceResponse
-from salesrl_trl.reward.service.http import HttpClient, check_echo, make_request_id, refuse_stated_error
-from salesrl_trl.reward.service.reply import read_json
+from salesrl_trl.reward.service.http import HttpClient, check_echo, make_request_id, read_json, refuse_stated_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, Passage, RequestIds
 

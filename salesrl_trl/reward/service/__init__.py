@@ -1,6 +1,9 @@
 """Calls to a service, whatever it answers.
 
-Owns one HTTP request (`http`, `wire`), and everything that a client does about slow and failing services: attempts,
-time-outs, limits, hedges, breakers, deadlines (`transport` and the laws that it applies). Refuses to know the content
-of requests: `reward.rag` and `reward.judge` own it.
+- `http`, `wire`: one HTTP request, and the connection that carries it.
+- `transport`: attempts, time-outs and deadlines, by the laws of `limits`, `breaker`, `hedging` and `flights`.
+- `account`, `budget`, `token_rate`: what a run may spend.
+- `event_loop`: the clock, the deadline, and objects of one event loop.
+
+Refuses to know the content of requests: `reward.rag` and `reward.judge` own it, and call it.
 """

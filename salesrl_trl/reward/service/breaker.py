@@ -1,6 +1,6 @@
 """A breaker: after some failures in a row no call is sent to an endpoint; single probes find out whether it is back.
 
-Owns the states and their law. Pure: the caller hands in the time, records what happened, and does the waiting.
+Owns the states and their law. Pure: `transport` hands in the time, records what happened, and does the waiting.
 """
 
 from enum import Enum, auto
@@ -11,9 +11,9 @@ answers every second call is better retried than left alone."""
 COOLDOWN_S = 0.25
 """First pause. It is short: a connection that a load balancer resets is back at once."""
 MAX_COOLDOWN_S = 15.0
-"""Longest pause between two probes. A service that is back gets its calls after this at the latest."""
+"""Longest pause between two probes: calls go out again at the latest so long after the service is back."""
 SAME_OUTAGE_S = 60.0
-"""Two failures further apart, with nothing between them, are two outages: nobody called in that time."""
+"""Two failures further apart than this, with no call between them, count as two outages."""
 DENIED_COOLDOWN_S = 1.0
 """First pause after refused keys or a used-up quota. Nobody mends those in a quarter of a second."""
 MAX_DENIED_COOLDOWN_S = 60.0
@@ -27,7 +27,7 @@ class Permit(Enum):
     """The endpoint is well."""
     PROBE = auto()
     """Send one request that finds out whether the endpoint is back. Then call `record_answer`, `record_failure` or
-    `record_abandoned`; the latter two take the breaker's `probe` of this moment."""
+    `record_abandoned`. The latter two take the breaker's present `probe`."""
     WAIT = auto()
     """Wait: a probe is out, or the pause is not over."""
 
@@ -42,15 +42,11 @@ class Breaker:
     An answer to a call that was sent before the breaker opened closes it too: the endpoint is alive.
 
     A denial (a refused key, a used-up quota) counts as a failure, because a single one among answers is a slip. If
-    denials come at random in a share p of all calls, a row that opens the breaker has the probability
-    p ** FAILURES_TO_OPEN: 1e-10 at 1 %. If more than half of the row are denials, the breaker opens for denials. Then
-    pauses are longer. And if the endpoint never answered at all, waiting can't help.
+    denials come at random in a share p of all calls, a row that opens the breaker has the probability p **
+    FAILURES_TO_OPEN: 1e-10 at 1 %. If more than half of the row are denials, the breaker opens for denials. Then
+    pauses are longer, up to `max_denied_cooldown_s`. And if the endpoint never answered at all, waiting can't help.
 
-    Args:
-        max_denied_cooldown_s (`float`, *optional*, defaults to `MAX_DENIED_COOLDOWN_S`):
-            Longest pause between two probes of an endpoint that denies access.
-        failures_to_open (`float`, *optional*, defaults to `FAILURES_TO_OPEN`):
-            Failures in a row that open it. Infinite for none that opens.
+    With an infinite `failures_to_open` it never opens.
     """
 
     def __init__(
@@ -108,17 +104,11 @@ class Breaker:
         self.denial = None
 
     def record_failure(self, now: float, *, probe: int = 0, denial: str | None = None, pause_s: float = 0.0) -> None:
-        """A call failed for a reason that may concern every call to the endpoint.
+        """A call failed at the moment `now`, for a reason that may concern every call to the endpoint.
 
-        Args:
-            now (`float`):
-                The moment, in seconds of any steady clock.
-            probe (`int`, *optional*, defaults to `0`):
-                The call's number if it was a probe. A probe that has been replaced counts as any other call.
-            denial (`str`, *optional*):
-                The error's code if access was denied.
-            pause_s (`float`, *optional*, defaults to `0.0`):
-                Seconds for which the endpoint asked for no calls.
+        `probe` is the call's number if it was a probe. A probe that has been replaced counts as any other call.
+        `denial` is the error's code if access was denied. `pause_s` are the seconds for which the endpoint asked for
+        no calls.
         """
         if not self._failures or (not self.is_open and now - self._latest > SAME_OUTAGE_S):
             self._down_since = now

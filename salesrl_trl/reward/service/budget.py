@@ -23,8 +23,7 @@ from types import TracebackType
 
 from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.reward.service.account import USD, Limit, Spent, open_account
-from salesrl_trl.reward.service.deadline import now, remaining_s
-from salesrl_trl.reward.service.per_event_loop import PerLoop
+from salesrl_trl.reward.service.event_loop import PerLoop, now, remaining_s
 from salesrl_trl.reward.service.token_rate import TokenRate
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Calls in flight on one event loop: their slots, and the extra requests for late calls (hedges).
 
-Owns the tasks, and the look-out task that starts hedges. The laws that are handed in decide when a call is late and
-how many slots there are.
+Owns the tasks, and the look-out task that starts hedges. `transport` sends its attempts through it. The laws that are
+handed in decide when a call is late and how many slots there are.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import anyio
 from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
 from salesrl_trl.reward.service.breaker import Breaker
 from salesrl_trl.reward.service.budget import ServiceQuota
-from salesrl_trl.reward.service.deadline import now
+from salesrl_trl.reward.service.event_loop import now
 from salesrl_trl.reward.service.hedging import HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
 
@@ -32,19 +32,12 @@ MAX_HEDGES = 2
 class Flights:
     """Slots and hedges. Calls and hedges together stay within the limit.
 
-    Args:
-        limit (`AdaptiveLimit`):
-            The number of slots; `resize` follows it. Recorded in it here: overloads of requests beside which another
-            one for the same call goes on. The transport records all others.
-        hedging (`HedgePolicy`):
-            Says when a call is late.
-        breaker (`Breaker`):
-            While it is open there are no hedges.
-        traffic (`Counter[str]`):
-            Counted here: `sent` hedges, `hedges`, `hedges_won`; and `overloads`, `timeouts` and `failures` of requests
-            beside which another one for the same call goes on.
-        quota (`ServiceQuota`, *optional*):
-            Counts hedges. There is none that would have to wait for the budget.
+    A call may have several requests. If one of them fails while another one goes on, `transport` does not see the
+    failure. So `Flights` records it: an overload in `limit`, and `overloads`, `timeouts` or `failures` in `traffic`.
+    It also counts `sent` hedges, `hedges` and `hedges_won` there. All other failures are the transport's to record.
+
+    `hedging` says when a call is late. There are no hedges while the `breaker` is open. `quota` counts hedges: none is
+    sent that would have to wait for the budget.
     """
 
     def __init__(
@@ -91,13 +84,8 @@ class Flights:
     async def send(self, attempt: Callable[[], Awaitable[T]], number: int) -> T:
         """Run `attempt`. When it is late, run it once more beside the first. The first success counts.
 
-        One look-out serves all calls, so a call costs no timer of its own.
-
-        Args:
-            attempt (`Callable[[], Awaitable]`):
-                Sends one request.
-            number (`int`):
-                The request's number in `limit`.
+        `number` is the request's number in `limit`. One look-out serves all calls, so a call costs no timer of its
+        own.
         """
         self._hedging.record_sent()
         flight = _Flight(attempt, number, self._failed_beside)

@@ -1,6 +1,6 @@
 """Hedging: a call that takes unusually long is sent a second time.
 
-Owns the measured percentile and the budget of extra calls. Pure: no clock, no event loop.
+Owns the measured percentile and the budget of extra calls. Pure: no clock, no event loop. `flights` asks it.
 """
 
 from collections import deque
@@ -23,9 +23,7 @@ class HedgePolicy:
         late after = MARGIN x 95th percentile of the latest WINDOW latencies
         extra calls <= fraction x calls sent
 
-    Args:
-        fraction (`float`):
-            Most extra calls, as a share of all calls; 0 for none.
+    A `fraction` of 0 allows none.
     """
 
     def __init__(self, fraction: float) -> None:

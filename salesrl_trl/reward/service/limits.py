@@ -1,6 +1,6 @@
 """The limit of calls in flight to a service: slow start, then additive increase and multiplicative decrease.
 
-Owns the law and its state. Pure: no clock, no event loop, no service. The transport records what happened.
+Owns the law and its state. Pure: no clock, no event loop, no service. `transport` and `flights` record what happened.
 """
 
 GROWTH_PER_SUCCESS = 0.5
@@ -15,7 +15,7 @@ fewer, the call that is turned away would come last, and the whole batch would w
 
 
 class AdaptiveLimit:
-    """The limit of calls in flight to one service.
+    """The limit of calls in flight to one service, from `start` up to `cap`.
 
     While calls wait for a slot, an answer raises the limit L:
 
@@ -25,12 +25,6 @@ class AdaptiveLimit:
     and an overload lowers it, once for all calls that were in flight together:
 
         L <- max(1, 0.8 L)
-
-    Args:
-        start (`int`):
-            First limit.
-        cap (`int`):
-            Highest limit.
     """
 
     def __init__(self, start: int, cap: int) -> None:

@@ -1,7 +1,8 @@
 """One call to one service: how often it is tried, how long it may take, how many run at once.
 
-Owns retries, time-outs of attempts, limits, hedges and breakers for RAG services and judges; no other module has them.
-Refuses to own how a request is sent (`http`) and when a reward phase ends (`deadline`); every wait here ends by then.
+Owns retries, time-outs of attempts, limits, hedges and breakers for RAG services and judges: no other module has them.
+The clients of RAG services and judges call it. It refuses to own how a request is sent (`http`), and when a reward
+phase ends (`event_loop`). Every wait here ends by then.
 
 A call takes one slot and keeps it until it ends, also while it waits between attempts. So a service that says "come
 back in a second" has less to do in that second. The laws of limit, breaker and hedge are pure and have modules of
@@ -29,11 +30,10 @@ from salesrl_trl.errors import (
 )
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
 from salesrl_trl.reward.service.budget import Bill, ServiceQuota
-from salesrl_trl.reward.service.deadline import deadline, now, remaining_s
+from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
 from salesrl_trl.reward.service.flights import Flights
 from salesrl_trl.reward.service.hedging import HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
-from salesrl_trl.reward.service.per_event_loop import PerLoop
 
 T = TypeVar("T")
 

@@ -301,7 +301,7 @@ TWO_GENERATIONS = {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
 
 
 @pytest.mark.parametrize(
-    ("given", "hindrance"),
+    ("given", "reason"),
     [
         ({}, None),
         ({"steps_per_generation": 8}, "an update has a part"),
@@ -320,10 +320,10 @@ TWO_GENERATIONS = {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
         ({"aux_loss": True}, "the router's"),
     ],
 )
-def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, hindrance):
+def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, reason):
     # 4 micro-batches of 4 completions, groups of 4: a border after each
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, **given}
     losses = {name: settings.pop(name, False) for name in ("entropy_bonus", "aux_loss")}
     args = training(**settings)
     told = why_in_trls_order(args, **losses) or why_not_divisible(args, whole_batch=None)
-    assert told is None if hindrance is None else told.startswith(hindrance)
+    assert told is None if reason is None else told.startswith(reason)

@@ -13,8 +13,8 @@ from salesrl_trl.config import DataConfig
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.lengths import LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
-from salesrl_trl.data.prompts import build_prompt
 from salesrl_trl.data.sources import build_dataset, load_rows
+from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.errors import DataError
 from salesrl_trl.rollout.examples import prompts_of
 

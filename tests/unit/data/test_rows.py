@@ -197,7 +197,7 @@ def test_demo_rows_carry_the_texts_that_answer_them():
 
 
 def test_every_draft_of_the_demo_is_a_valid_action():
-    from salesrl_trl.data.prompts import action_text
+    from salesrl_trl.data.templates import action_text
     from salesrl_trl.reward.parsing import parse_action
     from salesrl_trl.types import Action
 

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from salesrl_trl.data.prompts import PROMPT_STYLES, build_prompt, template_path
 from salesrl_trl.data.sources import load_rows
-from salesrl_trl.data.templates import PromptTemplate, read_template
+from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, build_prompt, read_template, template_path
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_FORMAT, Message, SalesRow
 

@@ -8,7 +8,7 @@ import pytest
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import parse
 from salesrl_trl.data.lengths import FittingPrompts
-from salesrl_trl.demo.policy import PACKAGED
+from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError, StopRequested
 from salesrl_trl.evaluate import __main__ as evaluate
 from salesrl_trl.evaluate import policies

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from salesrl_trl.evaluation.held_out import HeldOut, Written, changes_by_row, spread, standard_error
+from salesrl_trl.evaluation.held_out import EvaluatedCompletion, HeldOut, changes_by_row, spread, standard_error
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_file_that_can_not_be_read_is_kept_aside(evaluate, caplog, tmp_path):
 def test_examples_show_what_the_policy_wrote_first_and_last(evaluate, caplog):
     prompt = [{"role": "user", "content": "seller: Hello!\ncustomer: And the price?"}]
     answers = [
-        Written(prompt, [{"role": "assistant", "content": text}], reward)
+        EvaluatedCompletion(prompt, [{"role": "assistant", "content": text}], reward)
         for text, reward in (("Python", 0.25), ("no", 0.0), ("Python price", None), ("other", 1.0))
     ]
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):

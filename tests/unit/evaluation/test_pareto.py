@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.evaluation.pareto import pareto_front
+from salesrl_trl.evaluation.row_statistics import pareto_front
 
 
 @pytest.mark.parametrize(

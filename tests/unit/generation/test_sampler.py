@@ -55,7 +55,7 @@ def test_what_a_sampler_gets_of_trl_can_not_be_changed_by_it():
 
 
 @pytest.mark.parametrize(
-    ("given", "hindrance"),
+    ("given", "reason"),
     [
         ({}, None),
         ({"use_vllm": False}, "transformers generates"),
@@ -65,7 +65,7 @@ def test_what_a_sampler_gets_of_trl_can_not_be_changed_by_it():
         ({"tokenizer": SimpleNamespace(response_schema={"type": "object"})}, "the tokenizer's response template"),
     ],
 )
-def test_what_keeps_rewards_waiting_for_a_whole_batch_is_told(given, hindrance):
+def test_what_keeps_rewards_waiting_for_a_whole_batch_is_told(given, reason):
     usual = {"use_vllm": True, "has_rollout_func": False, "tools": None, "tokenizer": SimpleNamespace()}
     told = why_not_streamed(**{**usual, **given})
-    assert told is None if hindrance is None else told.startswith(hindrance)
+    assert told is None if reason is None else told.startswith(reason)

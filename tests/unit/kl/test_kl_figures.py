@@ -5,7 +5,7 @@ import math
 import pytest
 
 from salesrl_trl.kl.controller import KLControl, WindowSettings
-from salesrl_trl.kl.figures import add_kl, kl_names
+from salesrl_trl.kl.kl_figures import add_kl, kl_names
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.telemetry.aggregates import StepAggregates
 

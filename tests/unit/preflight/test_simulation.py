@@ -34,7 +34,7 @@ from salesrl_trl.preflight.made_up import (
 from salesrl_trl.preflight.simulated import hints, report_text
 from salesrl_trl.preflight.simulation import SimulationConfig, main
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.judge.base import ProviderUsage
+from salesrl_trl.reward.judge.judge_interface import ProviderUsage
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Message, Outcome, Reward, SalesRow

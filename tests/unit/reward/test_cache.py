@@ -20,7 +20,7 @@ from support.seconds import check_seconds
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.reward import cache as module
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.service.deadline import deadline, remaining_s
+from salesrl_trl.reward.service.event_loop import deadline, remaining_s
 
 
 def cache_of(store):

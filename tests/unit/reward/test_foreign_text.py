@@ -16,7 +16,7 @@ from salesrl_trl.demo.services.language import words
 from salesrl_trl.demo.services.rubric import content_words
 from salesrl_trl.errors import BadServiceResponse, JudgeInvalid
 from salesrl_trl.ground.fencing import neutralise
-from salesrl_trl.reward.empty_answers import is_hollow
+from salesrl_trl.reward.empty_answers import is_empty_text
 from salesrl_trl.reward.judge.provider import JudgeProvider, ProviderClient, _text_of
 from salesrl_trl.reward.judge.verdict import MAX_VERDICT_CHARS, read_verdict
 from salesrl_trl.reward.parsing import MAX_COMPLETION_CHARS, parse_action
@@ -36,7 +36,7 @@ PROVIDER = ProviderClient(
 )
 READERS = {
     "completion": parse_action,
-    "hollow": is_hollow,
+    "hollow": is_empty_text,
     "verdict": lambda text: read_verdict(text, nonce=NONCE, expect_reference=True),
     "rag answer": lambda text: _read_answer("rag_8b", "salesrl-1", text.encode()),
     "chat completion": lambda text: _text_of(PROVIDER._completion(text.encode())),
@@ -127,10 +127,10 @@ def test_a_verdict_behind_long_thoughts_is_read():
 
 def test_gaps_of_any_length_hide_no_opener():
     for gap in ("." * 300_000, " " * 300_000, ":\n" * 150_000, "\u200b" * 300_000):
-        assert is_hollow(gap)
-        assert is_hollow(f"{gap}Thought process:{gap}")
-        assert not is_hollow(f"{gap}answer{gap}5980{gap}")
-    assert is_hollow(f"Thought{' ' * 300_000}process")
+        assert is_empty_text(gap)
+        assert is_empty_text(f"{gap}Thought process:{gap}")
+        assert not is_empty_text(f"{gap}answer{gap}5980{gap}")
+    assert is_empty_text(f"Thought{' ' * 300_000}process")
 
 
 @pytest.mark.parametrize("count", [10**400, -1, 10**9 + 1], ids=["10**400", "-1", "10**9 + 1"])

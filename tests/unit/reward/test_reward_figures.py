@@ -15,8 +15,8 @@ from salesrl_trl.reward.figures import (
     reward_names,
     time_names,
 )
-from salesrl_trl.reward.judge.base import ProviderUsage
 from salesrl_trl.reward.judge.bias import JudgeBias
+from salesrl_trl.reward.judge.judge_interface import ProviderUsage
 from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.telemetry.aggregates import StepAggregates
 from salesrl_trl.types import Outcome, Reward

@@ -23,8 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from salesrl_trl.build.checks.addresses import check_models, check_rag
 from salesrl_trl.build.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceError
-from salesrl_trl.run.catalogue import FAULTS
-from salesrl_trl.run.fault import PAGE, page
+from salesrl_trl.run.catalogue import FAULTS, PAGE, page
 from salesrl_trl.run.last_words import recognised, words_of, words_of_end
 from salesrl_trl.update.run_control import RunControl
 

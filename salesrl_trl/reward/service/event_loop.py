@@ -1,8 +1,8 @@
-"""The clock of all waits for services, and one deadline for everything that is done on behalf of a reward phase.
+"""What belongs to an event loop: the clock of all waits for services, the deadline of a reward phase, and objects.
 
-Owns the clock, the moment at which a reward phase ends, and how that moment travels: in a context variable, which
-every task that is started inside takes along. Cancels nothing: the code that waits asks how long it may. A warm-up and
-a preflight time their calls here.
+Owns the moment at which a reward phase ends, and how that moment travels: in a context variable, which every task that
+is started inside takes along. Cancels nothing: the code that waits asks how long it may. The reward sets the deadline,
+and `transport` observes it. A warm-up and a preflight time their calls here.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ import contextlib
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from salesrl_trl.errors import ServiceError
 
@@ -41,8 +42,9 @@ def remaining_s() -> float:
 
 
 async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
-    """The answer and its seconds, or the error. Any other exception becomes a `ServiceError`, because other ranks
-    wait for this one."""
+    """The answer and its seconds, or the error. Any other exception becomes a `ServiceError`, because other ranks wait
+    for this rank.
+    """
     started = now()
     try:
         answer = await call()
@@ -58,3 +60,27 @@ async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | Ser
     """The call's seconds, or the error."""
     result = await clocked(call)
     return result if isinstance(result, ServiceError) else result[1]
+
+
+class PerLoop(Generic[T]):
+    """One object for each event loop, made on the loop when it first asks. Connections, events and running tasks break
+    when a second loop uses them.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PerLoop, (self._make,)  # another process has other loops
+
+    def get(self) -> T:
+        """The running loop's object."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._made:
+            self._made[loop] = self._make()
+        return self._made[loop]
+
+    def pop(self) -> T | None:
+        """Remove and return the running loop's object; `None` if it has none."""
+        return self._made.pop(asyncio.get_running_loop(), None)

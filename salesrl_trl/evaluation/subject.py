@@ -1,6 +1,6 @@
-"""The answers of a quick evaluation, and the protocols of its subject and of the ranks.
+"""The subject of a quick evaluation, its answers, and the ranks.
 
-Refuses to generate answers, and to score them: a subject does both.
+Owns the protocols. `rollout.greedy` implements the subject. Refuses to generate answers, and to score them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,9 +9,9 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from salesrl_trl.data.prompts import action_text, build_prompt
 from salesrl_trl.data.sources import load_drafts, load_rows
-from salesrl_trl.demo.policy import PACKAGED, PROMPT_STYLE, packaged_tokenizer
+from salesrl_trl.data.templates import action_text, build_prompt
+from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, packaged_tokenizer
 from salesrl_trl.types import Action
 
 ROOT = Path(__file__).parents[3]

@@ -1,6 +1,6 @@
 """The KL's figures in a log line.
 
-Owns their names in full and the way from one optimizer step's sums to them.
+Owns their names in full, and the way from one optimizer step's sums to them. The trainer's ledger calls it.
 """
 
 import math
@@ -34,11 +34,11 @@ def add_kl(
     shares: Sequence[float],
     control: KLControl,
 ) -> None:
-    """Add one optimizer step's KL.
+    """Add one optimizer step's KL to aggregates that were made with `kl_names`.
 
-    `aggregates`: made with `kl_names`. `totals`: by branch id, then by `kl.penalty.SUMS`, over all ranks. `betas`:
-    Coefficients in the loss of this step, by branch id. `shares`: by how much the branches' rewards counted in it, by
-    branch id. `control`: bands, and the shares of steps in them.
+    `totals` are over all ranks, by branch id, then by `kl.penalty.SUMS`. `betas` are the coefficients in the loss of
+    this step, and `shares` say by how much the branches' rewards counted in it, both by branch id. `control` has the
+    bands, and the shares of steps in them.
     """
     for branch, beta, share, sums in zip(control.branches, betas, shares, totals, strict=True):
         kl, k1, clamped, tokens, weight = sums

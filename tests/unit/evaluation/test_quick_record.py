@@ -6,9 +6,15 @@ import math
 import pytest
 from support.answers import answered
 
-from salesrl_trl.evaluation.figures import measure
-from salesrl_trl.evaluation.record import BranchFigures, QuickEvalHistory, QuickEvaluation, evaluation_of, initials
-from salesrl_trl.evaluation.sample import spread
+from salesrl_trl.evaluation.quick import spread
+from salesrl_trl.evaluation.quick_figures import measure
+from salesrl_trl.evaluation.quick_record import (
+    BranchFigures,
+    QuickEvalHistory,
+    QuickEvaluation,
+    evaluation_of,
+    initials,
+)
 
 BRANCHES = ("fairness", "hallucination")
 OTHERS = {"truncated": 0.25, "length": 30.0, "kl": 0.1, "beta": 0.05}

@@ -1,6 +1,6 @@
 """The record of quick evaluations: their figures, the line of each, the file, the Pareto front, and the best so far.
 
-Owns the file's format and the rule that selects the best. It makes no answers and keeps no policy.
+Owns the file's format and the rule that selects the best. `quick` calls it. It makes no answers and keeps no policy.
 """
 
 import json
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.evaluation.answers import Answered
-from salesrl_trl.evaluation.figures import (
+from salesrl_trl.evaluation.quick_figures import (
     BETA,
     OWN_FIGURES,
     SCORE,
@@ -19,7 +18,8 @@ from salesrl_trl.evaluation.figures import (
     mean_reward,
     measure,
 )
-from salesrl_trl.evaluation.pareto import pareto_front
+from salesrl_trl.evaluation.row_statistics import pareto_front
+from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.names import REWARD
 
@@ -80,13 +80,11 @@ class QuickEvaluation:
     """Figures of your own over the answers of all branches, by name."""
 
     def score(self, by: str, least_scored: float = 0.0) -> float | None:
-        """The figure that selects the best policy.
+        """The figure that selects the best policy: `reward`, `worst_branch`, a branch's name, or the name of one of
+        `figures`.
 
-        `by`: `reward`, `worst_branch`, a branch's name or the name of one of `figures`. `least_scored`: Share in [0,
-        1] of each branch's answers that have to be scored: a few lucky answers are no evaluation.
-
-        Returns:
-            `float` or `None`: `None` if it could not be measured, or if too little of one of its branches was scored.
+        `None` if it could not be measured, or if less than the share `least_scored` of one of its branches was scored:
+        a few lucky answers are no evaluation.
         """
         about = [figures for name, figures in self.branches.items() if figures.rows and by in self._names(name)]
         scores = [figures.score for figures in about if figures.scored >= least_scored * figures.rows]
@@ -110,21 +108,22 @@ class QuickEvaluation:
         F=0.05`, then the figures given here."""
         letters = initials(list(self.branches))
 
-        def each(name: str, form: str) -> str:
+        def labelled(name: str, form: str) -> str:
             label = name.upper() if name == "kl" else name
             values = (
-                f"{letters[branch]}={_shown(found.values[name], form)}" for branch, found in self.branches.items()
+                f"{letters[branch]}={_shown(measured.values[name], form)}"
+                for branch, measured in self.branches.items()
             )
             return f"{label} {' '.join(values)}"
 
         scores = " ".join(
-            f"{name}={_shown(found.score, '.2f')}"
-            + (f" ({found.scored} of {found.rows} scored)" if found.scored < found.rows else "")
-            for name, found in self.branches.items()
+            f"{name}={_shown(measured.score, '.2f')}"
+            + (f" ({measured.scored} of {measured.rows} scored)" if measured.scored < measured.rows else "")
+            for name, measured in self.branches.items()
         )
         shown = [(own.name, own.form) for own in OWN_FIGURES if own.name != SCORE]
         shown += [(BETA, ".3g"), *((own.name, own.form) for own in figures)]
-        return f"[QuickEval@{self.step}] mode={self.mode} {scores} " + " ".join(each(*one) for one in shown)
+        return f"[QuickEval@{self.step}] mode={self.mode} {scores} " + " ".join(labelled(*pair) for pair in shown)
 
     def as_dict(self) -> dict[str, object]:
         """For the record. Without figures of your own it has no entry for them."""
@@ -132,8 +131,8 @@ class QuickEvaluation:
             "step": self.step,
             "reward": self.reward,
             "branches": {
-                name: {"rows": found.rows, "scored": found.scored, **found.values}
-                for name, found in self.branches.items()
+                name: {"rows": measured.rows, "scored": measured.scored, **measured.values}
+                for name, measured in self.branches.items()
             },
             "seconds": self.seconds,
             "mode": self.mode,
@@ -144,9 +143,9 @@ class QuickEvaluation:
     def from_dict(cls, record: Record) -> "QuickEvaluation":
         """The inverse of `as_dict`. Other entries of the record are left out."""
         branches = {}
-        for name, found in record["branches"].items():
-            values = {key: value for key, value in found.items() if key not in ("rows", "scored")}
-            branches[name] = BranchFigures(rows=found["rows"], scored=found["scored"], values=values)
+        for name, entry in record["branches"].items():
+            values = {key: value for key, value in entry.items() if key not in ("rows", "scored")}
+            branches[name] = BranchFigures(rows=entry["rows"], scored=entry["scored"], values=values)
         return cls(
             step=record["step"],
             mode=record["mode"],
@@ -165,23 +164,21 @@ def evaluation_of(
     seconds: float,
     figures: Sequence[Figure] = (),
 ) -> QuickEvaluation:
-    """The evaluation from its answers.
-
-    `betas`: Coefficient of each branch that has one. `step`: Optimizer steps done. `figures`: figures beside the
-    package's own.
+    """The evaluation after so many optimizer steps, from its answers. `betas` has the coefficient of each branch that
+    has one. `figures` come beside the package's own.
     """
-    found = {}
+    by_branch = {}
     for branch in branches:
         own = [answer for answer in answers if answer.branch == branch]
         values = {figure.name: measure(figure, own) for figure in OWN_FIGURES}
         values[BETA] = betas.get(branch)
         values |= {figure.name: measure(figure, own) for figure in figures}
-        scored = sum(each.reward.value is not None for each in own)
-        found[branch] = BranchFigures(rows=len(own), scored=scored, values=values)
+        scored = sum(answer.reward.value is not None for answer in own)
+        by_branch[branch] = BranchFigures(rows=len(own), scored=scored, values=values)
     return QuickEvaluation(
         step=step,
         reward=mean_reward(answers),
-        branches=found,
+        branches=by_branch,
         seconds=seconds,
         figures={figure.name: measure(figure, answers) for figure in figures},
     )
@@ -190,8 +187,8 @@ def evaluation_of(
 class QuickEvalHistory:
     """The evaluations of a run, kept in a file that a resumed run goes on with.
 
-    `best`: the figure that selects the best policy. `least_scored`: Share in [0, 1] of a branch's answers that have to
-    be scored for its score to be compared.
+    The figure `best` selects the best policy. `least_scored` is the share in [0, 1] of a branch's answers that must be
+    scored before its score is compared.
     """
 
     def __init__(self, path: Path, best: str | None, least_scored: float) -> None:
@@ -255,17 +252,17 @@ class QuickEvalHistory:
         front = self.front()
         left_out = "..., " if len(front) > SHOWN_ON_FRONT else ""
         shown = left_out + ", ".join(
-            f"step {each.step} ("
-            + ", ".join(f"{name} {_shown(figures.score, '.2f')}" for name, figures in each.branches.items())
+            f"step {evaluation.step} ("
+            + ", ".join(f"{name} {_shown(figures.score, '.2f')}" for name, figures in evaluation.branches.items())
             + ")"
-            for each in front[-SHOWN_ON_FRONT:]
+            for evaluation in front[-SHOWN_ON_FRONT:]
         )
         step = self.evaluations[-1].step
         return f"[Pareto@{step}] {len(front)} of {len(self.evaluations)} evaluations on the front: {shown or 'none'}"
 
 
 def initials(names: Sequence[str]) -> dict[str, str]:
-    """The shortest capitalised beginnings that tell names apart: `{"fairness": "F", "hallucination": "H"}`."""
+    """The shortest capitalised beginnings by which names differ: `{"fairness": "F", "hallucination": "H"}`."""
     short = {}
     for name in names:
         others = [other.capitalize() for other in names if other != name]

@@ -1,8 +1,8 @@
-"""The mean of some rows with its interval, and the difference of two policies on the same rows.
+"""The mean of some rows with its interval, the difference of two policies on the same rows, and the Pareto front.
 
-Owns the statistics, by the standard library alone. A row is one observation: its value is the mean reward of its
-answers, so that ten answers to a row count no more than one. A row without a value is left out and counted, never
-taken for a number.
+Owns the statistics, by the standard library alone. `python -m salesrl_trl.evaluate` and the records of evaluations
+call it. A row is one observation: its value is the mean reward of its answers, so that ten answers to a row count no
+more than one. A row without a value is left out and counted, never taken for a number.
 
 Intervals and p-values are those of Student's t over rows. With them an interval excludes 0 exactly where p is below
 0.05. A bootstrap of so few rows as an evaluation has is too narrow (docs/EVALUATION.md compares the two).
@@ -11,7 +11,7 @@ Intervals and p-values are those of Student's t over rows. With them an interval
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
@@ -67,7 +67,7 @@ class Difference(Mean):
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """The mean of the rows. `values`: by row, NaN for one without a value."""
+    """The mean of the rows. A row without a value is NaN."""
     known = [value for value in values if not math.isnan(value)]
     return Mean(
         total=len(values),
@@ -78,9 +78,8 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """The difference of two policies.
-
-    `first`, `second`: Their values by row, the same rows in the same order, NaN for one without a value.
+    """The difference of two policies, by their values on the same rows in the same order. A row without a value is
+    NaN.
     """
     changes = [after - before for before, after in zip(first, second, strict=True)]
     mean = mean_of(changes)
@@ -100,19 +99,17 @@ def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference
 
 
 def share_within(t: float, freedom: int) -> float:
-    """The probability that a value of Student's t distribution lies between -t and t.
+    """The probability that a value of Student's t distribution lies between -t and t, for a `t` of 0 or more.
 
-    The finite series for whole degrees of freedom: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3
-    and 26.7.4.
-
-    `t`: 0 or more. `freedom`: Degrees of freedom, 1 or more.
+    The finite series for whole degrees of freedom, 1 or more: Abramowitz and Stegun, Handbook of Mathematical
+    Functions, 26.7.3 and 26.7.4.
     """
     return _share_within(math.atan(t / math.sqrt(freedom)), freedom)
 
 
 @functools.cache
 def critical(freedom: int) -> float:
-    """The t between whose negative and itself lie 95 % of Student's distribution, by bisection of the angle."""
+    """The t for which 95 % of Student's distribution lie between -t and t, by bisection of the angle."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
@@ -141,3 +138,35 @@ def _interval(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     mean, reach = statistics.fmean(values), critical(len(values) - 1) * _error(values)
     return mean - reach, mean + reach
+
+
+def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...]:
+    """Indices of the points that no other point dominates, in the order of the points.
+
+    A point has scores by branch, higher is better. It dominates another if it is at least as high in every branch and
+    higher in one. So equal points do not dominate each other, and are on the front together or not at all. A point
+    that lacks a branch which another point names, or has `None` or NaN for it, can't be compared and is left out.
+
+    Example:
+
+    ```python
+    >>> pareto_front([{"a": 0.1, "b": 0.9}, {"a": 0.5, "b": 0.5}, {"a": 0.4, "b": 0.5}, {"a": 0.9, "b": None}])
+    (0, 1)
+    ```
+    """
+    branches = sorted({branch for point in points for branch in point})
+    whole = {index: scores for index, point in enumerate(points) if (scores := _scores(point, branches))}
+    return tuple(
+        index for index, scores in whole.items() if not any(_dominates(other, scores) for other in whole.values())
+    )
+
+
+def _scores(point: Mapping[str, float | None], branches: Sequence[str]) -> tuple[float, ...]:
+    """A point's scores in the order of the branches; empty if one is missing."""
+    scores = tuple(score for branch in branches if (score := point.get(branch)) is not None and not math.isnan(score))
+    return scores if len(scores) == len(branches) else ()
+
+
+def _dominates(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Whether `point` is nowhere lower than `other`, and higher somewhere."""
+    return point != other and all(a >= b for a, b in zip(point, other, strict=True))

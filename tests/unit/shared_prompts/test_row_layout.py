@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.padded import COMPLETIONS, PROMPTS, WIDTH, padded_batch
 
-from salesrl_trl.shared_prompts.layout import IGNORED, Group, Row, groups_of, layout_of
-from salesrl_trl.shared_prompts.passes import _split_off, packed
+from salesrl_trl.shared_prompts.row_layout import IGNORED, Group, Row, groups_of, layout_of
+from salesrl_trl.shared_prompts.shared_passes import _split_off, packed
 
 CPU = torch.device("cpu")
 

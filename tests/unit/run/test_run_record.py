@@ -16,7 +16,7 @@ from salesrl_trl.build.settings import parse
 from salesrl_trl.build.software import PACKAGE, packages
 from salesrl_trl.config.keys import is_secret
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
-from salesrl_trl.run.record import differences, settings_text, write_record
+from salesrl_trl.run.run_record import differences, settings_text, write_record
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from salesrl_trl.shared_prompts import attention, flash
-from salesrl_trl.shared_prompts.layout import Group, layout_of
+from salesrl_trl.shared_prompts import flash, shared_attention
+from salesrl_trl.shared_prompts.row_layout import Group, layout_of
 
 CPU = torch.device("cpu")
 GROUPS = {
@@ -67,10 +67,10 @@ def test_both_parts_joined_are_one_attention_forward_and_backward(monkeypatch, g
     layer = types.SimpleNamespace(num_key_value_groups=2, is_causal=True, training=True)
     found = []
     for flashes in (True, False):
-        monkeypatch.setattr(attention, "can_flash", lambda *_, flashes=flashes: flashes)
+        monkeypatch.setattr(shared_attention, "can_flash", lambda *_, flashes=flashes: flashes)
         draw = torch.Generator().manual_seed(0)
         given = [torch.randn(1, heads, layout.size, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
-        out = attention.shared_attention(sdpa_attention_forward, layer, *given, layout)
+        out = shared_attention.shared_attention(sdpa_attention_forward, layer, *given, layout)
         (out * torch.randn(out.shape, generator=draw)).sum().backward()
         found.append((out.detach(), *(each.grad for each in given)))
     for ours, theirs in zip(*found, strict=True):
@@ -95,11 +95,11 @@ def test_what_the_kernels_refuse_is_not_given_to_them(monkeypatch, kind, width, 
 
 
 def test_without_a_layout_an_attention_is_what_it_was():
-    attention.install("sdpa")
+    shared_attention.install("sdpa")
     draw = torch.Generator().manual_seed(0)
     given = [torch.randn(1, 2, 5, 8, generator=draw) for _ in range(3)]
     layer = types.SimpleNamespace(num_key_value_groups=1, is_causal=True)
-    installed = attention.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    installed = shared_attention.ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert torch.equal(installed(layer, *given, None)[0], sdpa_attention_forward(layer, *given, None)[0])
     with pytest.raises(RuntimeError, match="keyword arguments"):
-        installed(layer, *given, attention.stand_in_mask(CPU))
+        installed(layer, *given, shared_attention.stand_in_mask(CPU))

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from salesrl_trl.data import faster_disk
-from salesrl_trl.data.faster_disk import copied
+from salesrl_trl.data import files as faster_disk
+from salesrl_trl.data.files import copied
 from salesrl_trl.errors import ConfigError
 
 

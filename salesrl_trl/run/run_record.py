@@ -1,7 +1,7 @@
 """A run's own record in its folder: every setting, the versions, the command.
 
-Owns `config.yaml` and `run.json`, and the comparison of two runs. Needs no torch. Holds
-nothing of the machine: folders of two machines can be compared.
+Owns `config.yaml` and `run.json`, and the comparison of two runs. `train` writes the record, and `env` compares two.
+Needs no torch. Holds nothing of the machine, so that folders of two machines can be compared.
 """
 
 import dataclasses
@@ -30,9 +30,8 @@ _HEAD = """\
 
 
 def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[str], processes: int) -> None:
-    """Write both files. Those of an earlier start in the folder get another name.
-
-    `recipe`: all settings of the run, as a recipe would have them.
+    """Write both files. `recipe` has all settings of the run. Files of an earlier start in the folder get another
+    name.
     """
     (folder / FINISHED_FILE).unlink(missing_ok=True)
     put_aside(folder / SETTINGS_FILE, folder / RUN_FILE)
@@ -57,8 +56,8 @@ def write_finished(folder: Path, extent: Mapping[str, object], step: int) -> Non
 def has_finished(folder: Path, extent: Mapping[str, object], step: int | None) -> bool:
     """Whether a run of this extent has done everything, so that going on from `step` would do nothing more.
 
-    `extent`: the settings that decide how much a run does, as JSON values. `step`: Optimizer steps before the newest
-    checkpoint; `None` without one.
+    `extent` has the settings that decide how much a run does, as JSON values. `step` is the number of optimizer steps
+    before the newest checkpoint; `None` without one.
     """
     try:
         noted = json.loads((folder / FINISHED_FILE).read_text(encoding="utf-8"))
@@ -73,13 +72,11 @@ def settings_text(recipe: Mapping[str, object]) -> str:
     return _HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
-def differences(one: Path, other: Path) -> dict[str, dict[str, Difference]]:
+def differences(folder: Path, other: Path) -> dict[str, dict[str, Difference]]:
     """The differences between the records of two runs: `settings`, `versions`, `code` and `command`, each by name.
-
-    Raises:
-        `ConfigError`: a folder holds no record.
+    Raises `ConfigError` if a folder holds no record.
     """
-    first, second = _read(one), _read(other)
+    first, second = _read(folder), _read(other)
     return {part: _unequal(first[part], second[part]) for part in first}
 
 
@@ -99,7 +96,7 @@ def _read(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def _flat(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
-    """Nested mappings by dotted names. A mapping that is given as JSON is one too."""
+    """Nested mappings by dotted names. A text that holds a JSON object counts as one."""
     for name, value in values.items():
         plain = from_json(value) if isinstance(value, str) else value
         if isinstance(plain, Mapping) and plain:
@@ -118,8 +115,8 @@ def _command(command: Sequence[str]) -> Iterator[str]:
     script, here = Path(command[0]).absolute(), Path.cwd()
     yield str(script.relative_to(here)) if script.is_relative_to(here) else script.name
     name = ""
-    for each in command[1:]:
-        is_name = each.startswith("--")
-        name, is_joined, value = each.partition("=") if is_name else (name, "", each)
+    for argument in command[1:]:
+        is_name = argument.startswith("--")
+        name, is_joined, value = argument.partition("=") if is_name else (name, "", argument)
         shown = "***" if is_secret(name) else str(without_keys(value))
-        yield f"{name}={shown}" if is_joined else each if is_name else shown
+        yield f"{name}={shown}" if is_joined else argument if is_name else shown

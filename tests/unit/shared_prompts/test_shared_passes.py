@@ -11,7 +11,7 @@ from support.padded import VOCABULARY, WIDTH, apart, gradient, padded_batch, sha
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from salesrl_trl.shared_prompts.ahead import Ahead
-from salesrl_trl.shared_prompts.passes import Columns
+from salesrl_trl.shared_prompts.shared_passes import Columns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -354,7 +354,7 @@ def test_a_picture_an_eager_attention_and_settings_go_trls_way(caplog):
         assert with_picture.log_probs(upstream, None, *batch, WIDTH, pixel_values=torch.ones(1)) == "TRL's"
         eager = shared(small("qwen2", **SMALL, attn_implementation="eager"))
         assert eager.log_probs(upstream, None, *batch, WIDTH) == "TRL's"
-        compiled = shared(small("qwen2", **SMALL), hindrance="of the compiler")
+        compiled = shared(small("qwen2", **SMALL), reason="of the compiler")
         assert compiled.log_probs(upstream, None, *batch, WIDTH) == "TRL's"
     assert "`eager`. Expected `sdpa`" in caplog.text
     assert "of the compiler" in caplog.text

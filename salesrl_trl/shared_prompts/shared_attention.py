@@ -1,7 +1,8 @@
 """Attention over a row with shared prefixes, behind transformers' attention interface.
 
-Owns what a layer of the model does with a row. `flash` does it on a GPU in 16 bits. Elsewhere PyTorch's attention does
-it twice over padded batches: over the prefixes, and over the segments behind copies of their prefix's keys.
+Owns what a layer of the model does with a row. On a GPU in 16 bits `flash` computes it. Elsewhere PyTorch's attention
+computes it in two padded batches: over the prefixes, and over the segments behind copies of their prefix's keys.
+`shared_passes` installs it.
 """
 
 import functools
@@ -12,7 +13,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from salesrl_trl.shared_prompts.flash import SharedFlash, can_flash
-from salesrl_trl.shared_prompts.layout import Layout
+from salesrl_trl.shared_prompts.row_layout import Layout
 
 LAYOUT = "shared_prompts_layout"
 """Name of the argument that a model hands on to its attention, from its own keyword arguments."""
@@ -70,21 +71,18 @@ def shared_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention over one row.
+    """Attention over one row, of shape (1, S, heads, channels of a value).
 
-    `inner`: Attention that takes a mask, of the form that transformers asks for. `query`: Shape (1, heads, S,
-    channels). `key`, `value`: Shape (1, heads of keys, S, channels).
-
-    Returns:
-        `torch.Tensor` of shape (1, S, heads, channels of a value).
+    `inner` is an attention that takes a mask, in transformers' form. `query` has the shape (1, heads, S, channels),
+    `key` and `value` (1, heads of keys, S, channels).
     """
     if torch.is_autocast_enabled(query.device.type):
         kind = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (each.to(kind) for each in (query, key, value))
+        query, key, value = (tensor.to(kind) for tensor in (query, key, value))
     plain = not dropout and all(kwargs.get(name) is None for name in OWN_TERMS)
     if plain and can_flash(query, key, value):
         scale = query.size(-1) ** -0.5 if scaling is None else scaling
-        rows = (each[0].transpose(0, 1) for each in (query, key, value))
+        rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return SharedFlash.apply(*rows, layout, scale)[None]  # type: ignore[no-any-return, no-untyped-call]
     own = functools.partial(inner, module, dropout=dropout, scaling=scaling, **kwargs)
     return _over_padded(own, query, key, value, layout)
@@ -100,10 +98,10 @@ def _over_padded(
     padded = layout.padded
     parts = []
     if layout.prefixes:
-        batch = [_taken(each, padded.prefixes) for each in (query, key, value)]
+        batch = [_taken(tensor, padded.prefixes) for tensor in (query, key, value)]
         parts.append(own(*batch, None, is_causal=True)[0].flatten(0, 1)[padded.prefix_places])
     queries = _taken(query, padded.segments)
-    keys, values = (_taken(each, padded.keys) for each in (key, value))
+    keys, values = (_taken(tensor, padded.keys) for tensor in (key, value))
     parts.append(own(queries, keys, values, padded.mask)[0].flatten(0, 1)[padded.segment_places])
     return torch.cat(parts)[None]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from salesrl_trl.reward import empty_answers
-from salesrl_trl.reward.empty_answers import is_hollow
+from salesrl_trl.reward.empty_answers import is_empty_text
 
 # The master keys of arXiv:2507.08794, table 1, and their variants in width, case, markup and invisible characters.
 MASTER_KEYS = (
@@ -40,7 +40,7 @@ MASTER_KEYS = (
 
 @pytest.mark.parametrize("text", MASTER_KEYS, ids=repr)
 def test_a_master_key_is_hollow(text):
-    assert is_hollow(text)
+    assert is_empty_text(text)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_a_master_key_is_hollow(text):
     ],
 )
 def test_an_answer_is_not(text):
-    assert not is_hollow(text)
+    assert not is_empty_text(text)
 
 
 def test_no_opener_has_as_many_letters_as_the_texts_that_are_not_looked_at():
     openers = empty_answers._HOLLOW
-    assert all(is_hollow(opener) for opener in openers)
-    assert not any(is_hollow(f"{opener} {'a' * 64}") for opener in openers)
+    assert all(is_empty_text(opener) for opener in openers)
+    assert not any(is_empty_text(f"{opener} {'a' * 64}") for opener in openers)
     assert max(map(len, openers)) < 64

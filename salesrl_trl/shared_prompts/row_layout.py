@@ -42,7 +42,7 @@ class Group:
 
     def only(self, which: Sequence[int]) -> "Group":
         """The group with these of its completions."""
-        return Group(self.prompt, *(tuple(each[i] for i in which) for each in (self.rows, self.completions)))
+        return Group(self.prompt, *(tuple(values[i] for i in which) for values in (self.rows, self.completions)))
 
     def below(self, end: int) -> "Group":
         """The group with its completions in rows before `end`."""
@@ -52,11 +52,8 @@ class Group:
 def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[Group] | None:
     """The groups of a padded batch, in the order of their first completion. Waits for the device.
 
-    `input_ids`, `attention_mask`: TRL's prompts, padded on the left, and completions, padded on the right: both of
-    shape (B, L).
-
-    Returns:
-        `list[Group]`, *optional*: `None` for a batch that is padded in another way, or has an empty prompt.
+    `input_ids` and `attention_mask` have the shape (B, L): TRL's prompts, padded on the left, and completions of
+    `width` columns, padded on the right. `None` for a batch that is padded in another way, or has an empty prompt.
     """
     ids, mask = torch.stack((input_ids, attention_mask.to(input_ids))).cpu().numpy()
     first = ids.shape[1] - width
@@ -65,10 +62,13 @@ def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int)
     expected = (columns >= first - prompts[:, None]) & (columns < first + completions[:, None])
     if (expected != mask.astype(bool)).any() or not prompts.all():
         return None
-    found: dict[bytes, list[int]] = {}
+    rows_by_prompt: dict[bytes, list[int]] = {}
     for row, length in enumerate(prompts.tolist()):
-        found.setdefault(ids[row, first - length : first].tobytes(), []).append(row)
-    return [Group(int(prompts[rows[0]]), tuple(rows), tuple(completions[rows].tolist())) for rows in found.values()]
+        rows_by_prompt.setdefault(ids[row, first - length : first].tobytes(), []).append(row)
+    return [
+        Group(int(prompts[rows[0]]), tuple(rows), tuple(completions[rows].tolist()))
+        for rows in rows_by_prompt.values()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Layout:
     @cached_property
     def parts(self) -> tuple[torch.Tensor, int]:
         """Bounds of the prefixes and segments, and the length of the longest. Each attends to itself."""
-        lengths = [*self.prefixes, *(each for group in self.segments for each in group)]
+        lengths = [*self.prefixes, *(length for group in self.segments for length in group)]
         return self.bounds(lengths), max(lengths)
 
     @cached_property
@@ -156,7 +156,7 @@ class Padded:
     def of(cls, layout: Layout) -> "Padded":
         """For a layout."""
         prefixes, total = np.array(layout.prefixes, dtype=np.int64), layout.prefix_tokens
-        lengths = np.array([each for group in layout.segments for each in group], dtype=np.int64)
+        lengths = np.array([length for group in layout.segments for length in group], dtype=np.int64)
         owner = np.repeat(np.arange(len(layout.segments)), [len(group) for group in layout.segments])
         prefix, prefix_there = _padded(prefixes, 0)
         segment, segment_there = _padded(lengths, total)
@@ -184,45 +184,41 @@ def _padded(lengths: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
     """Places of consecutive parts that begin at `start`, and which of them are there: both of shape (parts, most)."""
     first = start + np.concatenate(([0], np.cumsum(lengths)))[:-1]
     columns = np.arange(lengths.max(initial=0))
-    there = columns < lengths[:, None]
-    return np.where(there, first[:, None] + columns, 0), there
+    present = columns < lengths[:, None]
+    return np.where(present, first[:, None] + columns, 0), present
 
 
 def layout_of(
     groups: Sequence[Group], columns: int, width: int, device: torch.device, *, with_last: bool = False
 ) -> Layout:
-    """The row of some groups of a padded batch.
+    """The row of some groups (of `groups_of`) of a padded batch with so many columns, `width` of them for completions.
 
-    `groups`: from `groups_of`. `columns`, `width`: columns of the batch, and those of its completions. `with_last`:
-    whether the last token of a completion is part of the row, and a completion without a token too: where the router's
-    loss counts every token.
-
-    Returns:
-        `Layout`. Without any token to predict it has one token, so that the row is a row.
+    `with_last` says whether the last token of a completion is part of the row, and a completion without a token too:
+    the router's loss counts every token. A row without any token to predict has one token, so that it is a row.
     """
     first = columns - width
-    kept = []
+    filled = []
     for group in groups:
         pairs = [
             (row, length) for row, length in zip(group.rows, group.completions, strict=True) if length or with_last
         ]
         if pairs:
-            kept.append((group.prompt, pairs))
-    if not kept:
+            filled.append((group.prompt, pairs))
+    if not filled:
         row = groups[0].rows[0]
         place = np.array([row * columns + first - 1], dtype=np.int64)
         return Layout(
             prefixes=(), segments=((1,),), longest=1, source=place, weights=np.ones(1, np.float32), device=device
         )
-    kept.sort(key=lambda each: each[0] == 1)  # a prompt of one token has no prefix
+    filled.sort(key=lambda item: item[0] == 1)  # a prompt of one token has no prefix
     prefixes, segments, source, weights = [], [], [], []
-    for prompt, pairs in kept:
+    for prompt, pairs in filled:
         if prompt > 1:
             prefixes.append(prompt - 1)
             start = pairs[0][0] * columns + first - prompt
             source.append(np.arange(start, start + prompt - 1))
             weights.append(np.full(prompt - 1, len(pairs), np.float32))
-    for _, pairs in kept:
+    for _, pairs in filled:
         lengths = tuple(length + with_last for _, length in pairs)
         segments.append(lengths)
         for (row, _), length in zip(pairs, lengths, strict=True):
@@ -232,7 +228,7 @@ def layout_of(
     return Layout(
         prefixes=tuple(prefixes),
         segments=tuple(segments),
-        longest=max(prompt + max(length for _, length in pairs) for prompt, pairs in kept),
+        longest=max(prompt + max(length for _, length in pairs) for prompt, pairs in filled),
         source=np.concatenate(source),
         weights=np.concatenate(weights),
         device=device,
@@ -254,10 +250,7 @@ class Row:
 
     @classmethod
     def of(cls, layout: Layout, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> "Row":
-        """The row of a padded batch.
-
-        `layout`: which token lies where. `input_ids`, `attention_mask`, `width`: as in `groups_of`.
-        """
+        """The row of a padded batch. The tensors and `width` are as in `groups_of`."""
         columns = input_ids.size(1)
         column, row = layout.index % columns, layout.index // columns
         following = layout.index + (column + 1 < columns)

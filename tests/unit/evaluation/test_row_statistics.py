@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from salesrl_trl.evaluation.comparison import critical, difference_of, mean_of, share_within
+from salesrl_trl.evaluation.row_statistics import critical, difference_of, mean_of, share_within
 
 NAN = math.nan
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.answers import Answered
+from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.names import REWARD
 
 WORST_BRANCH = "worst_branch"
@@ -80,12 +80,12 @@ def kl_per_token(answers: Iterable[Answered]) -> float | None:
 
 OWN_FIGURES: tuple[Figure, ...] = (
     _Own(SCORE, ".2f", mean_reward),
-    _Own("truncated", ".0%", lambda answers: _mean([each.truncated for each in answers])),
+    _Own("truncated", ".0%", lambda answers: _mean([answer.truncated for answer in answers])),
     _Own("length", ".0f", lambda answers: _mean([answer.tokens for answer in answers])),
     _Own("kl", ".3f", kl_per_token),
 )
 """In the order of the record."""
-TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *(each.name for each in OWN_FIGURES)})
+TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *(figure.name for figure in OWN_FIGURES)})
 """Names that the record has already."""
 
 
@@ -95,31 +95,27 @@ def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def checked_figures(given: Iterable[object], branches: Sequence[str] = ()) -> tuple[Figure, ...]:
-    """Figures from objects and from classes, which are made without arguments.
+def checked_figures(objects: Iterable[object], branches: Sequence[str] = ()) -> tuple[Figure, ...]:
+    """Figures from objects and from classes, which are made without arguments. No figure may have a branch's name.
 
-    `given`: the objects and classes, as `load_object` returns them. `branches`: Branch names, which no figure may
-    have.
-
-    Raises:
-        `ConfigError`: one is no figure, its name is no name or is taken, or its `form` is no format.
+    Raises `ConfigError` if one is no figure, its name is no identifier or is taken, or its `form` is no format.
     """
     figures: list[Figure] = []
     taken = {*TAKEN, *branches}
-    for found in given:
+    for item in objects:
         try:
-            made = found() if isinstance(found, type) else found
+            made = item() if isinstance(item, type) else item
             if not isinstance(made, Figure):
                 raise TypeError("it lacks one of `name`, `form` and `__call__`")
             inspect.signature(made).bind([])
         except TypeError as error:
             raise ConfigError(
-                f"`quick_eval_figures` holds {found!r}: {error}. Expected a class that is made without arguments and "
-                "has `name`, `form` and `__call__(answers)`: see `salesrl_trl.evaluation.figures`."
+                f"`quick_eval_figures` holds {item!r}: {error}. Expected a class that is made without arguments and "
+                "has `name`, `form` and `__call__(answers)`: see `salesrl_trl.evaluation.quick_figures`."
             ) from error
         if not str(made.name).isidentifier() or made.name in taken:
             raise ConfigError(
-                f"`quick_eval_figures`: {found!r} has the name {made.name!r}. Expected letters, digits and "
+                f"`quick_eval_figures`: {item!r} has the name {made.name!r}. Expected letters, digits and "
                 f"underscores, and none of: {', '.join(sorted(taken))}. Give it another `name`."
             )
         try:

@@ -1,7 +1,8 @@
 """Log-probs of a padded batch, with each prompt once through the model.
 
-Owns when a batch goes this way, how many passes it takes, and the comparison with TRL's own way at first use. TRL's
-fused head gives log-probs and entropies of the row, at its temperature, in its chunks.
+Owns which batches go this way, how many passes it takes, and the comparison with TRL's own way at first use. TRL's
+fused head gives log-probs and entropies of the row, at its temperature, in its chunks. The trainer calls it through
+`rollout.passes`.
 """
 
 import contextlib
@@ -17,10 +18,10 @@ from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from salesrl_trl.ground.patched import replaced
-from salesrl_trl.shared_prompts.attention import LAYOUT, LayoutLostError, install, stand_in_mask
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.shared_prompts.flash import HALVES
-from salesrl_trl.shared_prompts.layout import Group, Layout, Row, groups_of, layout_of
+from salesrl_trl.shared_prompts.row_layout import Group, Layout, Row, groups_of, layout_of
+from salesrl_trl.shared_prompts.shared_attention import LAYOUT, LayoutLostError, install, stand_in_mask
 from salesrl_trl.shared_prompts.support import (
     attention_of,
     draws_beyond_dropout,
@@ -42,10 +43,10 @@ MORE_PADDING = 8
 """Tokens of a prompt that become padding in the comparison: not every first batch has some, and a model may count its
 positions without it. In 16 bits TRL's own log-probs without these columns show how much rounding matters."""
 TIMES_THE_ROUNDING = 4.0
-"""How much farther than that from TRL's log-probs the row's may be."""
+"""The row's log-probs may be this many times as far from TRL's as TRL's own without these columns."""
 AGAIN_AFTER = (1, 2)
-"""Updates after which both ways are compared once more: a fresh adapter changes nothing, so that the first comparison
-does not see it. With a warm-up the first update has a learning rate of 0."""
+"""Updates after which both ways are compared once more. A fresh adapter changes nothing, so the first comparison does
+not see it. With a warm-up the first update has a learning rate of 0."""
 MOST_OF_AN_ERROR = 200
 """Characters of an error in the line that names it."""
 _ON_ANOTHER_RANK = "another rank found that it can't"
@@ -58,7 +59,7 @@ class PassSettings:
 
     is_on: bool
     """`shared_prompts: auto`."""
-    hindrance: str | None = None
+    reason: str | None = None
     """Why the settings do not allow it."""
     autocast: Callable[[], AbstractContextManager[Any]]
     """The trainer's."""
@@ -73,7 +74,7 @@ class PassSettings:
 class SharedPrompts:
     """The passes of one trainer, in place of TRL's `_get_per_token_logps_and_entropies`.
 
-    `model`: the policy, without the wrappers of distributed training. Its reference has the same architecture.
+    The policy comes without the wrappers of distributed training. Its reference has the same architecture.
     """
 
     def __init__(self, model: nn.Module, settings: PassSettings) -> None:
@@ -88,7 +89,7 @@ class SharedPrompts:
         """Whether the next batch with a shared prompt is compared."""
         self._updates = 0
         self._told: set[str] = set()
-        reason = settings.hindrance or why_not_shared(model) if settings.is_on else None
+        reason = settings.reason or why_not_shared(model) if settings.is_on else None
         self.is_on = settings.is_on and reason is None
         """Whether batches go this way."""
         self._is_agreed = not self.is_on
@@ -100,7 +101,7 @@ class SharedPrompts:
             install(self._attention)
 
     def begin_update(self) -> None:
-        """Begin an update; a collective, until all ranks have compared. One that can't share prompts stops all."""
+        """Begin an update; a collective, until all ranks have compared. If one rank can't share prompts, none does."""
         self._updates += 1
         self._is_due |= self._updates - 1 in AGAIN_AFTER
         if self._is_agreed:
@@ -126,9 +127,6 @@ class SharedPrompts:
     ) -> LogProbs:
         """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. A batch that can't go this way goes
         TRL's.
-
-        Returns:
-            `LogProbs`.
         """
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         batch = Columns(input_ids, attention_mask, logits_to_keep)
@@ -145,26 +143,25 @@ class SharedPrompts:
     def groups(
         self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", vision: Mapping[str, Any]
     ) -> list[Group] | None:
-        """The groups of a batch; `None` if it goes TRL's way. The first one is compared with TRL's way, and one after
-        each of the first updates."""
+        """The groups of a batch; `None` if it goes TRL's way. The first batch with a shared prompt is compared with
+        TRL's way, and one after each of the first updates.
+        """
         if not self.is_on or vision.get("pixel_values") is not None:
             return None
         groups = groups_of(*batch)
-        hindrance = None
+        reason = None
         if groups is None:
-            hindrance = "a batch has an empty prompt, or is padded in another way than TRL's"
+            reason = "a batch has an empty prompt, or is padded in another way than TRL's"
         elif self._window is not None and longest(groups) > self._window:
-            hindrance = f"a sequence is longer than the model's sliding window of {self._window} tokens"
+            reason = f"a sequence is longer than the model's sliding window of {self._window} tokens"
         elif (name := attention_of(extract_model_from_parallel(model))) != self._attention:
-            hindrance = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
+            reason = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
         elif self._rope_limit is not None and batch.ids.size(1) >= self._rope_limit:
-            hindrance = (
-                f"from {self._rope_limit} tokens on, the model's rotary embedding follows a batch's longest row"
-            )
-        if self._settings.highest(hindrance is not None) and hindrance is None:
-            hindrance = "another rank has a batch that can't"
-        if hindrance is not None or groups is None:
-            self._tell(str(hindrance))
+            reason = f"from {self._rope_limit} tokens on, the model's rotary embedding follows a batch's longest row"
+        if self._settings.highest(reason is not None) and reason is None:
+            reason = "another rank has a batch that can't"
+        if reason is not None or groups is None:
+            self._tell(str(reason))
             return None
         if self._is_due:
             self._compare(upstream, model, batch, groups)
@@ -191,9 +188,9 @@ class SharedPrompts:
         size, columns = ids.shape
         layout = layout_of(groups, columns, width, ids.device, with_last=compute_aux_loss)
         row = Row.of(layout, ids, mask, width)
-        given: dict[str, Any] = {LAYOUT: layout}
+        arguments: dict[str, Any] = {LAYOUT: layout}
         if compute_aux_loss:
-            given["output_router_logits"] = True
+            arguments["output_router_logits"] = True
         with self._settings.autocast(), _every_copy_counted(layout) if compute_aux_loss else contextlib.nullcontext():
             outputs = model(
                 input_ids=row.input_ids,
@@ -201,7 +198,7 @@ class SharedPrompts:
                 position_ids=row.position_ids,
                 shift_labels=row.labels,
                 fused_lm_head=True,
-                **given,
+                **arguments,
             )
         entropy = row.spread(outputs.entropy, size, width) if compute_entropy else None
         aux_loss = outputs.aux_loss if compute_aux_loss else None
@@ -211,7 +208,7 @@ class SharedPrompts:
     def _compare(
         self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", groups: Sequence[Group]
     ) -> None:
-        """Compare two completions of a prompt with TRL's way, where a batch has some. As many passes on each rank."""
+        """Compare two completions of a prompt with TRL's way, if a batch has some. Each rank makes as many passes."""
         ids, mask, width = batch
         written = (group.only([i for i, tokens in enumerate(group.completions) if tokens]) for group in groups)
         shared = next((group.rows for group in written if len(group.rows) > 1 and group.prompt > 1), None)
@@ -249,8 +246,10 @@ class SharedPrompts:
             logger.info(f"[Prompts] {line}; {_COMPARED.format(apart)}")
 
     def _tried(self, model: nn.Module, pair: "Columns") -> tuple[torch.Tensor | None, str | None]:
-        """The log-probs of a pass over two completions, and what speaks against such passes. An error does: TRL's own
-        may be possible. Memory that is too small does not: TRL's take no less."""
+        """The log-probs of a pass over two completions, and the reason against such passes.
+
+        An error is a reason: TRL's own passes may be possible. Too little memory is none: TRL's passes take no less.
+        """
         groups = groups_of(*pair) or ()
         try:
             ours = self.of(model, pair, groups)[0]
@@ -267,7 +266,7 @@ class SharedPrompts:
             return None, f"such a pass fails ({said[:MOST_OF_AN_ERROR]})"
 
     def _tell(self, reason: str, *, everywhere: bool = False) -> None:
-        """Say it once. `everywhere`: on this rank, whichever it is; else on the main one."""
+        """Log a reason once: on this rank if `everywhere`, else on the main one."""
         if reason not in self._told:
             self._told.add(reason)
             what = "for such a batch" if self.is_on else "from here on"
@@ -355,5 +354,5 @@ def _every_copy_counted(layout: Layout) -> Iterator[None]:
     def weighted(logits: Any, experts: int, per_token: int, _: object) -> Any:
         return counted(logits, experts, per_token, layout.weight[None])
 
-    with replaced(mixtral, "load_balancing_loss_func", weighted):
+    with patched(mixtral, "load_balancing_loss_func", weighted):
         yield

@@ -1,0 +1,183 @@
+"""Formats of published datasets: BBQ (fairness), HaluEval, QReCC and TopiOCQA (hallucination).
+
+Owns what each of their records becomes. QReCC and TopiOCQA are about conversational query rewriting: the last question
+of a record can't be understood without the turns before it, and the policy's query has to say what it means. Profile
+and summary state only what was said, so the rows belong to `hallucination`.
+"""
+
+import re
+from collections.abc import Mapping
+
+from salesrl_trl.data.columns import alternating
+from salesrl_trl.data.formats.dataset_format import DatasetFormat, LeftOut, choice_of, digest, number_of, text_of
+from salesrl_trl.data.rows import shape
+from salesrl_trl.errors import DataError
+
+CONDITIONS = ("ambig", "disambig")
+LABELS = (0, 1, 2)
+
+
+class BBQ(DatasetFormat):
+    """Files of https://github.com/nyu-mll/BBQ (Parrish et al., 2022, https://aclanthology.org/2022.findings-acl.165).
+
+    Each line has `example_id`, `question_index`, `question_polarity`, `context_condition`, `category`, `answer_info`,
+    `additional_metadata`, `context`, `question`, `ans0`, `ans1`, `ans2` and `label`, the number of the right answer.
+
+    The context names people by a protected attribute, and the question invites a stereotype about one of them. So a
+    row belongs to `fairness`. Its customer says the context and asks the question. A good action searches for what is
+    asked and names no attribute. The judge gets question and right answer as the known document.
+
+    In a disambiguated context the right answer is one of the groups, by its name. The packaged rubric gives no
+    fairness for such an answer, although it is right, so these records are left out. A rubric of your own may want
+    them: derive a class with `conditions = ("ambig", "disambig")`.
+
+    Records of one template (`category` and `question_index`) differ in a word or two. They are one group.
+    """
+
+    conditions: tuple[str, ...] = ("ambig",)
+    """Values of `context_condition` that make rows."""
+
+    def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
+        category, example = text_of(record, "category"), number_of(record, "example_id")
+        template = number_of(record, "question_index")
+        condition = choice_of(record, "context_condition", CONDITIONS)
+        context, question = text_of(record, "context"), text_of(record, "question")
+        answers, label = [text_of(record, f"ans{number}") for number in LABELS], number_of(record, "label")
+        if label not in LABELS:
+            raise DataError(f"the field `label` is {label}. Expected one of: {', '.join(map(str, LABELS))}")
+        if condition not in self.conditions:
+            return LeftOut(f"have a context of the condition {condition!r}")
+        return {
+            "id": f"bbq-{category}-{example}",
+            "branch": "fairness",
+            "conversation": [{"role": "customer", "content": f"{context} {question}"}],
+            "documents": [f"{question} {answers[label]}"],
+            "group": f"bbq-{category}-{template}",
+        }
+
+
+SUMMARY_REQUEST = "Please summarize this text for me."
+"""What the customer asks for after the document of a summarization record, which has no question."""
+_SPEAKERS = {"Human": "customer", "Assistant": "seller"}
+_SPEAKER = re.compile(r"\[(Human|Assistant)\]:")
+
+
+class HaluEval(DatasetFormat):
+    """Files of https://github.com/RUCAIBox/HaluEval (Li et al., 2023, https://arxiv.org/abs/2305.11747).
+
+    The files end with `.json` and have one object a line. The fields say which of three tasks a record belongs to:
+
+    - qa: `knowledge`, `question`, `right_answer`, `hallucinated_answer`;
+    - dialogue: `knowledge`, `dialogue_history` ("[Human]: ... [Assistant]: ..."), `right_response`,
+      `hallucinated_response`;
+    - summarization: `document`, `right_summary`, `hallucinated_summary`.
+
+    The customer asks the question, leads the dialogue, or sends the document and asks for a summary. The judge gets
+    the right answer and the knowledge as known documents. What is under test is the policy's own text: its profile and
+    summary may state only what the conversation says. The text that the benchmark's authors had a model invent is left
+    out: nobody may see it as an answer.
+
+    A dialogue that ends with the assistant waits for no answer and is left out. `general_data.json` has no right
+    answers, so its records are malformed here. Records have no number. Their id is a hash of their content.
+    """
+
+    def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
+        if "question" in record:
+            question, answer = text_of(record, "question"), text_of(record, "right_answer")
+            turns = [{"role": "customer", "content": question}]
+            return _row("qa", record, turns, [f"{question} {answer}", text_of(record, "knowledge")])
+        if "dialogue_history" in record:
+            documents = [text_of(record, "right_response"), text_of(record, "knowledge")]
+            turns = _turns(text_of(record, "dialogue_history"))
+            if turns[-1]["role"] != "customer":
+                return LeftOut("end with the assistant's words")
+            return _row("dialogue", record, turns, documents)
+        if "document" in record:
+            text = f"{text_of(record, 'document')}\n\n{SUMMARY_REQUEST}"
+            turns = [{"role": "customer", "content": text}]
+            return _row("summarization", record, turns, [text_of(record, "right_summary")])
+        raise DataError(
+            "there is none of the fields `question` (qa), `dialogue_history` (dialogue) and `document` (summarization)"
+        )
+
+
+def _row(
+    task: str, record: Mapping[str, object], turns: list[dict[str, str]], documents: list[str]
+) -> dict[str, object]:
+    id_ = f"halueval-{task}-{digest(record)}"
+    return {"id": id_, "branch": "hallucination", "conversation": turns, "documents": documents}
+
+
+def _turns(history: str) -> list[dict[str, str]]:
+    before, *parts = _SPEAKER.split(history)
+    speakers, texts = parts[::2], [text.strip() for text in parts[1::2]]
+    if before.strip() or not texts or not all(texts):
+        raise DataError(
+            "the field `dialogue_history` is no dialogue. Expected [Human]: and [Assistant]:, each with a text"
+        )
+    return [{"role": _SPEAKERS[speaker], "content": text} for speaker, text in zip(speakers, texts, strict=True)]
+
+
+UNANSWERABLE = "UNANSWERABLE"
+"""TopiOCQA's answer to a question that Wikipedia does not answer."""
+NO_ANSWER = LeftOut("have no known answer")
+
+
+class QReCC(DatasetFormat):
+    """Files of https://github.com/apple/ml-qrecc (Anantha et al., 2021, https://arxiv.org/abs/2010.04898).
+
+    A file is a list of objects with `Context` (questions and answers in turn), `Question`, `Rewrite`, `Answer`,
+    `Answer_URL`, `Conversation_no`, `Turn_no` and `Conversation_source`.
+
+    The judge gets `Answer` as the known document. Records without an answer are left out. `Rewrite`, a person's query,
+    is not used: many other queries find the same answer, and the judge sees what was found. All turns of a
+    `Conversation_no` are one group.
+    """
+
+    def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
+        row = _turn_of_conversation("qrecc", record)
+        answer = text_of(record, "Answer", may_be_blank=True)
+        return {**row, "documents": [answer]} if answer else NO_ANSWER
+
+
+class TopiOCQA(DatasetFormat):
+    """Files of https://huggingface.co/datasets/McGill-NLP/TopiOCQA (Adlakha et al., 2022,
+    https://arxiv.org/abs/2110.00768).
+
+    A file is a list of objects, or has one a line, with `Conversation_no`, `Turn_no`, `Question`, `Answer`, `Topic`,
+    `Topic_section`, `Rationale`, `is_nq`, `Context` (questions and answers in turn), `Additional_answers` (objects
+    with an `Answer`) and `Gold_passage` (`id`, `title`, `text`).
+
+    The judge gets the answer, and where they are there the answers of other annotators, the rationale and the gold
+    passage. Questions that are marked as unanswerable are left out. All turns of a `Conversation_no` are one group.
+    """
+
+    def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
+        row = _turn_of_conversation("topiocqa", record)
+        answer = text_of(record, "Answer", may_be_blank=True)
+        if not answer or answer == UNANSWERABLE:
+            return NO_ANSWER
+        others, passage = record.get("Additional_answers") or [], record.get("Gold_passage") or {}
+        if not isinstance(others, list) or not all(isinstance(other, Mapping) for other in others):
+            raise DataError(f"the field `Additional_answers` is {shape(others)}. Expected a list of objects")
+        if not isinstance(passage, Mapping):
+            raise DataError(f"the field `Gold_passage` is {shape(passage)}. Expected an object with a `text`")
+        texts = [answer, *(text_of(other, "Answer", may_be_blank=True) for other in others)]
+        texts += [text_of(record, "Rationale", may_be_blank=True)] if record.get("Rationale") is not None else []
+        texts += [text_of(passage, "text")] if passage else []
+        return {**row, "documents": [text for text in dict.fromkeys(texts) if text and text != UNANSWERABLE]}
+
+
+def _turn_of_conversation(name: str, record: Mapping[str, object]) -> dict[str, object]:
+    """The columns that both datasets give alike."""
+    conversation, turn = number_of(record, "Conversation_no"), number_of(record, "Turn_no")
+    context, question = record.get("Context"), text_of(record, "Question")
+    if not isinstance(context, list) or not all(isinstance(text, str) for text in context) or len(context) % 2:
+        raise DataError(f"the field `Context` is {shape(context)}. Expected a list of texts: question, answer, ...")
+    turns = alternating([*(text_of({"Context": text}, "Context", may_be_blank=True) for text in context), question])
+    return {
+        "id": f"{name}-{conversation}-{turn}",
+        "branch": "hallucination",
+        "conversation": [message for message in turns if message["content"]],  # an answer that was not found is blank
+        "group": f"{name}-{conversation}",
+    }
