@@ -14,7 +14,7 @@ from salesrl_trl.report import figures
 from salesrl_trl.report.advice import advice
 from salesrl_trl.report.plots import Pictures
 from salesrl_trl.report.records import QuickEval, Run
-from salesrl_trl.report.summary import spent, summary
+from salesrl_trl.report.summary import branch_rows, spent, summary
 from salesrl_trl.report.words import count, figure, number, percent, plural, seconds, shown
 
 MOST_BRANCHES = 3
@@ -120,7 +120,7 @@ def _few_branches(run: Run) -> list[tuple[str, str]]:
     """The main figures, with no more than a few branches."""
     rows = list(summary(run))
     hidden = run.branches[MOST_BRANCHES:]
-    dropped = {f"{what}, {shown(branch)}" for branch in hidden for what in ("Reward", "KL in band")}
+    dropped = {name for name, _ in branch_rows(run, hidden)}
     more = [("More branches", f"{len(hidden)}, on the page")] if hidden else []
     return [row for row in rows if row[0] not in dropped] + more
 

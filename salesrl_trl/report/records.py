@@ -22,8 +22,7 @@ from salesrl_trl.names import (
     SPENT_FILE,
     TRACE_FILE,
     TRAIN,
-    beta_of,
-    reward_of,
+    branches_in,
 )
 from salesrl_trl.reward.service.budget import NOTHING_SPENT, Account
 from salesrl_trl.reward.service.spent_file import read_account
@@ -126,7 +125,7 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         folder=folder,
         series=series,
         steps=_steps(series),
-        branches=_branches(series),
+        branches=branches_in(series),
         seconds=(events.first_s, events.last_s) if math.isfinite(events.first_s) else None,
         starts=len(events.starts),
         infinite=events.infinite,
@@ -150,11 +149,6 @@ def _steps(series: Mapping[str, Mapping[int, float]]) -> tuple[int, ...]:
     """Steps of training. Quick evaluations do not count: one may come before the first step."""
     trained = (values for tag, values in series.items() if not tag.startswith(QUICK_EVAL))
     return tuple(sorted({step for values in trained for step in values if step > 0}))
-
-
-def _branches(series: Mapping[str, object]) -> tuple[str, ...]:
-    starts = (reward_of(""), beta_of(""))
-    return tuple(sorted({tag.removeprefix(start) for tag in series for start in starts if tag.startswith(start)}))
 
 
 def _event_files(folder: Path, logging_dir: Path | None) -> list[Path]:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from salesrl_trl.names import (
+    BRANCH,
     COMPUTE_RATIO,
+    FIGURES,
     GPU_PEAK,
     GPU_RESERVED,
     HOST_MEMORY,
@@ -20,6 +22,7 @@ from salesrl_trl.names import (
     Phase,
     beta_of,
     kl_of,
+    of_branches,
     reference_of,
     reward_of,
     time_of,
@@ -52,7 +55,8 @@ def summary(run: Run) -> tuple[tuple[str, str], ...]:
         ("Wall time", _wall_time(run)),
         ("Mean step", _step_time(run)),
         ("Reward", _changed(run, REWARD)),
-        *_branch_rows(run),
+        *branch_rows(run, run.branches),
+        *((each.report, _changed(run, each.tag)) for each in FIGURES if each.report and BRANCH not in each.tag),
         ("Failures", _failure_total(run)),
         ("MFU", _mfu(run)),
         ("Accelerator at work", _compute(run)),
@@ -107,11 +111,16 @@ def _changed(run: Run, tag: str) -> str:
     return f"{number(found.first)} → {number(found.last)} (means of the first and the last {each})"
 
 
-def _branch_rows(run: Run) -> Iterable[tuple[str, str]]:
-    for branch in run.branches:
+def branch_rows(run: Run, branches: Sequence[str]) -> Iterable[tuple[str, str]]:
+    """Every row by branch, of these branches: reward, KL, and the figures of `names.FIGURES` with a name here."""
+    for branch in branches:
         yield f"Reward, {shown(branch)}", _branch_reward(run, branch)
-    for branch in run.branches:
+    for branch in branches:
         yield f"KL in band, {shown(branch)}", _branch_kl(run, branch)
+    for listed in FIGURES:
+        if listed.report and BRANCH in listed.tag:
+            for branch, tag in of_branches(listed.tag, branches).items():
+                yield f"{listed.report}, {shown(branch)}", _changed(run, tag)
 
 
 def _branch_reward(run: Run, branch: str) -> str:

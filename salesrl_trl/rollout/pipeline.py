@@ -16,7 +16,7 @@ from trl.data_utils import is_conversational
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.base import ORIGIN, TRAINER_STATE, Origin
+from salesrl_trl.reward.base import ORIGIN, Origin
 from salesrl_trl.reward.batch import BatchResult, Completion, RewardBatch
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.rollout.examples import keys_of, prompts_of
@@ -124,8 +124,8 @@ class Pipeline:
             Gets the time of a generation that went on beside training.
         group (`Callable[[], int]`):
             Completions of a prompt at the moment, in training or in an evaluation.
-        state (`Callable[[], object]`):
-            Returns the trainer's state, for reward functions that ask for it.
+        reward_arguments (`Callable[[], Mapping[str, object]]`):
+            Returns what reward functions may ask for beside the columns of a row: `reward.base.TRL_ARGUMENTS`.
         inside_trl (`bool`):
             Whether TRL generates inside its own scoring: completions with tools, and prompts from an environment.
     """
@@ -143,7 +143,7 @@ class Pipeline:
         behaviour_logps: Callable[[Sampled], torch.Tensor],
         record_span: Callable[[Span], None],
         group: Callable[[], int] = lambda: 1,
-        state: Callable[[], object] = lambda: None,
+        reward_arguments: Callable[[], Mapping[str, object]] = dict,
         inside_trl: bool = False,
     ) -> None:
         self._sampler = sampler
@@ -154,7 +154,7 @@ class Pipeline:
         self._behaviour_logps = behaviour_logps
         self._record_span = record_span
         self._group = group
-        self._state = state
+        self._reward_arguments = reward_arguments
         self._inside_trl = inside_trl
         self._window = window
         self._dataloader: Iterable[object] = ()
@@ -384,7 +384,7 @@ class Pipeline:
         row_of, rows = self._desk.reward.row_of, given or inputs
         return [
             row_of({
-                **row, "prompt": prompt, TRAINER_STATE: self._state(), ORIGIN: Origin(row=origin, mode=mode, step=step)
+                **row, "prompt": prompt, **self._reward_arguments(), ORIGIN: Origin(row=origin, mode=mode, step=step)
             })
             for origin, row, prompt in zip(inputs, rows, prompts_of(rows), strict=True)
         ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Sums that are kept from one log line to the next.
 
 Owns the way from what was added to the figures of a line. An aggregate keeps its sum and its count until it is logged,
-so that batches of unequal size have the right weights. Knows no reward and no KL: other rooms add their own figures.
+so that batches of unequal size have the right weights. Knows no reward and no KL: `update.ledger` has them added.
 """
 
 import math

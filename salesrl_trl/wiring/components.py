@@ -1,10 +1,10 @@
-"""The rooms of a trainer, built and connected.
+"""The components of a trainer, built and connected.
 
-Owns the order in which the rooms are built, and which room gets which. Owns no logic, and no trainer: TRL's part comes
-as values and bound callables (`Hooks`).
+Owns the order in which they are built, and which one gets which. Owns no logic, and no trainer: TRL's part comes as
+values and bound callables (`Hooks`). The trainer, its only user, builds one of these:
 
-1. `Wiring`, before TRL's trainer is built: the rooms that need settings alone.
-2. `connect`, after it is built: the rooms that generate and score by TRL's own methods.
+1. `Components`, before TRL's trainer is built: what needs settings alone.
+2. `connect`, after it is built: what generates and scores by TRL's own methods.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from salesrl_trl.config.rollouts import (
     check_rewards,
     normaliser_of,
     sampling_warnings,
-    scoring_settings,
+    settings_of,
     why_not_divisible,
 )
 from salesrl_trl.data.branches import Branches
@@ -41,10 +41,11 @@ from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.reference import Reference
 from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.given import GivenRewards
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.rollout.scoring import RolloutScoring
+from salesrl_trl.rollout.scoring import RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.epoch_lines import EpochLine
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
 from salesrl_trl.telemetry.layout import ScalarLayout
@@ -55,7 +56,7 @@ from salesrl_trl.telemetry.trackers import Trackers
 from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
-from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.run_control import RunControl, RunControlSettings
 from salesrl_trl.update.spending import ForecastLine, Spending, evaluations_of
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
@@ -65,22 +66,12 @@ from salesrl_trl.wiring.policy import Policy
 logger = get_logger(__name__)
 
 
-class Wiring:
-    """The rooms of one trainer.
+class Components:
+    """The components of one trainer.
 
-    Args:
-        rewards (`GivenRewards`):
-            Score completions.
-        args (`SalesGRPOConfig`):
-            Settings.
-        instruments (`Instruments`, *optional*):
-            Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
-        kl_law (`KLLaw`, *optional*):
-            Moves the KL coefficients in place of the law that `args` sets.
-        train_dataset (`object`):
-            Training rows, in whatever form TRL takes them.
-        gets_adapter (`bool`):
-            Whether TRL will put an adapter on the model.
+    Without `instruments`: phases, heartbeats, and a trace of the first 50 steps. `kl_law` moves the KL coefficients in
+    place of the law that `args` sets. `train_dataset`: rows in whatever form TRL takes them. `gets_adapter`: TRL will
+    put an adapter on the model.
     """
 
     def __init__(
@@ -110,15 +101,12 @@ class Wiring:
         self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
         self.policy = Policy(args, self.kl is not None, gets_adapter)
         self._banded = [branch for branch, target in targets.items() if target.has_band]
-        self.ledger = Ledger(
-            args.branches, reward.names.providers, reward.names.services, reward.names.stages,
-            with_kl=bool(targets), with_baseline=bool(args.hybrid_reference_weight),
-        )  # fmt: skip
+        self.figures_of_rewards = RewardFigures(args.branches, reward.names)
+        with_baseline = bool(args.hybrid_reference_weight)
+        self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), with_baseline=with_baseline)
         self.spending = Spending(reward.budget)
-        self.run_control = RunControl(
-            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl,
-            Path(args.output_dir), args.max_outage_s, self.spending.told, self.spending.is_reached,
-        )  # fmt: skip
+        settings = settings_of(RunControlSettings, args)
+        self.run_control = RunControl(settings, reward.names.places, self.spending.told, self.spending.is_reached)
         self.keeper = Keeper(
             args,
             self.kl,
@@ -134,19 +122,8 @@ class Wiring:
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
     ) -> list[TrainerCallback]:
-        """Build the rooms that use TRL's own methods.
-
-        Args:
-            trl (`Hooks`):
-                TRL's trainer.
-            sampler (`Callable[[Upstream], Sampler]`, *optional*):
-                Makes another generation engine than TRL's.
-            quick_eval (`QuickEvalSettings`, *optional*):
-                Greedy evaluations every few steps.
-
-        Returns:
-            `list[TrainerCallback]`: the callbacks of a run, in their order.
-        """
+        """Build the components that use TRL's own methods. Returns the callbacks of a run, in their order. `sampler`
+        makes another generation engine than TRL's."""
         self._trl, args = trl, self._args
         check_rewards(args, trl.tools, trl.reward_answered)
         size = args.per_device_train_batch_size * args.steps_per_generation
@@ -163,9 +140,9 @@ class Wiring:
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
             raise_adapters(trl.model, args.bf16 or args.fp16)
-        for each in (trl.model, trl.ref_model):
-            if each is not None:  # a compiled one has no truth value
-                leave_out_no_pictures(each)
+        for model in (trl.model, trl.ref_model):
+            if model is not None:  # a compiled one has no truth value
+                leave_out_no_pictures(model)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
         self.sampler = self._sampler(trl, sampler or args.sampler_class())
@@ -182,16 +159,23 @@ class Wiring:
             behaviour_logps=self._behaviour_logps,
             record_span=self.instruments.record_generation,
             group=trl.group,
-            state=trl.state,
+            reward_arguments=trl.reward_arguments,
             inside_trl=trl.tools is not None,
         )
         self.scoring = RolloutScoring(
             self.pipeline,
             self.desk,
+            self.figures_of_rewards,
             self.ledger,
             self.instruments,
             self.run_control,
-            scoring_settings(args, self.branches, self.reward.names.stages, trl.reward_weights, trl.reward_answered),
+            settings_of(
+                ScoringSettings,
+                args,
+                branches=self.branches,
+                weights=trl.reward_weights,
+                answered=trl.reward_answered,
+            ),
             trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
@@ -199,10 +183,10 @@ class Wiring:
         at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
-        hindrance = in_trls_order or why_not_divisible(args, at_once)
-        self.in_groups = args.scored_groups_first and hindrance is None
-        if args.scored_groups_first and hindrance is not None:
-            logger.info(f"off: scored groups first, because {hindrance}")
+        reason = in_trls_order or why_not_divisible(args, at_once)
+        self.in_groups = args.scored_groups_first and reason is None
+        if args.scored_groups_first and reason is not None:
+            logger.info(f"off: scored groups first, because {reason}")
         self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
         self._wrap_phases(trl)
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
@@ -215,13 +199,13 @@ class Wiring:
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         if build is None:
-            hindrance = why_not_streamed(
+            reason = why_not_streamed(
                 use_vllm=self._args.use_vllm,
                 has_rollout_func=trl.has_rollout_func,
                 tools=trl.tools,
                 tokenizer=trl.tokenizer,
             )
-            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=self._is_served, hindrance=hindrance)
+            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=self._is_served, hindrance=reason)
         return build(
             Upstream(
                 generate=trl.generate,
@@ -262,7 +246,7 @@ class Wiring:
                 are_actions=names.has_actions,
                 is_cut=lambda: self.run_control.is_spent,
             ),
-            ScalarLayout(args.branches, self._banded, quick, trl.callbacks.callbacks),
+            ScalarLayout({**self.figures_of_rewards.words, "figure": quick}, self._banded, trl.callbacks.callbacks),
             WeightChange(trl.accelerator, args.min_changed_weights, trl.log),
         ]
 

@@ -1,6 +1,7 @@
-"""The parts of TRL's trainer that the rooms use.
+"""What the components use of TRL's trainer.
 
-Owns their list: values and bound callables. No room gets this package's trainer, or TRL's.
+Owns this list: values and bound callables, which `trl_access` makes. No component gets this package's trainer, or
+TRL's.
 """
 
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
@@ -17,7 +18,7 @@ from salesrl_trl.generation.sampler import Ask, Generate
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.scoring import Output
-from salesrl_trl.update.boundary import Boundary
+from salesrl_trl.update.step_snapshot import StepSnapshot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +50,11 @@ class Hooks:
     reward_weights: Sequence[float]
     """TRL's weight of each reward function."""
     reward_answered: Sequence[bool]
-    """Of each reward function: whether the desk answers it."""
+    """Of each reward function: whether the package calls it."""
     group: Callable[[], int]
     """Completions of a prompt at the moment: in training, or in an evaluation."""
-    state: Callable[[], object]
-    """Returns the trainer's state, which reward functions may ask for. A run has one of its own."""
+    reward_arguments: Callable[[], Mapping[str, object]]
+    """Returns what reward functions may ask for beside columns: `reward.base.TRL_ARGUMENTS`. A run has its own."""
     has_entropy_bonus: bool
     """Whether the loss has an entropy bonus."""
     has_aux_loss: bool
@@ -84,7 +85,7 @@ class Hooks:
     """Held-out rows."""
     position: Callable[[], tuple[int, bool]]
     """Returns the micro-steps done, and whether a generation batch is there to go on with."""
-    capture: Callable[[], Boundary]
+    capture: Callable[[], StepSnapshot]
     """Returns the state at the end of an optimizer step."""
-    restore: Callable[[Boundary], None]
+    restore: Callable[[StepSnapshot], None]
     """Sets the trainer back to it."""

@@ -75,9 +75,9 @@ def test_a_run_ends_at_its_limit_and_goes_on_with_a_larger_one(run, services, tm
     assert "[Run] forecast     by the first 8 steps, about " in caplog.text
     assert "max_calls is reached in the evaluation after the last step" in caplog.text
     at_end = pytest.raises(RunStopped, match=r"reached: `max_calls` 72\. All steps are done and saved, but not ")
-    with at_end, trainer.rooms.stopping.ending():
+    with at_end, trainer.components.stopping.ending():
         trainer.evaluate()
-        trainer.rooms.stopping.raise_if_asked()
+        trainer.components.stopping.raise_if_asked()
     assert requests() == FOR_ALL_STEPS
     assert "[HeldOut@8] left out: the budget ended when " in caplog.text
     assert not (tmp_path / HELD_OUT_FILE).exists()

@@ -15,7 +15,7 @@ from transformers import TrainerState
 from salesrl_trl.kl.branched import BranchedKL
 
 
-class Boundary:
+class StepSnapshot:
     """The state at the end of an optimizer step.
 
     Args:
