@@ -21,7 +21,7 @@ import transformers
 from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
 from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from salesrl_trl.run.last_words import words_of
-from salesrl_trl.run.launcher import keep_log, speak
+from salesrl_trl.run.launch import keep_log, speak
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
 
 _LEFT_OUT = {
@@ -83,7 +83,7 @@ def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
         code = 1
     elif error.is_resumable and code != EXIT_INTERRUPTED:
         code = EXIT_RESUMABLE
-    speak(words_of(error, code, _kept.log), _kept.terminal)
+    speak(words_of(error, code, _kept.log), _kept.terminal, _kept.log)
     raise SystemExit(code)
 
 
