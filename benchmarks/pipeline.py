@@ -41,9 +41,9 @@ The order and the count:
 """
 
 import argparse
-import copy
 import asyncio
 import contextlib
+import copy
 import itertools
 import math
 import random

@@ -216,7 +216,7 @@ def quick_of(branch: str, kind: str) -> str:
 BRANCH = "{branch}"
 
 
-class Figure(NamedTuple):
+class Metric(NamedTuple):
     """What is logged under one tag, or under a tag for each branch, stage, service and so on."""
 
     tag: str
@@ -240,58 +240,58 @@ _REWARDS, _KL, _TIME, _FAILURES = CATEGORIES
 _KL_CHART = (_KL, "KL of {branch}")
 
 FIGURES = (
-    Figure(reward_of(BRANCH), "mean reward of the branch's scored completions", (_REWARDS, "reward"),
+    Metric(reward_of(BRANCH), "mean reward of the branch's scored completions", (_REWARDS, "reward"),
            console="reward", line="rewards"),
-    Figure(reference_of(BRANCH), "mean judge score of the 32B answers beside them", (_REWARDS, "32B reference"),
+    Metric(reference_of(BRANCH), "mean judge score of the 32B answers beside them", (_REWARDS, "32B reference"),
            line="rewards"),
-    Figure(component_of("{component}", BRANCH), "mean of a component of the packaged reward, those of stages of your "
+    Metric(component_of("{component}", BRANCH), "mean of a component of the packaged reward, those of stages of your "
            "own too, over the branch's completions that have it", (_REWARDS, "component {component}"),
            line="rewards"),
-    Figure(outcome_of("{outcome}"), "share of completions with this outcome", (_FAILURES, "outcomes"),
+    Metric(outcome_of("{outcome}"), "share of completions with this outcome", (_FAILURES, "outcomes"),
            line="rewards"),
-    Figure(ALL_KL, "of all branches together, in place of TRL's"),
-    Figure(kl_of(BRANCH), "the branch's KL as its loss has it, without the coefficient: nats, mean over its tokens on "
+    Metric(ALL_KL, "of all branches together, in place of TRL's"),
+    Metric(kl_of(BRANCH), "the branch's KL as its loss has it, without the coefficient: nats, mean over its tokens on "
            "all ranks; with a lookahead weighted by the ratio to the sampler", _KL_CHART),
-    Figure(kl_of(BRANCH, "_k1"), "mean of log pi - log pi_ref over the same tokens, with the same weights: unbiased; "
+    Metric(kl_of(BRANCH, "_k1"), "mean of log pi - log pi_ref over the same tokens, with the same weights: unbiased; "
            "without a lookahead only if the policy itself sampled them"),
-    Figure(beta_of(BRANCH), "coefficient in the loss", (_KL, "beta")),
-    Figure(kl_of(BRANCH, "_low"), "lower edge of the band, where the branch had rows", _KL_CHART),
-    Figure(kl_of(BRANCH, "_high"), "upper edge of the band", _KL_CHART),
-    Figure(kl_of(BRANCH, "_in_band"), "whether a step's KL lies in the band"),
-    Figure(kl_of(BRANCH, "_share_in_band"), "share of the run's steps so far with the KL in the band"),
-    Figure(kl_of(BRANCH, "_update_share"), "by how much the branch's rewards count in the update: 1, unless its "
+    Metric(beta_of(BRANCH), "coefficient in the loss", (_KL, "beta")),
+    Metric(kl_of(BRANCH, "_low"), "lower edge of the band, where the branch had rows", _KL_CHART),
+    Metric(kl_of(BRANCH, "_high"), "upper edge of the band", _KL_CHART),
+    Metric(kl_of(BRANCH, "_in_band"), "whether a step's KL lies in the band"),
+    Metric(kl_of(BRANCH, "_share_in_band"), "share of the run's steps so far with the KL in the band"),
+    Metric(kl_of(BRANCH, "_update_share"), "by how much the branch's rewards count in the update: 1, unless its "
            "`least_share` acts"),
-    Figure(kl_of(BRANCH, "_clamped"), "share of tokens whose log-ratio lies beyond the clamp"),
-    Figure(kl_of(BRANCH, "_tokens"), "tokens per optimizer step"),
-    Figure(REFERENCE_MISSING, "share of judged completions without a reference score", line="rewards"),
-    Figure(RIGHT_DOCUMENT, "share of answers whose best passage is a document that is known to answer the row; rows "
+    Metric(kl_of(BRANCH, "_clamped"), "share of tokens whose log-ratio lies beyond the clamp"),
+    Metric(kl_of(BRANCH, "_tokens"), "tokens per optimizer step"),
+    Metric(REFERENCE_MISSING, "share of judged completions without a reference score", line="rewards"),
+    Metric(RIGHT_DOCUMENT, "share of answers whose best passage is a document that is known to answer the row; rows "
            "without one do not count", line="rewards"),
-    Figure(BASELINE_FALLBACK, "share of groups whose hybrid baseline had no reference reward; only with a hybrid "
+    Metric(BASELINE_FALLBACK, "share of groups whose hybrid baseline had no reference reward; only with a hybrid "
            "baseline", line="baseline"),
-    Figure(SINGLE_SCORED, "share of groups of which only one completion could be scored: without a hybrid baseline "
+    Metric(SINGLE_SCORED, "share of groups of which only one completion could be scored: without a hybrid baseline "
            "nothing is learned from them", line="rewards"),
-    Figure(SKIPPED_UPDATE, "1 where the batch did not move the policy", (_FAILURES, "outcomes"), line="rewards"),
-    Figure(FAILURE_REASONS + "{reason}", "completions since the last line, by reason; every reason seen so far, in a "
+    Metric(SKIPPED_UPDATE, "1 where the batch did not move the policy", (_FAILURES, "outcomes"), line="rewards"),
+    Metric(FAILURE_REASONS + "{reason}", "completions since the last line, by reason; every reason seen so far, in a "
            "log entry of its own", (_FAILURES, "completions")),
-    Figure(CHANGED_SHARE, "share of the weights with a gradient that the first step changed, and the first ten; in "
+    Metric(CHANGED_SHARE, "share of the weights with a gradient that the first step changed, and the first ten; in "
            "log entries of their own"),
-    Figure(time_of("{phase}"), "seconds of a step by phase, mean over ranks ([TIMING.md](TIMING.md))",
+    Metric(time_of("{phase}"), "seconds of a step by phase, mean over ranks ([TIMING.md](TIMING.md))",
            (_TIME, "seconds")),
-    Figure(STEP_SECONDS, "their sum", (_TIME, "seconds")),
-    Figure(REWARD_SECONDS, "seconds from the first call of a batch to its last answer, on the slowest rank",
+    Metric(STEP_SECONDS, "their sum", (_TIME, "seconds")),
+    Metric(REWARD_SECONDS, "seconds from the first call of a batch to its last answer, on the slowest rank",
            (_TIME, "rewards"), line="rewards"),
-    Figure(JUDGE_SECONDS, "seconds from the first verdict asked for to the last that came, on the slowest rank",
+    Metric(JUDGE_SECONDS, "seconds from the first verdict asked for to the last that came, on the slowest rank",
            (_TIME, "rewards"), line="rewards"),
-    Figure(REWARD_EXPOSED, f"the part of `{REWARD_SECONDS}` that the trainer waited", (_TIME, "rewards")),
-    Figure(REWARD_HIDDEN, "the rest: it ran behind other work", (_TIME, "rewards")),
-    Figure(stage_of("{stage}", "{share}"), "seconds of a stage of a reward, over completions: `p50`, `p95`, `max`",
+    Metric(REWARD_EXPOSED, f"the part of `{REWARD_SECONDS}` that the trainer waited", (_TIME, "rewards")),
+    Metric(REWARD_HIDDEN, "the rest: it ran behind other work", (_TIME, "rewards")),
+    Metric(stage_of("{stage}", "{share}"), "seconds of a stage of a reward, over completions: `p50`, `p95`, `max`",
            line="rewards"),
-    Figure(slowest_of("{stage}"), "seconds of a stage for the completion that was scored last", line="rewards"),
-    Figure(EPOCH_TOTALS + "{what}", "an epoch's steps, tokens, failures, seconds by phase, and mean of each figure "
+    Metric(slowest_of("{stage}"), "seconds of a stage for the completion that was scored last", line="rewards"),
+    Metric(EPOCH_TOTALS + "{what}", "an epoch's steps, tokens, failures, seconds by phase, and mean of each figure "
            "of a branch that the console shows ([TIMING.md](TIMING.md))"),
-    Figure(perf_of("{part}"), "seconds of a step in forward, backward, optimizer and data loading"),
+    Metric(perf_of("{part}"), "seconds of a step in forward, backward, optimizer and data loading"),
     *(
-        Figure(tag, meaning, (_TIME, "utilisation"))
+        Metric(tag, meaning, (_TIME, "utilisation"))
         for tag, meaning in (
             (MFU_MODEL, "model FLOPs utilisation in the time of the policy's own passes"),
             (MFU_STEP, "the same in the time of the whole step"),
@@ -300,32 +300,32 @@ FIGURES = (
             (GPU_BUSY, "share of the time in which the main rank's GPU ran a kernel, by the driver"),
         )
     ),
-    Figure(TOKENS_PER_SECOND, "tokens that were trained on, of all ranks"),
-    Figure(SAMPLES_PER_SECOND, "completions that were trained on, of all ranks"),
-    Figure(DISK_READ, "MB/s of all disks of the main rank's machine, whoever used them", (_TIME, "disks")),
-    Figure(DISK_WRITE, "the same for writing", (_TIME, "disks")),
-    *(Figure(tag, "GiB of the fullest rank", (_TIME, "memory")) for tag in MEMORY),
-    Figure(STALENESS, "optimizer steps between the weights that sampled a completion and those that are first trained "
+    Metric(TOKENS_PER_SECOND, "tokens that were trained on, of all ranks"),
+    Metric(SAMPLES_PER_SECOND, "completions that were trained on, of all ranks"),
+    Metric(DISK_READ, "MB/s of all disks of the main rank's machine, whoever used them", (_TIME, "disks")),
+    Metric(DISK_WRITE, "the same for writing", (_TIME, "disks")),
+    *(Metric(tag, "GiB of the fullest rank", (_TIME, "memory")) for tag in MEMORY),
+    Metric(STALENESS, "optimizer steps between the weights that sampled a completion and those that are first trained "
            "on it: mean ([PIPELINE.md](PIPELINE.md))", (_TIME, "rollouts ahead"), line="rewards"),
-    Figure(STALENESS_MAX, "the largest", (_TIME, "rollouts ahead"), line="rewards"),
-    Figure(LEFT_OUT, "share of tokens, or completions, that the correction for the sampler's distribution takes out "
+    Metric(STALENESS_MAX, "the largest", (_TIME, "rollouts ahead"), line="rewards"),
+    Metric(LEFT_OUT, "share of tokens, or completions, that the correction for the sampler's distribution takes out "
            "of the loss", (_TIME, "importance ratios"), line="rewards"),
-    Figure(BOUNDED, "share of tokens, or completions, with an importance ratio that this correction has bounded",
+    Metric(BOUNDED, "share of tokens, or completions, with an importance ratio that this correction has bounded",
            (_TIME, "importance ratios"), line="rewards"),
-    Figure(QUICK_EVAL + REWARD, "mean over the branches of a quick evaluation"),
-    Figure(QUICK_SECONDS, "its seconds"),
-    Figure(quick_of(BRANCH, "{figure}"), "`score`, `truncated`, `length`, `kl`, `beta` of its branches, and figures "
+    Metric(QUICK_EVAL + REWARD, "mean over the branches of a quick evaluation"),
+    Metric(QUICK_SECONDS, "its seconds"),
+    Metric(quick_of(BRANCH, "{figure}"), "`score`, `truncated`, `length`, `kl`, `beta` of its branches, and figures "
            "of your own, which are under `quick_eval/<figure>` too", (_REWARDS, "quick evaluation: {figure}")),
-    Figure(usage_of("{provider}", "{usage}"), f"{', '.join(f'`{kind}`' for kind in USAGE)} per generation batch, over "
+    Metric(usage_of("{provider}", "{usage}"), f"{', '.join(f'`{kind}`' for kind in USAGE)} per generation batch, over "
            "all ranks", line="rewards"),
-    Figure(BUDGET_CALLS, "requests so far, of all ranks and the runs before, where something is limited or has a "
+    Metric(BUDGET_CALLS, "requests so far, of all ranks and the runs before, where something is limited or has a "
            "price"),
-    Figure(BUDGET_USD, "US dollars so far, by their prices"),
-    Figure(LENGTH_CORRELATION, "correlation of a verdict's score with the answer's length: a judge that likes length"),
-    Figure(POSITION_GAP, "mean score of candidates shown first, less that of candidates shown second"),
-    Figure(traffic_of("{service}", "{count}"), "calls, sent, retries and others per generation batch, over all ranks; "
+    Metric(BUDGET_USD, "US dollars so far, by their prices"),
+    Metric(LENGTH_CORRELATION, "correlation of a verdict's score with the answer's length: a judge that likes length"),
+    Metric(POSITION_GAP, "mean score of candidates shown first, less that of candidates shown second"),
+    Metric(traffic_of("{service}", "{count}"), "calls, sent, retries and others per generation batch, over all ranks; "
            "`reward/service/transport.py` says what each counts", line="rewards"),
-    Figure(saved_by("{cache}"), "calls that were not made", line="rewards"),
+    Metric(saved_by("{cache}"), "calls that were not made", line="rewards"),
 )  # fmt: skip
 """Every figure beside TRL's own, under `train/`, and as far as they are of completions under `eval/`."""
 

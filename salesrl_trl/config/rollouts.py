@@ -27,7 +27,7 @@ NO_TOOLS = (
 def settings_of(kind: type[Settings], args: SalesGRPOConfig, **others: object) -> Settings:
     """A part's settings: a dataclass whose fields have names of `args`, and others that are given. So a new setting of
     such a part is a field of `args` and a field of that dataclass."""
-    taken = {each.name: getattr(args, each.name) for each in fields(kind) if each.name not in others}
+    taken = {field.name: getattr(args, field.name) for field in fields(kind) if field.name not in others}
     return kind(**taken, **others)
 
 

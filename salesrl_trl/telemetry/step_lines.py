@@ -132,14 +132,14 @@ def step_line(
 
 def tags_shown(branches: Sequence[str]) -> list[str]:
     """The tags of all figures with words for the console."""
-    tags = [each.tag for each in FIGURES if each.console]
+    tags = [listed.tag for listed in FIGURES if listed.console]
     return [name for tag in tags for name in (of_branches(tag, branches).values() if BRANCH in tag else [tag])]
 
 
 def figures_shown(logs: Logs, branches: Sequence[str]) -> list[str]:
     """The figures with words for the console: `reward fairness=0.50 tone=n/a`, and without branches `reward 0.50`."""
     shown = []
-    for words, tag in ((each.console, each.tag) for each in FIGURES if each.console):
+    for words, tag in ((listed.console, listed.tag) for listed in FIGURES if listed.console):
         by_branch = (f"{branch}={figure(logs.get(name))}" for branch, name in of_branches(tag, branches).items())
         shown.append(f"{words} {' '.join(by_branch) if BRANCH in tag else figure(logs.get(tag))}")
     return shown

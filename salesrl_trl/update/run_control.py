@@ -103,8 +103,8 @@ class RunControl:
         self._failing = {rank: self._failing.get(rank, 0) + 1 for rank in self._failures if wanted}
         if not self.is_skipping:
             self._skipped_in_a_row = 0
-            told = "".join(f"; of rank {rank} none could ({_counted(own)})" for rank, own in self._failures.items())
-            return f"{scored_fraction:.0%} of the completions could be scored{told}" if told else None
+            others = "".join(f"; of rank {rank} none could ({_counted(own)})" for rank, own in self._failures.items())
+            return f"{scored_fraction:.0%} of the completions could be scored{others}" if others else None
         if not self._skipped_in_a_row:
             self._skips_since = time.monotonic()
         self._skipped_in_a_row += 1
@@ -195,9 +195,9 @@ class RunControl:
             broken[ALL_KL] = kl
         self._broken_in_a_row = self._broken_in_a_row + 1 if broken else 0
         if self._broken_in_a_row >= BROKEN_LINES:
-            found = " and ".join(f"`{name}` is {value:g}" for name, value in broken.items())
+            broke = " and ".join(f"`{name}` is {value:g}" for name, value in broken.items())
             raise DivergedError(
-                f"{found}, and such figures came in {BROKEN_LINES} log lines in a row. Expected a finite norm of the "
+                f"{broke}, and such figures came in {BROKEN_LINES} log lines in a row. Expected a finite norm of the "
                 f"gradient, and a KL of at most {self._settings.max_kl:g} nats per token (`max_kl`). The weights are "
                 "broken, so they were not saved. Go back to a checkpoint before that and learn more slowly."
             )
@@ -208,9 +208,9 @@ class RunControl:
 
     def stop_spending(self, step: int, *, is_new: bool) -> None:
         """End the run after `step` optimizer steps, because its budget is spent. `is_new`: it has done some."""
-        kept = "The state was saved; go" if is_new else "No other step was done, and nothing is lost. Go"
+        state = "The state was saved; go" if is_new else "No other step was done, and nothing is lost. Go"
         again = self._resume(step) if step else "the same command"
-        self.error = self._budget_spent(f"{kept} on with a larger limit and {again}")
+        self.error = self._budget_spent(f"{state} on with a larger limit and {again}")
 
     def spent_at_end(self) -> RunStopped:
         """The error of a run whose budget is spent when all its steps are done."""

@@ -29,19 +29,8 @@ STOPPED = "stopped"
 class Stopping:
     """Stops a run early, with a checkpoint.
 
-    Args:
-        run_control (`RunControl`):
-            Ends the run.
-        desk (`RewardDesk`):
-            Its rewards are not waited for.
-        device (`torch.device`):
-            Of collectives.
-        capture (`Callable[[], StepSnapshot]`):
-            Returns the state at the end of an optimizer step.
-        restore (`Callable[[StepSnapshot], None]`):
-            Sets the trainer back to it.
-        can_undo (`bool`):
-            Whether a skipped step leaves weights and optimizer as they were. With DeepSpeed it does not.
+    `capture` returns the state at the end of an optimizer step, and `restore` sets the trainer back to it. `can_undo`:
+    a skipped step leaves weights and optimizer as they were; with DeepSpeed it does not.
     """
 
     def __init__(
@@ -82,14 +71,8 @@ class Stopping:
 
         Nothing is waited for: completions that are not scored by now are missing. One process ends where it is. Of
         several, all end after the optimizer step under way, which is undone if it was skipped. The request reaches the
-        other ranks at once, and they wait for no reward either.
-
-        Args:
-            reason (`str`):
-                What asked for it, for example `"SIGTERM"`.
-
-        Raises:
-            `StopRequested`: in the main thread of a single process, between two moves of the optimizer.
+        other ranks at once, and they wait for no reward either. Raises `StopRequested` in the main thread of a single
+        process, between two moves of the optimizer. `reason`: what asked for it, such as `"SIGTERM"`.
         """
         self._run_control.requested = reason
         self._desk.cut_off(STOPPED)
@@ -142,11 +125,8 @@ class Stopping:
             self._run_control.stop_spending(step, is_new=step > self._first)
 
     def settle(self) -> int:
-        """What follows an optimizer step is done. Random draws belong to the next step from now on.
-
-        Returns:
-            `int`: optimizer steps done.
-        """
+        """What follows an optimizer step is done. Random draws belong to the next step from now on. Returns the
+        optimizer steps done."""
         self._snapshot, self._moves = self._capture(), False
         return self._snapshot.step
 
@@ -180,18 +160,9 @@ class Stopping:
             ) from None
 
     def rescued(self, error: BaseException, save: Callable[[], None]) -> BaseException:
-        """Save a checkpoint of the last whole step, if an error may be followed by one.
-
-        Args:
-            error (`BaseException`):
-                What ends training.
-            save (`Callable[[], None]`):
-                Saves a checkpoint; a collective.
-
-        Returns:
-            `BaseException`: the error with which training ends: `RunStopped` after a request, else the same error. It
-            has a note then that says where the run can go on.
-        """
+        """Save a checkpoint of the last whole step, if the error that ends training may be followed by one; a
+        collective. Returns the error with which training ends: `RunStopped` after a request, else the same error. It
+        has a note then that says where the run can go on."""
         is_asked = isinstance(error, StopRequested)
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error

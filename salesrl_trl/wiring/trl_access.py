@@ -134,8 +134,8 @@ class TRLAccess(GRPOTrainer):
     def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
         """Log-probs of a generation batch's completions under the current policy, shape (B, T)."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            given = logps_arguments(output, self.args.per_device_train_batch_size)
-            return self._get_per_token_logps_and_entropies(self.model, **given)[0]
+            arguments = logps_arguments(output, self.args.per_device_train_batch_size)
+            return self._get_per_token_logps_and_entropies(self.model, **arguments)[0]
 
     @contextlib.contextmanager
     def _with_fewer_micro_batches(self, factor: float) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The table of metrics in docs/ARCHITECTURE.md, and the list of figures that it is made from."""
 
 from salesrl_trl.kl.figures import kl_names
-from salesrl_trl.names import FIGURES, MACHINE, MEMORY, THROUGHPUT, Figure, branches_in, pattern_of, reward_of
+from salesrl_trl.names import FIGURES, MACHINE, MEMORY, THROUGHPUT, Metric, branches_in, pattern_of, reward_of
 from salesrl_trl.reward.base import RewardNames
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.judge.bias import JudgeBias
@@ -27,5 +27,5 @@ def test_every_figure_that_is_logged_is_in_the_list_once():
 def test_a_tag_that_looks_like_a_branchs_makes_no_branch(monkeypatch):
     with_kl = ["reward", "reward/a", "reward/b", "reward/of_my_own", "beta/a", "beta/b", "kl/a"]
     assert branches_in(with_kl) == ("a", "b")
-    monkeypatch.setattr("salesrl_trl.names.FIGURES", (*FIGURES, Figure(reward_of("query/{branch}"), "")))
+    monkeypatch.setattr("salesrl_trl.names.FIGURES", (*FIGURES, Metric(reward_of("query/{branch}"), "")))
     assert branches_in(["reward/a", "rewards/judge/a", "reward/query/a"]) == ("a",)
