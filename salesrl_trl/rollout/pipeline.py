@@ -90,7 +90,7 @@ class KeptRollouts:
     """A rollout of an earlier start of the run."""
 
     rows: list[int]
-    """Numbers that tell the rows of the batch from others, B of them: `_keys`."""
+    """Numbers that tell the rows of the batch from others, B of them: `keys_of`."""
     step: int
     """Optimizer steps that the weights had taken which sampled it."""
     sampled: Sampled
@@ -174,18 +174,8 @@ class Pipeline:
         return self._updates.epoch
 
     def restart(self, micro_step: int, update: int, has_batch: bool, kept: Mapping[int, KeptRollouts]) -> None:
-        """A run begins at these counts.
-
-        Args:
-            micro_step (`int`):
-                Micro-steps done.
-            update (`int`):
-                Optimizer steps done.
-            has_batch (`bool`):
-                Whether a generation batch is there to go on with in the middle of a window.
-            kept (`Mapping[int, KeptRollouts]`):
-                From `in_flight` of an earlier start of the run.
-        """
+        """A run begins at these micro-steps and optimizer steps done. `has_batch`: a generation batch is there to go
+        on with in the middle of a window. `kept`: from `in_flight` of an earlier start of the run."""
         self.forget()
         self._kept = dict(kept)
         self._schedule.restart(micro_step, update, has_batch)
@@ -206,7 +196,8 @@ class Pipeline:
     def next_update(
         self, epoch: int, iterator: Iterator[object], pull: Callable[[Iterator[object]], Update], steps_left: int
     ) -> Update:
-        """The micro-batches of the next optimizer step. Those of later steps are pulled too."""
+        """The micro-batches of the next optimizer step. Those of later steps are read too (`UpdatesAhead.next`), and
+        what they generate is scheduled as soon as it is known (`_record_update`)."""
         return self._updates.next(
             epoch, iterator, self._next_epoch, pull, steps_left, self._record_update, _draw_as_a_dataloader
         )
@@ -239,16 +230,8 @@ class Pipeline:
                 window.rollout = self.launch(window.inputs, update)
 
     def in_flight(self, micro_step: int, update: int) -> dict[int, KeptRollouts]:
-        """The rollouts with all their completions that were launched before the end of a step, and that nobody had
-        trained on then.
-
-        Args:
-            micro_step (`int`), update (`int`):
-                Micro-steps and optimizer steps at the end of that step.
-
-        Returns:
-            `dict[int, KeptRollouts]`: by the micro-step at which they are first trained on.
-        """
+        """The rollouts with all their completions that were launched before the end of the step with these counts, and
+        that nobody had trained on then: by the micro-step at which they are first trained on."""
         there = {first: each for first, each in self._taken.items() if first >= micro_step} | self._schedule.launched()
         return {
             first: KeptRollouts(
@@ -294,27 +277,15 @@ class Pipeline:
 
     def launch(self, inputs: list[Example], update: int) -> Rollout:
         """Generate for a step to train on, or begin to, and start the reward of each completion when it is finished.
-
-        Args:
-            inputs (`list[Example]`):
-                B examples.
-            update (`int`):
-                Optimizer steps that the weights have taken.
-        """
+        `update`: optimizer steps that the weights have taken."""
         rollout = self._start(inputs, update, ahead=bool(self._lookahead), is_trained_on=True)
         if rollout.sampled is not None and rollout.sampled.logprobs is None and self._lookahead:
             rollout.behaviour_logps = self._behaviour_logps(rollout.sampled)
         return rollout
 
     def evaluate(self, inputs: list[Example], update: int, group: int | None = None) -> Rollout:
-        """Generate for an evaluation, and start the reward of each completion when it is finished.
-
-        Args:
-            inputs (`list[Example]`), update (`int`):
-                As in `launch`.
-            group (`int`, *optional*):
-                Completions of a prompt. Defaults to the trainer's number.
-        """
+        """Generate for an evaluation, and start the reward of each completion when it is finished. `group`:
+        completions of a prompt, by default the trainer's number."""
         if self._references_ahead:
             self._desk.fetch_references(self._rows(inputs, "eval", update))
         return self._start(inputs, update, ahead=False, is_trained_on=False, group=group)
@@ -338,18 +309,8 @@ class Pipeline:
     def generated(
         self, rollout: Rollout, sampled: Sampled, prompts: Sequence[object], environments: Sequence[object] | None
     ) -> None:
-        """Completions that TRL generated inside its own scoring.
-
-        Args:
-            rollout (`Rollout`):
-                From `take` or `evaluate`.
-            sampled (`Sampled`):
-                The completions.
-            prompts (`Sequence`):
-                The prompts as TRL used them: an environment adds to them.
-            environments (`Sequence`, *optional*):
-                The environment of each completion.
-        """
+        """Completions that TRL generated inside its own scoring, with the prompts as TRL used them, to which an
+        environment adds, and the environment of each completion."""
         given = [{**example, "prompt": prompt} for example, prompt in zip(rollout.inputs, prompts, strict=True)]
         if environments is not None:
             given = [{**row, "environments": each} for row, each in zip(given, environments, strict=True)]
