@@ -65,12 +65,9 @@ def set_log_level(level: str) -> None:
 def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
     """Print the error and what to do about it, and end the process.
 
-    Args:
-        error (`Exception | KeyboardInterrupt`):
-            What ends the run. Only an error that is not of this package has a traceback, its cause too.
-        code (`int`):
-            Exit code for an error of this package. It is 75 if the run can go on, 130 after Ctrl-C, and 1 for an error
-            of another package.
+    `error`: what ends the run. Only an error that is not of this package has a traceback, its cause too. `code`: Exit
+    code for an error of this package. It is 75 if the run can go on, 130 after Ctrl-C, and 1 for an error of another
+    package.
     """
     if isinstance(error, StopRequested):
         error = RunStopped(f"stopped by {error} before the first step. Give the same command again.")
@@ -92,9 +89,7 @@ def keep_console(path: Path) -> None:
 
     C code and children write to the file descriptors directly, so two `tee` processes take these over.
 
-    Args:
-        path (`Path`):
-            The file, which is appended to. Several processes may share one file.
+    `path`: the file, which is appended to. Several processes may share one file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _kept.log = path

@@ -32,13 +32,7 @@ _LONGEST = 400
 def words_of(error: BaseException, code: int, log: Path | None) -> Words:
     """The last words about an error. An error of this package shows its whole message, a foreign one a part.
 
-    Args:
-        error (`BaseException`):
-            What ends the run.
-        code (`int`):
-            Exit code.
-        log (`Path`, *optional*):
-            The run's log, if there is one.
+    `log`: the run's log, if there is one.
     """
     fault = recognised(error)
     rank = f" (rank {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
