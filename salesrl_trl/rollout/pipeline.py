@@ -101,33 +101,16 @@ class KeptRollouts:
 class Pipeline:
     """Launches rollouts and starts their rewards.
 
-    Counts of steps are given with each call: micro-steps as TRL counts them, and optimizer steps done.
+    Counts of steps come with each call: micro-steps as TRL counts them, and optimizer steps done.
 
-    Args:
-        sampler (`Sampler`):
-            The generation engine.
-        desk (`RewardDesk`):
-            Scores completions.
-        timeline (`Timeline`):
-            Gets the phase of generation.
-        decode (`Callable[[Sequence[int]], str]`):
-            From a completion's token ids to its text. Called from the thread in which the sampler reports.
-        window (`int`):
-            Micro-steps between two generation batches, `steps_per_generation * num_iterations`.
-        lookahead (`int`):
-            Optimizer steps that rollouts may be ahead.
-        references_ahead (`bool`):
-            Ask for the reference answers one step earlier than for the completions.
-        behaviour_logps (`Callable[[Sampled], torch.Tensor]`):
-            Log-probs of completions under the current policy. Called with a lookahead, if the sampler gives none.
-        record_span (`Callable[[Span], None]`):
-            Gets the time of a generation that went on beside training.
-        group (`Callable[[], int]`):
-            Completions of a prompt at the moment, in training or in an evaluation.
-        reward_arguments (`Callable[[], Mapping[str, object]]`):
-            Returns what reward functions may ask for beside the columns of a row: `reward.base.TRL_ARGUMENTS`.
-        inside_trl (`bool`):
-            Whether TRL generates inside its own scoring: completions with tools, and prompts from an environment.
+    - `decode`: from a completion's token ids to its text. Called from the thread in which the sampler reports.
+    - `window`: micro-steps between two generation batches. `lookahead`: optimizer steps that rollouts may be ahead.
+    - `references_ahead`: the reference answers are asked for one step earlier than the completions' rewards.
+    - `behaviour_logps`: log-probs of completions under the current policy, where the sampler gives none.
+    - `record_span` gets the time of a generation that went on beside training.
+    - `group`: completions of a prompt at the moment, in training or in an evaluation.
+    - `reward_arguments`: what reward functions may ask for beside the columns of a row (`reward.base.TRL_ARGUMENTS`).
+    - `inside_trl`: TRL generates inside its own scoring: completions with tools, and prompts from an environment.
     """
 
     def __init__(
