@@ -231,7 +231,7 @@ class Metric(NamedTuple):
     report: str = ""
     """Name of its row in the report. Empty: it has none, or a section of the report shows it in its own way."""
     line: str = ""
-    """Which part of the ledger's line has it: `"rewards"` or `"baseline"`. Empty: others log it."""
+    """Which part of the ledger's line has it: `"rewards"`, `"baseline"` or `"kl"`. Empty: others log it."""
 
 
 CATEGORIES = ("Rewards by branch", "KL with band and beta", "Step time by phase", "Failures by reason")
@@ -249,20 +249,20 @@ FIGURES = (
            line="rewards"),
     Metric(outcome_of("{outcome}"), "share of completions with this outcome", (_FAILURES, "outcomes"),
            line="rewards"),
-    Metric(ALL_KL, "of all branches together, in place of TRL's"),
+    Metric(ALL_KL, "of all branches together, in place of TRL's", line="kl"),
     Metric(kl_of(BRANCH), "the branch's KL as its loss has it, without the coefficient: nats, mean over its tokens on "
-           "all ranks; with a lookahead weighted by the ratio to the sampler", _KL_CHART),
+           "all ranks; with a lookahead weighted by the ratio to the sampler", _KL_CHART, line="kl"),
     Metric(kl_of(BRANCH, "_k1"), "mean of log pi - log pi_ref over the same tokens, with the same weights: unbiased; "
-           "without a lookahead only if the policy itself sampled them"),
-    Metric(beta_of(BRANCH), "coefficient in the loss", (_KL, "beta")),
-    Metric(kl_of(BRANCH, "_low"), "lower edge of the band, where the branch had rows", _KL_CHART),
-    Metric(kl_of(BRANCH, "_high"), "upper edge of the band", _KL_CHART),
-    Metric(kl_of(BRANCH, "_in_band"), "whether a step's KL lies in the band"),
-    Metric(kl_of(BRANCH, "_share_in_band"), "share of the run's steps so far with the KL in the band"),
+           "without a lookahead only if the policy itself sampled them", line="kl"),
+    Metric(beta_of(BRANCH), "coefficient in the loss", (_KL, "beta"), line="kl"),
+    Metric(kl_of(BRANCH, "_low"), "lower edge of the band, where the branch had rows", _KL_CHART, line="kl"),
+    Metric(kl_of(BRANCH, "_high"), "upper edge of the band", _KL_CHART, line="kl"),
+    Metric(kl_of(BRANCH, "_in_band"), "whether a step's KL lies in the band", line="kl"),
+    Metric(kl_of(BRANCH, "_share_in_band"), "share of the run's steps so far with the KL in the band", line="kl"),
     Metric(kl_of(BRANCH, "_update_share"), "by how much the branch's rewards count in the update: 1, unless its "
-           "`least_share` acts"),
-    Metric(kl_of(BRANCH, "_clamped"), "share of tokens whose log-ratio lies beyond the clamp"),
-    Metric(kl_of(BRANCH, "_tokens"), "tokens per optimizer step"),
+           "`least_share` acts", line="kl"),
+    Metric(kl_of(BRANCH, "_clamped"), "share of tokens whose log-ratio lies beyond the clamp", line="kl"),
+    Metric(kl_of(BRANCH, "_tokens"), "tokens per optimizer step", line="kl"),
     Metric(REFERENCE_MISSING, "share of judged completions without a reference score", line="rewards"),
     Metric(RIGHT_DOCUMENT, "share of answers whose best passage is a document that is known to answer the row; rows "
            "without one do not count", line="rewards"),
