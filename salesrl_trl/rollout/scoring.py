@@ -227,14 +227,11 @@ class RolloutScoring:
     def rewards(
         self, completions: Sequence[Completion], calculate: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, BatchResult | None]:
-        """The rewards of the rollout that TRL is at work on; a collective.
+        """The rewards of the rollout that TRL is at work on, shape (world size x B, functions), NaN in the whole row
+        of a completion that counts for nothing; and this rank's rewards. `None` in place of these while some are not
+        in: the rows of those are NaN, and nothing is recorded. A collective.
 
-        `calculate` is TRL's own method. It runs reward models, and gets the numbers of functions from the desk.
-
-        Returns:
-            `tuple[torch.Tensor, BatchResult | None]`: shape (world size x B, functions), NaN in the whole row of a
-                completion that counts for nothing; and this rank's rewards. `None` while some are not in: the rows of
-                those are NaN, and nothing is recorded.
+        `calculate` is TRL's own method. It runs reward models, and gets the numbers of functions from the package.
         """
         rollout = self.current
         # 1. a batch in parts: the rewards that are in

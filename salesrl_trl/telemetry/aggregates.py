@@ -11,25 +11,14 @@ from salesrl_trl.names import is_largest
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value at or below which a share of the values lies (nearest rank); 0 without values.
-
-    Args:
-        values (`Sequence[float]`):
-            In any order.
-        share (`float`):
-            In (0, 1].
-    """
+    """The value at or below which a share of the values, in (0, 1], lies (nearest rank); 0 without values."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else 0.0
 
 
 class StepAggregates:
-    """The mean of everything that was added since the last `flush`; where `is_largest`, the largest value.
-
-    Args:
-        names (`Sequence[str]`):
-            Every name there will be; `flush` returns exactly these, in this order.
-    """
+    """The mean of everything that was added since the last `flush`; where `is_largest`, the largest value. `flush`
+    returns exactly these `names`, in this order."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)

@@ -12,14 +12,8 @@ from salesrl_trl.telemetry.instruments import Instruments
 
 
 class StepMarks(TrainerCallback):
-    """Marks the start of a run, the end of each step, and the end of the run.
-
-    Args:
-        instruments (`Instruments`):
-            Measure between the marks.
-        prepare (`Callable[[], None]`), begin (`Callable[[], None]`), end (`Callable[[], None]`):
-            Called before the first mark of a run, after it, and when the run has ended.
-    """
+    """Marks the start of a run, the end of each step, and the end of the run. `prepare`, `begin` and `end` are called
+    before the first mark of a run, after it, and when the run has ended."""
 
     def __init__(
         self,

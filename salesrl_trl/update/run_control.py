@@ -181,12 +181,9 @@ class RunControl:
         return moves
 
     def record_line(self, figures: Mapping[str, object]) -> None:
-        """Record the figures of a log line of training, the same on every rank.
-
-        Raises:
-            `DivergedError`: the gradient or the KL was broken in several lines in a row. Nothing is saved: the
-                weights are broken too, and would take the place of a good checkpoint.
-        """
+        """Record the figures of a log line of training, the same on every rank. Raises `DivergedError` where the
+        gradient or the KL was broken in several lines in a row. Nothing is saved then: the weights are broken too, and
+        would take the place of a good checkpoint."""
         norm, kl = figures.get(GRADIENT_NORM), figures.get(ALL_KL)
         if not isinstance(norm, float):  # a line of evaluation, or of reasons
             return

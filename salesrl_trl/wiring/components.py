@@ -267,11 +267,8 @@ class Components:
         return trl.logps_of(sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, device))
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
-        """Sample a completion for each prompt. Check that the sampler has the weights in training; a collective.
-
-        Raises:
-            `WeightSyncError`: it has other ones.
-        """
+        """Sample a completion for each prompt. Raise `WeightSyncError` if the sampler has other weights than the ones
+        in training; a collective."""
         trl = self._trl
         sampled = self.sampler.start(prompts, lambda place, ids: None, ahead=False).result()
         batch = sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
@@ -308,11 +305,7 @@ class Components:
     @contextlib.contextmanager
     def running(self, save: Callable[[], None]) -> Iterator[None]:
         """Inside the block a run goes on. If it fails, the measurements of the failed step are kept, and `save` saves
-        a checkpoint.
-
-        Raises:
-            `SalesRLError`: the reason for which training stopped.
-        """
+        a checkpoint. Raises the `SalesRLError` for which training stopped."""
         self.instruments.start(self._trl.accelerator.is_main_process)
         self.timeline.begin(StartUp.PREPARE)
         try:
