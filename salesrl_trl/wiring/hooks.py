@@ -32,14 +32,12 @@ class Hooks:
     ref_model: torch.nn.Module | None
     """TRL's own copy of the reference policy."""
     step: Callable[[], int]
-    """Optimizer steps done."""
     accelerator: Accelerator
     is_deepspeed: bool
     """Whether DeepSpeed owns the optimizer."""
     engine: SalesVLLMGeneration | GenerationConfig
     """The engine, or the settings with which the policy itself generates."""
     has_rollout_func: bool
-    """Whether a `rollout_func` generates."""
     tools: str | None
     """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
     tokenizer: PreTrainedTokenizerBase
@@ -56,7 +54,6 @@ class Hooks:
     reward_arguments: Callable[[], Mapping[str, object]]
     """Returns what reward functions may ask for beside columns: `reward.base.TRL_ARGUMENTS`. A run has its own."""
     has_entropy_bonus: bool
-    """Whether the loss has an entropy bonus."""
     has_aux_loss: bool
     """Whether the loss has the auxiliary loss of a mixture's router."""
     num_generations_eval: int
@@ -74,15 +71,11 @@ class Hooks:
     set_aside: Callable[[], AbstractContextManager[None]]
     """While active: evaluation mode, one completion a prompt; TRL's figures and tables stay as they are."""
     drop_gradients: Callable[[], None]
-    """Sets all gradients to `None`."""
     save: Callable[[Path], None]
-    """Writes the policy into a folder."""
     log: Callable[[Mapping[str, float | None]], None]
     """Adds an entry to the log, without the figures that TRL gathers for a step."""
     callbacks: CallbackHandler
-    """TRL's callbacks."""
     eval_dataset: object
-    """Held-out rows."""
     position: Callable[[], tuple[int, bool]]
     """Returns the micro-steps done, and whether a generation batch is there to go on with."""
     capture: Callable[[], StepSnapshot]
