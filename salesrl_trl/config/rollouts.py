@@ -28,7 +28,8 @@ def settings_of(kind: type[Settings], args: SalesGRPOConfig, **others: object) -
     """A part's settings: a dataclass whose fields have names of `args`, and others that are given. So a new setting of
     such a part is a field of `args` and a field of that dataclass."""
     taken = {field.name: getattr(args, field.name) for field in fields(kind) if field.name not in others}
-    return kind(**taken, **others)
+    made: Settings = kind(**taken, **others)
+    return made
 
 
 def check_rewards(args: SalesGRPOConfig, tools: str | None, answered: Sequence[bool]) -> None:

@@ -82,7 +82,7 @@ class RewardFigures:
         self.branches = branches
         self._stages = (*Stage, *names.stages)
         components = [component for component in names.components if component != REFERENCE]
-        own = {component_of(name, BRANCH): partial(_component, name) for name in components}
+        own: dict[str, Value] = {component_of(name, BRANCH): partial(_component, name) for name in components}
         self._over_completions = {**OVER_COMPLETIONS, **own}
         columns = (BRANCH_ID, REFERENCE_REWARD, *self._over_completions, *self._stages)
         self._columns = {name: place for place, name in enumerate(columns)}
@@ -163,7 +163,7 @@ class RewardFigures:
     def add_report(self, aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor) -> None:
         """Add the gathered reports of a batch, shape (world size, columns). Seconds are those of the slowest rank; all
         other figures are sums over ranks."""
-        seconds, bias_columns, counts = table.split([2, JudgeBias.SUMS, len(self._counts)], dim=1)
+        seconds, bias_columns, counts = torch.split(table, [2, JudgeBias.SUMS, len(self._counts)], dim=1)
         slowest = seconds.max(dim=0).values.tolist()
         for name, value in zip((REWARD_SECONDS, JUDGE_SECONDS), slowest, strict=True):
             aggregates.add(name, value, 1)
