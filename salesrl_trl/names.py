@@ -131,6 +131,7 @@ USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")
 CACHES = ("answers", "references")
 BUDGET_CALLS = "budget/calls"
 BUDGET_USD = "budget/usd"
+BUDGET_FORECAST = "budget/forecast"
 
 
 def usage_of(provider: str, kind: str) -> str:
@@ -321,6 +322,8 @@ FIGURES = (
     Metric(BUDGET_CALLS, "requests so far, of all ranks and the runs before, where something is limited or has a "
            "price"),
     Metric(BUDGET_USD, "US dollars so far, by their prices"),
+    Metric(BUDGET_FORECAST, "share of the nearest limit that is used after the last step, at the pace so far; where "
+           "something is limited"),
     Metric(LENGTH_CORRELATION, "correlation of a verdict's score with the answer's length: a judge that likes length"),
     Metric(POSITION_GAP, "mean score of candidates shown first, less that of candidates shown second"),
     Metric(traffic_of("{service}", "{count}"), "calls, sent, retries and others per generation batch, over all ranks; "
@@ -389,7 +392,7 @@ SETTINGS_FILE = "config.yaml"
 """Every setting of the run, as a recipe."""
 RUN_FILE = "run.json"
 """The command, the package's code and the versions of the others."""
-SPENT_FILE = "budget.sqlite"
+SPENT_FILE = "budget.json"
 """What the run and its resumes have spent. All ranks write there."""
 REPORT_PAGE_FILE = "report.html"
 REPORT_TEXT_FILE = "report.txt"
