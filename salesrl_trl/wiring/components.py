@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate.logging import get_logger
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
@@ -298,9 +298,7 @@ class Components:
         """The figures of a log line. Starts over."""
         figures = self.ledger.flush(mode)
         if mode == "train":
-            state = self._trl.state()
-            assert isinstance(state, TrainerState)
-            figures |= self.spending.figures(state.global_step, state.max_steps)
+            figures |= self.spending.figures(self._trl.step(), self._trl.last_step())
             figures |= self.instruments.figures(self._trl.accelerator)
         return figures
 

@@ -32,6 +32,8 @@ class Hooks:
     ref_model: torch.nn.Module | None
     """TRL's own copy of the reference policy."""
     step: Callable[[], int]
+    last_step: Callable[[], int]
+    """The optimizer step with which the run ends."""
     accelerator: Accelerator
     is_deepspeed: bool
     """Whether DeepSpeed owns the optimizer."""

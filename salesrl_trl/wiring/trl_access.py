@@ -48,6 +48,7 @@ class TRLAccess(GRPOTrainer):
             unwrapped=lambda: self.accelerator.unwrap_model(self.model),
             ref_model=self.ref_model,
             step=lambda: self.state.global_step,
+            last_step=lambda: self.state.max_steps,
             accelerator=self.accelerator,
             is_deepspeed=self.is_deepspeed_enabled,
             engine=self.vllm_generation if self.use_vllm else self.generation_config,
