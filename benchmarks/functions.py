@@ -217,7 +217,7 @@ class Bench:
         self._optimizer.state.clear()
         self._calls.restart(median_s)
         if isinstance(trainer, SalesGRPOTrainer):
-            trainer.rooms.pipeline.set_lookahead(ahead)
+            trainer.components.pipeline.set_lookahead(ahead)
         trainer._last_loaded_step = -1  # the engine has another trainer's weights
         trainer.args.max_steps = before + steps + after
         trainer.train()

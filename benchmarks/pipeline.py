@@ -250,8 +250,8 @@ class Bench:
         self._measured_s = self._inside_s = 0.0
         without = copy.copy(ours.args)  # making another one would reset the accelerator's state
         without.shared_prompts = "off"
-        off = passes_of(without, ours.accelerator, self._model, ours.rooms.ledger, None)
-        self._passes = {False: ours.rooms.passes, True: off}
+        off = passes_of(without, ours.accelerator, self._model, ours.components.ledger, None)
+        self._passes = {False: ours.components.passes, True: off}
         """By whether shared prompts are off."""
         self._trainers = {"ours": ours}
         for arm, size in STOCK.items():
@@ -302,7 +302,7 @@ class Bench:
         """Close connections and instruments."""
         self._instruments.close()
         self._recorder.close()
-        desk = self._trainers["ours"].rooms.desk
+        desk = self._trainers["ours"].components.desk
         desk._run(self._rewards["recorded"].aclose)
         desk.reward = self._rewards["ours"]
         self._trainers["ours"].finish()
@@ -323,10 +323,10 @@ class Bench:
         set_medians(self._url, (0.0, 0.0) if own == "floor" else latency)
         self._batches.clear()
         if own in LOOKAHEAD:
-            trainer.rooms.pipeline.set_lookahead(ahead)
-            trainer.rooms.passes = self._passes[arm.endswith(OFF)]
+            trainer.components.pipeline.set_lookahead(ahead)
+            trainer.components.passes = self._passes[arm.endswith(OFF)]
             is_recorded = arm.endswith(RECORDED)
-            trainer.rooms.desk.reward = self._rewards["recorded" if is_recorded else "ours"]
+            trainer.components.desk.reward = self._rewards["recorded" if is_recorded else "ours"]
             self._instruments.recorder = self._recorder if is_recorded else None
         trainer.args.max_steps = before + steps + after
         trainer.train_dataset = self._rows[tokens]

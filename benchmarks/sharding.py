@@ -106,7 +106,7 @@ def work(arguments: argparse.Namespace) -> None:
         figures = {
             "distributed": trainer.accelerator.distributed_type.value,
             "processes": processes,
-            "first_weights": trainer.rooms.policy.first_weights,
+            "first_weights": trainer.components.policy.first_weights,
             "steps": [{name: entry[name] for name in names} for entry in steps],
             "step_s": clock.seconds[1:],
             "peak_gib": peaks,

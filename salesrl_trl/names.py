@@ -1,10 +1,16 @@
-"""Every name that a run leaves behind: tags of figures, phases, reward stages, files.
+"""Every name that a run leaves behind: phases, stages of a reward, tags of figures, files.
 
-Owns the names alone, so that a dashboard can rely on them, and the report reads what the trainer writes. The standard
-library only: the report starts without torch. Computes nothing; each room computes the figures that it knows.
+Owns the names, and `FIGURES`: the one list of what is logged. The console's lines, the report, TensorBoard's layout,
+the ledger and the table in docs/ARCHITECTURE.md are made from that list. The standard library only, because the report
+starts without torch. Computes nothing; each part of the package computes the figures that it knows.
 """
 
+import itertools
+import re
+import string
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 from salesrl_trl.types import Outcome
 
@@ -79,73 +85,56 @@ STAGE_SHARES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
 
 
 def stage_of(stage: str, share: str) -> str:
-    """Seconds of a reward stage at one of `STAGE_SHARES`."""
     return f"time/{stage}_{share}_s"
 
 
 def slowest_of(stage: str) -> str:
-    """Seconds of a reward stage for the completion that was scored last."""
     return f"time/slowest_{stage}_s"
 
 
 REWARD_SECONDS = "time/reward_s"
-"""Seconds from a batch's first call to its last answer: the makespan of its rewards."""
 REWARD_EXPOSED = "time/reward_exposed_s"
-"""The part of that makespan in which the trainer waited."""
 REWARD_HIDDEN = "time/reward_hidden_s"
-"""The rest: it ran behind other work."""
 JUDGE_SECONDS = "time/judge_s"
 
 # Rewards and their failures
 
 
 def reward_of(branch: str) -> str:
-    """Mean reward of a branch's scored completions."""
     return f"reward/{branch}"
 
 
 def reference_of(branch: str) -> str:
-    """Mean judge score of the frozen 32B answers beside a branch's scored completions."""
     return f"reference/{branch}"
 
 
+def component_of(component: str, branch: str) -> str:
+    return f"rewards/{component}/{branch}"
+
+
+def outcome_of(outcome: str) -> str:
+    return f"outcome/{outcome}"
+
+
 RIGHT_DOCUMENT = "retrieval/right_document"
-"""Share of answers whose best passage is a document that is known to answer the row. Rows without one do not count."""
-
-
-def outcome_of(outcome: Outcome) -> str:
-    """Share of completions with this outcome."""
-    return f"outcome/{outcome.value}"
-
-
 SKIPPED_UPDATE = "failures/skipped_update"
 REFERENCE_MISSING = "failures/reference_missing"
 BASELINE_FALLBACK = "failures/baseline_fallback"
-"""Share of groups without a reference's reward in their baseline. Only logged where the baseline is to have one."""
 SINGLE_SCORED = "failures/single_scored"
-"""Share of groups with one scored completion only. GRPO learns nothing from such a group."""
 FAILURE_REASONS = "failures/reason/"
-"""Before each reason code that has been seen: completions with this reason since the last line."""
+"""Before each reason code that has been seen."""
 
 LENGTH_CORRELATION = "judge/length_correlation"
-"""Pearson's correlation of a verdict's score with the length of the answer. A judge that prefers length shows here."""
 POSITION_GAP = "judge/position_gap"
-"""Mean score of candidates shown before the reference, minus the mean score of those shown after it."""
 USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")
 """Figures of each judge provider, per generation batch."""
 CACHES = ("answers", "references")
 BUDGET_CALLS = "budget/calls"
-"""Requests to the reward's services so far, of all ranks and of the runs before. Only where something is limited or
-has a price, as the next."""
 BUDGET_USD = "budget/usd"
-"""US dollars for judges so far, by their prices."""
 BUDGET_FORECAST = "budget/forecast"
-"""Share of the nearest limit that is used after the last step, if the steps to come cost as much as those since the
-run's first line. Only where something is limited."""
 
 
 def usage_of(provider: str, kind: str) -> str:
-    """One of `USAGE` of a judge provider."""
     return f"judge/{provider}/{kind}"
 
 
@@ -155,7 +144,6 @@ def traffic_of(service: str, kind: str) -> str:
 
 
 def saved_by(cache: str) -> str:
-    """Calls that one of `CACHES` saved."""
     return f"cache/{cache}_saved"
 
 
@@ -163,34 +151,22 @@ def saved_by(cache: str) -> str:
 
 
 def kl_of(branch: str, kind: str = "") -> str:
-    """A branch's KL as its loss has it, without the coefficient: nats per token, mean over its tokens on all ranks.
-
-    Args:
-        branch (`str`):
-            Its name.
-        kind (`str`, *optional*):
-            A figure beside the KL itself, for example `"_low"`, `"_high"` or `"_in_band"`; `kl_names` lists all.
-    """
+    """A branch's KL, or with `kind`, such as `"_low"` or `"_in_band"`, a figure beside it."""
     return f"kl/{branch}{kind}"
 
 
 def beta_of(branch: str) -> str:
-    """The KL coefficient in a branch's loss."""
     return f"beta/{branch}"
 
 
 ALL_KL = "kl"
-"""The KL of all branches together, in place of TRL's own figure."""
 
 # Rollouts
 
 STALENESS = "rollout/staleness"
-"""Optimizer steps between the weights that sampled a completion and those that are first trained on it: mean."""
 STALENESS_MAX = "rollout/staleness_max"
 LEFT_OUT = "rollout/left_out"
-"""Share of tokens, or completions, that the correction for the sampler's distribution takes out of the loss."""
 BOUNDED = "rollout/bounded"
-"""Share of tokens, or completions, with an importance ratio that this correction has bounded."""
 
 
 def is_largest(name: str) -> bool:
@@ -198,36 +174,27 @@ def is_largest(name: str) -> bool:
     return name == STALENESS_MAX or (name.startswith("time/") and name.endswith("_max_s"))
 
 
-# Weights
-
 CHANGED_SHARE = "weights/changed_share"
-"""Share of the weights that changed. In a log entry of its own, at the steps in which it was measured."""
 
 # Throughput and memory
 
 
-def perf_of(phase: Phase) -> str:
-    """Seconds of a step in one of `PERF_PHASES`, beside the throughput."""
+def perf_of(phase: str) -> str:
     return f"perf/{phase}_s"
 
 
 PERF_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.DATA_LOADING)
 DATA_LOADING_RATIO = "perf/data_loading_ratio"
 COMPUTE_RATIO = "perf/compute_ratio"
-"""Share of a step's time in which the accelerator works."""
 TOKENS_PER_SECOND = "perf/tokens_per_s"
 SAMPLES_PER_SECOND = "perf/samples_per_s"
 MFU_MODEL = "perf/mfu_model"
-"""Model FLOPs utilisation in the time of the policy's own passes."""
 MFU_STEP = "perf/mfu_step"
-"""Model FLOPs utilisation in the time of the whole step."""
 THROUGHPUT = (*map(perf_of, PERF_PHASES), DATA_LOADING_RATIO, COMPUTE_RATIO, TOKENS_PER_SECOND, SAMPLES_PER_SECOND,
               MFU_MODEL, MFU_STEP)  # fmt: skip
 GPU_BUSY = "perf/gpu_busy_ratio"
-"""Share of the time in which the main rank's GPU ran a kernel, by the driver."""
 DISK_READ = "perf/disk_read_mb_s"
 DISK_WRITE = "perf/disk_write_mb_s"
-"""MB/s of all disks of the main rank's machine, whoever used them."""
 MACHINE = (GPU_BUSY, DISK_READ, DISK_WRITE)
 GPU_RESERVED = "memory/gpu_reserved_gib"
 GPU_PEAK = "memory/gpu_peak_gib"
@@ -242,8 +209,172 @@ QUICK_SECONDS = f"{QUICK_EVAL}seconds"
 
 
 def quick_of(branch: str, kind: str) -> str:
-    """A figure of a branch in a quick evaluation: `score`, `truncated`, `length`, `kl`, `beta`, or one of your own."""
     return f"{QUICK_EVAL}{branch}/{kind}"
+
+
+# The list of figures
+
+BRANCH = "{branch}"
+
+
+class Metric(NamedTuple):
+    """What is logged under one tag, or under a tag for each branch, stage, service and so on."""
+
+    tag: str
+    """Its name. `{branch}`, `{stage}` and other words in braces stand for each branch, each stage."""
+    meaning: str
+    """For the table in docs/ARCHITECTURE.md."""
+    chart: tuple[str, str] | None = None
+    """Category and title of the chart that has it in TensorBoard's layout. A word in braces in the title: a chart for
+    each."""
+    console: str = ""
+    """Words before it in the line of a step. Empty: it is not there."""
+    report: str = ""
+    """Name of its row in the report. Empty: it has none, or a section of the report shows it in its own way."""
+    line: str = ""
+    """Which part of the ledger's line has it: `"rewards"`, `"baseline"` or `"kl"`. Empty: others log it."""
+
+
+CATEGORIES = ("Rewards by branch", "KL with band and beta", "Step time by phase", "Failures by reason")
+"""Of charts, in TensorBoard's order."""
+_REWARDS, _KL, _TIME, _FAILURES = CATEGORIES
+_KL_CHART = (_KL, "KL of {branch}")
+
+FIGURES = (
+    Metric(reward_of(BRANCH), "mean reward of the branch's scored completions", (_REWARDS, "reward"),
+           console="reward", line="rewards"),
+    Metric(reference_of(BRANCH), "mean judge score of the 32B answers beside them", (_REWARDS, "32B reference"),
+           line="rewards"),
+    Metric(component_of("{component}", BRANCH), "mean of a component of the packaged reward, those of stages of your "
+           "own too, over the branch's completions that have it", (_REWARDS, "component {component}"),
+           line="rewards"),
+    Metric(outcome_of("{outcome}"), "share of completions with this outcome", (_FAILURES, "outcomes"),
+           line="rewards"),
+    Metric(ALL_KL, "of all branches together, in place of TRL's", line="kl"),
+    Metric(kl_of(BRANCH), "the branch's KL as its loss has it, without the coefficient: nats, mean over its tokens on "
+           "all ranks; with a lookahead weighted by the ratio to the sampler", _KL_CHART, line="kl"),
+    Metric(kl_of(BRANCH, "_k1"), "mean of log pi - log pi_ref over the same tokens, with the same weights: unbiased; "
+           "without a lookahead only if the policy itself sampled them", line="kl"),
+    Metric(beta_of(BRANCH), "coefficient in the loss", (_KL, "beta"), line="kl"),
+    Metric(kl_of(BRANCH, "_low"), "lower edge of the band, where the branch had rows", _KL_CHART, line="kl"),
+    Metric(kl_of(BRANCH, "_high"), "upper edge of the band", _KL_CHART, line="kl"),
+    Metric(kl_of(BRANCH, "_in_band"), "whether a step's KL lies in the band", line="kl"),
+    Metric(kl_of(BRANCH, "_share_in_band"), "share of the run's steps so far with the KL in the band", line="kl"),
+    Metric(kl_of(BRANCH, "_update_share"), "by how much the branch's rewards count in the update: 1, unless its "
+           "`least_share` acts", line="kl"),
+    Metric(kl_of(BRANCH, "_clamped"), "share of tokens whose log-ratio lies beyond the clamp", line="kl"),
+    Metric(kl_of(BRANCH, "_tokens"), "tokens per optimizer step", line="kl"),
+    Metric(REFERENCE_MISSING, "share of judged completions without a reference score", line="rewards"),
+    Metric(RIGHT_DOCUMENT, "share of answers whose best passage is a document that is known to answer the row; rows "
+           "without one do not count", line="rewards"),
+    Metric(BASELINE_FALLBACK, "share of groups whose hybrid baseline had no reference reward; only with a hybrid "
+           "baseline", line="baseline"),
+    Metric(SINGLE_SCORED, "share of groups of which only one completion could be scored: without a hybrid baseline "
+           "nothing is learned from them", line="rewards"),
+    Metric(SKIPPED_UPDATE, "1 where the batch did not move the policy", (_FAILURES, "outcomes"), line="rewards"),
+    Metric(FAILURE_REASONS + "{reason}", "completions since the last line, by reason; every reason seen so far, in a "
+           "log entry of its own", (_FAILURES, "completions")),
+    Metric(CHANGED_SHARE, "share of the weights with a gradient that the first step changed, and the first ten; in "
+           "log entries of their own"),
+    Metric(time_of("{phase}"), "seconds of a step by phase, mean over ranks ([TIMING.md](TIMING.md))",
+           (_TIME, "seconds")),
+    Metric(STEP_SECONDS, "their sum", (_TIME, "seconds")),
+    Metric(REWARD_SECONDS, "seconds from the first call of a batch to its last answer, on the slowest rank",
+           (_TIME, "rewards"), line="rewards"),
+    Metric(JUDGE_SECONDS, "seconds from the first verdict asked for to the last that came, on the slowest rank",
+           (_TIME, "rewards"), line="rewards"),
+    Metric(REWARD_EXPOSED, f"the part of `{REWARD_SECONDS}` that the trainer waited", (_TIME, "rewards")),
+    Metric(REWARD_HIDDEN, "the rest: it ran behind other work", (_TIME, "rewards")),
+    Metric(stage_of("{stage}", "{share}"), "seconds of a stage of a reward, over completions: `p50`, `p95`, `max`",
+           line="rewards"),
+    Metric(slowest_of("{stage}"), "seconds of a stage for the completion that was scored last", line="rewards"),
+    Metric(EPOCH_TOTALS + "{what}", "an epoch's steps, tokens, failures, seconds by phase, and mean of each figure "
+           "of a branch that the console shows ([TIMING.md](TIMING.md))"),
+    Metric(perf_of("{part}"), "seconds of a step in forward, backward, optimizer and data loading"),
+    *(
+        Metric(tag, meaning, (_TIME, "utilisation"))
+        for tag, meaning in (
+            (MFU_MODEL, "model FLOPs utilisation in the time of the policy's own passes"),
+            (MFU_STEP, "the same in the time of the whole step"),
+            (COMPUTE_RATIO, "share of a step's time in which the accelerator works"),
+            (DATA_LOADING_RATIO, "share of a step's time in which data are loaded"),
+            (GPU_BUSY, "share of the time in which the main rank's GPU ran a kernel, by the driver"),
+        )
+    ),
+    Metric(TOKENS_PER_SECOND, "tokens that were trained on, of all ranks"),
+    Metric(SAMPLES_PER_SECOND, "completions that were trained on, of all ranks"),
+    Metric(DISK_READ, "MB/s of all disks of the main rank's machine, whoever used them", (_TIME, "disks")),
+    Metric(DISK_WRITE, "the same for writing", (_TIME, "disks")),
+    *(Metric(tag, "GiB of the fullest rank", (_TIME, "memory")) for tag in MEMORY),
+    Metric(STALENESS, "optimizer steps between the weights that sampled a completion and those that are first trained "
+           "on it: mean ([PIPELINE.md](PIPELINE.md))", (_TIME, "rollouts ahead"), line="rewards"),
+    Metric(STALENESS_MAX, "the largest", (_TIME, "rollouts ahead"), line="rewards"),
+    Metric(LEFT_OUT, "share of tokens, or completions, that the correction for the sampler's distribution takes out "
+           "of the loss", (_TIME, "importance ratios"), line="rewards"),
+    Metric(BOUNDED, "share of tokens, or completions, with an importance ratio that this correction has bounded",
+           (_TIME, "importance ratios"), line="rewards"),
+    Metric(QUICK_EVAL + REWARD, "mean over the branches of a quick evaluation"),
+    Metric(QUICK_SECONDS, "its seconds"),
+    Metric(quick_of(BRANCH, "{figure}"), "`score`, `truncated`, `length`, `kl`, `beta` of its branches, and figures "
+           "of your own, which are under `quick_eval/<figure>` too", (_REWARDS, "quick evaluation: {figure}")),
+    Metric(usage_of("{provider}", "{usage}"), f"{', '.join(f'`{kind}`' for kind in USAGE)} per generation batch, over "
+           "all ranks", line="rewards"),
+    Metric(BUDGET_CALLS, "requests so far, of all ranks and the runs before, where something is limited or has a "
+           "price"),
+    Metric(BUDGET_USD, "US dollars so far, by their prices"),
+    Metric(BUDGET_FORECAST, "share of the nearest limit that is used after the last step, at the pace so far; where "
+           "something is limited"),
+    Metric(LENGTH_CORRELATION, "correlation of a verdict's score with the answer's length: a judge that likes length"),
+    Metric(POSITION_GAP, "mean score of candidates shown first, less that of candidates shown second"),
+    Metric(traffic_of("{service}", "{count}"), "calls, sent, retries and others per generation batch, over all ranks; "
+           "`reward/service/transport.py` says what each counts", line="rewards"),
+    Metric(saved_by("{cache}"), "calls that were not made", line="rewards"),
+)  # fmt: skip
+"""Every figure beside TRL's own, under `train/`, and as far as they are of completions under `eval/`."""
+
+_WORDS: Mapping[str, Sequence[str]] = {
+    "outcome": tuple(Outcome), "phase": tuple(Phase), "share": tuple(STAGE_SHARES), "usage": USAGE, "cache": CACHES
+}  # fmt: skip
+
+
+def meanings(tag: str, words: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
+    """What the words in braces of a tag stand for: each choice of them, the last word's fastest. A word that is not
+    known stands for itself, as that of failures' reasons."""
+    known = {**_WORDS, **words}
+    wanted = [word for _, word, *_ in string.Formatter().parse(tag) if word]
+    choices = (known.get(word, (f"{{{word}}}",)) for word in wanted)
+    return (dict(zip(wanted, choice, strict=True)) for choice in itertools.product(*choices))
+
+
+def line_names(parts: Collection[str], words: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Every name of these parts of the ledger's line, in the order of `FIGURES`."""
+    figures = (figure for figure in FIGURES if figure.line in parts)
+    return tuple(figure.tag.format(**choice) for figure in figures for choice in meanings(figure.tag, words))
+
+
+def of_branches(tag: str, branches: Iterable[str]) -> dict[str, str]:
+    """A tag with `{branch}`, for each branch."""
+    return {branch: tag.replace(BRANCH, branch) for branch in branches}
+
+
+def branches_in(tags: Collection[str]) -> tuple[str, ...]:
+    """The branches of a run by the tags that it logged.
+
+    Each branch has a coefficient. A run without a KL has none, and then each branch has a reward. What is another
+    figure of `FIGURES`, and begins alike, is no branch.
+    """
+    for family in (beta_of(BRANCH), reward_of(BRANCH)):
+        start = family.removesuffix(BRANCH)
+        others = [pattern_of(tag) for tag, *_ in FIGURES if tag.startswith(start) and tag != family]
+        own = (tag for tag in tags if tag.startswith(start) and not any(other.fullmatch(tag) for other in others))
+        if branches := {tag.removeprefix(start) for tag in own}:
+            return tuple(sorted(branches))
+    return ()
+
+
+def pattern_of(tag: str) -> re.Pattern[str]:
+    """A tag of `FIGURES` as a regular expression: any text for each word in braces."""
+    return re.compile(re.sub(r"\\\{.+?\\\}", ".+", re.escape(tag)))
 
 
 # Files in a run's folder

@@ -160,7 +160,7 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 trainer.finish()
-            if error is trainer.rooms.stopping.survived:
+            if error is trainer.components.stopping.survived:
                 raise RunStopped(error.__notes__[-1]) from error
             raise
         trainer.finish()
@@ -185,8 +185,8 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
     collect_seldom()
     if asks_first:
         with instruments.timeline.phase(StartUp.WARM_UP):
-            warm_up(trainer.rooms.desk)
-    stopping = trainer.rooms.stopping
+            warm_up(trainer.components.desk)
+    stopping = trainer.components.stopping
     with signals.handed_to(trainer.request_stop):
         trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
         with stopping.ending():

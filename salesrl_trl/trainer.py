@@ -1,7 +1,17 @@
 """The trainer: TRL's `GRPOTrainer` with overrides.
 
-Owns the overrides, each of which says what it changes. `bound` has what the rooms use of TRL. Code that needs no TRL
-lies in the rooms; `wiring` builds them.
+Owns the overrides, each of which says what it changes. `wiring.trl_access` has what the components use of TRL, and
+`wiring.components` builds them. The overrides of a micro-step stand below in the order in which TRL comes to them:
+
+    _run_epoch, get_batch_samples             prompts are read, for later steps too
+    training_step
+      _prepare_inputs                         rollouts that are due begin; the next micro-batch
+        _generate_and_score_completions       where a generation batch begins:
+          _generate                           its completions
+          _calculate_rewards                  its rewards
+      _compute_loss                           policy loss, and the KL of branches
+        _get_per_token_logps_and_entropies    each prompt once
+    log                                       the figures of a step
 """
 
 import copy
@@ -36,13 +46,13 @@ from salesrl_trl.rollout.scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
 from salesrl_trl.telemetry.trackers import tell
-from salesrl_trl.wiring.components import Wiring
+from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.overrides import in_force_if
-from salesrl_trl.wiring.trl_access import BoundTrainer
+from salesrl_trl.wiring.trl_access import TRLAccess
 
 
-@in_force_if("has_rooms")  # with a plain `GRPOConfig` each method is TRL's own
-class SalesGRPOTrainer(BoundTrainer):
+@in_force_if("is_extended")  # with a plain `GRPOConfig` each method is TRL's own
+class SalesGRPOTrainer(TRLAccess):
     """TRL's `GRPOTrainer` for rewards that are slow and may fail. It takes what that takes.
 
     With a plain `GRPOConfig`, or none, it is TRL's own to the bit. All that this package adds comes with a
@@ -68,7 +78,7 @@ class SalesGRPOTrainer(BoundTrainer):
             Further arguments of `GRPOTrainer`. A `SalesReward` wants the dataset's column `row`.
     """
 
-    has_rooms = False
+    is_extended = False
     """Whether this package adds something."""
 
     def __init__(
@@ -83,7 +93,7 @@ class SalesGRPOTrainer(BoundTrainer):
         sampler: Callable[[Upstream], Sampler] | None = None,
         **kwargs: object,
     ) -> None:
-        """Gives vLLM the engine options that TRL does not pass through, and builds the rooms."""
+        """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
             check_stock(reward_funcs, instruments, quick_eval, kl_law, sampler)
             super().__init__(model, reward_funcs, args, *given, **kwargs)
@@ -93,16 +103,16 @@ class SalesGRPOTrainer(BoundTrainer):
             args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
         rewards = GivenRewards.of(reward_funcs, args.reward_weights, args.reward_process, has_more=has_more)
-        has_adapter = named.get("peft_config") is not None
-        rooms = self.rooms = Wiring(rewards, args, instruments, kl_law, named.get("train_dataset"), has_adapter)
-        self.has_rooms = True
-        self._timeline = rooms.timeline
+        rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
+        components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter)
+        self.is_extended = True
+        self._timeline = components.timeline
         self._epoch = 0
-        with rooms.policy.building(model):
+        with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *given, **kwargs)
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, self._timeline.phased(phase, getattr(self, name)))
-        take_over_the_console(self, *rooms.connect(self._hooks(), sampler, quick_eval))
+        take_over_the_console(self, *components.connect(self._hooks(), sampler, quick_eval))
 
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: object
@@ -115,13 +125,13 @@ class SalesGRPOTrainer(BoundTrainer):
             `RunStopped`: after `request_stop`. A checkpoint was saved before.
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
-        self.rooms.forget_run()  # first: a stop that is asked for from here on is this run's
+        self.components.forget_run()  # first: a stop that is asked for from here on is this run's
         for table in (*self._metrics.values(), *self._logs.values(), self._pending_extra_logs, self._pending_metrics):
             table.clear()
         self._current_train_step_time = 0.0
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
-        with self.rooms.running(functools.partial(self._save_checkpoint, self.model, None)):
-            resumed = self.rooms.keeper.begin(resume_from_checkpoint, self.train_dataset)
+        with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
+            resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
             with patched(self.args, "eval_on_start", starts):
                 return super().train(resumed, *args, **kwargs)
@@ -135,19 +145,19 @@ class SalesGRPOTrainer(BoundTrainer):
     def request_stop(self, reason: str) -> None:
         """End training on all ranks, with a checkpoint. `reason`: what asked for it. From a signal handler too. With a
         plain `GRPOConfig` training ends without a checkpoint."""
-        if self.has_rooms:
-            self.rooms.stopping.request(reason)
+        if self.is_extended:
+            self.components.stopping.request(reason)
         else:
             self.control.should_training_stop = True
 
     def finish(self) -> None:
         """Close the reward's connections and the instruments. The trainer can't score after this."""
-        if self.has_rooms:
-            self.rooms.close()
+        if self.is_extended:
+            self.components.close()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
         """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""
-        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.rooms.pipeline.epoch)
+        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.components.pipeline.epoch)
 
     def _run_epoch(self, *args, epoch: int, train_dataloader, **kwargs):
         """Gives the pipeline the prompts that come when this epoch is over. After the last step nothing is done."""
@@ -155,7 +165,7 @@ class SalesGRPOTrainer(BoundTrainer):
             self.control.should_training_stop = True
             return
         self._epoch = epoch
-        self.rooms.pipeline.epoch_begins(train_dataloader)
+        self.components.pipeline.epoch_begins(train_dataloader)
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -164,23 +174,66 @@ class SalesGRPOTrainer(BoundTrainer):
         full = self.args.gradient_accumulation_steps  # an epoch's last step gets what is left
         steps_left = self.state.max_steps - self.state.global_step
         with self._timeline.phase(Phase.DATA_LOADING):
-            return self.rooms.pipeline.next_update(
-                self._epoch, epoch_iterator, lambda each: pull(each, full, device), steps_left
+            return self.components.pipeline.next_update(
+                self._epoch, epoch_iterator, lambda iterator: pull(iterator, full, device), steps_left
             )
+
+    def training_step(self, *args, **kwargs):
+        """Marks the phases of a step around its passes. Rescales the gradient where completions failed late."""
+        with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
+            loss = super().training_step(*args, **kwargs)
+        normaliser, control = self.components.normaliser, self.components.run_control
+        is_last = self.accelerator.sync_gradients
+        loss = normaliser.end(loss, self.model.parameters(), is_last=is_last)
+        control.record_micro_batch()
+        if is_last and normaliser.is_empty:
+            control.drain_moves()
+        if is_last:  # what comes until the step's end: clipping, the optimizer, the schedule
+            self._timeline.begin(Phase.OPTIMIZER)
+        return loss
 
     def _prepare_inputs(self, generation_batch):
         """Generates the rollouts that are due. Then a scored micro-batch replaces the next one in order."""
+        components, step = self.components, self.state.global_step
         if not self.model.training:
             batch = super()._prepare_inputs(generation_batch)
-            self.rooms.normaliser.begin_evaluation(batch)
+            components.normaliser.begin_evaluation(batch)
             return batch
-        self.rooms.pipeline.launch_due(self._step, self.state.global_step)
+        # 1. generation begins before anything waits for the last rewards of the current batch
+        components.pipeline.launch_due(self._step, step)
+        # 2. TRL's next micro-batch; where a generation batch begins, TRL scores it
         batch = super()._prepare_inputs(generation_batch)
         following = (self._buffered_inputs or [])[self._step % self.args.steps_per_generation + 1 :]
-        batches = self.rooms.scoring.next_micro_batches([batch, *following], self.state.global_step)
-        update, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
-        self.rooms.normaliser.begin(batches, update, is_last=is_last, in_parts=self.rooms.scoring.in_parts)
-        return self.rooms.passes.begin(batches, update, is_last=is_last)
+        # 3. one whose groups are scored takes its place
+        batches = components.scoring.next_micro_batches([batch, *following], step)
+        # 4. what is left of the update without failed completions, and the passes that it shares
+        size, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
+        components.normaliser.begin(batches, size, is_last=is_last, in_parts=components.scoring.in_parts)
+        return components.passes.begin(batches, size, is_last=is_last)
+
+    def _generate_and_score_completions(self, inputs):
+        """Scores the rollout of these inputs, which may have been launched before."""
+        components, step = self.components, self.state.global_step
+        if not self.model.training:
+            return components.scoring.evaluate(inputs, step, for_loss=True)[1]
+        in_groups = components.in_groups and components.policy.weight_check.is_done
+        return components.scoring.train_on(inputs, self._step, step, in_groups, components.passes.in_order)
+
+    def _generate(self, prompts):
+        """Returns the completions of the rollout, which exist already unless they may call tools."""
+        rollout = self.components.scoring.current
+        if rollout.sampled is None:
+            with self._timeline.phase(Phase.GENERATION):
+                sampled = self._sample(prompts)
+            self.components.pipeline.generated(rollout, sampled, prompts, self.environments)
+        assert rollout.sampled is not None
+        measured, tokens = rollout.drain_metrics()
+        metrics = self._metrics[rollout.mode]
+        for name, values in measured.items():
+            metrics[name].extend(values)
+        self.state.num_input_tokens_seen += tokens
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        return rollout.sampled.generated
 
     def _tokenize_prompts(self, prompts):
         """Keeps what the processor makes of pictures, for log-probs of completions that are not scored yet."""
@@ -193,66 +246,35 @@ class SalesGRPOTrainer(BoundTrainer):
             return self._tokens(prompt_ids, num_generations)
         return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
-    def _generate(self, prompts):
-        """Returns the completions of the rollout, which exist already unless they may call tools."""
-        rollout = self.rooms.scoring.current
-        if rollout.sampled is None:
-            with self._timeline.phase(Phase.GENERATION):
-                sampled = self._sample(prompts)
-            self.rooms.pipeline.generated(rollout, sampled, prompts, self.environments)
-        assert rollout.sampled is not None
-        measured, tokens = rollout.drain_metrics()
-        metrics = self._metrics[rollout.mode]
-        for name, values in measured.items():
-            metrics[name].extend(values)
-        self.state.num_input_tokens_seen += tokens
-        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        return rollout.sampled.generated
-
     def _tool_call_loop(self, *args, **kwargs):
         """Refuses tools that TRL does not know of."""
         if not self.tools:
             raise ConfigError(NO_TOOLS.format("a `rollout_func`"))
         return super()._tool_call_loop(*args, **kwargs)
 
-    def _generate_and_score_completions(self, inputs):
-        """Scores the rollout of these inputs, which may have been launched before."""
-        if not self.model.training:
-            rollout, output = self.rooms.scoring.evaluate(inputs, self.state.global_step)
-            self.rooms.scoring.leave_out_failed(rollout, output)
-            return output
-        rooms = self.rooms
-        in_groups = rooms.in_groups and rooms.policy.weight_check.is_done
-        return rooms.scoring.train_on(inputs, self._step, self.state.global_step, in_groups, rooms.passes.in_order)
-
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """Waits for the rewards of the batch. While it is trained on part by part: takes those that are in."""
-        rollout = self.rooms.scoring.current
-        so_far = self.rooms.scoring.rewards_so_far(rollout)
-        if so_far is not None:
-            self._metrics["train"], self._logs = defaultdict(list), copied(self._logs)  # logged when all are in
-            self._timeline.begin(Phase.ADVANTAGES)
-            return so_far
-        with self._timeline.phase(Phase.REWARD_WAIT):
-            result = rollout.result = self.rooms.desk.result(rollout.rewards, completions)
-            with self.rooms.desk.answering(result):
-                rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._timeline.begin(Phase.ADVANTAGES)
-        rewards = self.rooms.scoring.record(rollout, rewards, completions)
-        components = self.rooms.reward.names.components if self.args.log_completions else None
-        if components is not None:
-            self._log_completion_extra("branch", [self.rooms.branches.of(each) for each in inputs])
-        rollout.result.log(self._log_completion_extra, self._log_metric, components)
+        of_trl = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
+        rewards, result = self.components.scoring.rewards(completions, of_trl)
+        if result is None:  # logged when all are in
+            self._metrics["train"], self._logs = defaultdict(list), copied(self._logs)
+            return rewards
+        names = self.components.reward.names.components if self.args.log_completions else None
+        if names is not None:
+            self._log_completion_extra("branch", [self.components.branches.of(row) for row in inputs])
+        result.log(self._log_completion_extra, self._log_metric, names)
         return rewards
 
     def _compute_loss(self, model, inputs):
         """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients. The
         update is as large as without failed completions."""
-        kl, share, metrics = self.rooms.kl, self.rooms.normaliser.share, self._metrics[self._mode]
-        recorded = {name: len(values) for name, values in metrics.items()}
+        components, metrics, kl = self.components, self._metrics[self._mode], self.components.kl
+        # 1. advantages, coefficients and the number of micro-batches make up for failed completions
+        share, recorded = components.normaliser.share, {name: len(values) for name, values in metrics.items()}
         inputs = share.of(inputs)
         penalty = None if kl is None else kl.penalty(inputs, share.policy)
         inputs = inputs if penalty is None else penalty.inputs
+        # 2. TRL's loss, with the penalty in place of its own
         beta = patched(self, "beta", self.beta if penalty is None else penalty)
         scaled = self._with_fewer_micro_batches(share.micro_batches)
         with beta, scaled, patched(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
@@ -261,29 +283,31 @@ class SalesGRPOTrainer(BoundTrainer):
                 kl.add(penalty)
         if FAILED in inputs:
             leave_out_empty(metrics, recorded)
+        # 3. at the end of a step its KL moves the coefficients of the next one
         if kl is not None and self.accelerator.sync_gradients:
-            self.rooms.end_kl_step(kl, self._mode)
+            components.end_kl_step(kl, self._mode)
+        # 4. what was trained on, for FLOPs; at the end of a generation batch, TRL's figures of the correction
         if self.model.training:
-            passes, masks = self.rooms.passes, (inputs["prompt_mask"], inputs["completion_mask"])
-            self.rooms.instruments.record_batch(*masks, passes.has_prompt)
+            passes = components.passes
+            components.instruments.record_batch(inputs["prompt_mask"], inputs["completion_mask"], passes.has_prompt)
             if (self._step + 1) % self.args.steps_per_generation == 0:
-                for name, value in passes.drain_correction(self.rooms.run_control.is_skipping).items():
-                    self._metrics["train"][name][-1] = value
+                for name, value in passes.drain_correction(components.run_control.is_skipping).items():
+                    metrics[name][-1] = value
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         """Sends a group's prompt through the model once. Hands the policy's log-probs to the penalty. Keeps old and
         reference ones while TRL repeats a batch."""
-        rooms, inputs = self.rooms, self._loss_inputs
+        components, inputs = self.components, self._loss_inputs
         upstream = super()._get_per_token_logps_and_entropies
-        passes = functools.partial(rooms.passes.log_probs, inputs, upstream, model, *args, **kwargs)
+        passes = functools.partial(components.passes.log_probs, inputs, upstream, model, *args, **kwargs)
         if inputs is not None:
             logps, *others = passes()
             return self.beta.record_logps(logps) if isinstance(self.beta, BranchPenalty) else logps, *others
-        is_reference, rollout = rooms.reference.is_active(model), rooms.scoring.rollout
+        is_reference, rollout = components.reference.is_active(model), components.scoring.rollout
         if rollout is not None and is_reference in rollout.logps:
             return rollout.logps[is_reference], None, None
-        if rooms.passes.leave_out_old(rollout, is_reference, rooms.policy.weight_check.is_done):
+        if components.passes.leave_out_old(rollout, is_reference, components.policy.weight_check.is_done):
             return unknown_logps(*args), None, None
         with self._timeline.phase(Phase.REFERENCE_LOGPROBS if is_reference else Phase.OLD_LOGPROBS):
             output = passes()
@@ -291,34 +315,22 @@ class SalesGRPOTrainer(BoundTrainer):
             rollout.logps[is_reference] = output[0]
         return output
 
-    def training_step(self, *args, **kwargs):
-        """Marks the phases of a step around its passes. Rescales the gradient where completions failed late."""
-        with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
-            loss = super().training_step(*args, **kwargs)
-        normaliser, is_last = self.rooms.normaliser, self.accelerator.sync_gradients
-        loss = normaliser.end(loss, self.model.parameters(), is_last=is_last)
-        self.rooms.run_control.record_micro_batch()
-        if is_last and normaliser.is_empty:
-            self.rooms.run_control.drain_moves()
-        if is_last:  # what comes until the step's end: clipping, the optimizer, the schedule
-            self._timeline.begin(Phase.OPTIMIZER)
-        return loss
-
     def _save_checkpoint(self, model, trial):
         """Saves beside the other checkpoints. A checkpoint takes its place when it is whole."""
-        with self.rooms.stopping.held():
-            self.rooms.keeper.save(self.state, functools.partial(super()._save_checkpoint, model, trial))
+        with self.components.stopping.held():
+            self.components.keeper.save(self.state, functools.partial(super()._save_checkpoint, model, trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Adds the package's own files."""
         super()._save_optimizer_and_scheduler(output_dir)
-        self.rooms.keeper.add_parts(Path(output_dir), self.state.global_step, self._step, self._buffered_inputs or [])
+        at = (self.state.global_step, self._step)
+        self.components.keeper.add_parts(Path(output_dir), *at, self._buffered_inputs or [])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the package's own files."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._buffered_inputs = self.rooms.keeper.load_parts(Path(checkpoint), self._step)
+            self._buffered_inputs = self.components.keeper.load_parts(Path(checkpoint), self._step)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the package's figures, under the same keys at every step."""
@@ -326,19 +338,19 @@ class SalesGRPOTrainer(BoundTrainer):
             mode = self._mode
             is_measured = bool(self._metrics[mode])  # False for the summaries of transformers
             if is_measured:
-                self._metrics[mode] |= {name: [value] for name, value in self.rooms.figures(mode).items()}
+                self._metrics[mode] |= {name: [value] for name, value in self.components.figures(mode).items()}
             has_table = self.log_completions and is_measured
             try:
                 with patched(self, "log_completions", has_table):
                     super().log(logs, start_time)
                 if has_table and self.accelerator.is_main_process:
                     out, unique = Path(self.args.output_dir), self.log_unique_prompts
-                    self.rooms.trackers.log_table(out, mode, self.state.global_step, unique_prompts=unique)
+                    self.components.trackers.log_table(out, mode, self.state.global_step, unique_prompts=unique)
             except Exception as error:
                 if not has_table or self._metrics[mode]:  # TRL clears them before it writes the table
                     raise
                 tell("the table of completions", error)
-            failures = self.rooms.ledger.drain_failures(mode)
+            failures = self.components.ledger.drain_failures(mode)
             if mode == "train" and is_measured and failures:
                 # A separate entry: a step's entry has the same keys at every step, but new reasons may come.
                 Trainer.log(self, {**failures})
@@ -348,7 +360,7 @@ class SalesGRPOTrainer(BoundTrainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         if name in output.metrics:
-            output.metrics[name] = self.rooms.normaliser.loss_of_evaluation(output.metrics[name])
+            output.metrics[name] = self.components.normaliser.loss_of_evaluation(output.metrics[name])
         return output
 
     def _evaluate(self, *args, skip_scheduler=False, **kwargs):
@@ -360,6 +372,6 @@ class SalesGRPOTrainer(BoundTrainer):
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         """Adds a quick evaluation when one is due."""
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self.rooms.run_control.error is None:
-            self.rooms.evaluate_quickly()
-        self.rooms.stopping.settle()
+        if self.components.run_control.error is None:
+            self.components.evaluate_quickly()
+        self.components.stopping.settle()

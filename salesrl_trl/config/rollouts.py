@@ -4,18 +4,19 @@ Owns this mapping, and the warnings about settings that do not suit each other. 
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from accelerate.logging import get_logger
 
 from salesrl_trl.config.checks import check
 from salesrl_trl.config.training import SalesGRPOConfig
-from salesrl_trl.data.branches import Branches
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.groups import parts
 from salesrl_trl.rollout.normaliser import TOKENS, UNITS, Normaliser
-from salesrl_trl.rollout.scoring import ScoringSettings
 
 logger = get_logger(__name__)
+Settings = TypeVar("Settings", bound=Any)
 
 NO_TOOLS = (
     "{} calls tools that TRL was not given: completions are generated before TRL asks for them. Expected `tools` or "
@@ -23,52 +24,17 @@ NO_TOOLS = (
 )
 
 
-def scoring_settings(
-    args: SalesGRPOConfig,
-    branches: Branches,
-    stages: Sequence[str],
-    weights: Sequence[float],
-    answered: Sequence[bool],
-) -> ScoringSettings:
-    """Settings of the scoring of a batch.
-
-    Args:
-        args (`SalesGRPOConfig`):
-            Settings.
-        branches (`Branches`):
-            Branches of the rows.
-        stages (`Sequence[str]`):
-            Names of the user's own stages of the reward.
-        weights (`Sequence[float]`), answered (`Sequence[bool]`):
-            As in `ScoringSettings`.
-    """
-    return ScoringSettings(
-        branches=branches,
-        stages=stages,
-        group=args.num_generations,
-        micro_batch=args.per_device_train_batch_size,
-        hybrid_reference_weight=args.hybrid_reference_weight,
-        weights=weights,
-        answered=answered,
-        scale_rewards=args.scale_rewards,
-        examples=args.held_out_examples,
-        leaves_out_failed=args.leaves_out_failed,
-        correction=args.sampler_correction,
-    )
+def settings_of(kind: type[Settings], args: SalesGRPOConfig, **others: object) -> Settings:
+    """A part's settings: a dataclass whose fields have names of `args`, and others that are given. So a new setting of
+    such a part is a field of `args` and a field of that dataclass."""
+    taken = {field.name: getattr(args, field.name) for field in fields(kind) if field.name not in others}
+    made: Settings = kind(**taken, **others)
+    return made
 
 
 def check_rewards(args: SalesGRPOConfig, tools: str | None, answered: Sequence[bool]) -> None:
-    """Refuse settings that do not suit the rewards.
-
-    Args:
-        args (`SalesGRPOConfig`):
-            Settings.
-        tools (`str`, *optional*), answered (`Sequence[bool]`):
-            As in `Hooks`.
-
-    Raises:
-        `ConfigError`: rollouts can't be ahead, or no reward of a reference is there.
-    """
+    """Raise `ConfigError` where rollouts can't be ahead, or no reward of a reference is there. `tools` and `answered`:
+    as in `Hooks`."""
     ahead, share = args.rollout_lookahead, args.hybrid_reference_weight
     check(
         tools is None or not ahead,
@@ -83,14 +49,7 @@ def check_rewards(args: SalesGRPOConfig, tools: str | None, answered: Sequence[b
 
 
 def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: bool) -> Normaliser:
-    """What makes up for failed completions. Says once what it can't do.
-
-    Args:
-        args (`SalesGRPOConfig`):
-            Settings.
-        has_entropy_bonus (`bool`), has_aux_loss (`bool`):
-            As in `Hooks`.
-    """
+    """What makes up for failed completions. Says once what it can't do."""
     can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss
     if args.leaves_out_failed and not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:
         why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with further terms"
@@ -121,17 +80,8 @@ def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
 
 
 def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | None:
-    """The first reason why advantages need all rewards, or why the batch has one part.
-
-    Args:
-        args (`SalesGRPOConfig`):
-            Settings.
-        whole_batch (`str`, *optional*):
-            Why rewards come for a whole batch at once.
-
-    Returns:
-        `str`, *optional*: the reason; `None` if there is none.
-    """
+    """The first reason why advantages need all rewards, or why the batch has one part; `None` if there is none.
+    `whole_batch`: why rewards come for a whole batch at once."""
     size = args.per_device_train_batch_size
     places = parts(size * args.steps_per_generation, size, args.num_generations)
     several = args.gradient_accumulation_steps > args.steps_per_generation and UNITS.get(args.loss_type) == TOKENS

@@ -46,18 +46,18 @@ def answers_of(
     try:
         with instruments.timeline.phase(Phase.EVALUATION):
             if trainer.args.use_vllm:
-                trainer.rooms.check_sampler(plan.held_out.prompts[:1] * CHECKED)
+                trainer.components.check_sampler(plan.held_out.prompts[:1] * CHECKED)
             ends = {*trainer.eos_token_ids, plan.tokenizer.pad_token_id}
             return [_answers(trainer, mode, ends, label) for mode in wanted]
     finally:
-        trainer.rooms.pipeline.forget()
+        trainer.components.pipeline.forget()
         plan.policy = None
         del trainer
         _free()
 
 
 def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label: str) -> list[Scored]:
-    args, rooms = trainer.args, trainer.rooms
+    args, components = trainer.args, trainer.components
     rows = [row for row in trainer.eval_dataset for _ in range(mode.samples)]
     # vLLM makes its own batches: it gets as many at once as in training, which the services' limits are made for
     size = max(args.per_device_eval_batch_size, args.generation_batch_size if args.use_vllm else 0)
@@ -67,8 +67,8 @@ def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label:
     scored: list[Scored] = []
     for number, first in enumerate(range(0, len(rows), size)):
         set_seed(args.seed + number)  # the same for every policy, however much the one before has drawn
-        with rooms.sampler.greedily() if mode.is_greedy else contextlib.nullcontext(), computing():
-            rollout, _ = rooms.scoring.evaluate(rows[first : first + size], 0, mode.samples)
+        with components.sampler.greedily() if mode.is_greedy else contextlib.nullcontext(), computing():
+            rollout, _ = components.scoring.evaluate(rows[first : first + size], 0, mode.samples)
         assert rollout.sampled is not None and rollout.result is not None
         scored += [
             Scored(reward, len(ids), not ids or ids[-1] not in ends)

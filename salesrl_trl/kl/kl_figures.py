@@ -1,30 +1,19 @@
 """The KL's figures in a log line.
 
-Owns their names in full, and the way from one optimizer step's sums to them. The trainer's ledger calls it.
+Owns the way from one optimizer step's sums to them. `names.FIGURES` has their names; `update.ledger` adds them.
 """
 
 import math
 from collections.abc import Sequence
 
 from salesrl_trl.kl.controller import KLControl
-from salesrl_trl.names import ALL_KL, beta_of, kl_of
+from salesrl_trl.names import ALL_KL, beta_of, kl_of, line_names
 from salesrl_trl.telemetry.aggregates import StepAggregates
-
-KINDS = ("", "_k1", "_in_band", "_share_in_band", "_clamped", "_tokens", "_low", "_high", "_update_share")
-"""Figures of each branch, as `kl_of` takes them:
-
-- the KL as the loss estimates it, and by the k1 estimator;
-- whether the step's KL lay in the band, and the share of the run's steps for which this is true;
-- the share of tokens with a clamped log-ratio;
-- tokens per optimizer step;
-- the band's two edges;
-- by how much the branch's rewards count in the update: 1, unless the last resort acts (`KLTarget.least_share`).
-"""
 
 
 def kl_names(branches: Sequence[str]) -> tuple[str, ...]:
-    """Every name of `add_kl`. `ALL_KL` is first: one token far off makes TRL's own figure infinite."""
-    return (ALL_KL, *(name for b in branches for name in (beta_of(b), *(kl_of(b, kind) for kind in KINDS))))
+    """Every name of `add_kl`. `ALL_KL` replaces TRL's own figure, which one token far off makes infinite."""
+    return line_names({"kl"}, {"branch": branches})
 
 
 def add_kl(

@@ -127,7 +127,7 @@ def _compare_engine(plan: Plan, findings: Findings) -> None:
         findings.note(LATER)
         return
     rehearsal = _rehearsal_of(plan)
-    engine, rooms = rehearsal.trainer.vllm_generation, rehearsal.trainer.rooms
+    engine, components = rehearsal.trainer.vllm_generation, rehearsal.trainer.components
     pushing, generating = TimingContext("push"), TimingContext("generation")
 
     def push(stock: Callable[[], None] = engine.sync_weights) -> None:
@@ -141,12 +141,12 @@ def _compare_engine(plan: Plan, findings: Findings) -> None:
         patched(engine, "generate", generating(engine.generate)),
         patched(engine, "max_completion_length", min(SHORT, training.max_completion_length)),
     ):
-        sampled = rooms.check_sampler([rehearsal.shortest] * training.num_generations)
+        sampled = components.check_sampler([rehearsal.shortest] * training.num_generations)
     findings.figures |= {
         "weight_push_s": pushing.cost_time,
         "generation_s": generating.cost_time,
         "tokens": sum(map(len, sampled.completion_ids)),
-        "logp_difference_nats": rooms.policy.weight_check.difference,
+        "logp_difference_nats": components.policy.weight_check.difference,
     }
 
 
@@ -170,7 +170,7 @@ def _make_steps(plan: Plan, findings: Findings) -> None:
         "first_step_s": first[STEP_SECONDS],
         "step_s": last[STEP_SECONDS],
         **{f"{phase}_s": last[time_of(phase)] for phase in TIMED},
-        "logp_difference_nats": trainer.rooms.policy.weight_check.difference,
+        "logp_difference_nats": trainer.components.policy.weight_check.difference,
         "prompt_tokens": rehearsal.prompt_tokens,
         "completion_tokens": int(last["completions/mean_length"]),
     }

@@ -38,8 +38,8 @@ _OF_ONE_THREAD = (
     ". It runs in another thread than the main one, and uses what belongs to one thread or event loop: make that "
     "where it is used (docs/REWARDS.md, 'Threads')"
 )
-TRAINER_STATE = "trainer_state"
-"""The trainer's state, beside the columns of a row."""
+TRL_ARGUMENTS = ("trainer_state",)
+"""What a reward function may ask for beside the columns of a row. `wiring.trl_access` has the values."""
 ORIGIN = "_origin"
 """Where a completion comes from, beside the columns of a row: an `Origin`."""
 UNNAMED = "a row"
@@ -196,7 +196,7 @@ class BatchedReward(ABC):
             `list[float | None]`: in the order of `completions`.
         """
         log_extra, log_metric = columns.pop("log_extra", None), columns.pop("log_metric", None)
-        given = {TRAINER_STATE: columns.pop(TRAINER_STATE)} if TRAINER_STATE in columns else {}
+        given = {name: columns.pop(name) for name in TRL_ARGUMENTS if name in columns}
         rows = [
             self.row_of({"prompt": prompt, **given, **{name: each[place] for name, each in columns.items()}})
             for place, prompt in enumerate(prompts)

@@ -1,15 +1,18 @@
-"""The rewards' figures in a log line.
+"""The figures of rewards: from each rank's completions to the sums of a log line.
 
-Owns their names in full, the tables in which they travel between ranks, and the way from a table to the sums of a
-line.
+Owns the value that each figure of completions has (`OVER_COMPLETIONS`), and the tables in which these values and a
+batch's report travel between ranks. `names.FIGURES` owns their tags and meanings. `rollout.scoring` makes the tables
+and gathers them; `update.ledger` adds them up.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from salesrl_trl.names import (
+    BRANCH,
     CACHES,
     JUDGE_SECONDS,
     REFERENCE_MISSING,
@@ -18,6 +21,9 @@ from salesrl_trl.names import (
     STAGE_SHARES,
     USAGE,
     Stage,
+    component_of,
+    line_names,
+    of_branches,
     outcome_of,
     reference_of,
     reward_of,
@@ -27,158 +33,140 @@ from salesrl_trl.names import (
     traffic_of,
     usage_of,
 )
+from salesrl_trl.reward.base import RewardNames
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.judge.bias import JudgeBias, bias_sums
+from salesrl_trl.reward.scoring import REFERENCE
 from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.telemetry.aggregates import StepAggregates, percentile
 from salesrl_trl.types import Outcome, Reward
 
-OUTCOMES = tuple(Outcome)
+Value = Callable[[Reward], float | None]
+
+VALUE = reward_of(BRANCH)
+REFERENCE_SCORE = reference_of(BRANCH)
+REFERENCE_REWARD = "reference_reward"
+"""Column of the reward of the reference's answer, for the hybrid baseline. No figure."""
+BRANCH_ID = "branch_id"
+"""Column of the index into the branches' names."""
 
 
-def report_names(providers: Sequence[str], services: Sequence[str]) -> tuple[str, ...]:
-    """Every name of `add_report` but those of times, in a fixed order."""
-    usage = [usage_of(provider, kind) for provider in providers for kind in USAGE]
-    traffic = [traffic_of(service, kind) for service in services for kind in (*TRAFFIC, "slots")]
-    return (*usage, *traffic, *(saved_by(cache) for cache in CACHES))
+def _outcome(outcome: Outcome, reward: Reward) -> float:
+    return float(reward.outcome is outcome)
 
 
-def reward_names(branches: Sequence[str]) -> tuple[str, ...]:
-    """Every name of `add_rewards` but those of times, in a fixed order."""
-    per_branch = [name(branch) for branch in branches for name in (reward_of, reference_of)]
-    return (*per_branch, *map(outcome_of, OUTCOMES), REFERENCE_MISSING, RIGHT_DOCUMENT)
+def _component(name: str, reward: Reward) -> float | None:
+    return reward.components.get(name)
 
 
-def time_names(stages: Sequence[str] = ()) -> tuple[str, ...]:
-    """Every name of a time: of `add_report`, then of `add_stages`.
-
-    Args:
-        stages (`Sequence[str]`, *optional*, defaults to none):
-            The user's stages, beside `Stage`: the reward's `names.stages`.
-    """
-    every = (*Stage, *stages)
-    shares = [stage_of(stage, share) for stage in every for share in STAGE_SHARES]
-    return (REWARD_SECONDS, JUDGE_SECONDS, *shares, *map(slowest_of, every))
+def _reference_missing(reward: Reward) -> float | None:
+    return float(reward.components.get(REFERENCE) is None) if reward.outcome is Outcome.OK else None
 
 
-def encode(rewards: Sequence[Reward], branch_ids: Sequence[int], stages: Sequence[str] = ()) -> torch.Tensor:
-    """The figures of completions as a table, to be gathered.
+OVER_COMPLETIONS: Mapping[str, Value] = {
+    VALUE: lambda reward: reward.value,
+    REFERENCE_SCORE: partial(_component, REFERENCE),
+    **{outcome_of(outcome): partial(_outcome, outcome) for outcome in Outcome},
+    REFERENCE_MISSING: _reference_missing,
+    RIGHT_DOCUMENT: partial(_component, "right_document"),
+}
+"""By tag, the value of a figure for one completion. The figure is the mean over the completions for which the value is
+not `None`: of each branch, if its tag has `{branch}`."""
 
-    Returns:
-        `torch.Tensor` of shape (B, 6 + len(`Stage`) + len(stages)), float64: branch id, index into `OUTCOMES`,
-        value, the reference's judge score and its reward, whether the right document was found, seconds by stage.
-        Columns from `value` onward are NaN when missing.
-    """
-    every = (*Stage, *stages)
-    rows = [
-        (
-            branch_id,
-            OUTCOMES.index(reward.outcome),
-            math.nan if reward.value is None else reward.value,
-            _number(reward.components.get("reference")),
-            _number(reward.reference_value),
-            _number(reward.components.get("right_document")),
-            *(reward.seconds.get(stage, math.nan) for stage in every),
+
+class RewardFigures:
+    """The figures of one reward, the same on every rank. `names` are those of the reward."""
+
+    def __init__(self, branches: Sequence[str], names: RewardNames | None = None) -> None:
+        names = names or RewardNames()
+        self.branches = branches
+        self._stages = (*Stage, *names.stages)
+        components = [component for component in names.components if component != REFERENCE]
+        own: dict[str, Value] = {component_of(name, BRANCH): partial(_component, name) for name in components}
+        self._over_completions = {**OVER_COMPLETIONS, **own}
+        columns = (BRANCH_ID, REFERENCE_REWARD, *self._over_completions, *self._stages)
+        self._columns = {name: place for place, name in enumerate(columns)}
+        self._counts = (
+            *(usage_of(provider, kind) for provider in names.providers for kind in USAGE),
+            *(traffic_of(service, kind) for service in names.services for kind in (*TRAFFIC, "slots")),
+            *(saved_by(cache) for cache in CACHES),
         )
-        for reward, branch_id in zip(rewards, branch_ids, strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 6 + len(every))
+        self.words = {
+            "branch": branches,
+            "stage": self._stages,
+            "component": components,
+            "provider": names.providers,
+            "service": names.services,
+            "count": (*TRAFFIC, "slots"),
+        }
+        """What the words in braces of `names.FIGURES` stand for."""
 
+    def names(self, with_baseline: bool = False) -> tuple[str, ...]:
+        """Every tag of the ledger's line, but for the KL and the judge's bias."""
+        return line_names({"rewards", "baseline"} if with_baseline else {"rewards"}, self.words)
 
-def values_of(table: torch.Tensor) -> list[float]:
-    """The reward of each completion in a table of `encode`; NaN without one."""
-    return [float(value) for value in table[:, 2]]
+    def column(self, table: torch.Tensor, name: str) -> torch.Tensor:
+        """A column of a table of `encode`, shape (N,)."""
+        return table[:, self._columns[name]]
 
+    def encode(self, rewards: Sequence[Reward], branch_ids: Sequence[int]) -> torch.Tensor:
+        """The values of completions as a table, to be gathered: shape (B, columns), float64, NaN for a missing one."""
+        rows = []
+        for reward, branch_id in zip(rewards, branch_ids, strict=True):
+            values = [value(reward) for value in self._over_completions.values()]
+            seconds = [reward.seconds.get(stage) for stage in self._stages]
+            row = (branch_id, reward.reference_value, *values, *seconds)
+            rows.append([math.nan if number is None else number for number in row])
+        return torch.tensor(rows, dtype=torch.float64).reshape(-1, len(self._columns))
 
-def add_rewards(
-    aggregates: StepAggregates, table: torch.Tensor, branches: Sequence[str], stages: Sequence[str] = ()
-) -> None:
-    """Add a gathered table from `encode` to the aggregates.
+    def add_rewards(self, aggregates: StepAggregates, table: torch.Tensor) -> None:
+        """Add a table of `encode`, gathered from all ranks: shape (N, columns)."""
+        branch_ids = self.column(table, BRANCH_ID)
+        for tag in self._over_completions:
+            values = self.column(table, tag)
+            is_known = ~values.isnan()
+            tags = {tag: is_known}
+            if BRANCH in tag:
+                by_branch = enumerate(of_branches(tag, self.branches).values())
+                tags = {name: is_known & (branch_ids == branch_id) for branch_id, name in by_branch}
+            for name, counts in tags.items():
+                aggregates.add(name, values[counts].sum().item(), counts.sum().item())
+        self._add_stages(aggregates, table)
 
-    Args:
-        aggregates (`StepAggregates`):
-            Made with `reward_names(branches)` and `time_names(stages)`.
-        table (`torch.Tensor`):
-            Shape (world size x B, columns of `encode`).
-        branches (`Sequence[str]`):
-            Branch names by id.
-        stages (`Sequence[str]`, *optional*, defaults to none):
-            As for `time_names`.
-    """
-    branch_ids, outcomes, values, references = table[:, :4].unbind(dim=1)  # each (N,)
-    for branch_id, branch in enumerate(branches):
-        in_branch = branch_ids == branch_id
-        for name, column in ((reward_of(branch), values), (reference_of(branch), references)):
-            there = in_branch & ~torch.isnan(column)
-            aggregates.add(name, column[there].sum().item(), there.sum().item())
-    for index, outcome in enumerate(OUTCOMES):
-        aggregates.add(outcome_of(outcome), (outcomes == index).sum().item(), len(table))
-    judged = outcomes == OUTCOMES.index(Outcome.OK)
-    aggregates.add(REFERENCE_MISSING, (judged & torch.isnan(references)).sum().item(), max(judged.sum().item(), 1))
-    found = table[:, 5]
-    aggregates.add(RIGHT_DOCUMENT, found.nansum().item(), (~torch.isnan(found)).sum().item())
-    add_stages(aggregates, table[:, -len(Stage) - len(stages) :], stages)
+    def _add_stages(self, aggregates: StepAggregates, table: torch.Tensor) -> None:
+        """Seconds of each stage: percentiles over completions, and the stages of the slowest completion."""
+        seconds = {stage: self.column(table, stage) for stage in self._stages}
+        for stage, every in seconds.items():
+            known = every[~every.isnan()].tolist()
+            for name, share in STAGE_SHARES.items():
+                aggregates.add(stage_of(stage, name), percentile(known, share), int(bool(known)))
+        if not len(table):
+            return
+        spent = {stage: every.nan_to_num() for stage, every in seconds.items()}
+        beside = torch.maximum(spent[Stage.RAG_8B], spent[Stage.RAG_32B])
+        others = sum(every for stage, every in spent.items() if stage not in (Stage.RAG_8B, Stage.RAG_32B))
+        slowest = int((beside + others).argmax())
+        for stage, every in spent.items():
+            aggregates.add(slowest_of(stage), every[slowest].item(), 1)
 
+    def encode_report(self, report: BatchReport) -> torch.Tensor:
+        """A batch's report as a table, to be gathered: shape (1, 2 + `JudgeBias.SUMS` + counts), float64."""
+        counts = {
+            **{usage_of(name, kind): getattr(usage, kind) for name, usage in report.usage.items() for kind in USAGE},
+            **{traffic_of(name, kind): kinds[kind] for name, kinds in report.traffic.items() for kind in kinds},
+            **{saved_by(cache): report.cache_hits[cache] for cache in CACHES},
+        }
+        counted = [float(counts.get(name, 0)) for name in self._counts]
+        row = [report.seconds, report.judge_seconds, *bias_sums(report.records), *counted]
+        return torch.tensor([row], dtype=torch.float64)
 
-def add_stages(aggregates: StepAggregates, seconds: torch.Tensor, stages: Sequence[str] = ()) -> None:
-    """Add the stages' seconds of a batch: percentiles over completions, and the stages of the slowest completion.
-
-    Args:
-        aggregates (`StepAggregates`):
-            Made with `time_names`.
-        seconds (`torch.Tensor`):
-            Shape (N, len(`Stage`) + len(stages)), NaN where a completion did not reach a stage.
-        stages (`Sequence[str]`, *optional*, defaults to none):
-            As for `time_names`.
-    """
-    every = (*Stage, *stages)
-    for index, stage in enumerate(every):
-        known = seconds[:, index][~torch.isnan(seconds[:, index])].tolist()
-        for name, share in STAGE_SHARES.items():
-            aggregates.add(stage_of(stage, name), percentile(known, share), int(bool(known)))
-    if not len(seconds):
-        return
-    split = torch.nan_to_num(seconds)
-    parse, rag_8b, rag_32b, *others = split.unbind(dim=1)
-    slowest = split[(parse + torch.maximum(rag_8b, rag_32b) + sum(others)).argmax()].tolist()
-    for stage, value in zip(every, slowest, strict=True):
-        aggregates.add(slowest_of(stage), value, 1)
-
-
-def encode_report(report: BatchReport) -> torch.Tensor:
-    """A batch's report as a table, to be gathered.
-
-    Returns:
-        `torch.Tensor` of shape (1, 2 + `JudgeBias.SUMS` + len(`report_names`)), float64: seconds, judge's seconds, the
-        sums for `JudgeBias`, then the figures in the order of `report_names`.
-    """
-    usage = [float(getattr(each, kind)) for each in report.usage.values() for kind in USAGE]
-    traffic = [float(each[kind]) for each in report.traffic.values() for kind in (*TRAFFIC, "slots")]
-    saved = [float(report.cache_hits[cache]) for cache in CACHES]
-    figures = [report.seconds, report.judge_seconds, *bias_sums(report.records), *usage, *traffic, *saved]
-    return torch.tensor([figures], dtype=torch.float64)
-
-
-def add_report(aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor, names: Sequence[str]) -> None:
-    """Add the gathered reports of a batch. Times are those of the slowest rank; all other figures are sums over ranks.
-
-    Args:
-        aggregates (`StepAggregates`):
-            Made with `time_names` and `report_names`.
-        bias (`JudgeBias`):
-            Gets the sums.
-        table (`torch.Tensor`):
-            Shape (world size, columns of `encode_report`).
-        names (`Sequence[str]`):
-            From `report_names`.
-    """
-    times, sums = table[:, :2].max(dim=0).values.tolist(), table[:, 2:].sum(dim=0)
-    for name, seconds in zip((REWARD_SECONDS, JUDGE_SECONDS), times, strict=True):
-        aggregates.add(name, seconds, 1)
-    bias.add(sums[: JudgeBias.SUMS].tolist())
-    for name, figure in zip(names, sums[JudgeBias.SUMS :].tolist(), strict=True):
-        aggregates.add(name, figure, 1)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+    def add_report(self, aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor) -> None:
+        """Add the gathered reports of a batch, shape (world size, columns). Seconds are those of the slowest rank; all
+        other figures are sums over ranks."""
+        seconds, bias_columns, counts = torch.split(table, [2, JudgeBias.SUMS, len(self._counts)], dim=1)
+        slowest = seconds.max(dim=0).values.tolist()
+        for name, value in zip((REWARD_SECONDS, JUDGE_SECONDS), slowest, strict=True):
+            aggregates.add(name, value, 1)
+        bias.add(bias_columns.sum(dim=0).tolist())
+        for name, value in zip(self._counts, counts.sum(dim=0).tolist(), strict=True):
+            aggregates.add(name, value, 1)

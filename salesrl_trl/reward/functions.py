@@ -33,7 +33,7 @@ from typing import Any, overload
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.apart import HeldUp
-from salesrl_trl.reward.base import DEADLINE_S, ORIGIN, TRAINER_STATE, BatchedReward, RewardNames
+from salesrl_trl.reward.base import DEADLINE_S, ORIGIN, TRL_ARGUMENTS, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.calls import Together, in_a_thread
 from salesrl_trl.reward.scoring import missing
@@ -259,7 +259,7 @@ class RewardFunction(BatchedReward):
         values: dict[str, Any] = {
             name: [sample.row[name] for sample in samples] if is_batch else first[name]
             for name in first
-            if name not in ("prompt", "completion", TRAINER_STATE)
+            if name not in ("prompt", "completion", *TRL_ARGUMENTS)
         }
         if self._per is Per.COMPLETION:
             values |= {"completion": samples[0].completion, "completion_ids": list(samples[0].token_ids)}
@@ -270,8 +270,7 @@ class RewardFunction(BatchedReward):
             values["prompts"] = [sample.row["prompt"] for sample in samples]
         else:
             values["prompt"] = first["prompt"]
-        if TRAINER_STATE in first:
-            values[TRAINER_STATE] = first[TRAINER_STATE]
+        values |= {name: first[name] for name in TRL_ARGUMENTS if name in first}
         values |= {"log_extra": log.extra, "log_metric": log.metric}
         return {name: value for name, value in values.items() if self._takes_all or name in self._named}
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.base import TRAINER_STATE, BatchedReward
+from salesrl_trl.reward.base import TRL_ARGUMENTS, BatchedReward
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import combined
@@ -99,7 +99,7 @@ class GivenRewards:
             `ConfigError`: a column is not there, or completions that are scored together lie on several processes.
         """
         if columns is not None:
-            self.desk.reward.check_columns([*columns, TRAINER_STATE])
+            self.desk.reward.check_columns([*columns, *TRL_ARGUMENTS])
         if size % self.desk.reward.unit(group, size):
             raise ConfigError(
                 f"a reward function scores the {group} completions of a prompt together, and a process generates "

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
 from salesrl_trl.recording.completion_record import CompletionRecord
-from salesrl_trl.reward.base import ORIGIN, TRAINER_STATE, BatchedReward, RewardNames
+from salesrl_trl.reward.base import ORIGIN, TRL_ARGUMENTS, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, RewardBatch, Sample
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.event_loop import PerLoop, remaining_s
@@ -313,11 +313,11 @@ class RemoteReward(BatchedReward):
         return self._local.unit(group, size)
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        self._local.check_columns([name for name in columns if name != TRAINER_STATE])
+        self._local.check_columns([name for name in columns if name not in TRL_ARGUMENTS])
 
     def row_of(self, example: Example) -> Any:
         """As `BatchedReward.row_of`, without the trainer's state, which grows with every log line."""
-        beside = (TRAINER_STATE, ORIGIN)
+        beside = (*TRL_ARGUMENTS, ORIGIN)
         return self._local.row_of({name: each for name, each in example.items() if name not in beside})
 
     def row_id(self, row: Any) -> str:

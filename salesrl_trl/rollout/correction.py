@@ -38,19 +38,10 @@ def unknown_logps(input_ids: torch.Tensor, _: torch.Tensor, width: int) -> torch
 def importance_ratio(
     logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
 ) -> torch.Tensor:
-    """TRL's ratio of the policy to the sampler, bounded.
+    """TRL's ratio of the policy to the sampler, bounded: shape (B, C), or (B, 1) for the modes of whole completions.
 
-    Args:
-        logps (`torch.Tensor`), sampled (`torch.Tensor`):
-            Log-probs of the policy and of the sampler, in nats, both of shape (B, C). A token whose log-prob is NaN
-            has the ratio 1.
-        mask (`torch.Tensor`):
-            Tokens that count, shape (B, C), bool.
-        mode (`str`), low (`float`, *optional*), high (`float`, *optional*):
-            TRL's `vllm_importance_sampling_mode`, and its `_clip_min` and `_clip_max`.
-
-    Returns:
-        `torch.Tensor` of shape (B, C), or (B, 1) for the modes of whole completions.
+    `logps` and `sampled` are in nats, of shape (B, C); a token whose log-prob is NaN has the ratio 1. `mask`: tokens
+    that count. `mode`, `low`, `high`: TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max`.
     """
     difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
@@ -66,12 +57,8 @@ def importance_ratio(
 
 
 class CorrectionAtStep:
-    """The correction of a generation batch, micro-batch by micro-batch.
-
-    Args:
-        mode (`str`), low (`float`, *optional*), high (`float`, *optional*):
-            As in `importance_ratio`.
-    """
+    """The correction of a generation batch, micro-batch by micro-batch. The arguments are those of
+    `importance_ratio`."""
 
     def __init__(self, mode: str, low: float | None, high: float | None) -> None:
         self._bounds = (mode, low, high)
@@ -88,14 +75,8 @@ class CorrectionAtStep:
         return bool(self._sums)
 
     def apply(self, inputs: MutableMapping[str, Any], logps: torch.Tensor) -> None:
-        """Put the ratio of a micro-batch where TRL's loss reads it.
-
-        Args:
-            inputs (`MutableMapping`):
-                TRL's micro-batch. One that has its ratio, or no log-probs of a sampler, stays as it is.
-            logps (`torch.Tensor`):
-                Log-probs of the policy, shape (B, C).
-        """
+        """Put the ratio of a micro-batch where TRL's loss reads it. One that has its ratio, or no log-probs of a
+        sampler, stays as it is. `logps`: of the policy, shape (B, C)."""
         sampled = inputs.get(SAMPLED)
         if sampled is None or inputs.get(RATIO) is not None:
             return
@@ -109,20 +90,17 @@ class CorrectionAtStep:
             torch.where(known, apart, 0.0).sum(), known.sum(), torch.where(counts, ratio, 0.0).sum(), counts.sum(),
             *correction_sums(ratio, inputs["completion_mask"], *self._bounds),
         ]  # fmt: skip
-        self._sums.append(torch.stack([each.double() for each in sums]))
+        self._sums.append(torch.stack([figure.double() for figure in sums]))
         highest = [
             torch.where(known, apart, -torch.inf).max(),
             torch.where(counts, -ratio, -torch.inf).max(),
             torch.where(counts, ratio, -torch.inf).max(),
         ]
-        self._highest.append(torch.stack([each.double() for each in highest]))
+        self._highest.append(torch.stack([figure.double() for figure in highest]))
 
     def drain(self) -> tuple[dict[str, float], list[float]]:
-        """The figures of the micro-batches since the last call; a collective.
-
-        Returns:
-            `tuple`: TRL's figures by name, and the sums of `staleness.correction_sums` over all ranks.
-        """
+        """The figures of the micro-batches since the last call: TRL's by name, and the sums of
+        `staleness.correction_sums` over all ranks; a collective."""
         apart, known, ratio, counted, *effect = torch.stack(self._sums).sum(dim=0)
         furthest, negative_least, largest = torch.stack(self._highest).amax(dim=0)
         self.forget()
@@ -136,4 +114,4 @@ class CorrectionAtStep:
         mean, most, least, mean_ratio, most_ratio = gather(local[None]).unbind(dim=1)  # each (world size,)
         figures = (mean.mean(), most.max(), least.min(), mean_ratio.mean(), most_ratio.max())
         totals = reduce(torch.stack(effect), "sum").tolist()
-        return dict(zip(FIGURES, (each.item() for each in figures), strict=True)), totals
+        return dict(zip(FIGURES, (figure.item() for figure in figures), strict=True)), totals

@@ -26,7 +26,7 @@ def prompts_of(inputs: Sequence[Example]) -> list[object]:
     prompts = [example.get("prompt") for example in inputs]  # an environment may have them
     if not any(pictures):
         return prompts
-    return [prepare_multimodal_messages(prompt, each) for prompt, each in zip(prompts, pictures, strict=True)]
+    return [prepare_multimodal_messages(prompt, own) for prompt, own in zip(prompts, pictures, strict=True)]
 
 
 def _pictures(example: Example) -> list[Any] | None:

@@ -16,19 +16,8 @@ from salesrl_trl.kl.penalty import MicroBatch
 
 
 def parts(size: int, micro_batch: int, group: int) -> list[range]:
-    """The smallest parts of a generation batch that hold whole groups and whole micro-batches.
-
-    Args:
-        size (`int`):
-            Completions of this rank's generation batch.
-        micro_batch (`int`):
-            Completions of a micro-batch.
-        group (`int`):
-            Completions of a prompt.
-
-    Returns:
-        `list[range]`: places of each part, in order; one part where the batch can't be divided so.
-    """
+    """The smallest parts of a generation batch that hold whole groups and whole micro-batches: places of each part, in
+    order; one part where the batch can't be divided so. `size`: completions of this rank's generation batch."""
     part = math.lcm(micro_batch, group)
     if size % part:
         return [range(size)]
@@ -36,12 +25,7 @@ def parts(size: int, micro_batch: int, group: int) -> list[range]:
 
 
 class ScoredGroups:
-    """The parts of a generation batch, and the micro-batches of those whose advantages are final.
-
-    Args:
-        size (`int`), micro_batch (`int`), group (`int`):
-            As in `parts`.
-    """
+    """The parts of a generation batch, and the micro-batches of those whose advantages are final."""
 
     def __init__(self, size: int, micro_batch: int, group: int) -> None:
         self.remaining = parts(size, micro_batch, group)
@@ -56,18 +40,9 @@ class ScoredGroups:
         self._queue: deque[MicroBatch] = deque()
 
     def record(self, settled: torch.Tensor, rank: int, scored_fraction: float, wanted_fraction: float) -> None:
-        """Record which rewards are in. Each rank has its own order, because no group lies on two ranks.
-
-        Args:
-            settled (`torch.Tensor`):
-                Shape (world size, B), bool.
-            rank (`int`):
-                Number of this rank.
-            scored_fraction (`float`):
-                Share of all completions that have a reward so far.
-            wanted_fraction (`float`):
-                Share below which a batch is skipped. As long as it could be, no part is ready.
-        """
+        """Record which rewards are in: `settled`, shape (world size, B), bool. Each rank has its own order, because no
+        group lies on two ranks. As long as the share of completions with a reward is below the one that is wanted, the
+        batch could be skipped, and no part is ready."""
         self.complete = bool(settled.all())
         pending_by_rank = [
             [part for part in self.remaining if not each[part.start : part.stop].all()] for each in settled
@@ -80,13 +55,8 @@ class ScoredGroups:
         self.pending = own if enough or len(own) == max(map(len, pending_by_rank)) else []
 
     def release(self, output: Mapping[str, object]) -> None:
-        """Put the micro-batches of the ready parts into the queue.
-
-        Args:
-            output (`Mapping`):
-                The whole generation batch as TRL made it: tensors of shape (B, ...), lists of length B, scalars, and
-                pixels of pictures. The advantages of the ready parts are final.
-        """
+        """Put the micro-batches of the ready parts, whose advantages are final, into the queue. `output`: the whole
+        generation batch as TRL made it: tensors of shape (B, ...), lists of length B, scalars, pixels of pictures."""
         by_sample = split_pixel_values_by_grid(output)  # a picture's pixels are many rows of their tensor
         for part in list(self.remaining) if self.complete else self._ready:
             self.remaining.remove(part)

@@ -9,7 +9,8 @@ micro-batches (`UNITS`), over all ranks. Here the update becomes as large as tha
 - Where it is not, the gradient is multiplied by it once, before it is clipped: scored groups came first, or an update
   has several generation batches.
 
-Owns the factor. Refuses to decide which completions failed (`scoring`), and to compute a loss (TRL).
+Owns the factor. Refuses to decide which completions failed (`scoring`), and to compute a loss (TRL). The trainer's
+overrides of a micro-step call it.
 """
 
 import math
@@ -54,15 +55,9 @@ class Share(NamedTuple):
 class Normaliser:
     """The factor of one trainer's updates.
 
-    Args:
-        loss_type (`str`):
-            TRL's.
-        can_rescale (`bool`):
-            Whether a gradient may be multiplied as a whole, before it is clipped. Not with DeepSpeed, which steps
-            inside `backward`, and not where the loss has further terms. Each generation batch of an update then has a
-            factor of its own.
-        has_bonus (`bool`):
-            Whether the loss has an entropy bonus.
+    `can_rescale`: a gradient may be multiplied as a whole, before it is clipped. Not with DeepSpeed, which steps in
+    `backward`, and not where the loss has further terms. Each generation batch of an update then has a factor of its
+    own. `has_bonus`: the loss has an entropy bonus.
     """
 
     def __init__(self, loss_type: str, *, can_rescale: bool, has_bonus: bool) -> None:
@@ -84,18 +79,11 @@ class Normaliser:
         self._loss: torch.Tensor | float = 0.0
 
     def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool, in_parts: bool) -> None:
-        """Begin a micro-batch; a collective where completions of it failed.
+        """Begin a micro-batch, the first of `batches`; a collective where completions of it failed.
 
-        Args:
-            batches (`Sequence[MicroBatch]`):
-                The micro-batch, and those of its generation batch that come after it, as far as they are known.
-            update (`int`):
-                Micro-batches of this update.
-            is_last (`bool`):
-                Whether the micro-batch is its last.
-            in_parts (`bool`):
-                Whether it was not known which completions of the generation batch failed when the first of its
-                micro-batches was trained on.
+        The others are those of its generation batch that come after it, as far as they are known. `update`:
+        micro-batches of this update; `is_last`: it is the last of them. `in_parts`: it was not known which completions
+        of the generation batch failed when the first of its micro-batches was trained on.
         """
         begins, left = not self._left, self._left or update
         if begins:
@@ -129,19 +117,8 @@ class Normaliser:
         return mean * every / filled if filled else None
 
     def end(self, loss: torch.Tensor, weights: Iterable[torch.nn.Parameter], *, is_last: bool) -> torch.Tensor:
-        """A micro-batch went backward. After the last one of an update, the gradient gets its factor; a collective.
-
-        Args:
-            loss (`torch.Tensor`):
-                Of the micro-batch, for the log.
-            weights (`Iterable[torch.nn.Parameter]`):
-                With their gradients.
-            is_last (`bool`):
-                Whether it was the update's last.
-
-        Returns:
-            `torch.Tensor`: the loss for the log. The losses of an update add up to that of the gradient.
-        """
+        """A micro-batch went backward. After the last one of an update, the gradients of `weights` get their factor; a
+        collective. Returns the loss for the log: the losses of an update add up to that of the gradient."""
         if self._counts is None:
             return loss
         self._loss = self._loss + loss
@@ -163,16 +140,16 @@ class Normaliser:
         if FAILED not in part[0]:
             self.is_empty = False
             return Share()
-        factor, more = self._factors(torch.stack([self._counts_of(each) for each in part]).sum(dim=0))
+        factor, more = self._factors(torch.stack([self._counts_of(batch) for batch in part]).sum(dim=0))
         return Share(factor / more, more) if self._has_bonus else Share(factor)
 
     def _factors(self, counts: torch.Tensor) -> tuple[float, float]:
         """All units by those that are left, and all micro-batches by those with something left; a collective."""
-        every, kept, micro_batches, filled = reduce(counts, "sum").tolist()
+        every, left, micro_batches, filled = reduce(counts, "sum").tolist()
         if not filled:
             return 1.0, 1.0
         self.is_empty = False
-        return every / kept if kept else 1.0, micro_batches / filled
+        return every / left if left else 1.0, micro_batches / filled
 
     def _counts_of(self, batch: MicroBatch, update: int | None = None) -> torch.Tensor:
         """Units of a micro-batch and of what is left of it; 1, and 1 if anything is. Shape (4,), float64.
@@ -181,10 +158,10 @@ class Normaliser:
         """
         mask = batch["completion_mask"]
         failed = batch.get(FAILED, torch.zeros(len(mask), dtype=torch.bool, device=mask.device))  # (B,)
-        kept = (~failed).sum()
-        filled, items = kept > 0, batch["num_items_in_batch"]
+        left = (~failed).sum()
+        filled, items = left > 0, batch["num_items_in_batch"]
         if self._unit == COMPLETIONS:
-            units = (len(failed), kept)
+            units = (len(failed), left)
         elif self._unit == MICRO_BATCHES:
             units = (1, filled)
         elif update is None:  # TRL divides by the tokens of what is left
@@ -192,18 +169,12 @@ class Normaliser:
         else:  # all micro-batches' add up to the tokens' share
             tokens = loss_mask(batch).sum().double()
             units = (1, tokens * update * PartialState().num_processes / items.clamp(min=1))
-        return torch.stack([torch.as_tensor(each, device=mask.device).double() for each in (*units, 1, filled)])
+        return torch.stack([torch.as_tensor(count, device=mask.device).double() for count in (*units, 1, filled)])
 
 
 def leave_out_empty(metrics: MutableMapping[str, list[float]], before: Mapping[str, int]) -> None:
     """Leave a micro-batch of which no token counts, on any rank, out of TRL's means over micro-batches: NaN for its 0.
-
-    Args:
-        metrics (`MutableMapping[str, list[float]]`):
-            TRL's figures by name, with those of the micro-batch.
-        before (`Mapping[str, int]`):
-            Number of values by name before it.
-    """
+    `before`: number of values by name before that micro-batch."""
     if metrics["entropy"][-1] != 0.0:  # the mean over tokens of all ranks; no token has none
         return
     for name, values in metrics.items():

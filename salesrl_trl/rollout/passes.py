@@ -18,19 +18,10 @@ from salesrl_trl.update.ledger import Ledger
 
 
 class Passes:
-    """The passes of one trainer.
+    """The passes of one trainer, made by `prompts`. `most_tokens`, `weights` and `is_light`: as in `Ahead`.
 
-    Args:
-        prompts (`SharedPrompts`):
-            Makes them.
-        most_tokens (`int`, *optional*), weights (`int`), is_light (`bool`):
-            As in `Ahead`.
-        correction (`CorrectionAtStep`, *optional*):
-            The correction from the pass that trains. `None` where TRL's own pass for old log-probs is needed.
-        ledger (`Ledger`):
-            Gets what the correction left out.
-        in_order (`bool`):
-            Whether a group's completions stay together. Else TRL shuffles a generation batch.
+    `correction` is that of the pass that trains; `None` where TRL's own pass for old log-probs is needed. `in_order`:
+    a group's completions stay together. Else TRL shuffles a generation batch.
     """
 
     def __init__(
@@ -84,15 +75,8 @@ class Passes:
 
     def leave_out_old(self, rollout: Rollout | None, is_reference: bool, are_weights_checked: bool) -> bool:
         """Leave the old log-probs of a rollout to the pass that trains, if it can give them. Returns whether it can.
-
-        Args:
-            rollout (`Rollout`, *optional*):
-                The one whose log-probs are asked for.
-            is_reference (`bool`):
-                Whether the reference is asked.
-            are_weights_checked (`bool`):
-                Whether vLLM's weights have been compared with those in training, which needs old log-probs.
-        """
+        `is_reference`: the reference is asked. `are_weights_checked`: vLLM's weights have been compared with those in
+        training, which needs old log-probs."""
         if rollout is None or is_reference or self._correction is None:
             return False
         rollout.is_corrected_at_step = rollout.is_trained_on and are_weights_checked

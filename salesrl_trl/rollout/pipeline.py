@@ -16,7 +16,7 @@ from trl.data_utils import is_conversational
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.base import ORIGIN, TRAINER_STATE, Origin
+from salesrl_trl.reward.base import ORIGIN, Origin
 from salesrl_trl.reward.batch import BatchResult, Completion, RewardBatch
 from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.rollout.examples import keys_of, prompts_of
@@ -101,33 +101,16 @@ class KeptRollouts:
 class Pipeline:
     """Launches rollouts and starts their rewards.
 
-    Counts of steps are given with each call: micro-steps as TRL counts them, and optimizer steps done.
+    Counts of steps come with each call: micro-steps as TRL counts them, and optimizer steps done.
 
-    Args:
-        sampler (`Sampler`):
-            The generation engine.
-        desk (`RewardDesk`):
-            Scores completions.
-        timeline (`Timeline`):
-            Gets the phase of generation.
-        decode (`Callable[[Sequence[int]], str]`):
-            From a completion's token ids to its text. Called from the thread in which the sampler reports.
-        window (`int`):
-            Micro-steps between two generation batches, `steps_per_generation * num_iterations`.
-        lookahead (`int`):
-            Optimizer steps that rollouts may be ahead.
-        references_ahead (`bool`):
-            Ask for the reference answers one step earlier than for the completions.
-        behaviour_logps (`Callable[[Sampled], torch.Tensor]`):
-            Log-probs of completions under the current policy. Called with a lookahead, if the sampler gives none.
-        record_span (`Callable[[Span], None]`):
-            Gets the time of a generation that went on beside training.
-        group (`Callable[[], int]`):
-            Completions of a prompt at the moment, in training or in an evaluation.
-        state (`Callable[[], object]`):
-            Returns the trainer's state, for reward functions that ask for it.
-        inside_trl (`bool`):
-            Whether TRL generates inside its own scoring: completions with tools, and prompts from an environment.
+    - `decode`: from a completion's token ids to its text. Called from the thread in which the sampler reports.
+    - `window`: micro-steps between two generation batches. `lookahead`: optimizer steps that rollouts may be ahead.
+    - `references_ahead`: the reference answers are asked for one step earlier than the completions' rewards.
+    - `behaviour_logps`: log-probs of completions under the current policy, where the sampler gives none.
+    - `record_span` gets the time of a generation that went on beside training.
+    - `group`: completions of a prompt at the moment, in training or in an evaluation.
+    - `reward_arguments`: what reward functions may ask for beside the columns of a row (`reward.base.TRL_ARGUMENTS`).
+    - `inside_trl`: TRL generates inside its own scoring: completions with tools, and prompts from an environment.
     """
 
     def __init__(
@@ -143,7 +126,7 @@ class Pipeline:
         behaviour_logps: Callable[[Sampled], torch.Tensor],
         record_span: Callable[[Span], None],
         group: Callable[[], int] = lambda: 1,
-        state: Callable[[], object] = lambda: None,
+        reward_arguments: Callable[[], Mapping[str, object]] = dict,
         inside_trl: bool = False,
     ) -> None:
         self._sampler = sampler
@@ -154,7 +137,7 @@ class Pipeline:
         self._behaviour_logps = behaviour_logps
         self._record_span = record_span
         self._group = group
-        self._state = state
+        self._reward_arguments = reward_arguments
         self._inside_trl = inside_trl
         self._window = window
         self._dataloader: Iterable[object] = ()
@@ -174,18 +157,8 @@ class Pipeline:
         return self._updates.epoch
 
     def restart(self, micro_step: int, update: int, has_batch: bool, kept: Mapping[int, KeptRollouts]) -> None:
-        """A run begins at these counts.
-
-        Args:
-            micro_step (`int`):
-                Micro-steps done.
-            update (`int`):
-                Optimizer steps done.
-            has_batch (`bool`):
-                Whether a generation batch is there to go on with in the middle of a window.
-            kept (`Mapping[int, KeptRollouts]`):
-                From `in_flight` of an earlier start of the run.
-        """
+        """A run begins at these micro-steps and optimizer steps done. `has_batch`: a generation batch is there to go
+        on with in the middle of a window. `kept`: from `in_flight` of an earlier start of the run."""
         self.forget()
         self._kept = dict(kept)
         self._schedule.restart(micro_step, update, has_batch)
@@ -206,7 +179,8 @@ class Pipeline:
     def next_update(
         self, epoch: int, iterator: Iterator[object], pull: Callable[[Iterator[object]], Update], steps_left: int
     ) -> Update:
-        """The micro-batches of the next optimizer step. Those of later steps are pulled too."""
+        """The micro-batches of the next optimizer step. Those of later steps are read too (`UpdatesAhead.next`), and
+        what they generate is scheduled as soon as it is known (`_record_update`)."""
         return self._updates.next(
             epoch, iterator, self._next_epoch, pull, steps_left, self._record_update, _draw_as_a_dataloader
         )
@@ -239,16 +213,8 @@ class Pipeline:
                 window.rollout = self.launch(window.inputs, update)
 
     def in_flight(self, micro_step: int, update: int) -> dict[int, KeptRollouts]:
-        """The rollouts with all their completions that were launched before the end of a step, and that nobody had
-        trained on then.
-
-        Args:
-            micro_step (`int`), update (`int`):
-                Micro-steps and optimizer steps at the end of that step.
-
-        Returns:
-            `dict[int, KeptRollouts]`: by the micro-step at which they are first trained on.
-        """
+        """The rollouts with all their completions that were launched before the end of the step with these counts, and
+        that nobody had trained on then: by the micro-step at which they are first trained on."""
         there = {first: each for first, each in self._taken.items() if first >= micro_step} | self._schedule.launched()
         return {
             first: KeptRollouts(
@@ -294,27 +260,15 @@ class Pipeline:
 
     def launch(self, inputs: list[Example], update: int) -> Rollout:
         """Generate for a step to train on, or begin to, and start the reward of each completion when it is finished.
-
-        Args:
-            inputs (`list[Example]`):
-                B examples.
-            update (`int`):
-                Optimizer steps that the weights have taken.
-        """
+        `update`: optimizer steps that the weights have taken."""
         rollout = self._start(inputs, update, ahead=bool(self._lookahead), is_trained_on=True)
         if rollout.sampled is not None and rollout.sampled.logprobs is None and self._lookahead:
             rollout.behaviour_logps = self._behaviour_logps(rollout.sampled)
         return rollout
 
     def evaluate(self, inputs: list[Example], update: int, group: int | None = None) -> Rollout:
-        """Generate for an evaluation, and start the reward of each completion when it is finished.
-
-        Args:
-            inputs (`list[Example]`), update (`int`):
-                As in `launch`.
-            group (`int`, *optional*):
-                Completions of a prompt. Defaults to the trainer's number.
-        """
+        """Generate for an evaluation, and start the reward of each completion when it is finished. `group`:
+        completions of a prompt, by default the trainer's number."""
         if self._references_ahead:
             self._desk.fetch_references(self._rows(inputs, "eval", update))
         return self._start(inputs, update, ahead=False, is_trained_on=False, group=group)
@@ -338,18 +292,8 @@ class Pipeline:
     def generated(
         self, rollout: Rollout, sampled: Sampled, prompts: Sequence[object], environments: Sequence[object] | None
     ) -> None:
-        """Completions that TRL generated inside its own scoring.
-
-        Args:
-            rollout (`Rollout`):
-                From `take` or `evaluate`.
-            sampled (`Sampled`):
-                The completions.
-            prompts (`Sequence`):
-                The prompts as TRL used them: an environment adds to them.
-            environments (`Sequence`, *optional*):
-                The environment of each completion.
-        """
+        """Completions that TRL generated inside its own scoring, with the prompts as TRL used them, to which an
+        environment adds, and the environment of each completion."""
         given = [{**example, "prompt": prompt} for example, prompt in zip(rollout.inputs, prompts, strict=True)]
         if environments is not None:
             given = [{**row, "environments": each} for row, each in zip(given, environments, strict=True)]
@@ -384,7 +328,7 @@ class Pipeline:
         row_of, rows = self._desk.reward.row_of, given or inputs
         return [
             row_of({
-                **row, "prompt": prompt, TRAINER_STATE: self._state(), ORIGIN: Origin(row=origin, mode=mode, step=step)
+                **row, "prompt": prompt, **self._reward_arguments(), ORIGIN: Origin(row=origin, mode=mode, step=step)
             })
             for origin, row, prompt in zip(inputs, rows, prompts_of(rows), strict=True)
         ]  # fmt: skip

@@ -10,16 +10,10 @@ from trl.trainer.utils import RepeatSampler
 
 
 class OrderByEpoch(Sampler[int]):
-    """TRL's sampler, shuffled anew from `seed + epoch` at the start of each epoch.
+    """TRL's sampler, shuffled anew from `seed + epoch` at the start of each epoch. The order of epoch 0 is TRL's.
 
     TRL's sampler goes on with its generator from epoch to epoch. So a run that resumes in its second epoch would get
     the order of the first one again.
-
-    Args:
-        sampler (`RepeatSampler`):
-            TRL's sampler. The order of epoch 0 is unchanged.
-        epoch (`Callable[[], int]`):
-            Returns the epoch that begins.
     """
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]) -> None:

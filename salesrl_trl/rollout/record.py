@@ -1,6 +1,6 @@
 """A scored rollout as plain values, for the record of a run.
 
-Owns which values these are. The recorder writes them beside training.
+Owns which values these are. `rollout.scoring` calls it; the recorder writes them beside training.
 """
 
 from collections.abc import Sequence
@@ -24,20 +24,8 @@ def batch_of(
     reward: BatchedReward,
     branches: Branches,
 ) -> Batch:
-    """The values of this rank's completions.
-
-    Args:
-        rollout (`Rollout`):
-            With its `result` and its `completions`.
-        advantages (`torch.Tensor`, *optional*):
-            Shape (B,), for a batch that is trained on. Read later, on another thread.
-        update (`int`):
-            Optimizer steps done.
-        reward (`BatchedReward`):
-            Names the rows.
-        branches (`Branches`):
-            The branch of a row.
-    """
+    """The values of this rank's completions, after `update` optimizer steps. `advantages`: shape (B,), of a batch that
+    is trained on; read later, on another thread. `reward` names the rows."""
     assert rollout.result is not None
     first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
     rewards, scores = rollout.result.rewards, rollout.rewards

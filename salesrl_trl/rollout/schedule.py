@@ -34,11 +34,8 @@ class GenerationWindow(Generic[R]):
 class RolloutSchedule(Generic[R]):
     """Generation batches in the order they are trained on.
 
-    Args:
-        lookahead (`int`):
-            Optimizer steps by which a rollout may be ahead of the step that trains on it: its staleness.
-        window (`int`):
-            Micro-steps between two generation batches, `steps_per_generation * num_iterations`.
+    `lookahead`: optimizer steps by which a rollout may be ahead of the step that trains on it: its staleness.
+    `window`: micro-steps between two generation batches, `steps_per_generation * num_iterations`.
     """
 
     def __init__(self, lookahead: int, window: int) -> None:
@@ -50,17 +47,9 @@ class RolloutSchedule(Generic[R]):
         self._generates = True  # the next micro-step, whatever its number
 
     def restart(self, micro_step: int, update: int, has_batch: bool) -> list[R]:
-        """Begin at these counts. Returns rollouts that nobody will train on.
-
-        Args:
-            micro_step (`int`):
-                Micro-steps done, as TRL counts them.
-            update (`int`):
-                Optimizer steps done.
-            has_batch (`bool`):
-                Whether a generation batch is there to go on with in the middle of a window. If not, as after a
-                resume, the first micro-step generates, whatever its number.
-        """
+        """Begin at these micro-steps, as TRL counts them, and optimizer steps done. Returns rollouts that nobody will
+        train on. `has_batch`: a generation batch is there to go on with in the middle of a window. If not, as after a
+        resume, the first micro-step generates, whatever its number."""
         left = [window.rollout for window in self._windows if window.rollout is not None]
         self._windows.clear()
         self._micro_step, self._update, self._generates = micro_step, update, not has_batch
@@ -104,14 +93,10 @@ class RolloutSchedule(Generic[R]):
 
 
 class UpdatesAhead:
-    """Micro-batches of later optimizer steps, pulled ahead of time, over an epoch's end too.
+    """Micro-batches of later optimizer steps, `depth` of them, pulled ahead of time, over an epoch's end too.
 
     A resumed run counts the steps done, and pulls again what was pulled and not trained on. So no prompt is lost, and
     none comes twice.
-
-    Args:
-        depth (`int`):
-            Optimizer steps to pull ahead.
     """
 
     def __init__(self, depth: int) -> None:
@@ -136,26 +121,17 @@ class UpdatesAhead:
         record: Callable[[MicroBatches], None],
         begins: Callable[[], None] = lambda: None,
     ) -> Update:
-        """Micro-batches of the next optimizer step.
+        """Micro-batches of the next optimizer step: the whole of reading ahead.
 
-        Args:
-            epoch (`int`):
-                The epoch in training.
-            iterator (`Iterator`):
-                Its micro-batches. Not used if this epoch is pulled from already.
-            following (`Callable[[], Iterator]`):
-                Makes the micro-batches of the next epoch. `epoch` has its number by then.
-            pull (`Callable[[Iterator], Update]`):
-                Takes the micro-batches of one step; none at the end.
-            left (`int`):
-                Optimizer steps to come, with this one.
-            record (`Callable[[MicroBatches], None]`):
-                Called with the micro-batches of each step once, in order.
-            begins (`Callable[[], None]`, *optional*):
-                Called before the first step of an epoch from `following` is returned.
+        `epoch` is in training, `iterator` has its micro-batches, and `left` steps are to come, with this one.
+        `following` makes the micro-batches of the next epoch, whose number `self.epoch` has by then. `pull` takes the
+        micro-batches of one step; none at the end. `record` gets those of each step once, in order. `begins` is called
+        before the first step of an epoch from `following` is returned.
         """
+        # 1. the epoch that is read: it may be later than the one in training, whose iterator is left aside then
         if self._iterator is None or self.epoch < epoch:
             self._iterator, self.epoch = iterator, epoch
+        # 2. read so many steps ahead, over an epoch's end too, and none beyond the last
         while len(self._pulled) < min(self._depth + 1, max(left, 1)):
             update, is_first = pull(self._iterator), False
             if not update[0] and self._pulled:  # the epoch is over, the training is not
@@ -166,6 +142,7 @@ class UpdatesAhead:
                 break
             record(update[0])
             self._pulled.append((update, is_first))
+        # 3. hand out the oldest
         if not self._pulled:
             return [], None
         update, is_first = self._pulled.popleft()

@@ -1,7 +1,14 @@
 """The rewards of generation batches: awaited, counted over all ranks, and put where TRL's loss reads them.
 
-Owns which rollout TRL is at work on, and the additions to its output for a batch. Refuses to generate (the pipeline),
-to score a completion (the desk) and to compute the advantages of a loss (TRL).
+The trainer's overrides call this module in the order of a batch:
+
+    train_on, evaluate        a generation batch begins
+      _scored                 TRL's `_generate_and_score_completions`, and what is added to its output
+        rewards               inside it, in place of TRL's `_calculate_rewards`
+    next_micro_batches        while the batch is trained on: groups that are scored come first
+
+Owns which rollout TRL is at work on, and the additions to its output. Refuses to generate (`pipeline`), to score a
+completion (the reward) and to compute the advantages of a loss (TRL).
 """
 
 import copy
@@ -19,10 +26,10 @@ from accelerate.utils import gather, gather_object, reduce
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.penalty import loss_mask
-from salesrl_trl.names import Phase
+from salesrl_trl.names import BASELINE_FALLBACK, SINGLE_SCORED, SKIPPED_UPDATE, STALENESS, STALENESS_MAX, Phase
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
 from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.reward.figures import encode, encode_report
+from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.rollout.correction import OLD, RATIO
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.normaliser import FAILED
@@ -45,64 +52,46 @@ _PENDING = Reward(outcome=Outcome.INFRA, value=None, reason="pending")
 """Stands for a reward that has not come in yet, while the advantages of other groups are computed."""
 PARTLY_SCORED = "partly_scored"
 """Reason of a completion to which a function applies for others of its group, and not for it."""
-_VALUE, _REFERENCE_REWARD = 2, 4
-"""Columns of `reward.figures.encode`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringSettings:
-    """Settings for the scoring of a batch."""
+    """Settings for the scoring of a batch, under the names that `SalesGRPOConfig` has for them, and three others."""
 
     branches: Branches
     """Names of branches by id, and the branch of a row."""
-    stages: Sequence[str]
-    """Stages of the reward beside the package's own."""
-    group: int
+    num_generations: int
     """Completions of a prompt, in training."""
-    micro_batch: int
+    per_device_train_batch_size: int
     """Completions of a micro-batch."""
     hybrid_reference_weight: float
     """The reference's share of the baseline."""
     weights: Sequence[float]
     """TRL's weight of each reward function."""
     answered: Sequence[bool]
-    """Of each reward function: whether the desk answers it. TRL runs the others: models, and those of environments."""
+    """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
     scale_rewards: str
     """TRL's setting: by what advantages are divided."""
-    examples: int
+    held_out_examples: int
     """Held-out conversations that are shown with what the policy wrote."""
     leaves_out_failed: bool
     """Whether failed completions are out of the loss. Else they are in it with an advantage of 0, as in TRL."""
-    correction: tuple[str, float | None, float | None]
+    sampler_correction: tuple[str, float | None, float | None]
     """TRL's `vllm_importance_sampling_mode`, and its `_clip_min` and `_clip_max`."""
 
 
 class RolloutScoring:
     """The way of a generation batch through TRL's scoring.
 
-    Args:
-        pipeline (`Pipeline`):
-            Gives the rollouts.
-        desk (`RewardDesk`):
-            Scores completions.
-        ledger (`Ledger`), instruments (`Instruments`):
-            Get the figures.
-        run_control (`RunControl`):
-            Decides whether a batch counts.
-        settings (`ScoringSettings`):
-            Sizes and weights.
-        device (`torch.device`):
-            Of collectives.
-        score (`Callable[[Rollout], Output]`):
-            TRL's own method over a whole generation batch. It asks back for `rewards_so_far`, and calls `record`.
-        advantages (`Callable[[], MutableSequence[float]]`):
-            Returns this column of TRL's table of completions. Its last rows are those of the batch.
+    `device` is that of collectives. `score` is TRL's own method over a whole generation batch. `advantages` returns
+    this column of TRL's table of completions; its last rows are those of the batch.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
         desk: RewardDesk,
+        figures: RewardFigures,
         ledger: Ledger,
         instruments: Instruments,
         run_control: RunControl,
@@ -113,6 +102,7 @@ class RolloutScoring:
     ) -> None:
         self._pipeline = pipeline
         self._desk = desk
+        self._figures = figures
         self._ledger = ledger
         self._instruments = instruments
         self._timeline = instruments.timeline
@@ -140,21 +130,14 @@ class RolloutScoring:
     def train_on(
         self, inputs: list[Example], micro_step: int, update: int, in_groups: bool, in_order: bool = False
     ) -> Output:
-        """The batch of these inputs for training.
+        """The batch of these B examples, after so many micro-steps and optimizer steps.
 
-        Args:
-            inputs (`list[Example]`):
-                B examples.
-            micro_step (`int`), update (`int`):
-                Micro-steps and optimizer steps done.
-            in_groups (`bool`):
-                Whether the batch is trained on part by part, scored groups first.
-            in_order (`bool`):
-                Whether a group's completions stay together when all are scored. Else TRL shuffles them.
+        `in_groups`: it is trained on part by part, scored groups first. `in_order`: a group's completions stay
+        together when all are scored; else TRL shuffles them.
         """
         self._waiting = None
         rollout, settings = self._pipeline.take(inputs, micro_step, update), self._settings
-        groups = ScoredGroups(len(inputs), settings.micro_batch, settings.group)
+        groups = ScoredGroups(len(inputs), settings.per_device_train_batch_size, settings.num_generations)
         rollout.groups = groups if in_groups else None
         output = self._scored(rollout, update)
         self.in_parts = rollout.is_in_parts
@@ -166,20 +149,20 @@ class RolloutScoring:
         groups.release(output)
         return output
 
-    def evaluate(self, inputs: list[Example], update: int, group: int | None = None) -> tuple[Rollout, Output]:
-        """The batch of these inputs for an evaluation. `group`: as for the pipeline."""
+    def evaluate(
+        self, inputs: list[Example], update: int, group: int | None = None, *, for_loss: bool = False
+    ) -> tuple[Rollout, Output]:
+        """The batch of these inputs for an evaluation. `group`: as for the pipeline. `for_loss`: failed completions
+        are taken out of it, because TRL computes a loss of it."""
         rollout = self._pipeline.evaluate(inputs, update, group)
-        return rollout, self._scored(rollout, update)
+        output = self._scored(rollout, update)
+        if for_loss:
+            self._leave_out_failed(rollout, output)
+        return rollout, output
 
     def next_micro_batches(self, in_trls_order: list[Output], update: int) -> list[Output]:
         """The micro-batch to train on, and those of the same batch that will come after it, as far as that is known.
-
-        Args:
-            in_trls_order (`list[Output]`):
-                The same in TRL's order. Micro-batches of scored groups, or of whole groups, replace them.
-            update (`int`):
-                Optimizer steps done.
-        """
+        Micro-batches of scored groups, or of whole groups, replace those in TRL's order."""
         rollout = self._waiting
         if rollout is None or rollout.groups is None:
             return in_trls_order
@@ -196,190 +179,192 @@ class RolloutScoring:
         return micro_batches
 
     def _scored(self, rollout: Rollout, update: int) -> Output:
-        """TRL's output, with the branch of each sample, and without an effect if too little was scored."""
+        """TRL's output for a rollout, with what the package adds. Of a batch in parts: as far as it is scored."""
+        # 1. TRL: completions, their rewards (`rewards`), advantages, log-probs of the reference and old ones
         self.rollout = rollout
         try:
             output = self._score(rollout)
         finally:
             self.rollout = None
-        rollout.is_in_parts = rollout.is_in_parts or not rollout.is_complete
-        is_skipped = self._run_control.is_skipping and rollout.is_complete and rollout.is_trained_on
-        if rollout.is_trained_on and not is_skipped:
-            self.leave_out_failed(rollout, output)
-        if rollout.is_complete:
-            self._record_staleness(rollout, output, update)
-        output["branch_ids"] = torch.tensor(self._settings.branches.ids(rollout.inputs)).to(
-            self._device, non_blocking=True
-        )  # (B,)
+        is_complete, is_trained_on, settings = rollout.is_complete, rollout.is_trained_on, self._settings
+        rollout.is_in_parts = rollout.is_in_parts or not is_complete
+        is_skipped = self._run_control.is_skipping and is_complete and is_trained_on
+        # 2. completions without a reward leave the loss
+        if is_trained_on and not is_skipped:
+            self._leave_out_failed(rollout, output)
+        # 3. the age of the sampler's weights, and the effect of the correction for it
+        if is_complete:
+            for name in (STALENESS, STALENESS_MAX):
+                self._ledger.add(rollout.mode, name, update - rollout.step)
+            if RATIO in output and not rollout.is_corrected_at_step:
+                sums = correction_sums(output[RATIO], output["completion_mask"], *settings.sampler_correction)
+                self._ledger.record_correction(rollout.mode, *reduce(sums, "sum").tolist())
+        # 4. what the loss needs beside TRL's tensors: branches for the KL, the sampling policy's log-probs
+        branch_ids = torch.tensor(settings.branches.ids(rollout.inputs))  # (B,)
+        output["branch_ids"] = branch_ids.to(self._device, non_blocking=True)
         if rollout.behaviour_logps is not None:
             output[OLD] = rollout.behaviour_logps  # (B, C)
         if rollout.is_corrected_at_step:
             del output[OLD], output[RATIO]
-        if self._settings.hybrid_reference_weight and rollout.is_trained_on:
+        # 5. advantages against the reference's reward
+        if settings.hybrid_reference_weight and is_trained_on:
             output["advantages"] = self._hybrid_advantages(rollout)
+        # 6. a batch with too few rewards counts for nothing, under every normaliser
         if is_skipped:
-            # No token counts: the loss and its gradient are zero under every normaliser.
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
-            if self._settings.leaves_out_failed:  # an update that it shares with another batch is of that one alone
+            if settings.leaves_out_failed:  # an update that it shares with another batch is of that one alone
                 output[FAILED] = torch.ones_like(output["completion_mask"][:, 0], dtype=torch.bool)
                 output["num_items_in_batch"] = torch.zeros_like(output["num_items_in_batch"])
         self._timeline.end(Phase.ADVANTAGES)
-        recorder = self._instruments.recorder
-        if recorder is not None and rollout.is_complete:
-            advantages = output["advantages"] if rollout.is_trained_on else None
-            recorder.record(batch_of(rollout, advantages, update, self._desk.reward, self._settings.branches))
+        # 7. the record of the run
+        if self._instruments.recorder is not None and is_complete:
+            advantages = output["advantages"] if is_trained_on else None
+            batch = batch_of(rollout, advantages, update, self._desk.reward, settings.branches)
+            self._instruments.recorder.record(batch)
         return output
 
-    def leave_out_failed(self, rollout: Rollout, output: Output) -> None:
-        """Take failed completions out of TRL's output for a rollout: none of their tokens counts; a collective.
+    def rewards(
+        self, completions: Sequence[Completion], calculate: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, BatchResult | None]:
+        """The rewards of the rollout that TRL is at work on, shape (world size x B, functions), NaN in the whole row
+        of a completion that counts for nothing; and this rank's rewards. `None` in place of these while some are not
+        in: the rows of those are NaN, and nothing is recorded. A collective.
 
-        `normaliser` makes up for them. It is told by `FAILED`: of a batch in parts always, else if one failed on any
-        rank.
+        `calculate` is TRL's own method. It runs reward models, and gets the numbers of functions from the package.
         """
-        failed = rollout.failed  # (world size x B,)
-        if not self._settings.leaves_out_failed or not (rollout.is_in_parts or failed.any()):
-            return
-        size = len(rollout.inputs)
-        own = failed[PartialState().process_index * size :][:size]
-        output["completion_mask"] = output["completion_mask"] * ~own[:, None]
-        output[FAILED] = own
-        if not rollout.is_in_parts:  # else tokens of other groups may still leave
-            output["num_items_in_batch"] = gather(loss_mask(output).sum()).sum()
+        rollout = self.current
+        # 1. a batch in parts: the rewards that are in
+        so_far = None if rollout.groups is None else self._rewards_so_far(rollout, rollout.groups)
+        if so_far is not None:
+            self._timeline.begin(Phase.ADVANTAGES)
+            return so_far, None
+        # 2. wait for all of them, and let TRL ask for them
+        with self._timeline.phase(Phase.REWARD_WAIT):
+            result = self._desk.result(rollout.rewards, completions)
+            with self._desk.answering(result):
+                rewards = calculate()
+        self._timeline.begin(Phase.ADVANTAGES)
+        # 3. what can't be compared within its group counts for nothing
+        rewards, result = self._compared(result, rewards, rollout.group)
+        rollout.result, rollout.completions = result, completions
+        rollout.failed = torch.isnan(rewards).all(dim=1)  # (world size x B,), the same on every rank
+        # 4. the figures of all ranks, and whether the batch counts
+        self._record(rollout, result)
+        return rewards, result
 
-    def rewards_so_far(self, rollout: Rollout) -> torch.Tensor | None:
-        """The rewards so far, NaN for the rest: shape (world size x B, functions). `None` when all are in. A
+    def _rewards_so_far(self, rollout: Rollout, groups: ScoredGroups) -> torch.Tensor | None:
+        """The rewards that are in, NaN for the rest: shape (world size x B, functions). `None` when all are in. A
         collective."""
-        groups = rollout.groups
-        if groups is None:
-            return None
         rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
-        settled = torch.tensor([[float(reward is not _PENDING)] for reward in rewards], dtype=torch.float64)
-        columns = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(self._desk.reward.function_names)
-        table = torch.cat((self._encode(rewards, rollout), torch.tensor(columns, dtype=torch.float64), settled), dim=1)
-        gathered = gather(table.to(self._device))  # (world size x B, columns + functions + 1)
-        width = len(columns[0])
-        rollout.scored = gathered[:, : -1 - width].cpu()
-        values = gathered[:, -1 - width : -1].to(torch.float32)
+        numbers = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(self._desk.reward.function_names)
+        is_in = [[float(reward is not _PENDING)] for reward in rewards]
+        parts = [torch.tensor(columns, dtype=torch.float64) for columns in (numbers, is_in)]
+        table = torch.cat((self._encode(rewards, rollout), *parts), dim=1).to(self._device)
+        widths = [table.size(1) - len(numbers[0]) - 1, len(numbers[0]), 1]
+        scored, values, is_in_everywhere = gather(table).split(widths, dim=1)  # each (world size x B, columns)
+        rollout.scored, values = scored.cpu(), values.to(torch.float32)
         values[partly_scored(values, rollout.group)] = torch.nan
         rollout.failed = torch.isnan(values).all(dim=1)  # and those that are not in: nobody trains on them yet
         scored_fraction = (~rollout.failed).float().mean().item()
-        in_by_rank = gathered[:, -1].bool().view(-1, len(rewards)).cpu()  # (world size, B)
+        in_by_rank = is_in_everywhere.bool().view(-1, len(rewards)).cpu()  # (world size, B)
         groups.record(in_by_rank, PartialState().process_index, scored_fraction, self._run_control.wanted_fraction)
         return None if groups.complete else values
 
-    def record(self, rollout: Rollout, rewards: torch.Tensor, completions: Sequence[Completion]) -> torch.Tensor:
-        """Count the rewards of a batch over all ranks, and decide whether the batch counts; a collective.
+    def _compared(self, result: BatchResult, rewards: torch.Tensor, group: int) -> tuple[torch.Tensor, BatchResult]:
+        """TRL's table without completions that can't be compared with their group, and this rank's rewards, which say
+        the same: their values are what TRL's sum of the row is. A collective.
 
-        Args:
-            rollout (`Rollout`):
-                A rollout with a `result`.
-            rewards (`torch.Tensor`):
-                TRL's table of these rewards, shape (world size x B, functions).
-            completions (`Sequence[Completion]`):
-                What the policy wrote, on this rank.
-
-        Returns:
-            `torch.Tensor`: the table, with NaN in the whole row of a completion that counts for nothing.
+        Where there is one function and the package calls it, nothing is changed.
         """
-        assert rollout.result is not None
-        rollout.completions = completions
-        rewards = self._compared(rollout, rewards)
-        rollout.failed = torch.isnan(rewards).all(dim=1)  # (world size x B,), the same on every rank
-        if rollout.mode == "eval" and self._settings.examples:
+        if self._settings.answered == [True]:
+            return rewards, result
+        own = self._own(len(result.rewards))
+        unscored = torch.tensor([float(reward.value is None) for reward in result.rewards], device=rewards.device)
+        lost = gather(unscored).bool()  # (world size x B,): a function of theirs failed, or none applies
+        rewards = torch.where(lost[:, None], torch.nan, rewards)
+        partly = partly_scored(rewards, group)
+        rewards = torch.where(partly[:, None], torch.nan, rewards)
+        compared = []
+        for reward, row, is_partly in zip(result.rewards, rewards[own].tolist(), partly[own].tolist(), strict=True):
+            if reward.value is not None and is_partly:
+                reward = replace(reward, outcome=Outcome.INFRA, value=None, reason=PARTLY_SCORED)
+            elif reward.value is not None:
+                weighed = zip(self._settings.weights, row, strict=True)
+                value = sum(weight * number for weight, number in weighed if not math.isnan(number))
+                reward = replace(reward, value=value)
+            compared.append(reward)
+        return rewards, replace(result, rewards=tuple(compared))
+
+    def _record(self, rollout: Rollout, result: BatchResult) -> None:
+        """Record the figures of a batch over all ranks, and decide whether it counts; a collective."""
+        mode, rank, ledger, control = rollout.mode, PartialState().process_index, self._ledger, self._run_control
+        if mode == "eval" and self._settings.held_out_examples:
             prompts = [example.get("prompt") for example in rollout.inputs]
-            self._ledger.record_written("eval", map(EvaluatedCompletion, prompts, completions, rollout.result.values))
-        result, mode = rollout.result, rollout.mode
+            ledger.record_written("eval", map(EvaluatedCompletion, prompts, rollout.completions, result.values))
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
-        rank = PartialState().process_index
-        is_refused = self._run_control.is_refused([reward.reason for reward in faulty if reward.value is None])
+        is_refused = control.is_refused([reward.reason for reward in faulty if reward.value is None])
         failed = gather_object([(reward.reason, reward.value is None, is_refused, rank) for reward in faulty])
-        self._run_control.record_refusal(any(refused for *_, refused, _ in failed))  # as each rank's account had it
-        self._ledger.record_rewards(mode, rollout.scored, (reason for reason, *_ in failed))
-        self._ledger.record_report(mode, gather(encode_report(result.report).to(self._device)).cpu())
+        reports = gather(self._figures.encode_report(result.report).to(self._device)).cpu()
+        control.record_refusal(any(is_refused for *_, is_refused, _ in failed))  # as each rank's account had it
+        ledger.record_rewards(mode, rollout.scored, reports, (reason for reason, *_ in failed))
         if rollout.is_trained_on:
-            report = result.report
+            report, scored = result.report, ~rollout.failed
             self._instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
-            scored = ~rollout.failed
-            self._ledger.record_groups(scored, self._settings.group)
+            is_single = scored.view(-1, self._settings.num_generations).sum(dim=1) == 1  # (groups,)
+            ledger.add("train", SINGLE_SCORED, is_single.sum().item(), len(is_single))
             by_rank: dict[int, Counter[str]] = {}
             for reason, is_missing, _, of_rank in failed:
                 by_rank.setdefault(of_rank, Counter()).update([reason] * is_missing)
             missing = sum(by_rank.values(), Counter[str]())
             # Completions to which no function applies did not fail.
-            failing = {
-                each: own for each, own in by_rank.items() if own.total() - own[NOT_APPLICABLE] == len(result.rewards)
-            }
-            warning = self._run_control.record_batch(scored.float().mean().item(), missing, failing)
+            size = len(result.rewards)
+            failing = {of: own for of, own in by_rank.items() if own.total() - own[NOT_APPLICABLE] == size}
+            warning = control.record_batch(scored.float().mean().item(), missing, failing)
             if warning is not None:
                 logger.warning(warning)
-        self._ledger.record_update(mode, is_skipped=self._run_control.is_skipping and rollout.is_trained_on)
-        return rewards
+        ledger.add(mode, SKIPPED_UPDATE, float(control.is_skipping and rollout.is_trained_on))
 
-    def _compared(self, rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
-        """The table without completions that can't be compared with their group. The rollout's rewards say the same:
-        their values are what TRL's sum of the row is.
+    def _leave_out_failed(self, rollout: Rollout, output: Output) -> None:
+        """Take failed completions out of TRL's output for a rollout: none of their tokens counts; a collective.
 
-        Where there is one function and the desk answers it, nothing is changed.
+        `normaliser` makes up for them. `FAILED` tells it which: of a batch in parts always, else if one failed on any
+        rank.
         """
-        settings = self._settings
-        if settings.answered == [True]:
-            return rewards
-        assert rollout.result is not None
-        local = rollout.result.rewards
-        unscored = torch.tensor([float(reward.value is None) for reward in local], device=rewards.device)
-        lost = gather(unscored).bool()  # (world size x B,): a function of theirs failed, or none applies
-        rewards = torch.where(lost[:, None], torch.nan, rewards)
-        partly = partly_scored(rewards, rollout.group)
-        rewards = torch.where(partly[:, None], torch.nan, rewards)
-        first = PartialState().process_index * len(local)
-        own, own_partly = (each[first : first + len(local)].tolist() for each in (rewards, partly))
-        weighed = [
-            sum(weight * value for weight, value in zip(settings.weights, row, strict=True) if not math.isnan(value))
-            for row in own
-        ]
-        rollout.result = replace(
-            rollout.result,
-            rewards=tuple(
-                reward
-                if reward.value is None
-                else replace(reward, outcome=Outcome.INFRA, value=None, reason=PARTLY_SCORED)
-                if is_partly
-                else replace(reward, value=value)
-                for reward, value, is_partly in zip(local, weighed, own_partly, strict=True)
-            ),
-        )
-        return rewards
-
-    def _record_staleness(self, rollout: Rollout, output: Mapping[str, torch.Tensor], update: int) -> None:
-        """Record the age of the sampler's weights, and the effect of the correction for it; a collective."""
-        self._ledger.record_staleness(rollout.mode, update - rollout.step)
-        ratio = output.get(RATIO)
-        if ratio is not None and not rollout.is_corrected_at_step:
-            sums = correction_sums(ratio, output["completion_mask"], *self._settings.correction)
-            self._ledger.record_correction(rollout.mode, *reduce(sums, "sum").tolist())
+        failed = rollout.failed  # (world size x B,)
+        if not self._settings.leaves_out_failed or not (rollout.is_in_parts or failed.any()):
+            return
+        own = failed[self._own(len(rollout.inputs))]
+        output["completion_mask"] = output["completion_mask"] * ~own[:, None]
+        output[FAILED] = own
+        if not rollout.is_in_parts:  # else tokens of other groups may still leave
+            output["num_items_in_batch"] = gather(loss_mask(output).sum()).sum()
 
     def _hybrid_advantages(self, rollout: Rollout) -> torch.Tensor:
         """This rank's advantages against the hybrid baseline, shape (B,)."""
         assert rollout.scored is not None
         settings = self._settings
-        table = rollout.scored.to(torch.float32) * settings.weights[0]
-        values, references = table[:, _VALUE], table[:, _REFERENCE_REWARD]  # each (world size x B,)
+        values, references = (
+            self._figures.column(rollout.scored, name).to(torch.float32) * settings.weights[0]
+            for name in (VALUE, REFERENCE_REWARD)
+        )  # each (world size x B,)
         share, scale = settings.hybrid_reference_weight, settings.scale_rewards
-        advantages, missing = hybrid_advantages(values, references, settings.group, share, scale)
+        advantages, missing = hybrid_advantages(values, references, settings.num_generations, share, scale)
         if rollout.is_complete:
-            self._ledger.record_baselines(missing)
+            self._ledger.add("train", BASELINE_FALLBACK, missing.sum().item(), len(missing))
             logged = self._advantages()
             for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
                 logged[index] = advantage
-        size = len(rollout.inputs)
+        return advantages[self._own(len(rollout.inputs))].to(self._device)
+
+    def _own(self, size: int) -> slice:
+        """This rank's rows of what was gathered, `size` of them."""
         first = PartialState().process_index * size
-        return advantages[first : first + size].to(self._device)
+        return slice(first, first + size)
 
     def _encode(self, rewards: Sequence[Reward], rollout: Rollout) -> torch.Tensor:
-        ids = self._settings.branches.ids(rollout.inputs)
-        return encode(rewards, ids, self._settings.stages)  # (B, columns)
+        return self._figures.encode(rewards, self._settings.branches.ids(rollout.inputs))  # (B, columns)
 
 
 def copied(logs: Mapping[str, Any]) -> dict[str, Any]:

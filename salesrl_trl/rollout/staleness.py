@@ -11,18 +11,9 @@ def correction_sums(
 ) -> torch.Tensor:
     """Count what TRL's correction for the sampler's distribution left out or bounded.
 
-    Args:
-        ratio (`torch.Tensor`):
-            Importance ratios as the loss has them: (B, T), or (B, 1) for those of whole completions.
-        mask (`torch.Tensor`):
-            Completion mask, shape (B, T).
-        mode (`str`):
-            `vllm_importance_sampling_mode`.
-        low (`float`, *optional*), high (`float`, *optional*):
-            `vllm_importance_sampling_clip_min` and `_max`.
-
-    Returns:
-        `torch.Tensor` of shape (3,), float64: number of tokens or completions left out, bounded, and in all.
+    `ratio` has the importance ratios as the loss has them: (B, T), or (B, 1) for those of whole completions. `mask` is
+    the completion mask, (B, T). `mode`, `low` and `high`: `vllm_importance_sampling_mode`, `_clip_min`, `_clip_max`.
+    Returns the number of tokens or completions left out, bounded, and in all: shape (3,), float64.
     """
     counts = mask.any(dim=1, keepdim=True) if ratio.size(1) == 1 else mask.bool()
     left_out = (ratio == 0) if mode.endswith("_mask") else torch.zeros_like(counts)
@@ -31,4 +22,4 @@ def correction_sums(
         for bound, beyond in ((low, torch.le), (high, torch.ge)):
             if bound is not None:
                 bounded = bounded | beyond(ratio, bound)
-    return torch.stack([(each & counts).sum() for each in (left_out, bounded, counts)]).to(torch.float64)
+    return torch.stack([(which & counts).sum() for which in (left_out, bounded, counts)]).to(torch.float64)

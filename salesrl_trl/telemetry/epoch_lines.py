@@ -1,7 +1,7 @@
 """The totals of an epoch, at its end and at the end of the run: one line, and figures for the trackers.
 
 Owns the sums, their names and their wording. The figures come from the trainer's log lines. Steps after an epoch's
-last log line count in the next epoch.
+last log line count in the next epoch. A callback of the trainer, built by `wiring.components`.
 """
 
 import logging
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from salesrl_trl.names import EPOCH_TOTALS, FAILURE_REASONS, STEP_SECONDS, Phase, reward_of, time_of
-from salesrl_trl.telemetry.step_lines import Logs, clock, figure, shares
+from salesrl_trl.names import EPOCH_TOTALS, FAILURE_REASONS, STEP_SECONDS, Phase, time_of
+from salesrl_trl.telemetry.step_lines import Logs, clock, failures_shown, figures_shown, shares, tags_shown
 
 logger = logging.getLogger(__name__)
 TOKENS = "num_tokens"
@@ -19,18 +19,12 @@ TOKENS = "num_tokens"
 
 
 class EpochLine(TrainerCallback):
-    """Logs the totals of an epoch: steps, mean reward of each branch, tokens, seconds by phase, failures by reason.
+    """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
+    failures by reason.
 
     Every rank logs the same figures: under the same names at each epoch, and failures by reason in an entry of their
-    own, because new reasons may come.
-
-    Args:
-        branches (`Sequence[str]`):
-            Branch names.
-        failures (`Callable[[], Mapping[str, int]]`):
-            Returns the failures since the last line, by reason.
-        log (`Callable[[dict[str, float | None]], None]`):
-            Gives figures to the trackers.
+    own, because new reasons may come. `failures` returns those since the last line; `log` gives figures to the
+    trackers.
     """
 
     def __init__(
@@ -54,7 +48,7 @@ class EpochLine(TrainerCallback):
     def _start_over(self) -> None:
         self._first_step, self._first_tokens = self._last_step, self._tokens
         self._seconds = dict.fromkeys((*map(time_of, Phase), STEP_SECONDS), 0.0)
-        self._rewards = {reward_of(branch): (0.0, 0) for branch in self._branches}  # sum over steps, and steps
+        self._sums = dict.fromkeys(tags_shown(self._branches), (0.0, 0))  # sum over steps, and steps
         self._counts = Counter[str]()
 
     def on_log(
@@ -70,10 +64,10 @@ class EpochLine(TrainerCallback):
         steps = state.global_step - self._last_step
         for name in self._seconds:
             self._seconds[name] += (logs.get(name) or 0.0) * steps
-        for name, (total, count) in self._rewards.items():
+        for name, (total, count) in self._sums.items():
             value = logs.get(name)
             if value is not None:
-                self._rewards[name] = (total + value * steps, count + steps)
+                self._sums[name] = (total + value * steps, count + steps)
         self._counts.update(self._failures())
         self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
 
@@ -88,7 +82,7 @@ class EpochLine(TrainerCallback):
         self._start_over()
 
     def _means(self) -> dict[str, float | None]:
-        return {name: total / count if count else None for name, (total, count) in self._rewards.items()}
+        return {name: total / count if count else None for name, (total, count) in self._sums.items()}
 
     def _totals(self) -> dict[str, float | None]:
         return {
@@ -101,12 +95,12 @@ class EpochLine(TrainerCallback):
 
     def _line(self, epoch: float) -> str:
         """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 1.2 M tokens | 4:12, generation 60% | failures none`."""
-        means = zip(self._branches, self._means().values(), strict=True)
-        rewards = " ".join(f"{branch}={figure(mean)}" for branch, mean in means)
-        failed = " ".join(f"{reason}={count}" for reason, count in sorted(self._counts.items())) or "none"
         wall = self._seconds[STEP_SECONDS]
-        time = f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured"
-        return (
-            f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step} | reward {rewards} | "
-            f"{(self._tokens - self._first_tokens) / 1e6:.2f} M tokens | {time} | failures {failed}"
+        parts = (
+            f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step}",
+            *figures_shown(self._means(), self._branches),
+            f"{(self._tokens - self._first_tokens) / 1e6:.2f} M tokens",
+            f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured",
+            failures_shown(self._counts),
         )
+        return " | ".join(parts)

@@ -1,126 +1,52 @@
-"""The groups of figures under TensorBoard's "Custom Scalars" tab.
+"""The groups of figures under TensorBoard's "Custom Scalars" tab, made from `names.FIGURES`.
 
-Owns the layout alone. Its tags are names of figures, with the prefix `train/` of transformers.
+Owns the form that TensorBoard wants. A callback of the trainer, built by `wiring.components`.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
-from salesrl_trl.names import (
-    BOUNDED,
-    COMPUTE_RATIO,
-    DATA_LOADING_RATIO,
-    DISK_READ,
-    DISK_WRITE,
-    FAILURE_REASONS,
-    GPU_BUSY,
-    JUDGE_SECONDS,
-    LEFT_OUT,
-    MEMORY,
-    MFU_MODEL,
-    MFU_STEP,
-    REWARD_EXPOSED,
-    REWARD_HIDDEN,
-    REWARD_SECONDS,
-    SKIPPED_UPDATE,
-    STALENESS,
-    STALENESS_MAX,
-    STEP_SECONDS,
-    TRAIN,
-    Phase,
-    beta_of,
-    kl_of,
-    outcome_of,
-    quick_of,
-    reference_of,
-    reward_of,
-    time_of,
-)
+from salesrl_trl.names import BRANCH, CATEGORIES, FIGURES, TRAIN, kl_of, meanings, pattern_of
 from salesrl_trl.telemetry.trackers import spared
-from salesrl_trl.types import Outcome
 
 Chart = list[str | list[str]]
 """Kind of a chart, `"Multiline"` or `"Margin"`, and its tags."""
+EDGES = (kl_of(BRANCH, "_low"), kl_of(BRANCH, "_high"))
+"""With them the chart of a branch's KL is one with margins: the line, its lower edge, its upper edge."""
 
 
-def custom_scalars(
-    branches: Sequence[str], banded: Sequence[str], quick: Sequence[str]
-) -> dict[str, dict[str, Chart]]:
+def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) -> dict[str, dict[str, Chart]]:
     """The layout for `SummaryWriter.add_custom_scalars`: category, then title, then chart.
 
-    Args:
-        branches (`Sequence[str]`):
-            Branch names.
-        banded (`Sequence[str]`):
-            Names of the branches whose KL has a band.
-        quick (`Sequence[str]`):
-            Names of the figures of quick evaluations. Empty if there are none.
+    `words` says what the words in braces of `FIGURES` stand for. `banded`: the branches whose KL has a band.
     """
-    return {
-        "Rewards by branch": {
-            "reward": _lines(*map(reward_of, branches)),
-            "32B reference": _lines(*map(reference_of, branches)),
-            **{f"quick evaluation: {what}": _lines(*(quick_of(each, what) for each in branches)) for what in quick},
-        },
-        "KL with band and beta": {
-            **{
-                f"KL of {branch}": ["Margin", [_tag(kl_of(branch)), _tag(kl_of(branch, "_low")),
-                                               _tag(kl_of(branch, "_high"))]]
-                for branch in banded
-            },
-            **{f"KL of {branch}": _lines(kl_of(branch)) for branch in branches if branch not in banded},
-            "beta": _lines(*map(beta_of, branches)),
-        },
-        "Step time by phase": {
-            "seconds": _lines(*map(time_of, Phase), STEP_SECONDS),
-            "rewards": _lines(REWARD_SECONDS, REWARD_EXPOSED, REWARD_HIDDEN, JUDGE_SECONDS),
-            "rollouts ahead": _lines(STALENESS, STALENESS_MAX),
-            "importance ratios": _lines(LEFT_OUT, BOUNDED),
-            "utilisation": _lines(MFU_MODEL, MFU_STEP, COMPUTE_RATIO, DATA_LOADING_RATIO, GPU_BUSY),
-            "disks": _lines(DISK_READ, DISK_WRITE),
-            "memory": _lines(*MEMORY),
-        },
-        "Failures by reason": {
-            "completions": ["Multiline", [f"^{_tag(FAILURE_REASONS)}"]],
-            "outcomes": _lines(*map(outcome_of, Outcome), SKIPPED_UPDATE),
-        },
-    }  # fmt: skip
-
-
-def _lines(*names: str) -> Chart:
-    # TensorBoard reads the tags of a "Multiline" chart as regular expressions
-    return ["Multiline", [f"^{re.escape(_tag(name))}$" for name in names]]
-
-
-def _tag(name: str) -> str:
-    return f"{TRAIN}{name}"
+    layout: dict[str, dict[str, Chart]] = {category: {} for category in CATEGORIES}
+    for figure in FIGURES:
+        for choice in meanings(figure.tag, words) if figure.chart is not None else ():
+            is_edge = figure.tag in EDGES
+            if is_edge and choice["branch"] not in banded:
+                continue
+            category, title = (name.format(**choice) for name in figure.chart or ())
+            chart = layout[category].setdefault(title, ["Multiline", []])
+            chart[0] = "Margin" if is_edge else chart[0]
+            chart[1] = [*chart[1], TRAIN + figure.tag.format(**choice)]
+    for charts in layout.values():
+        for chart in charts.values():
+            if chart[0] == "Multiline":  # whose tags TensorBoard reads as regular expressions
+                chart[1] = [f"^{pattern_of(tag).pattern}$" for tag in chart[1]]
+    return layout
 
 
 class ScalarLayout(TrainerCallback):
-    """Writes the layout for TensorBoard, if the run reports to it.
-
-    Args:
-        branches (`Sequence[str]`):
-            Branch names.
-        banded (`Sequence[str]`):
-            Names of the branches whose KL has a band.
-        quick (`Sequence[str]`):
-            Names of the figures of quick evaluations.
-        callbacks (`Sequence[TrainerCallback]`):
-            Callbacks of the trainer. That of TensorBoard may be among them.
-    """
+    """Writes the layout for TensorBoard, if the run reports to it: that of `custom_scalars`, into the callback of
+    TensorBoard among the trainer's `callbacks`."""
 
     def __init__(
-        self,
-        branches: Sequence[str],
-        banded: Sequence[str],
-        quick: Sequence[str],
-        callbacks: Sequence[TrainerCallback],
+        self, words: Mapping[str, Sequence[str]], banded: Sequence[str], callbacks: Sequence[TrainerCallback]
     ) -> None:
-        self._layout = custom_scalars(branches, banded, quick)
+        self._layout = custom_scalars(words, banded)
         self._callbacks = callbacks
 
     def on_train_begin(

@@ -1,7 +1,8 @@
 """Two lines per step on the console.
 
-Owns their wording, and that they replace transformers' printers. The figures come from the trainer's log. Measures
-nothing but elapsed time.
+Owns their wording, and that they replace transformers' printers. The figures come from the trainer's log: those of
+`names.FIGURES` that have words for the console, and others that are worded here. Measures nothing but elapsed time.
+`StepLine` is a callback of the trainer, built by `wiring.components`.
 """
 
 import logging
@@ -19,15 +20,17 @@ from transformers import (
 )
 
 from salesrl_trl.names import (
+    BRANCH,
     BUDGET_CALLS,
     BUDGET_FORECAST,
     BUDGET_USD,
+    FIGURES,
     JUDGE_SECONDS,
     REWARD_SECONDS,
     STEP_SECONDS,
     Phase,
+    of_branches,
     outcome_of,
-    reward_of,
     time_of,
     usage_of,
 )
@@ -55,13 +58,8 @@ def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None
 class StepLine(TrainerCallback):
     """Logs two lines per step: `step_line` with the run's progress, and `judge_line`.
 
-    Args:
-        branches (`Sequence[str]`):
-            Branch names.
-        providers (`Sequence[str]`, *optional*):
-            Names of the judge's providers. `None` where no judge scores, and completions are no actions.
-        failures (`Callable[[], Mapping[str, int]]`):
-            Returns the failures since the last line, by reason.
+    `providers` are those of the judge; `None` where no judge scores, and completions are no actions. `failures`
+    returns the failures since the last line, by reason.
     """
 
     def __init__(
@@ -120,27 +118,37 @@ def step_line(
     are_actions: bool = True,
 ) -> str:
     """`[Step 3/60] reward fairness=0.50 | valid actions 88% | failures not_json=8 | 1.2 s, rewards 0.26 s`."""
-    rewards = " ".join(f"{branch}={figure(logs.get(reward_of(branch)))}" for branch in branches)
-    name, ended_well = ("valid actions", _rest(logs, Outcome.INVALID_ACTION))
-    if not are_actions:
-        name, ended_well = ("scored", _share(logs, Outcome.OK))
-    failed = " ".join(f"{reason}={count}" for reason, count in sorted(failures.items())) or "none"
-    if logs.get("frac_reward_zero_std") == 1:
-        failed += " | the rewards of each group are equal: nothing to learn from"
-    return (
-        f"[Step {step}/{max_steps}] reward {rewards} | {name} {ended_well} | failures {failed} | "
-        f"{seconds:.1f} s, rewards {figure(logs.get(REWARD_SECONDS))} s"
+    share = logs.get(outcome_of(Outcome.INVALID_ACTION if are_actions else Outcome.OK))
+    ended_well = "n/a" if share is None else f"{1 - share if are_actions else share:.0%}"
+    alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
+    parts = (
+        *figures_shown(logs, branches),
+        f"{'valid actions' if are_actions else 'scored'} {ended_well}",
+        failures_shown(failures),
+        *alike,
+        f"{seconds:.1f} s, rewards {figure(logs.get(REWARD_SECONDS))} s",
     )
+    return f"[Step {step}/{max_steps}] {' | '.join(parts)}"
 
 
-def _share(logs: Logs, outcome: Outcome) -> str:
-    share = logs.get(outcome_of(outcome))
-    return "n/a" if share is None else f"{share:.0%}"
+def tags_shown(branches: Sequence[str]) -> list[str]:
+    """The tags of all figures with words for the console."""
+    tags = [listed.tag for listed in FIGURES if listed.console]
+    return [name for tag in tags for name in (of_branches(tag, branches).values() if BRANCH in tag else [tag])]
 
 
-def _rest(logs: Logs, outcome: Outcome) -> str:
-    share = logs.get(outcome_of(outcome))
-    return "n/a" if share is None else f"{1 - share:.0%}"
+def figures_shown(logs: Logs, branches: Sequence[str]) -> list[str]:
+    """The figures with words for the console: `reward fairness=0.50 tone=n/a`, and without branches `reward 0.50`."""
+    shown = []
+    for words, tag in ((listed.console, listed.tag) for listed in FIGURES if listed.console):
+        by_branch = (f"{branch}={figure(logs.get(name))}" for branch, name in of_branches(tag, branches).items())
+        shown.append(f"{words} {' '.join(by_branch) if BRANCH in tag else figure(logs.get(tag))}")
+    return shown
+
+
+def failures_shown(failures: Mapping[str, int]) -> str:
+    """`failures judge_timeout=1 not_json=8`, or `failures none`."""
+    return f"failures {' '.join(f'{reason}={count}' for reason, count in sorted(failures.items())) or 'none'}"
 
 
 def shares(logs: Logs) -> str:

@@ -1,6 +1,6 @@
 """Advantages with the frozen reference's reward as a part of the baseline, and sums of several rewards that compare.
 
-Pure functions of tensors. TRL computes the advantages of plain GRPO.
+Pure functions of tensors, for `rollout.scoring` and `rejudge`. TRL computes the advantages of plain GRPO.
 """
 
 import torch
@@ -14,15 +14,8 @@ def partly_scored(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     group, and none to them. TRL would count the missing number as 0.
 
     A function that gives no completion of a group a number does not apply to the group, and is left out for all.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Shape (N, functions), of all ranks, one group after another; NaN without a number.
-        num_generations (`int`):
-            Completions in a group.
-
-    Returns:
-        `torch.Tensor` of shape (N,), bool.
+    `rewards`: shape (N, functions), of all ranks, one group after another; NaN without a number. Returns shape (N,),
+    bool.
     """
     missing = rewards.isnan().view(-1, num_generations, rewards.size(1))  # (groups, n, functions)
     scored = (~missing).any(dim=2, keepdim=True)  # (groups, n, 1): a completion without any number says nothing
@@ -50,24 +43,12 @@ def hybrid_advantages(
     such a group: its own reward is no baseline for it, but the reference's reward is. Without a reference it has no
     advantage, as in GRPO. A single scored completion in the whole batch has no advantage either: there is no spread.
 
-    Args:
-        rewards (`torch.Tensor`):
-            Shape (N,), of all ranks, one group after another; NaN for a completion that could not be scored.
-        references (`torch.Tensor`):
-            Shape (N,): the reference answer's reward that was measured with each completion; NaN without one. A group
-            has the mean of them.
-        num_generations (`int`):
-            Completions in a group.
-        weight (`float`):
-            w in [0, 1].
-        scale_rewards (`str`):
-            As in TRL: `group`, `batch` or `none`.
+    `rewards` and `references` have shape (N,), of all ranks, one group after another; NaN where there is none. A group
+    has the mean of the references' rewards that were measured with its completions. `scale_rewards` is TRL's: `group`,
+    `batch` or `none`. Returns
 
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`:
-
-        - advantages, shape (N,); 0 for a completion that could not be scored;
-        - for each group with a scored completion, whether its reference was missing: shape (groups,), bool.
+    - the advantages, shape (N,); 0 for a completion that could not be scored;
+    - for each group with a scored completion, whether its reference was missing: shape (groups,), bool.
     """
     grouped = rewards.view(-1, num_generations)  # (G, n)
     scored = ~grouped.isnan()  # (G, n)

@@ -15,15 +15,7 @@ class SkipAndStop(TrainerCallback):
     """Keeps a skipped batch from moving the policy by momentum, and ends a run that can't be scored or that diverged.
 
     Under DeepSpeed the optimizer steps inside `backward`, before this callback. There the gradient of a skipped batch
-    is zero, but momentum still moves the weights.
-
-    Args:
-        run_control (`RunControl`):
-            Decides.
-        drop_gradients (`Callable[[], None]`):
-            Sets all gradients to `None`.
-        stopping (`Stopping`):
-            Learns where in a step the run is.
+    is zero, but momentum still moves the weights. `drop_gradients` sets all gradients to `None`.
     """
 
     def __init__(self, run_control: RunControl, drop_gradients: Callable[[], None], stopping: Stopping) -> None:

@@ -1,13 +1,14 @@
 """Whether a generation batch counts, and whether the run goes on.
 
 Owns which batches are skipped because too few rewards came, which figures are broken, and the error that ends a run.
-The trainer gathers from other ranks.
+`rollout.scoring` reports batches, `update.stopping` requests, `update.callbacks` steps. They gather from other ranks.
 """
 
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -29,49 +30,43 @@ ADVICE = {
 """Advice by reason code, if the code alone does not explain the failure."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunControlSettings:
+    """Settings of a run's end, under the names that `SalesGRPOConfig` has for them."""
+
+    min_valid_reward_fraction: float
+    """Share of a generation batch's completions that must have a reward."""
+    max_skipped_generations: int
+    """Batches in a row with fewer that end the run, or with none on the same rank. At its last step, `SKIPPED_AT_END`
+    of the former are enough."""
+    max_outage_s: float = math.inf
+    """Seconds since the first of the skipped batches in a row that end the run."""
+    max_kl: float = math.inf
+    """KL to the reference in nats per token above which a run is broken."""
+    output_dir: str = ""
+    """Folder of the checkpoints."""
+
+
 class RunControl:
     """Decides for one run, and after `restart` for the next.
 
-    Args:
-        min_valid_reward_fraction (`float`):
-            Share of a generation batch's completions that must have a reward.
-        max_skipped_generations (`int`):
-            Batches in a row with fewer that end the run, or with none on the same rank. At its last step,
-            `SKIPPED_AT_END` of the former are enough.
-        places (`Mapping[str, str]`, *optional*, defaults to none):
-            Address of each service, by the name with which its reason codes begin.
-        max_outage_s (`float`, *optional*, defaults to infinity):
-            Seconds since the first of the skipped batches in a row that end the run.
-        max_kl (`float`, *optional*, defaults to infinity):
-            KL to the reference in nats per token above which a run is broken.
-        output_dir (`Path`, *optional*):
-            Folder of the checkpoints.
-        spent (`Callable[[], str]`, *optional*):
-            Says what was spent, and which limits of the budget are reached.
-        is_reached (`Callable[[], bool]`, *optional*):
-            Whether one of them is, by the account. Without it none is.
+    `places` has the address of each service, by the name with which its reason codes begin. `spent` says what was
+    spent, and which limits of the budget are reached. `is_reached` says whether one of them is, by the account.
     """
 
     def __init__(
         self,
-        min_valid_reward_fraction: float,
-        max_skipped_generations: int,
+        settings: RunControlSettings,
         places: Mapping[str, str] | None = None,
-        max_kl: float = math.inf,
-        output_dir: Path = Path(),
-        max_outage_s: float = math.inf,
         spent: Callable[[], str] = str,
         is_reached: Callable[[], bool] = bool,
     ) -> None:
+        self._settings = settings
+        self._places = places or {}
         self._spent = spent
         self._is_reached = is_reached
-        self.wanted_fraction = min_valid_reward_fraction
+        self.wanted_fraction = settings.min_valid_reward_fraction
         """Share of completions below which a batch is skipped."""
-        self._most = max_skipped_generations
-        self._places = places or {}
-        self._max_kl = max_kl
-        self._max_outage_s = max_outage_s
-        self._output_dir = output_dir
         self.restart()
 
     def restart(self) -> None:
@@ -98,16 +93,9 @@ class RunControl:
     ) -> str | None:
         """Skip a batch with too few scored completions. Count batches in which all completions of a rank failed.
 
-        Args:
-            scored_fraction (`float`):
-                Share of its completions with a reward, on all ranks.
-            missing (`Counter[str]`):
-                Number of completions without a reward, by reason code.
-            failing (`Mapping[int, Counter[str]]`, *optional*, defaults to none):
-                The same for each rank of whose completions all failed.
-
-        Returns:
-            `str`, *optional*: a warning about a skipped batch, or about a rank. `None` for a batch that counts.
+        `scored_fraction` is the share of completions with a reward, on all ranks. `missing` has the number of those
+        without, by reason code; `failing` the same for each rank of whose completions all failed. Returns a warning
+        about a skipped batch or about a rank; `None` for a batch that counts.
         """
         wanted = self.wanted_fraction
         self.is_skipping = scored_fraction < wanted
@@ -115,8 +103,8 @@ class RunControl:
         self._failing = {rank: self._failing.get(rank, 0) + 1 for rank in self._failures if wanted}
         if not self.is_skipping:
             self._skipped_in_a_row = 0
-            told = "".join(f"; of rank {rank} none could ({_counted(own)})" for rank, own in self._failures.items())
-            return f"{scored_fraction:.0%} of the completions could be scored{told}" if told else None
+            others = "".join(f"; of rank {rank} none could ({_counted(own)})" for rank, own in self._failures.items())
+            return f"{scored_fraction:.0%} of the completions could be scored{others}" if others else None
         if not self._skipped_in_a_row:
             self._skips_since = time.monotonic()
         self._skipped_in_a_row += 1
@@ -138,7 +126,7 @@ class RunControl:
     def urgency(self) -> int:
         """This rank's reason to end the run, for the highest of all ranks: 2 if it was asked to stop, 1 if batches are
         skipped for too long, else 0."""
-        is_long = self._skipped_in_a_row > 0 and time.monotonic() - self._skips_since >= self._max_outage_s
+        is_long = self._skipped_in_a_row > 0 and time.monotonic() - self._skips_since >= self._settings.max_outage_s
         return 2 if self.requested is not None else int(is_long)
 
     def record_urgency(self, urgency: int) -> None:
@@ -148,19 +136,14 @@ class RunControl:
         self._is_out_too_long = urgency == 1 and self._skipped_in_a_row > 0
 
     def end_step(self, step: int, *, is_last: bool) -> None:
-        """End the run after this optimizer step if too many batches in a row were skipped, or for too long.
-
-        Args:
-            step (`int`):
-                Optimizer steps done.
-            is_last (`bool`):
-                Whether training ends with this step anyway.
-        """
+        """End the run after this optimizer step if too many batches in a row were skipped, or for too long. `is_last`:
+        training ends with this step anyway."""
         skipped, missing = self._skipped_in_a_row, self._missing
-        most = min(self._most, SKIPPED_AT_END) if is_last else self._most
+        limit = self._settings.max_skipped_generations
+        most = min(limit, SKIPPED_AT_END) if is_last else limit
         is_skipped = skipped >= most or self._is_out_too_long
         rank = max(self._failing, key=self._failing.__getitem__, default=0)
-        if self.error is not None or not (is_skipped or self._failing.get(rank, 0) >= self._most):
+        if self.error is not None or not (is_skipped or self._failing.get(rank, 0) >= limit):
             return
         last = more = ""
         if is_skipped:
@@ -198,24 +181,21 @@ class RunControl:
         return moves
 
     def record_line(self, figures: Mapping[str, object]) -> None:
-        """Record the figures of a log line of training, the same on every rank.
-
-        Raises:
-            `DivergedError`: the gradient or the KL was broken in several lines in a row. Nothing is saved: the
-                weights are broken too, and would take the place of a good checkpoint.
-        """
+        """Record the figures of a log line of training, the same on every rank. Raises `DivergedError` where the
+        gradient or the KL was broken in several lines in a row. Nothing is saved then: the weights are broken too, and
+        would take the place of a good checkpoint."""
         norm, kl = figures.get(GRADIENT_NORM), figures.get(ALL_KL)
         if not isinstance(norm, float):  # a line of evaluation, or of reasons
             return
         broken = {} if math.isfinite(norm) else {GRADIENT_NORM: norm}
-        if isinstance(kl, float) and kl > self._max_kl:  # NaN: no token had one
+        if isinstance(kl, float) and kl > self._settings.max_kl:  # NaN: no token had one
             broken[ALL_KL] = kl
         self._broken_in_a_row = self._broken_in_a_row + 1 if broken else 0
         if self._broken_in_a_row >= BROKEN_LINES:
-            found = " and ".join(f"`{name}` is {value:g}" for name, value in broken.items())
+            broke = " and ".join(f"`{name}` is {value:g}" for name, value in broken.items())
             raise DivergedError(
-                f"{found}, and such figures came in {BROKEN_LINES} log lines in a row. Expected a finite norm of the "
-                f"gradient, and a KL of at most {self._max_kl:g} nats per token (`max_kl`). The weights are "
+                f"{broke}, and such figures came in {BROKEN_LINES} log lines in a row. Expected a finite norm of the "
+                f"gradient, and a KL of at most {self._settings.max_kl:g} nats per token (`max_kl`). The weights are "
                 "broken, so they were not saved. Go back to a checkpoint before that and learn more slowly."
             )
 
@@ -225,9 +205,9 @@ class RunControl:
 
     def stop_spending(self, step: int, *, is_new: bool) -> None:
         """End the run after `step` optimizer steps, because its budget is spent. `is_new`: it has done some."""
-        kept = "The state was saved; go" if is_new else "No other step was done, and nothing is lost. Go"
+        state = "The state was saved; go" if is_new else "No other step was done, and nothing is lost. Go"
         again = self._resume(step) if step else "the same command"
-        self.error = self._budget_spent(f"{kept} on with a larger limit and {again}")
+        self.error = self._budget_spent(f"{state} on with a larger limit and {again}")
 
     def spent_at_end(self) -> RunStopped:
         """The error of a run whose budget is spent when all its steps are done."""
@@ -246,7 +226,7 @@ class RunControl:
         return f"stopped by {reason} after {step} steps. The state was saved; go on with {self._resume(step)}."
 
     def _resume(self, step: int) -> str:
-        return f"--resume_from_checkpoint {self._output_dir / f'{CHECKPOINT_FOLDERS}{step}'}"
+        return f"--resume_from_checkpoint {Path(self._settings.output_dir) / f'{CHECKPOINT_FOLDERS}{step}'}"
 
 
 def _counted(missing: Counter[str]) -> str:

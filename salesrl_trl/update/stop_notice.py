@@ -28,13 +28,9 @@ _runs = itertools.count()  # all processes count alike, so that each run has its
 def watched(requested: Callable[[], str | None], stop: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, notify the other processes of a stop, and be notified by them.
 
-    All processes must enter it equally often. With one process there is nothing to watch.
-
-    Args:
-        requested (`Callable[[], str | None]`):
-            Returns the signal or caller that asked this process to stop; `None` before that.
-        stop (`Callable[[str], None]`):
-            Called at most once, from another thread, with the signal or caller that asked another process first.
+    All processes must enter it equally often. With one process there is nothing to watch. `requested` returns the
+    signal or caller that asked this process to stop, `None` before that. `stop` is called at most once, from another
+    thread, with the signal or caller that asked another process first.
     """
     number = next(_runs)
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:

@@ -15,9 +15,9 @@ from accelerate import PartialState
 
 from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
 from salesrl_trl.reward.desk import RewardDesk
-from salesrl_trl.update.boundary import Boundary
 from salesrl_trl.update.ranks import highest
 from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stop_notice import all_arrive, watched
 
 logger = logging.getLogger(__name__)
@@ -29,19 +29,8 @@ STOPPED = "stopped"
 class Stopping:
     """Stops a run early, with a checkpoint.
 
-    Args:
-        run_control (`RunControl`):
-            Ends the run.
-        desk (`RewardDesk`):
-            Its rewards are not waited for.
-        device (`torch.device`):
-            Of collectives.
-        capture (`Callable[[], Boundary]`):
-            Returns the state at the end of an optimizer step.
-        restore (`Callable[[Boundary], None]`):
-            Sets the trainer back to it.
-        can_undo (`bool`):
-            Whether a skipped step leaves weights and optimizer as they were. With DeepSpeed it does not.
+    `capture` returns the state at the end of an optimizer step, and `restore` sets the trainer back to it. `can_undo`:
+    a skipped step leaves weights and optimizer as they were; with DeepSpeed it does not.
     """
 
     def __init__(
@@ -50,8 +39,8 @@ class Stopping:
         desk: RewardDesk,
         device: torch.device,
         *,
-        capture: Callable[[], Boundary],
-        restore: Callable[[Boundary], None],
+        capture: Callable[[], StepSnapshot],
+        restore: Callable[[StepSnapshot], None],
         can_undo: bool,
     ) -> None:
         self._run_control = run_control
@@ -60,7 +49,7 @@ class Stopping:
         self._capture = capture
         self._restore = restore
         self._can_undo = can_undo
-        self._boundary: Boundary | None = None
+        self._snapshot: StepSnapshot | None = None
         self._first = 0
         self._moves = False
         self._held = 0
@@ -70,26 +59,20 @@ class Stopping:
 
     def forget(self) -> None:
         """Forget an earlier run."""
-        self._boundary, self._moves, self._held, self.survived = None, False, 0, None
+        self._snapshot, self._moves, self._held, self.survived = None, False, 0, None
 
     def begin(self) -> None:
         """The first step of a run begins."""
-        self._boundary = self._capture()
-        self._first = self._boundary.step
+        self._snapshot = self._capture()
+        self._first = self._snapshot.step
 
     def request(self, reason: str) -> None:
         """End training on all ranks, with a checkpoint. From a signal handler too.
 
         Nothing is waited for: completions that are not scored by now are missing. One process ends where it is. Of
         several, all end after the optimizer step under way, which is undone if it was skipped. The request reaches the
-        other ranks at once, and they wait for no reward either.
-
-        Args:
-            reason (`str`):
-                What asked for it, for example `"SIGTERM"`.
-
-        Raises:
-            `StopRequested`: in the main thread of a single process, between two moves of the optimizer.
+        other ranks at once, and they wait for no reward either. Raises `StopRequested` in the main thread of a single
+        process, between two moves of the optimizer. `reason`: what asked for it, such as `"SIGTERM"`.
         """
         self._run_control.requested = reason
         self._desk.cut_off(STOPPED)
@@ -133,8 +116,8 @@ class Stopping:
         self._agree()
         is_asked = self._run_control.requested is not None
         ends = is_asked or self._run_control.is_spent  # the same on all ranks: they have gathered the reasons
-        if ends and not self._moves and self._boundary is not None:
-            self._restore(self._boundary)
+        if ends and not self._moves and self._snapshot is not None:
+            self._restore(self._snapshot)
         step = self.settle()
         if is_asked:
             self._run_control.stop(step, is_new=step > self._first)
@@ -142,13 +125,10 @@ class Stopping:
             self._run_control.stop_spending(step, is_new=step > self._first)
 
     def settle(self) -> int:
-        """What follows an optimizer step is done. Random draws belong to the next step from now on.
-
-        Returns:
-            `int`: optimizer steps done.
-        """
-        self._boundary, self._moves = self._capture(), False
-        return self._boundary.step
+        """What follows an optimizer step is done. Random draws belong to the next step from now on. Returns the
+        optimizer steps done."""
+        self._snapshot, self._moves = self._capture(), False
+        return self._snapshot.step
 
     def _agree(self) -> None:
         """Let all ranks know of a request to one of them, and of an outage that lasts too long; a collective."""
@@ -180,31 +160,22 @@ class Stopping:
             ) from None
 
     def rescued(self, error: BaseException, save: Callable[[], None]) -> BaseException:
-        """Save a checkpoint of the last whole step, if an error may be followed by one.
-
-        Args:
-            error (`BaseException`):
-                What ends training.
-            save (`Callable[[], None]`):
-                Saves a checkpoint; a collective.
-
-        Returns:
-            `BaseException`: the error with which training ends: `RunStopped` after a request, else the same error. It
-            has a note then that says where the run can go on.
-        """
+        """Save a checkpoint of the last whole step, if the error that ends training may be followed by one; a
+        collective. Returns the error with which training ends: `RunStopped` after a request, else the same error. It
+        has a note then that says where the run can go on."""
         is_asked = isinstance(error, StopRequested)
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error
-        boundary, self._held = self._boundary, self._held + 1
+        snapshot, self._held = self._snapshot, self._held + 1
         self._desk.cut_off(STOPPED)
-        step, is_new = (0, False) if boundary is None else (boundary.step, boundary.step > self._first)
+        step, is_new = (0, False) if snapshot is None else (snapshot.step, snapshot.step > self._first)
         try:
-            if boundary is not None and is_new:
+            if snapshot is not None and is_new:
                 if self._moves:
                     return self._lost(error, "the optimizer was moving the weights")
                 if not all_arrive(step):
                     return self._lost(error, "other processes are not at the same place")
-                self._restore(boundary)
+                self._restore(snapshot)
                 save()
         except CheckpointError as failure:
             return failure if is_asked else self._lost(error, str(failure))

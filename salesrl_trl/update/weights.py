@@ -56,15 +56,8 @@ class WeightChange(TrainerCallback):
 
     Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies of them. The sample
     is kept from the first step with a learning rate above 0 to the tenth. A weight counts if it had a gradient. The
-    share covers all ranks, and is the same on each.
-
-    Args:
-        accelerator (`Accelerator`):
-            The accelerator of the trainer.
-        least_share (`float`):
-            Warn if the first steps change a smaller share than this.
-        log (`Callable[[dict[str, float]], None]`):
-            Adds an entry to the trainer's log.
+    share covers all ranks, and is the same on each. A share below `least_share` is warned of. `log` adds an entry to
+    the trainer's log.
     """
 
     def __init__(self, accelerator: Accelerator, least_share: float, log: Callable[[dict[str, float]], None]) -> None:
@@ -87,10 +80,10 @@ class WeightChange(TrainerCallback):
         self._forget()  # a run before may have ended by an error
         innermost = self._optimizer = _innermost(optimizer)
         self._steps = 0
-        low = [each for each in _parameters(innermost) if each.dtype in SIXTEEN_BITS]
+        low = [weight for weight in _parameters(innermost) if weight.dtype in SIXTEEN_BITS]
         if low and not _rounds_stochastically(innermost):
-            count, kind = sum(each.numel() for each in low), str(low[0].dtype).removeprefix("torch.")
-            _say(
+            count, kind = sum(weight.numel() for weight in low), str(low[0].dtype).removeprefix("torch.")
+            _log_on_main(
                 logging.WARNING,
                 f"[Weights] {count / 1e6:.1f} M trainable weights are in {kind}, and {type(innermost).__name__} "
                 f"writes its updates back in it: at a learning rate of {args.learning_rate:g} most of them are lost. "
@@ -107,18 +100,18 @@ class WeightChange(TrainerCallback):
         if self._rate == 0.0:
             return
         parameters = list(_parameters(optimizer))
-        stride = max(1, sum(each.numel() for each in parameters) // SAMPLED)
-        for each in parameters:
-            if id(each) not in self._samples:
-                self._samples[id(each)] = _Sample(each, stride)
-            self._samples[id(each)].record_gradient()
-            self._stepped |= each.grad is not None
+        stride = max(1, sum(weight.numel() for weight in parameters) // SAMPLED)
+        for weight in parameters:
+            if id(weight) not in self._samples:
+                self._samples[id(weight)] = _Sample(weight, stride)
+            self._samples[id(weight)].record_gradient()
+            self._stepped |= weight.grad is not None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._hook is None:
             return
         device = self._accelerator.device
-        counts = [each.counts().to(device) for each in self._samples.values()]
+        counts = [sample.counts().to(device) for sample in self._samples.values()]
         counts.append(torch.zeros(2, dtype=torch.float64, device=device))
         total = torch.stack(counts).sum(dim=0)  # (2,)
         total = torch.cat((total, total.new_tensor([self._stepped])))
@@ -148,21 +141,21 @@ class WeightChange(TrainerCallback):
         line = f"[Weights] {100 * share:.1f} % of the trainable weights that had a gradient changed {when}, at a "
         line += f"learning rate of {self._rate:.3g}"
         if _rounds_stochastically(self._optimizer):
-            _say(
+            _log_on_main(
                 logging.INFO,
                 f"{line}; it rounds stochastically, so that weights move by the right amount on average",
             )
         elif share >= self._least_share:
-            _say(logging.INFO, line)
+            _log_on_main(logging.INFO, line)
         else:
-            _say(
+            _log_on_main(
                 logging.WARNING,
                 f"{line}: fewer than {100 * self._least_share:g} % (`min_changed_weights`). Updates are lost to the "
                 "weights' number format, or are far too small. Train float32 weights, or raise the learning rate.",
             )
 
 
-def _say(level: int, line: str) -> None:
+def _log_on_main(level: int, line: str) -> None:
     if PartialState().is_main_process:
         logger.log(level, line)
 
@@ -175,7 +168,7 @@ def _innermost(optimizer: object) -> torch.optim.Optimizer:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (each for group in optimizer.param_groups for each in group["params"])
+    return (weight for group in optimizer.param_groups for weight in group["params"])
 
 
 def _rounds_stochastically(optimizer: object) -> bool:
@@ -186,14 +179,7 @@ def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
     """Make a PEFT model's trainable weights float32, in place.
 
     TRL turns those of a quantised model into bf16. peft leaves trained modules (`modules_to_save`) in the base model's
-    format.
-
-    Args:
-        model (`torch.nn.Module`):
-            The PEFT model.
-        autocast (`bool`):
-            Whether the forward pass computes in 16 bits. If not, only adapters change: other modules would get
-            activations of another format.
+    format. Without `autocast`, only adapters change: other modules would get activations of another format.
     """
     for module in model.modules():
         if autocast or isinstance(module, BaseTunerLayer):
@@ -209,13 +195,7 @@ class WeightCheck:
     and with a server. The second push shows no more. One step at a learning rate of 1e-6 moves log-probs by less than
     the two number formats differ (0.01 nats in bf16). TRL's `sampling/sampling_logp_difference/mean` then grows from
     step to step. The preflight's stage `engine` sees it at once for an engine in the process: it begins with random
-    weights.
-
-    Args:
-        limit (`float`):
-            Largest mean absolute difference in nats.
-        hints (`str`):
-            Sentences about possible reasons of a difference.
+    weights. `limit`: largest mean absolute difference in nats. `hints`: sentences about possible reasons of one.
     """
 
     def __init__(self, limit: float, hints: str = "") -> None:
@@ -228,20 +208,12 @@ class WeightCheck:
     def skip(self, reason: str) -> None:
         """Log the reason why there is nothing to compare, and end the check."""
         self.is_done = True
-        _say(logging.INFO, f"off: the check that vLLM samples from the weights in training, because {reason}")
+        _log_on_main(logging.INFO, f"off: the check that vLLM samples from the weights in training, because {reason}")
 
     def check(self, output: dict[str, torch.Tensor], logps_of: Callable[..., torch.Tensor]) -> None:
         """Check one of TRL's generation batches; a collective. A batch without a token that counts proves nothing.
-
-        Args:
-            output (`dict[str, torch.Tensor]`):
-                The batch.
-            logps_of (`Callable`):
-                Returns the trainer's log-probs of it, shape (B, T). Called if TRL has not computed them.
-
-        Raises:
-            `WeightSyncError`: log-probs are too far apart, or NaN.
-        """
+        `logps_of` returns the trainer's log-probs of it, (B, T), where TRL has not computed them. Raises
+        `WeightSyncError` where log-probs are too far apart, or NaN."""
         sampled = output.get("sampling_per_token_logps")
         if sampled is None:
             self.skip("these rollouts come without log-probs")
@@ -251,11 +223,7 @@ class WeightCheck:
         self.record(reduce(sums, "sum"))
 
     def record(self, sums: torch.Tensor) -> None:
-        """Judge the sums of `logp_difference` over all ranks, shape (3,).
-
-        Raises:
-            `WeightSyncError`: log-probs are too far apart, or NaN.
-        """
+        """Judge the sums of `logp_difference` over all ranks, shape (3,), as `check` does."""
         difference, tokens, missing = sums.tolist()
         if not tokens + missing:
             return
@@ -273,7 +241,7 @@ class WeightCheck:
                 f"{tokens:.0f} tokens, expected at most {self._limit:g}: it samples from other weights, or in another "
                 f"number format, than the ones in training. {self._hints}"
             )
-        _say(
+        _log_on_main(
             logging.INFO,
             f"[Weights] vLLM samples from the weights in training: log-probs differ by {mean:.4f} nats on average "
             f"over {tokens:.0f} tokens",
@@ -281,18 +249,9 @@ class WeightCheck:
 
 
 def logp_difference(ours: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sums of the log-probs' differences over the tokens that count.
-
-    Args:
-        ours (`torch.Tensor`), sampled (`torch.Tensor`):
-            Log-probs of the trainer and of the sampler, both of shape (B, T).
-        mask (`torch.Tensor`):
-            Shape (B, T).
-
-    Returns:
-        `torch.Tensor` of shape (3,), float64: the sum of absolute differences in nats, the number of tokens with a
-        difference, and the number of tokens without one, because a log-prob is NaN.
-    """
+    """Sums of the log-probs' differences over the tokens that count, from tensors of shape (B, T). Returns shape (3,),
+    float64: the sum of absolute differences in nats, the number of tokens with a difference, and the number of tokens
+    without one, because a log-prob is NaN."""
     difference = (ours.double() - sampled.double()).abs()
     missing = difference.isnan() & mask.bool()
     counted = mask.bool() & ~missing

@@ -126,6 +126,18 @@ def main_figures(run: Run) -> list[MainFigure]:
             rows += [MainFigure(f"{name}, {shown(branch)}", words(run, branch), branch) for branch in run.branches]
         elif value := words(run):
             rows.append(MainFigure(name, value))
+    return rows + _listed_figures(run)
+
+
+def _listed_figures(run: Run) -> list[MainFigure]:
+    """The figures of `names.FIGURES` with a name for the report: a row for each branch, if they are by branch."""
+    rows = []
+    for metric in (metric for metric in names.FIGURES if metric.report):
+        if names.BRANCH not in metric.tag:
+            rows.append(MainFigure(metric.report, _changed(run, metric.tag)))
+            continue
+        for branch, tag in names.of_branches(metric.tag, run.branches).items():
+            rows.append(MainFigure(f"{metric.report}, {shown(branch)}", _changed(run, tag), branch))
     return rows
 
 
@@ -153,7 +165,11 @@ def _step_time(run: Run) -> str:
 
 
 def _reward(run: Run) -> str:
-    change = figures.change(run.of(names.REWARD))
+    return _changed(run, names.REWARD)
+
+
+def _changed(run: Run, tag: str) -> str:
+    change = figures.change(run.of(tag))
     if change is None:
         return "was not logged"
     if change.of == 1:

@@ -105,7 +105,7 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         folder=folder,
         series=series,
         steps=_steps(series),
-        branches=_branches(series),
+        branches=names.branches_in(series),
         seconds=(min(times), max(times)) if times else None,
         starts=sum(_start(file.scalars) is not None for file in files),
         infinite=infinite,
@@ -122,11 +122,6 @@ def _steps(series: Mapping[str, Mapping[int, float]]) -> tuple[int, ...]:
     """Steps of training. Quick evaluations do not count: one may come before the first step."""
     trained = (values for tag, values in series.items() if not tag.startswith(names.QUICK_EVAL))
     return tuple(sorted({step for values in trained for step in values if step > 0}))
-
-
-def _branches(series: Mapping[str, object]) -> tuple[str, ...]:
-    starts = (names.reward_of(""), names.beta_of(""))
-    return tuple(sorted({tag.removeprefix(start) for tag in series for start in starts if tag.startswith(start)}))
 
 
 def _checkpoints(folder: Path) -> tuple[str, ...]:

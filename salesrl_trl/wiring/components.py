@@ -1,10 +1,10 @@
-"""The rooms of a trainer, built and connected.
+"""The components of a trainer, built and connected.
 
-Owns the order in which the rooms are built, and which room gets which. Owns no logic, and no trainer: TRL's part comes
-as values and bound callables (`Hooks`).
+Owns the order in which they are built, and which one gets which. Owns no logic, and no trainer: TRL's part comes as
+values and bound callables (`Hooks`). The trainer, its only user, builds one of these:
 
-1. `Wiring`, before TRL's trainer is built: the rooms that need settings alone.
-2. `connect`, after it is built: the rooms that generate and score by TRL's own methods.
+1. `Components`, before TRL's trainer is built: what needs settings alone.
+2. `connect`, after it is built: what generates and scores by TRL's own methods.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate.logging import get_logger
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
@@ -26,7 +26,7 @@ from salesrl_trl.config.rollouts import (
     check_rewards,
     normaliser_of,
     sampling_warnings,
-    scoring_settings,
+    settings_of,
     why_not_divisible,
 )
 from salesrl_trl.data.branches import Branches
@@ -40,10 +40,11 @@ from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.reference import Reference
 from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.given import GivenRewards
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.rollout.scoring import RolloutScoring
+from salesrl_trl.rollout.scoring import RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.epoch_lines import EpochLine
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.layout import ScalarLayout
@@ -53,7 +54,7 @@ from salesrl_trl.telemetry.trackers import Trackers
 from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
-from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.run_control import RunControl, RunControlSettings
 from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
@@ -63,22 +64,12 @@ from salesrl_trl.wiring.policy import Policy
 logger = get_logger(__name__)
 
 
-class Wiring:
-    """The rooms of one trainer.
+class Components:
+    """The components of one trainer.
 
-    Args:
-        rewards (`GivenRewards`):
-            Score completions.
-        args (`SalesGRPOConfig`):
-            Settings.
-        instruments (`Instruments`, *optional*):
-            Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
-        kl_law (`KLLaw`, *optional*):
-            Moves the KL coefficients in place of the law that `args` sets.
-        train_dataset (`object`):
-            Training rows, in whatever form TRL takes them.
-        gets_adapter (`bool`):
-            Whether TRL will put an adapter on the model.
+    Without `instruments`: phases, heartbeats, and a trace of the first 50 steps. `kl_law` moves the KL coefficients in
+    place of the law that `args` sets. `train_dataset`: rows in whatever form TRL takes them. `gets_adapter`: TRL will
+    put an adapter on the model.
     """
 
     def __init__(
@@ -108,15 +99,12 @@ class Wiring:
         self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
         self.policy = Policy(args, self.kl is not None, gets_adapter)
         self._banded = [branch for branch, target in targets.items() if target.has_band]
-        self.ledger = Ledger(
-            args.branches, reward.names.providers, reward.names.services, reward.names.stages,
-            with_kl=bool(targets), with_baseline=bool(args.hybrid_reference_weight),
-        )  # fmt: skip
+        self.figures_of_rewards = RewardFigures(args.branches, reward.names)
+        with_baseline = bool(args.hybrid_reference_weight)
+        self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), with_baseline=with_baseline)
         self.spending = Spending(reward.budget)
-        self.run_control = RunControl(
-            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl,
-            Path(args.output_dir), args.max_outage_s, self.spending.reported, self.spending.is_reached,
-        )  # fmt: skip
+        settings = settings_of(RunControlSettings, args)
+        self.run_control = RunControl(settings, reward.names.places, self.spending.reported, self.spending.is_reached)
         self.keeper = Keeper(
             args,
             self.kl,
@@ -132,19 +120,8 @@ class Wiring:
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
     ) -> list[TrainerCallback]:
-        """Build the rooms that use TRL's own methods.
-
-        Args:
-            trl (`Hooks`):
-                TRL's trainer.
-            sampler (`Callable[[Upstream], Sampler]`, *optional*):
-                Makes another generation engine than TRL's.
-            quick_eval (`QuickEvalSettings`, *optional*):
-                Greedy evaluations every few steps.
-
-        Returns:
-            `list[TrainerCallback]`: the callbacks of a run, in their order.
-        """
+        """Build the components that use TRL's own methods. Returns the callbacks of a run, in their order. `sampler`
+        makes another generation engine than TRL's."""
         self._trl, args = trl, self._args
         check_rewards(args, trl.tools, trl.reward_answered)
         size = args.per_device_train_batch_size * args.steps_per_generation
@@ -161,9 +138,9 @@ class Wiring:
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
             raise_adapters(trl.model, args.bf16 or args.fp16)
-        for each in (trl.model, trl.ref_model):
-            if each is not None:  # a compiled one has no truth value
-                leave_out_no_pictures(each)
+        for model in (trl.model, trl.ref_model):
+            if model is not None:  # a compiled one has no truth value
+                leave_out_no_pictures(model)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
         self.sampler = self._sampler(trl, sampler or args.sampler_class())
@@ -180,16 +157,23 @@ class Wiring:
             behaviour_logps=self._behaviour_logps,
             record_span=self.instruments.record_generation,
             group=trl.group,
-            state=trl.state,
+            reward_arguments=trl.reward_arguments,
             inside_trl=trl.tools is not None,
         )
         self.scoring = RolloutScoring(
             self.pipeline,
             self.desk,
+            self.figures_of_rewards,
             self.ledger,
             self.instruments,
             self.run_control,
-            scoring_settings(args, self.branches, self.reward.names.stages, trl.reward_weights, trl.reward_answered),
+            settings_of(
+                ScoringSettings,
+                args,
+                branches=self.branches,
+                weights=trl.reward_weights,
+                answered=trl.reward_answered,
+            ),
             trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
@@ -258,7 +242,7 @@ class Wiring:
                 are_actions=names.has_actions,
                 is_cut=lambda: self.run_control.is_spent,
             ),
-            ScalarLayout(args.branches, self._banded, quick, trl.callbacks.callbacks),
+            ScalarLayout({**self.figures_of_rewards.words, "figure": quick}, self._banded, trl.callbacks.callbacks),
             WeightChange(trl.accelerator, args.min_changed_weights, trl.log),
         ]
 
@@ -279,11 +263,8 @@ class Wiring:
         return trl.logps_of(sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, device))
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
-        """Sample a completion for each prompt. Check that the sampler has the weights in training; a collective.
-
-        Raises:
-            `WeightSyncError`: it has other ones.
-        """
+        """Sample a completion for each prompt. Raise `WeightSyncError` if the sampler has other weights than the ones
+        in training; a collective."""
         trl = self._trl
         sampled = self.sampler.start(prompts, lambda place, ids: None, ahead=False).result()
         batch = sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
@@ -315,20 +296,14 @@ class Wiring:
         """The figures of a log line. Starts over."""
         figures = self.ledger.flush(mode)
         if mode == "train":
-            state = self._trl.state()
-            assert isinstance(state, TrainerState)
-            figures |= self.spending.figures(state.global_step, state.max_steps)
+            figures |= self.spending.figures(self._trl.step(), self._trl.last_step())
             figures |= self.instruments.figures(self._trl.accelerator)
         return figures
 
     @contextlib.contextmanager
     def running(self, save: Callable[[], None]) -> Iterator[None]:
         """Inside the block a run goes on. If it fails, the measurements of the failed step are kept, and `save` saves
-        a checkpoint.
-
-        Raises:
-            `SalesRLError`: the reason for which training stopped.
-        """
+        a checkpoint. Raises the `SalesRLError` for which training stopped."""
         self.instruments.start(self._trl.accelerator.is_main_process)
         self.timeline.begin(StartUp.PREPARE)
         try:

@@ -1,6 +1,7 @@
-"""The parts of TRL's trainer that the rooms use.
+"""What the components use of TRL's trainer.
 
-Owns their list: values and bound callables. No room gets this package's trainer, or TRL's.
+Owns this list: values and bound callables, which `trl_access` makes. No component gets this package's trainer, or
+TRL's.
 """
 
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
@@ -17,7 +18,7 @@ from salesrl_trl.generation.sampler import Ask, Generate
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.scoring import Output
-from salesrl_trl.update.boundary import Boundary
+from salesrl_trl.update.step_snapshot import StepSnapshot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,14 +32,14 @@ class Hooks:
     ref_model: torch.nn.Module | None
     """TRL's own copy of the reference policy."""
     step: Callable[[], int]
-    """Optimizer steps done."""
+    last_step: Callable[[], int]
+    """The optimizer step with which the run ends."""
     accelerator: Accelerator
     is_deepspeed: bool
     """Whether DeepSpeed owns the optimizer."""
     engine: SalesVLLMGeneration | GenerationConfig
     """The engine, or the settings with which the policy itself generates."""
     has_rollout_func: bool
-    """Whether a `rollout_func` generates."""
     tools: str | None
     """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
     tokenizer: PreTrainedTokenizerBase
@@ -49,13 +50,12 @@ class Hooks:
     reward_weights: Sequence[float]
     """TRL's weight of each reward function."""
     reward_answered: Sequence[bool]
-    """Of each reward function: whether the desk answers it."""
+    """Of each reward function: whether the package calls it."""
     group: Callable[[], int]
     """Completions of a prompt at the moment: in training, or in an evaluation."""
-    state: Callable[[], object]
-    """Returns the trainer's state, which reward functions may ask for. A run has one of its own."""
+    reward_arguments: Callable[[], Mapping[str, object]]
+    """Returns what reward functions may ask for beside columns: `reward.base.TRL_ARGUMENTS`. A run has its own."""
     has_entropy_bonus: bool
-    """Whether the loss has an entropy bonus."""
     has_aux_loss: bool
     """Whether the loss has the auxiliary loss of a mixture's router."""
     num_generations_eval: int
@@ -73,18 +73,14 @@ class Hooks:
     set_aside: Callable[[], AbstractContextManager[None]]
     """While active: evaluation mode, one completion a prompt; TRL's figures and tables stay as they are."""
     drop_gradients: Callable[[], None]
-    """Sets all gradients to `None`."""
     save: Callable[[Path], None]
-    """Writes the policy into a folder."""
     log: Callable[[Mapping[str, float | None]], None]
     """Adds an entry to the log, without the figures that TRL gathers for a step."""
     callbacks: CallbackHandler
-    """TRL's callbacks."""
     eval_dataset: object
-    """Held-out rows."""
     position: Callable[[], tuple[int, bool]]
     """Returns the micro-steps done, and whether a generation batch is there to go on with."""
-    capture: Callable[[], Boundary]
+    capture: Callable[[], StepSnapshot]
     """Returns the state at the end of an optimizer step."""
-    restore: Callable[[Boundary], None]
+    restore: Callable[[StepSnapshot], None]
     """Sets the trainer back to it."""

@@ -20,16 +20,8 @@ from salesrl_trl.update.weights import WeightCheck
 
 
 class Policy:
-    """The policy of one trainer.
-
-    Args:
-        args (`SalesGRPOConfig`):
-            Settings.
-        has_kl (`bool`):
-            Whether the loss has a KL, so that a reference is needed.
-        gets_adapter (`bool`):
-            Whether TRL will put an adapter on the model.
-    """
+    """The policy of one trainer. `has_kl`: the loss has a KL, so that a reference is needed. `gets_adapter`: TRL will
+    put an adapter on the model."""
 
     weight_check: WeightCheck
     """Compares vLLM's weights with those in training, once."""
@@ -45,12 +37,8 @@ class Policy:
 
     @contextlib.contextmanager
     def building(self, model: PreTrainedModel | str) -> Iterator[None]:
-        """While active, a TRL trainer under construction gets our engine options and reference policy.
-
-        Args:
-            model (`PreTrainedModel`, `PeftModel` or `str`):
-                The policy, or its id, by which TRL loads it.
-        """
+        """While active, a TRL trainer under construction gets our engine options and reference policy. `model`: the
+        policy, or its id, by which TRL loads it."""
         args, policy = self._args, Loaded(model, self._look)
         options = lambda: engine_options(args, policy.model)  # noqa: E731  the model may not be there yet
         with vllm_engine_options(options), reference_wanted(args, self._has_kl, policy):

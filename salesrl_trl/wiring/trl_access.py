@@ -1,6 +1,6 @@
-"""The parts of TRL's trainer that the rooms use, as values and bound callables.
+"""What the components use of TRL's trainer, as values and bound callables.
 
-Owns their list for one trainer (`hooks` describes it). Overrides nothing: `trainer` does.
+Owns their list for one trainer (`hooks` describes it). Overrides nothing: `trainer`, its only user, does.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from salesrl_trl.reward.desk import RewardColumn
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.scoring import Output
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.update.boundary import Boundary
-from salesrl_trl.wiring.components import Wiring
+from salesrl_trl.update.step_snapshot import StepSnapshot
+from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.hooks import Hooks
 
 
-class BoundTrainer(GRPOTrainer):
-    """TRL's trainer, with what the rooms may use of it."""
+class TRLAccess(GRPOTrainer):
+    """TRL's trainer, with what the components may use of it."""
 
     args: SalesGRPOConfig
-    rooms: Wiring
+    components: Components
     _timeline: Timeline
     _tokens: TokenSource | None = None  # generates in place of TRL's engines
     _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
@@ -48,6 +48,7 @@ class BoundTrainer(GRPOTrainer):
             unwrapped=lambda: self.accelerator.unwrap_model(self.model),
             ref_model=self.ref_model,
             step=lambda: self.state.global_step,
+            last_step=lambda: self.state.max_steps,
             accelerator=self.accelerator,
             is_deepspeed=self.is_deepspeed_enabled,
             engine=self.vllm_generation if self.use_vllm else self.generation_config,
@@ -57,9 +58,9 @@ class BoundTrainer(GRPOTrainer):
             pad_to_multiple_of=self.pad_to_multiple_of,
             eos_token_ids=self.eos_token_ids,
             reward_weights=self.reward_weights.tolist(),
-            reward_answered=[isinstance(each, RewardColumn) for each in self.reward_funcs],
+            reward_answered=[isinstance(function, RewardColumn) for function in self.reward_funcs],
             group=lambda: self.num_generations if self.model.training else self.num_generations_eval,
-            state=lambda: self.state,
+            reward_arguments=lambda: {"trainer_state": self.state},
             has_entropy_bonus=self._entropy_bonus_enabled,
             has_aux_loss=self.aux_loss_enabled,
             num_generations_eval=self.num_generations_eval,
@@ -75,17 +76,17 @@ class BoundTrainer(GRPOTrainer):
             callbacks=self.callback_handler,
             eval_dataset=self.eval_dataset,
             position=lambda: (self._step, self._buffered_inputs is not None),
-            capture=lambda: Boundary(
-                self.state, self.optimizer, self.lr_scheduler, self.rooms.kl, (self._step, self._buffered_inputs)
+            capture=lambda: StepSnapshot(
+                self.state, self.optimizer, self.lr_scheduler, self.components.kl, (self._step, self._buffered_inputs)
             ),
             restore=self._restore,
         )
 
-    def _restore(self, boundary: Boundary) -> None:
-        self._step, self._buffered_inputs = boundary.restore()
+    def _restore(self, snapshot: StepSnapshot) -> None:
+        self._step, self._buffered_inputs = snapshot.restore()
         self._metrics["train"].clear()  # of the step that is undone
-        self.rooms.passes.forget()
-        self.rooms.normaliser.forget()
+        self.components.passes.forget()
+        self.components.normaliser.forget()
 
     def _drop_gradients(self) -> None:
         if self.accelerator.scaler is not None:
@@ -126,17 +127,16 @@ class BoundTrainer(GRPOTrainer):
         output: Output = super()._generate_and_score_completions(rollout.inputs)
         if not rollout.is_complete:
             self._metrics[mode], self._logs = before
-        elif not self.rooms.policy.weight_check.is_done and self.vllm_generation.temperature == self.temperature:
-            self.rooms.policy.weight_check.check(
-                output, self._logps_of
-            )  # not of an evaluation, which answers greedily
+        elif not self.components.policy.weight_check.is_done and self.vllm_generation.temperature == self.temperature:
+            # not of an evaluation, which answers greedily
+            self.components.policy.weight_check.check(output, self._logps_of)
         return output
 
     def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
         """Log-probs of a generation batch's completions under the current policy, shape (B, T)."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            given = logps_arguments(output, self.args.per_device_train_batch_size)
-            return self._get_per_token_logps_and_entropies(self.model, **given)[0]
+            arguments = logps_arguments(output, self.args.per_device_train_batch_size)
+            return self._get_per_token_logps_and_entropies(self.model, **arguments)[0]
 
     @contextlib.contextmanager
     def _with_fewer_micro_batches(self, factor: float) -> Iterator[None]:

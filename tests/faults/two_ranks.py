@@ -64,7 +64,7 @@ class OfARank(ScriptedTrainer):
         self.order, self.samples, self.gradients, self.seconds = {}, [], [], []
         super().__init__(*args, **kwargs)
         self.add_callback(_Noted(self))
-        self.waits, wait = False, self.rooms.desk.wait
+        self.waits, wait = False, self.components.desk.wait
 
         def noted(*args):
             self.waits = True
@@ -73,10 +73,10 @@ class OfARank(ScriptedTrainer):
             finally:
                 self.waits = False
 
-        self.rooms.desk.wait = noted
+        self.components.desk.wait = noted
         self.quick = []  # reasons in quick evaluations, on the main process
-        if self.rooms.quick_eval is not None:
-            self.rooms.quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
+        if self.components.quick_eval is not None:
+            self.components.quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
 
     @property
     def trained(self):

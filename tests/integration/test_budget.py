@@ -74,9 +74,9 @@ def test_a_run_ends_at_its_limit_and_goes_on_with_a_larger_one(run, services, tm
     share = requests() / FOR_ALL_STEPS
     assert f"| spent {requests()} calls, at the end {share:.0%} of the limit |" in caplog.text
     at_end = pytest.raises(RunStopped, match=r"reached: `max_calls` 72\. All steps are done and saved, but not ")
-    with at_end, trainer.rooms.stopping.ending():
+    with at_end, trainer.components.stopping.ending():
         trainer.evaluate()
-        trainer.rooms.stopping.raise_if_asked()
+        trainer.components.stopping.raise_if_asked()
     assert requests() == FOR_ALL_STEPS
     assert "[HeldOut@8] left out: the budget ended when " in caplog.text
     assert not (tmp_path / HELD_OUT_FILE).exists()

@@ -490,7 +490,7 @@ class Streams:
 
     def __init__(self, services, trainer):
         self.services, self.ends = services, []
-        sampler = trainer.rooms.sampler
+        sampler = trainer.components.sampler
         generate = sampler._generate
 
         def timed(prompts):

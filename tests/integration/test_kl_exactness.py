@@ -112,12 +112,12 @@ def set_up(trainer, case):
     if isinstance(trainer, ScriptedTrainer):
         trainer.beta = 1.0  # what it has TRL load the reference by
         trainer.args.kl_estimator, trainer.args.kl_log_ratio_clamp = case.estimator, case.clamp
-        trainer.rooms.kl.settings = trainer.args.kl_penalty()
+        trainer.components.kl.settings = trainer.args.kl_penalty()
         coefficients(trainer, (BETA, BETA))
 
 
 def coefficients(trainer, betas):
-    for branch, beta in zip(trainer.rooms.kl.control.branches, betas, strict=True):
+    for branch, beta in zip(trainer.components.kl.control.branches, betas, strict=True):
         branch.asked = beta
 
 
@@ -264,13 +264,13 @@ def step(trainer, batches):
     """Loss and gradient of one optimizer step: sums over its micro-batches."""
     trainer._metrics["train"].clear()
     if isinstance(trainer, ScriptedTrainer):
-        trainer.rooms.ledger.flush("train")
+        trainer.components.ledger.flush("train")
     trainer.model.zero_grad()
     total = 0.0
     for index, batch in enumerate(batches):
         trainer.accelerator.gradient_state._set_sync_gradients(index == len(batches) - 1)
         if isinstance(trainer, ScriptedTrainer):  # as TRL's `_prepare_inputs` would
-            trainer.rooms.passes.begin(batches[index:], len(batches), is_last=index == len(batches) - 1)
+            trainer.components.passes.begin(batches[index:], len(batches), is_last=index == len(batches) - 1)
         loss = trainer.compute_loss(trainer.model, batch)
         loss.backward()
         total += loss.item()
@@ -302,7 +302,7 @@ def assert_equal_steps(ours, expected, tolerance=TOLERANCE):
 
 def assert_equal_kl(trainer, stock, batches):
     """Ours by branch, weighted by its tokens, against TRL's by micro-batch, weighted by its."""
-    logged = trainer.rooms.ledger.flush("train")
+    logged = trainer.components.ledger.flush("train")
     tokens = [logged[f"kl/{branch}_tokens"] for branch in BRANCHES]
     sums = [logged[f"kl/{branch}"] * count if count else 0.0 for branch, count in zip(BRANCHES, tokens, strict=True)]
     theirs = [counted(batch).sum().item() for batch in batches]
@@ -511,7 +511,7 @@ def test_rewards_of_a_branch_that_count_less_are_a_part_of_its_policy_loss(pair,
     case = Case(loss_type=loss_type)
     pair.set_up(case)
     batches = pair.inputs(case)
-    one, other = pair.ours.rooms.kl.control.branches
+    one, other = pair.ours.components.kl.control.branches
     one.target, one.asked = KLTarget(beta=BETA, low=0.1, high=0.2, beta_max=BETA, least_share=0.25), 2 * BETA
     try:
         assert (one.beta, one.share, other.share) == (BETA, 0.5, 1.0)
@@ -587,7 +587,7 @@ def test_a_step_in_which_no_token_counts_has_no_loss_and_no_gradient(pair, loss_
     loss, gradient = step(pair.ours, pair.inputs(case, completion_mask=nothing))
     assert loss == 0
     assert (gradient == 0).all()
-    logged = pair.ours.rooms.ledger.flush("train")
+    logged = pair.ours.components.ledger.flush("train")
     assert [logged[f"kl/{name}_tokens"] for name in BRANCHES] == [0, 0]
 
 
@@ -621,7 +621,7 @@ def test_beta_is_a_number_again_after_the_loss(pair):
 def test_beta_is_a_number_again_after_a_loss_that_failed_and_nothing_was_measured(pair, fails_in):
     pair.set_up(Case())
     pair.ours.beta = 0.125
-    pair.ours.rooms.ledger.flush("train")
+    pair.ours.components.ledger.flush("train")
     hook = contextlib.nullcontext()
     if fails_in == "loss":
         pair.ours.loss_type = "no such"
@@ -631,8 +631,8 @@ def test_beta_is_a_number_again_after_a_loss_that_failed_and_nothing_was_measure
         pair.ours.compute_loss(pair.ours.model, pair.inputs(Case())[0])
     assert pair.ours.beta == 0.125
     with pytest.raises(RuntimeError, match="before `add`"):
-        pair.ours.rooms.kl.drain_sums()
-    assert all(map(math.isnan, pair.ours.rooms.ledger.flush("train").values()))
+        pair.ours.components.kl.drain_sums()
+    assert all(map(math.isnan, pair.ours.components.ledger.flush("train").values()))
 
 
 class Steps(TrainerCallback):

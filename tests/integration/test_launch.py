@@ -23,9 +23,8 @@ from salesrl_trl.names import (
     THROUGHPUT,
     Phase,
 )
-from salesrl_trl.reward.figures import reward_names, time_names
+from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.telemetry import perf
-from salesrl_trl.update.ledger import UPDATE_NAMES
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -51,7 +50,7 @@ def check_run(output_dir, steps, lookahead=0):
     differences = logged["train/sampling/sampling_logp_difference/mean"]
     assert len(differences) == steps
     assert max(differences) < 0.02  # nats; noise between two implementations, far from that of other weights
-    for name in (*reward_names(["fairness", "hallucination"]), *UPDATE_NAMES, *time_names()):
+    for name in RewardFigures(["fairness", "hallucination"]).names():
         assert f"train/{name}" in logged or "reward/" in name or "reference/" in name  # an empty branch logs nothing
     for name in (*perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE):
         assert f"train/{name}" in logged or (not torch.cuda.is_available() and ("mfu" in name or "gpu" in name))

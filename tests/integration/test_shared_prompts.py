@@ -91,9 +91,9 @@ def train(kind, policy, folder, *, reward=length, lora=False, in_order=True, **g
     trainer.texts = tuple(" ".join(draw.choices(WORDS, k=draw.randrange(1, 9))) for _ in range(97))
     trainer.use_vllm = True  # as far as the correction goes
     if is_ours:
-        trainer.rooms.passes.in_order &= in_order
+        trainer.components.passes.in_order &= in_order
         with patched(trainer.args, "use_vllm", True):
-            trainer.rooms.passes._correction = correction_at_step(trainer.args)
+            trainer.components.passes._correction = correction_at_step(trainer.args)
     gradients = Gradients(trainer)
     trainer.train()
     if is_ours:
@@ -161,7 +161,7 @@ def test_a_skipped_batch_has_no_figures_of_the_correction(policy, tmp_path):
     figures = [[line[name] for name in FIGURES] for line in steps_of(ours)]
     assert figures[0] == [None] * len(FIGURES)
     assert figures[1][0] > 0.01
-    assert ours.rooms.passes.shares_prompts
+    assert ours.components.passes.shares_prompts
 
 
 def test_off_is_trls_own_to_the_bit(policy, tmp_path):
@@ -174,7 +174,7 @@ def test_off_is_trls_own_to_the_bit(policy, tmp_path):
 def test_noise_of_neftune_and_a_precision_that_is_not_taken_are_told_once(policy, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         ours, _ = train(ScriptedTrainer, policy, tmp_path, neftune_noise_alpha=5.0, bf16=True)
-    assert not ours.rooms.passes.shares_prompts
+    assert not ours.components.passes.shares_prompts
     assert caplog.text.count("off: one pass for a group's prompt, because `neftune_noise_alpha` adds noise") == 1
     assert not ours.args.bf16
     assert caplog.text.count("precision: float32. The settings ask for bf16, and this run is on a CPU") == 1

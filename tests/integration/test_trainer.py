@@ -17,7 +17,6 @@ from salesrl_trl.build.rollouts_only import RolloutTrainer
 from salesrl_trl.checkpoint.identity import identity_of_run, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
-from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.weights import WeightCheck
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
@@ -51,7 +50,7 @@ def test_a_step_learns_and_logs_every_metric(scripted_trainer, caplog, capfd, tm
     assert caplog.text.count("] steps 1-4 | reward fairness=0.38") == 1  # the epochs' line
     assert (tmp_path / "run/trace.json").is_file()
     assert moved(before, weights(trainer))
-    names = set(Ledger(["fairness", "hallucination"], ["judge"], ["rag_8b", "rag_32b", "judge"]).flush("train"))
+    names = set(trainer.components.ledger.names)
     for logs in step_logs(trainer):
         assert names <= set(logs)
         assert logs["outcome/ok"] == logs["outcome/invalid_action"] == 0.5
@@ -205,8 +204,8 @@ def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_checkpoint_of_another_run_is_refused_by_the_trainer_too(scripted_trainer, tmp_path, kind):
     trainer = scripted_trainer(texts=DIFFERENT, max_steps=1)
-    rooms = trainer.rooms
-    other = identity_of_run(trainer.args, trainer.train_dataset, rooms.branches, None, rooms.policy.shape)
+    components = trainer.components
+    other = identity_of_run(trainer.args, trainer.train_dataset, components.branches, None, components.policy.shape)
     other["decides"]["seed"] = 7
     write_identity(tmp_path, other, inside_a_batch=False)
     seal(tmp_path, processes=1, has_optimizer=True)
@@ -311,7 +310,7 @@ def test_a_run_whose_sampler_has_other_weights_stops_at_its_first_batch(scripted
         return completions, [[logp] * len(each) for each in completions]  # None is a NaN, as TRL hands it on
 
     trainer._generate_single_turn = sampled
-    trainer.rooms.policy.weight_check = WeightCheck(
+    trainer.components.policy.weight_check = WeightCheck(
         trainer.args.max_sampling_logp_difference
     )  # transformers has nothing to check
     trainer.vllm_generation = SimpleNamespace(temperature=trainer.temperature)

@@ -219,7 +219,7 @@ def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build
         output = generate(client, *arguments, **request)
         end = time.monotonic() + 60
         while is_last_of_a_batch and time.monotonic() < end:
-            if sum(each is not None for each in list(trainer.rooms.reward.batches)[-1]._samples) == BATCH - 1:
+            if sum(each is not None for each in list(trainer.components.reward.batches)[-1]._samples) == BATCH - 1:
                 return output
             time.sleep(0.01)
         assert not is_last_of_a_batch, "rewards do not start before the whole batch is there"
@@ -235,7 +235,11 @@ def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
     traced = InstrumentSettings(trace_steps=range(1, 100), heartbeat_s=0.0)
     instruments = Instruments(traced, torch.device("cpu"), tmp_path)
     trainer = build(rollout_lookahead=2, max_steps=5, instruments=instruments, temperature=0.6)
-    client, ask, compute_loss = trainer.vllm_generation.vllm_client, trainer.rooms.sampler._ask, trainer.compute_loss
+    client, ask, compute_loss = (
+        trainer.vllm_generation.vllm_client,
+        trainer.components.sampler._ask,
+        trainer.compute_loss,
+    )
     asked, trained = [], [threading.Event() for _ in range(5)]  # the step at which each rollout was asked for
 
     def held_back(step, generate, *arguments, **request):
@@ -257,7 +261,7 @@ def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
         trained[trainer.state.global_step].set()
         return compute_loss(*arguments, **given)
 
-    trainer.rooms.sampler._ask, trainer.compute_loss = watched, training
+    trainer.components.sampler._ask, trainer.compute_loss = watched, training
     trainer.train()
     check_steps(trainer.state.log_history, 2)
     assert asked == [0, 0, 0, 1, 2]
@@ -274,21 +278,21 @@ def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
 def test_a_run_after_one_that_failed_leaves_the_first_ones_rollouts_aside(build):
     trainer = build(rollout_lookahead=2, max_steps=5)
     compute_loss, begun, pushes = trainer.compute_loss, [], []
-    stock, sync = trainer.rooms.sampler._ask, trainer.vllm_generation.sync_weights
+    stock, sync = trainer.components.sampler._ask, trainer.vllm_generation.sync_weights
     trainer.vllm_generation.sync_weights = lambda: (pushes.append(len(begun)), sync())
 
     def fails(*arguments, **given):
         raise InterruptedError
 
-    trainer.rooms.sampler._ask = lambda *arguments: begun.append(stock(*arguments)) or begun[-1]
+    trainer.components.sampler._ask = lambda *arguments: begun.append(stock(*arguments)) or begun[-1]
     trainer.compute_loss = fails
     with pytest.raises(InterruptedError):
         trainer.train()
     trainer.compute_loss = compute_loss
     assert len(begun) == 3
     assert [requests._given_up for requests in begun] == [False, True, True]
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), trainer.rooms.desk._loop).result()
-    assert not list(trainer.rooms.reward.batches)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), trainer.components.desk._loop).result()
+    assert not list(trainer.components.reward.batches)
     trainer.train()
     check_steps(trainer.state.log_history, 2)
     assert len(begun) == 3 + 5

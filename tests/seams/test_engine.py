@@ -25,7 +25,7 @@ def train(tiny, httpserver, tmp_path):
             trainer.train()
         finally:
             trainer.finish()
-        return trainer, trainer.rooms.sampler
+        return trainer, trainer.components.sampler
 
     return train
 

@@ -9,8 +9,8 @@ from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, row
 from salesrl_trl.build.assembly import build_reward as build_from_settings
 from salesrl_trl.build.checks.reward import prepare_reward
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.names import Stage
-from salesrl_trl.reward.figures import encode
+from salesrl_trl.reward.batch import NOTHING_SCORED
+from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.types import Outcome
 from salesrl_trl.update.ledger import Ledger
 
@@ -112,19 +112,21 @@ def test_an_object_that_is_no_stage_is_refused(services, stage):
         build_reward(services.url, [row()], stages=[stage])
 
 
-def test_the_seconds_of_a_stage_are_figures_under_the_same_names_on_every_rank(services, result_of):
+def test_components_and_seconds_of_a_stage_are_figures_under_the_same_names_on_every_rank(services, result_of):
     reward = build_reward(services.url, [row()], stages=[Brevity(), Gate()])
     result = result_of(reward, [ACTION, action("invalid")])
     figures = {}
     for rank, rewards in enumerate((result.rewards, ())):  # the second rank has scored nothing
-        ledger = Ledger(BRANCHES, stages=reward.names.stages)
-        table = encode(rewards, [0] * len(rewards), reward.names.stages)
-        ledger.record_rewards("train", table, ())
+        made = RewardFigures(BRANCHES, reward.names)
+        ledger = Ledger(made)
+        table = made.encode(rewards, [0] * len(rewards))
+        ledger.record_rewards("train", table, made.encode_report(NOTHING_SCORED))
         figures[rank] = ledger.flush("train")
     assert list(figures[0]) == list(figures[1])
     own = {"time/brevity_p50_s", "time/brevity_p95_s", "time/brevity_max_s", "time/slowest_brevity_s"}
-    assert own <= figures[0].keys() and not own & Ledger(BRANCHES).flush("train").keys()
+    assert own <= figures[0].keys() and not own & Ledger(RewardFigures(BRANCHES)).flush("train").keys()
     seconds = [each.seconds["brevity"] for each in result.rewards]
     assert figures[0]["time/brevity_max_s"] == pytest.approx(max(seconds))
     assert math.isnan(figures[1]["time/brevity_max_s"])
-    assert table.shape == (0, 6 + len(Stage) + 2)
+    assert figures[0]["rewards/brevity/fairness"] == pytest.approx(BREVITY)
+    assert math.isnan(figures[0]["rewards/brevity/hallucination"])

@@ -98,7 +98,7 @@ class States(TrainerCallback):
         self.after_evaluation[str(state.global_step)] = self._state()
 
     def _state(self):
-        return json.loads(json.dumps(self.trainer.rooms.kl.control.state_dict()))  # as a checkpoint has it
+        return json.loads(json.dumps(self.trainer.components.kl.control.state_dict()))  # as a checkpoint has it
 
 
 class StopAt(TrainerCallback):

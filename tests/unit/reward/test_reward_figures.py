@@ -5,16 +5,9 @@ import math
 import pytest
 import torch
 
+from salesrl_trl.reward.base import RewardNames
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.figures import (
-    add_report,
-    add_rewards,
-    encode,
-    encode_report,
-    report_names,
-    reward_names,
-    time_names,
-)
+from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.judge.bias import JudgeBias
 from salesrl_trl.reward.judge.judge_interface import ProviderUsage
 from salesrl_trl.reward.service.transport import TRAFFIC
@@ -22,7 +15,8 @@ from salesrl_trl.telemetry.aggregates import StepAggregates
 from salesrl_trl.types import Outcome, Reward
 
 BRANCHES = ("fairness", "hallucination")
-NAMES = (*reward_names(BRANCHES), *time_names())
+FIGURES = RewardFigures(BRANCHES)
+NAMES = FIGURES.names()
 
 
 def ok(value, reference=None):
@@ -37,7 +31,7 @@ JUDGE = Reward(outcome=Outcome.JUDGE_INVALID, value=None, reason="judge_empty")
 def means_of(*batches):
     means = StepAggregates(NAMES)
     for rewards, branch_ids in batches:
-        add_rewards(means, encode(rewards, branch_ids), BRANCHES)
+        FIGURES.add_rewards(means, FIGURES.encode(rewards, branch_ids))
     return means
 
 
@@ -71,6 +65,16 @@ def test_right_documents_are_a_share_of_the_answers_to_rows_with_known_ones():
     assert flushed["retrieval/right_document"] == pytest.approx(1 / 3)
 
 
+def test_a_component_is_a_figure_by_branch_of_those_that_have_it():
+    """A component of a stage of one's own needs no other line of code."""
+    own = RewardFigures(BRANCHES, RewardNames(components=("brevity",)))
+    rewards = [Reward(outcome=Outcome.OK, value=0.5, components={"brevity": each}) for each in (0.25, 0.75, None, 1.0)]
+    means = StepAggregates(own.names())
+    own.add_rewards(means, own.encode([*rewards, INFRA], [0, 0, 0, 1, 1]))
+    flushed = means.flush()
+    assert (flushed["rewards/brevity/fairness"], flushed["rewards/brevity/hallucination"]) == (0.5, 1.0)
+
+
 def test_the_keys_are_the_same_when_a_branch_or_everything_is_missing():
     names = set(NAMES)
     assert set(means_of(([ok(1.0)], [0])).flush()) == names
@@ -89,15 +93,16 @@ def test_a_flush_starts_over():
 
 
 def test_an_empty_batch_encodes_to_no_rows():
-    assert encode([], []).shape == (0, 10)
+    assert len(FIGURES.encode([], [])) == 0
+    assert set(means_of(([], [])).flush()) == set(NAMES)
 
 
 def test_two_ranks_gathered_give_what_one_rank_would():
     rewards, branch_ids = [ok(0.2), ok(0.4), INFRA, ok(0.9)], [0, 1, 0, 0]
     one = means_of((rewards, branch_ids)).flush()
     two = StepAggregates(NAMES)
-    gathered = torch.cat([encode(rewards[:2], branch_ids[:2]), encode(rewards[2:], branch_ids[2:])])
-    add_rewards(two, gathered, BRANCHES)
+    parts = [(rewards[:2], branch_ids[:2]), (rewards[2:], branch_ids[2:])]
+    FIGURES.add_rewards(two, torch.cat([FIGURES.encode(*part) for part in parts]))
     assert two.flush() == pytest.approx(one, nan_ok=True)
 
 
@@ -114,9 +119,9 @@ def test_reports_of_ranks_are_summed_and_their_times_are_the_slowest():
         )
         for seconds in (1.0, 3.0)
     ]
-    names = report_names(["openai"], ["rag_8b"])
-    means, bias = StepAggregates((*time_names(), *names)), JudgeBias()
-    add_report(means, bias, torch.cat([encode_report(report) for report in reports]), names)
+    figures_of = RewardFigures(BRANCHES, RewardNames(providers=("openai",), services=("rag_8b",)))
+    means, bias = StepAggregates(figures_of.names()), JudgeBias()
+    figures_of.add_report(means, bias, torch.cat([figures_of.encode_report(report) for report in reports]))
     figures = means.flush()
     assert (figures["time/reward_s"], figures["time/judge_s"]) == (3.0, 1.5)
     assert (figures["judge/openai/verdicts"], figures["judge/openai/usd"]) == (4.0, 0.5)

@@ -53,21 +53,6 @@ def test_with_lookahead_all_batches_of_the_steps_it_reaches_are_due_the_earliest
     assert firsts(schedule.due(4, 1)) == [0, 2, 4, 6, 8, 10]
 
 
-def test_what_is_generated_is_not_due_again():
-    schedule = RolloutSchedule(1, window=4)
-    add(schedule, updates=3, size=4)
-    for window in schedule.due(0, 0):
-        window.rollout = f"rollout {window.first}"
-    assert schedule.due(0, 0) == []
-    assert schedule.due(3, 0) == []
-    assert firsts(schedule.due(4, 1)) == [8]
-
-
-def test_one_batch_for_each_step_where_a_window_is_a_step():
-    told = add(RolloutSchedule(0, window=4), updates=3, size=4)
-    assert [[(window.first, window.update) for window in each] for each in told] == [[(0, 0)], [(4, 1)], [(8, 2)]]
-
-
 def test_a_window_over_several_steps_is_one_batch():
     """num_iterations 2, steps_per_generation 4, gradient accumulation 2: 8 micro-steps, 4 optimizer steps."""
     schedule = RolloutSchedule(1, window=8)
@@ -77,12 +62,6 @@ def test_a_window_over_several_steps_is_one_batch():
     schedule.due(0, 0)[0].rollout = "first"
     assert schedule.due(4, 2) == []
     assert firsts(schedule.due(6, 3)) == [8]  # one step ahead of optimizer step 4
-
-
-def test_several_batches_in_a_step_have_the_same_staleness():
-    """steps_per_generation 2, gradient accumulation 6."""
-    (told,) = add(RolloutSchedule(2, window=2), updates=1, size=6)
-    assert [(window.first, window.update) for window in told] == [(0, 0), (2, 0), (4, 0)]
 
 
 def test_a_batch_may_begin_in_the_middle_of_a_step():
@@ -124,30 +103,12 @@ def test_a_rollout_is_taken_once_by_its_micro_step_and_its_own_inputs():
     assert schedule.take(2, inputs[2]) is None
 
 
-def test_nothing_can_be_taken_before_its_time():
-    schedule = RolloutSchedule(1, window=2)
-    inputs = prompts(4)
-    for window in schedule.add(inputs):
-        window.rollout = f"rollout {window.first}"
-    assert schedule.take(0, inputs[2]) is None
-    assert schedule.take(0, inputs[0]) == "rollout 0"
-    assert schedule.take(2, inputs[2]) == "rollout 2"
-
-
 def test_one_that_was_passed_over_is_in_nobodys_way():
     schedule = RolloutSchedule(1, window=1)
     inputs = prompts(2)
     for window in schedule.add(inputs):
         window.rollout = f"rollout {window.first}"
     assert schedule.take(1, inputs[1]) == "rollout 1"
-
-
-def test_one_that_was_not_generated_is_nothing():
-    schedule = RolloutSchedule(0, window=2)
-    inputs = prompts(2)
-    schedule.add(inputs)
-    assert schedule.take(0, inputs[0]) is None
-    assert RolloutSchedule(0, window=2).take(0, inputs[0]) is None
 
 
 def test_a_restart_returns_the_rollouts_that_nobody_will_train_on():
@@ -208,24 +169,11 @@ def play(lengths, size, depth, max_updates=10**6):
     return trained, seen, ahead, epochs
 
 
-def test_without_depth_steps_are_pulled_one_by_one():
-    trained, seen, ahead, epochs = play([4, 4], size=2, depth=0)
-    assert trained == seen == [[(0, 0), (0, 1)], [(0, 2), (0, 3)], [(1, 0), (1, 1)], [(1, 2), (1, 3)]]
-    assert ahead == [0, 0, 0, 0]
-    assert epochs == [0, 0, 1, 1]
-
-
 def test_steps_are_pulled_so_far_ahead_over_an_epochs_end_and_none_beyond_the_last():
     trained, seen, ahead, epochs = play([4, 4, 4], size=2, depth=2)
     assert seen == trained
     assert ahead == [2, 2, 2, 2, 1, 0]
     assert epochs == [1, 1, 2, 2, 2, 2]  # that is pulled from
-
-
-def test_no_more_is_pulled_than_the_run_has_steps_left():
-    trained, seen, ahead, _ = play([4, 4], size=2, depth=5, max_updates=3)
-    assert len(trained) == len(seen) == 3
-    assert ahead == [2, 1, 0]
 
 
 def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
@@ -250,25 +198,6 @@ def test_an_epoch_that_nobody_has_begun_is_pulled_from_the_iterator_that_is_hand
 
     for epoch, name in enumerate("abc"):
         assert updates.next(epoch, iter([[name]]), never, pull, 9, lambda batches: None)[0] == [[name]]
-
-
-def test_an_epochs_last_step_may_be_short():
-    for depth in range(4):
-        trained, seen, _, _ = play([5, 5], size=2, depth=depth)
-        assert [len(batches) for batches in trained] == [2, 2, 1, 2, 2, 1]
-        assert seen == trained
-
-
-def test_a_run_may_end_in_the_middle_of_an_epoch():
-    trained, seen, _, _ = play([6, 6], size=2, depth=2, max_updates=4)
-    assert trained == seen == play([6, 6], size=2, depth=0)[0][:4]
-
-
-def test_an_epoch_of_a_single_step_is_passed_too():
-    trained, seen, ahead, _ = play([2, 1, 2], size=2, depth=2)
-    assert [len(batches) for batches in trained] == [2, 1, 2]
-    assert seen == trained
-    assert ahead == [2, 1, 0]
 
 
 def test_at_the_end_of_all_epochs_there_is_nothing():

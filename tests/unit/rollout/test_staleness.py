@@ -55,15 +55,3 @@ def test_a_ratio_that_is_nothing_by_itself_is_left_out_by_a_mask_alone():
     ratio, mask = torch.tensor([[-1000.0, 0.0]]).exp(), torch.ones(1, 2)
     assert correction_sums(ratio, mask, "token_mask", None, 3.0).tolist() == [1, 0, 2]
     assert correction_sums(ratio, mask, "token_truncate", None, 3.0).tolist() == [0, 0, 2]
-
-
-def test_padding_counts_for_nothing():
-    ratio, mask = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0, 0, 1]])
-    assert correction_sums(ratio, mask, "token_mask", None, 3.0).tolist() == [0, 0, 1]
-    assert correction_sums(ratio, mask, "token_truncate", 0.5, 3.0).tolist() == [0, 0, 1]
-
-
-def test_what_a_skipped_batch_leaves_of_a_mask_counts_for_nothing():
-    mask = torch.zeros(2, 3, dtype=torch.long)
-    for mode, columns in (("token_mask", 3), ("sequence_truncate", 1)):
-        assert correction_sums(torch.zeros(2, columns), mask, mode, 0.5, 2.0).tolist() == [0, 0, 0]

@@ -25,7 +25,7 @@ from salesrl_trl.build.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceError
 from salesrl_trl.run.catalogue import FAULTS, PAGE, page
 from salesrl_trl.run.last_words import recognised, words_of, words_of_end
-from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.run_control import RunControl, RunControlSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -211,7 +211,7 @@ def _out_of_memory(module, function):
 
 
 def _too_few(**reasons):
-    control = RunControl(0.5, 1)
+    control = RunControl(RunControlSettings(min_valid_reward_fraction=0.5, max_skipped_generations=1))
     control.record_batch(0.0, Counter(reasons))
     control.end_step(1, is_last=False)
     return control.error

@@ -7,7 +7,9 @@ from torch.utils.tensorboard.summary import custom_scalars as as_protobuf
 from transformers import ProgressCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
 
-from salesrl_trl.names import MACHINE, MEMORY, THROUGHPUT, Phase, quick_of
+from salesrl_trl.names import MACHINE, MEMORY, THROUGHPUT, quick_of
+from salesrl_trl.reward.base import RewardNames
+from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.layout import ScalarLayout, custom_scalars
 from salesrl_trl.update.ledger import Ledger
@@ -15,10 +17,12 @@ from salesrl_trl.update.ledger import Ledger
 BRANCHES = ("fairness", "hallucination")
 QUICK = ("score", "questions")
 """A figure of the package and one of a user."""
+REWARDS = RewardFigures(BRANCHES, RewardNames(components=("judge", "brevity"), providers=("openai",)))
+WORDS = {**REWARDS.words, "figure": QUICK}
 TAGS = {
     f"train/{name}"
     for name in (
-        *Ledger(BRANCHES, with_kl=True).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE,
+        *Ledger(REWARDS, with_kl=True).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE,
         "failures/reason/rag_8b_timeout",
         *(quick_of(branch, what) for branch in BRANCHES for what in (*QUICK, "beta")),
     )
@@ -28,7 +32,7 @@ TAGS = {
 def charts(banded=BRANCHES):
     return [
         (category, title, kind, tags)
-        for category, group in custom_scalars(BRANCHES, banded, QUICK).items()
+        for category, group in custom_scalars(WORDS, banded).items()
         for title, (kind, tags) in group.items()
     ]
 
@@ -42,12 +46,6 @@ def test_every_line_of_every_chart_is_a_metric():
             assert len(found) == 1 or title == "completions"
 
 
-def test_the_four_groups_are_there():
-    assert list(custom_scalars(BRANCHES, BRANCHES, QUICK)) == [
-        "Rewards by branch", "KL with band and beta", "Step time by phase", "Failures by reason"
-    ]  # fmt: skip
-
-
 def test_a_branch_with_a_band_has_its_edges_drawn_and_one_without_has_a_line():
     kinds = {title: (kind, tags) for _, title, kind, tags in charts(banded=("fairness",))}
     band = ["train/kl/fairness", "train/kl/fairness_low", "train/kl/fairness_high"]
@@ -55,21 +53,18 @@ def test_a_branch_with_a_band_has_its_edges_drawn_and_one_without_has_a_line():
     assert kinds["KL of hallucination"] == ("Multiline", [r"^train/kl/hallucination$"])
 
 
-def test_every_figure_of_a_quick_evaluation_has_a_chart():
-    titles = [title for _, title, _, _ in charts() if title.startswith("quick evaluation")]
-    assert titles == ["quick evaluation: score", "quick evaluation: questions"]
-
-
-def test_every_phase_is_in_the_step_time():
-    (tags,) = [tags for _, title, _, tags in charts() if title == "seconds"]
-    for phase in Phase:
-        assert any(re.search(tag, f"train/time/{phase}_s") for tag in tags)
+def test_figures_of_quick_evaluations_and_components_have_a_chart_each_with_a_line_for_each_branch():
+    lines = {title: tags for _, title, _, tags in charts() if re.match("quick evaluation|component", title)}
+    assert list(lines) == [
+        "component judge", "component brevity", "quick evaluation: score", "quick evaluation: questions"
+    ]  # fmt: skip
+    assert lines["component brevity"] == [f"^train/rewards/brevity/{branch}$" for branch in BRANCHES]
 
 
 def test_tensorboard_takes_it():
-    summary = as_protobuf(custom_scalars(BRANCHES, BRANCHES, QUICK))
+    summary = as_protobuf(custom_scalars(WORDS, BRANCHES))
     layout = layout_pb2.Layout.FromString(summary.value[0].tensor.string_val[0])
-    assert [category.title for category in layout.category] == list(custom_scalars(BRANCHES, BRANCHES, QUICK))
+    assert [category.title for category in layout.category] == list(custom_scalars(WORDS, BRANCHES))
     assert sum(len(category.chart) for category in layout.category) == len(charts())
 
 
@@ -82,7 +77,7 @@ def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_
             self.layouts.append(layout)
 
     tensorboard = TensorBoardCallback(tb_writer=None)
-    layout = ScalarLayout(BRANCHES, ["fairness"], QUICK, [ProgressCallback(), tensorboard])
+    layout = ScalarLayout(WORDS, ["fairness"], [ProgressCallback(), tensorboard])
     layout.on_train_begin(None, TrainerState(), TrainerControl())  # another rank has no writer
     tensorboard.tb_writer = Writer()
     layout.on_train_begin(None, TrainerState(), TrainerControl())

@@ -2,19 +2,23 @@
 
 from collections import Counter
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
 from salesrl_trl.errors import DivergedError, RunStopped, TooFewRewardsError
-from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.run_control import RunControl, RunControlSettings
 
 NONE_MISSING: Counter[str] = Counter()
 
 
+def control_of(most=3, places=None, is_reached=bool, **settings):
+    kept = {"min_valid_reward_fraction": 0.5, "max_skipped_generations": most, "output_dir": "runs/a"}
+    return RunControl(RunControlSettings(**kept, **settings), places, is_reached=is_reached)
+
+
 @pytest.fixture
 def control():
-    return RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=3, output_dir=Path("runs/a"))
+    return control_of()
 
 
 def skip(control, times=1, is_last=False):
@@ -47,15 +51,15 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_ones_failures_the_most_
 )
 def test_only_the_account_says_that_a_budget_is_spent(reasons, is_reached, is_refused):
     """A function may return that reason, and a record may hold it."""
-    control = RunControl(0.5, 3, is_reached=lambda: is_reached)
+    control = control_of(is_reached=lambda: is_reached)
     assert control.is_refused(reasons) is is_refused
-    assert not RunControl(0.5, 3).is_refused(reasons)  # without a budget
+    assert not control_of().is_refused(reasons)  # without a budget
 
 
 @pytest.mark.parametrize(("skipped", "fails"), [(1, False), (2, True)])
 def test_a_run_whose_services_stay_away_until_its_last_step_has_failed(skipped, fails):
     """No later batch shows that they are back. One batch may be an odd one."""
-    control = RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=6)
+    control = control_of(6)
     skip(control, skipped - 1)
     assert control.error is None
     skip(control, is_last=True)
@@ -65,7 +69,7 @@ def test_a_run_whose_services_stay_away_until_its_last_step_has_failed(skipped, 
 
 def test_the_services_behind_the_failures_are_named_with_their_places():
     places = {"rag_8b": "at http://rag", "judge": "model judge-32b at http://judge/v1"}
-    control = RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=1, places=places)
+    control = control_of(1, places)
     skip(control)
     assert "judge_http_500 3, deadline 1. judge is model judge-32b at http://judge/v1. A checkpoint" in str(
         control.error
@@ -100,7 +104,7 @@ def test_a_run_that_is_asked_to_stop_says_by_what_and_when(control, requested, n
 
 
 def test_an_outage_that_lasts_too_long_ends_the_run_and_says_since_when(monkeypatch):
-    control = RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=99, max_outage_s=60)
+    control = control_of(99, max_outage_s=60)
     clock = 1_000_000.0
     monkeypatch.setattr("time.monotonic", lambda: clock)
     monkeypatch.setattr("time.time", lambda: -clock)  # the machine's clock may be set back: it counts no outage
@@ -152,7 +156,7 @@ def test_a_run_that_ends_for_an_empty_index_says_what_to_look_at(control):
     "broken", [{"grad_norm": float("nan")}, {"grad_norm": float("inf"), "kl": 0.1}, {"grad_norm": 1.0, "kl": 12.0}]
 )
 def test_broken_figures_end_the_run_when_they_stay(broken):
-    control = RunControl(0.5, 3, max_kl=10.0)
+    control = control_of(max_kl=10.0)
     for figures in (broken, broken, {"grad_norm": 1.0, "kl": 0.1}, {"loss": 1.0}, broken, broken):
         control.record_line(figures)
     with pytest.raises(DivergedError, match="in 3 log lines in a row"):

@@ -2,6 +2,7 @@
 
 A step that is cut off in its middle is undone so: counts, random generators, learning rate and KL coefficients go back
 to its beginning. Weights and the state of the optimizer have not moved since. Owns this state and its way back.
+`stopping` has it taken after each step, and restored.
 """
 
 import copy
@@ -15,19 +16,9 @@ from transformers import TrainerState
 from salesrl_trl.kl.branched import BranchedKL
 
 
-class Boundary:
-    """The state at the end of an optimizer step.
-
-    Args:
-        state (`TrainerState`):
-            transformers' counts.
-        optimizer (`torch.optim.Optimizer`), scheduler:
-            Of the run.
-        kl (`BranchedKL`, *optional*):
-            Its coefficients are part of the state.
-        position (`tuple[int, list | None]`):
-            Micro-steps, and the slices of the generation batch under way, as TRL counts and keeps them.
-    """
+class StepSnapshot:
+    """The state at the end of an optimizer step: transformers' counts, the learning rate, KL coefficients, and the
+    `position`: micro-steps, and the slices of the generation batch under way, as TRL counts and keeps them."""
 
     def __init__(
         self,

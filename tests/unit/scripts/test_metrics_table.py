@@ -1,0 +1,50 @@
+"""The table of metrics in docs/ARCHITECTURE.md, and the list of figures that it is made from."""
+
+from types import SimpleNamespace
+
+from salesrl_trl import names
+from salesrl_trl.kl.kl_figures import kl_names
+from salesrl_trl.names import FIGURES, MACHINE, MEMORY, THROUGHPUT, Metric, branches_in, pattern_of, reward_of
+from salesrl_trl.reward.base import RewardNames
+from salesrl_trl.reward.figures import RewardFigures
+from salesrl_trl.reward.judge.bias import JudgeBias
+from salesrl_trl.telemetry import layout, perf, step_lines
+from salesrl_trl.view import report_page
+from scripts import make_metrics_table as tool
+
+NAMES = RewardNames(providers=("openai",), components=("judge", "reference"), stages=("own",), services=("rag_8b",))
+
+
+def test_the_page_has_the_table_of_the_list_as_it_is():
+    text = tool.PAGE.read_text("utf-8")
+    assert tool.page(text) == text, "python scripts/make_metrics_table.py"
+
+
+def test_every_figure_that_is_logged_is_in_the_list_once():
+    assert len({figure.tag for figure in FIGURES}) == len(FIGURES)
+    patterns = [pattern_of(figure.tag) for figure in FIGURES]
+    logged = (*RewardFigures(("a",), NAMES).names(with_baseline=True), *kl_names(("a",)), *JudgeBias().flush(),
+              *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE)  # fmt: skip
+    assert [name for name in logged if not any(pattern.fullmatch(name) for pattern in patterns)] == []
+
+
+def test_a_tag_that_looks_like_a_branchs_makes_no_branch(monkeypatch):
+    with_kl = ["reward", "reward/a", "reward/b", "reward/of_my_own", "beta/a", "beta/b", "kl/a"]
+    assert branches_in(with_kl) == ("a", "b")
+    monkeypatch.setattr("salesrl_trl.names.FIGURES", (*FIGURES, Metric(reward_of("query/{branch}"), "")))
+    assert branches_in(["reward/a", "rewards/judge/a", "reward/query/a"]) == ("a",)
+
+
+def test_a_figure_by_branch_needs_a_line_in_the_list_to_be_on_the_console_in_the_report_and_in_the_layout(monkeypatch):
+    words = {"chart": ("Rewards by branch", "query"), "console": "query", "report": "Query, characters"}
+    listed = (*FIGURES, Metric("query/{branch}", "characters of a query", **words))
+    for reader in (step_lines, names, layout):
+        monkeypatch.setattr(reader, "FIGURES", listed)
+    line = step_lines.step_line(1, 2, {"query/a": 31.0}, ["a", "b"], {}, 1.0)
+    assert "| query a=31.00 b=n/a |" in line
+    chart = layout.custom_scalars({"branch": ["a", "b"]}, [])["Rewards by branch"]["query"]
+    assert chart == ["Multiline", ["^train/query/a$", "^train/query/b$"]]
+    run = SimpleNamespace(branches=("a", "b"), of=lambda tag: {1: 30.0, 2: 28.0} if tag == "query/b" else {})
+    first, second = report_page._listed_figures(run)
+    assert first == ("Query, characters, a", "was not logged", "a")
+    assert second.value.startswith("30.000 \u2192 28.000")
