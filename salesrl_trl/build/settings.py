@@ -7,9 +7,10 @@ Refuses to check values: the classes of `config` do that.
 import ast
 import copy
 import difflib
-from argparse import SUPPRESS
+import inspect
+from argparse import SUPPRESS, Action
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
@@ -18,6 +19,7 @@ import yaml
 from trl import TrlParser
 
 from salesrl_trl.config.checks import check_path, check_text
+from salesrl_trl.config.docstrings import texts_of
 from salesrl_trl.data.text import unreadable
 from salesrl_trl.demo.policy import PACKAGED
 from salesrl_trl.errors import ConfigError
@@ -41,6 +43,13 @@ PATHS = (
     "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file", "vector_store_path", "reference_cache",
 )  # fmt: skip
 """Settings that may be paths of this machine."""
+FIRST = (
+    "model_name_or_path", "use_peft", "lora_r", "dataset", "eval_dataset", "dataset_format", "columns",
+    "held_out_share", "prompt_template", "branches", "rubric_dir", "branch_kl", "beta", "branch_reward_weights",
+    "rag_base_url", "judge_base_url", "judge_model", "judge_api_key_env", "reward_funcs", "allow_stand_ins",
+    "knowledge_file", "vllm_max_model_length", "max_steps", "output_dir", "resume_from_checkpoint",
+)  # fmt: skip
+"""The settings of the README's table of one's own, which `--help` shows first."""
 REPLACED = dict.fromkeys(
     ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
     "gone: the law steps in proportion to the distance, at most by kl_max_step; "
@@ -160,10 +169,6 @@ class SettingsParser(TrlParser):
             if hint == bool | None and off not in self._option_string_actions:
                 self.add_argument(off, action="store_false", dest=name, default=SUPPRESS, help=SUPPRESS)
         self.dataclass_types = list(kinds)
-        shown = {"help", *(each.name for kind in kinds for each in fields(kind))}
-        for action in self._actions:
-            if action.dest not in shown:
-                action.help = SUPPRESS
         self.add_argument(
             f"--{PRESET}",
             nargs="+",
@@ -253,6 +258,32 @@ class SettingsParser(TrlParser):
             if not isinstance(config[name], str | None):
                 raise ConfigError(f"`{name}` of the recipe is of type {kind}. Expected a text. Put it in quotes.")
         return super().set_defaults_with_config(**config)  # type: ignore[no-any-return]
+
+    def format_help(self) -> str:
+        """The settings of the `kinds` in groups: those that most runs give, then the others by class."""
+        owners, texts = dict[str, type](), dict[str, str]()
+        for owner in [owner for kind in self.dataclass_types for owner in kind.__mro__]:
+            for name in inspect.get_annotations(owner):
+                owners.setdefault(name, owner)
+            if owner.__module__.startswith("salesrl_trl."):
+                texts |= texts_of(owner)
+        first = "Most runs give some of these"
+        groups: dict[str, list[Action]] = {
+            title: [] for title in (first, *(each.__name__ for each in owners.values()))
+        }
+        for action in sorted(self._actions, key=lambda action: [*FIRST, action.dest].index(action.dest)):
+            if action.dest in ("help", PRESET, *owners) and action.help != SUPPRESS:
+                is_first = action.dest in ("help", PRESET, *FIRST)
+                action.help = texts[action.dest].replace("%", "%%") if action.dest in texts else action.help
+                groups[first if is_first else owners[action.dest].__name__].append(action)
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage or "%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...]", [], [])
+        formatter.add_text(self.description)
+        for title, actions in groups.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")

@@ -1,12 +1,14 @@
 """Settings from a recipe and the command line, and messages about those that are refused."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.build.settings import PATHS, REPLACED, names_of_settings, parse, parse_part
+from salesrl_trl.build.settings import FIRST, PATHS, REPLACED, all_kinds, names_of_settings, parse, parse_part
+from salesrl_trl.config.docstrings import texts_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -130,6 +132,21 @@ def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
     with pytest.raises(ConfigError, match=r"--kl-raise-factor \(gone: .* at most by kl_max_step; kl_law: "):
         parse(["--kl-raise-factor", "1.2"], None)
     assert not names_of_settings() & REPLACED.keys()
+
+
+def test_help_has_the_docstring_of_each_setting_and_shows_those_of_the_readme_first(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"], ROOT / "recipes/debug.yaml")
+    told = " ".join(capsys.readouterr().out.split())
+    texts = {name: text for kind in all_kinds()[:-1] for name, text in texts_of(kind).items()}
+    assert texts.keys() >= {name for kind in all_kinds()[:-1] for name in kind.__annotations__}
+    for text in texts.values():
+        assert "".join(text.split()) in "".join(told.split())  # argparse breaks words at hyphens
+    first, others = told.split("DataConfig:")
+    assert set(re.findall(r"--(\w+)", first)) >= set(FIRST)
+    assert [others.index(f" {name}: ") for name in ("RewardConfig", "SalesGRPOConfig", "GRPOConfig", "ModelConfig")]
+    table = (ROOT / "README.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
+    assert set(re.findall(r"--(\w+)", table)) <= set(FIRST)
 
 
 def test_an_unknown_argument_is_refused():

@@ -22,7 +22,7 @@ PRICED = {**PLACE, "usd_per_million_prompt_tokens": 1.0}
         ({"judge_providers": [{**PLACE, "max_usd": 1.0}]}, "the provider has no price"),
         ({"judge_providers": [{**PRICED, "tokens_per_minute": 0}]}, r"\[a\].tokens_per_minute` is 0"),
         ({"judge_providers": [{**PRICED, "max_calls": -3}]}, r"\[a\].max_calls` is -3"),
-        ({"judge_providers": [{**PLACE, "usd_per_million_prompt_tokens": -1.0}]}, "Expected 0 or more"),
+        ({"judge_providers": [{**PLACE, "usd_per_million_prompt_tokens": -1.0}]}, "Expected a number, 0 or more"),
         ({"judge_providers": [{**PRICED, "max_usd": "1e2"}]}, r"\[a\].max_usd` is '1e2'. Expected a number"),
         ({"judge_providers": [{**PRICED, "max_usd": float("nan")}]}, r"\[a\].max_usd` is nan"),
         ({"max_usd": float("inf"), "judge_providers": [PRICED]}, "`max_usd` is inf"),
