@@ -50,11 +50,19 @@ FIRST = (
     "knowledge_file", "vllm_max_model_length", "max_steps", "output_dir", "resume_from_checkpoint",
 )  # fmt: skip
 """The settings of the README's table of one's own, which `--help` shows first."""
-REPLACED = dict.fromkeys(
-    ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
-    "gone: the law steps in proportion to the distance, at most by kl_max_step; "
-    "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
-)
+REPLACED = {
+    **dict.fromkeys(
+        ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
+        "gone: the law steps in proportion to the distance, at most by kl_max_step; "
+        "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
+    ),
+    **{
+        f"vllm_{name}": f"gone: vllm_engine_kwargs takes {name}"
+        for name in (
+            "enforce_eager", "load_format", "dtype", "quantization", "enable_prefix_caching", "enable_chunked_prefill"
+        )
+    },
+}  # fmt: skip
 """Settings of earlier versions, and what to do instead."""
 _SOURCES = {
     "salesrl_trl": "config/*.py",

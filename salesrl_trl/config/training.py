@@ -78,33 +78,17 @@ class SalesGRPOConfig(GRPOConfig):
     sampler: str | None = None
     """Dotted path of a class that generates instead of TRL's engines, with `use_vllm: false`.
     `salesrl_trl.generation.sampler.Sampler` describes such a class."""
-    vllm_enforce_eager: bool | None = None
-    """Whether to start vLLM without compilation and CUDA graphs. It then generates two to three times slower on a GPU.
-    `False` compiles, which takes a minute at the first start (20 s on a CPU), and captures CUDA graphs. When not
-    given: CUDA graphs of decoding steps on a GPU without compilation; eager on a CPU."""
-    vllm_load_format: str | None = None
-    """How the colocated engine gets its first weights. `dummy` makes random ones, `auto` reads the model from disk,
-    and vLLM has further names (`runai_streamer`, `fastsafetensors`). When not given: `dummy` if the trainer's first
-    push, before the first generation, sets every weight of the engine; else `auto`. A vLLM server has its own setting.
-    """
     compile_cache_dir: str | None = None
     """One folder for the compiled code of vLLM, torch, Triton, FlashInfer and CUDA, so that later starts load it. It
     may be copied to another machine. `auto` is `compiled` in the package's cache folder (`SALESRL_CACHE_DIR`). Each
     library uses its own place when not given, or empty."""
-    vllm_dtype: str = "auto"
-    """vLLM's number format. `auto` is the format that training computes in."""
-    vllm_quantization: str | None = None
-    """Number format in which a colocated engine keeps weights and multiplies: `fp8_per_channel`, `fp8_per_tensor` or
-    `fp8_per_block`, on a GPU that has it. Each push quantises them anew. The policy's log-probs then differ more from
-    vLLM's, which the importance ratio corrects (`sampling/sampling_logp_difference/mean`). None by default."""
-    vllm_enable_prefix_caching: bool | None = None
-    """Whether vLLM keeps the keys and values of prompts that begin alike, such as the completions of a group. Dropped
-    at each weight push. Defaults to vLLM's own choice."""
-    vllm_enable_chunked_prefill: bool | None = None
-    """Whether vLLM reads long prompts in pieces, between which other completions go on. Defaults to vLLM's own choice.
-    A vLLM server has its own settings for both."""
-    vllm_engine_kwargs: str = "{}"
-    """Further `vllm.LLM` arguments as a JSON object. They replace TRL's."""
+    vllm_engine_kwargs: dict[str, object] | str | None = None
+    """Arguments of `vllm.LLM` for a colocated engine, for example `{"enforce_eager": true}`. They replace TRL's.
+    Without `enforce_eager` a CPU is eager, and a GPU captures CUDA graphs of decoding steps and compiles nothing;
+    `false` compiles too, a minute at the first start. Without `load_format` weights are made up (`dummy`) where the
+    first push sets every one, else read from disk (`auto`). Without `dtype` vLLM computes as training does.
+    `quantization` takes `fp8_per_channel`, `fp8_per_tensor` or `fp8_per_block`, on a GPU that has it: each push
+    quantises the weights anew, and the importance ratio corrects for the difference."""
     max_sampling_logp_difference: Positive = 0.5
     """Largest mean absolute difference between vLLM's and the trainer's log-probs of the first batch, in nats. Above
     it the run stops, because vLLM samples from other weights than the trainer's. The usual difference is 0.002 in
@@ -216,7 +200,9 @@ class SalesGRPOConfig(GRPOConfig):
 
     def _check_sampling(self) -> None:
         can_correct = self.vllm_mode == "colocate" and self.vllm_importance_sampling_correction
-        check_quantization(self.vllm_quantization, can_correct=can_correct and not self.use_cpu)
+        check_quantization(
+            self.parsed_engine_kwargs().get("quantization"), can_correct=can_correct and not self.use_cpu
+        )
         temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)
         check(
             temperature == self.temperature,
@@ -336,5 +322,6 @@ class SalesGRPOConfig(GRPOConfig):
         )
 
     def parsed_engine_kwargs(self) -> dict[str, object]:
-        """`vllm_engine_kwargs` as Python values."""
-        return structure("vllm_engine_kwargs", self.vllm_engine_kwargs, dict)
+        """`vllm_engine_kwargs` as Python values, without those that are null."""
+        given = structure("vllm_engine_kwargs", self.vllm_engine_kwargs or {}, dict)
+        return {name: value for name, value in given.items() if value is not None}

@@ -76,8 +76,9 @@ def rehearse(plan: Plan) -> Rehearsal:
     """Build the run's trainer, with vLLM's engine. The end of the preflight closes it and drops its output folder."""
     folder = plan.opened.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_preflight_"))
     training = rehearsed(plan.config.training, folder)
-    if training.vllm_load_format == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
-        training.vllm_load_format = "dummy"  # random weights: only a push that works can make log-probs agree
+    engine = training.parsed_engine_kwargs()
+    if engine.get("load_format") == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
+        training.vllm_engine_kwargs = {**engine, "load_format": "dummy"}  # random weights: only a push that works can make log-probs agree
     rows = longest(plan.train, training.generation_batch_size // training.num_generations)
     telemetry = replace(plan.config.telemetry, timing=True, perf_logging_steps=1, trace_steps="", quick_eval_steps=0)
     config = replace(plan.config, training=training, telemetry=telemetry)

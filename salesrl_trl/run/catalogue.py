@@ -152,7 +152,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "Install the compilers: `apt install build-essential python3-dev`; others are named by `CC` and `CXX`.",
-            "Do without: `--vllm_enforce_eager true`, `--torch_compile false`.",
+            "Do without: `--vllm_engine_kwargs '{\"enforce_eager\": true}'`, `--torch_compile false`.",
             "Remove a half-written cache, by default `~/.triton/cache` or `~/.cache/vllm/torch_compile_cache`.",
         ),
     ),
@@ -221,7 +221,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "Look in run.log for the first error of `EngineCore` or `Worker`: it is the cause.",
-            "Start with less: `--vllm_enforce_eager true`, `--vllm_gpu_memory_utilization 0.25`.",
+            "Start with less: `--vllm_engine_kwargs '{\"enforce_eager\": true}'`, `--vllm_gpu_memory_utilization 0.25`.",
             "vLLM needs no Ray on one machine: leave `distributed_executor_backend` out of `--vllm_engine_kwargs`.",
         ),
     ),
@@ -339,8 +339,8 @@ FAULTS: tuple[Fault, ...] = (
         "Log-probs of vLLM and of the trainer differ: a push did not reach vLLM, or the formats differ.",
         (Sign(kind="WeightSyncError"),),
         (
-            "Start vLLM from the checkpoint: `--vllm_load_format auto`; on a CPU do not tie the output head.",
-            "Compute in one format: `--vllm_dtype auto`.",
+            'Start vLLM from the checkpoint: `--vllm_engine_kwargs \'{"load_format": "auto"}\'`; on a CPU do not tie the output head.',
+            "Compute in one format: leave `dtype` out of `--vllm_engine_kwargs`.",
             "If the difference is small and known: `--max_sampling_logp_difference 1.0`.",
         ),
     ),

@@ -205,7 +205,7 @@ def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
 class WeightCheck:
     """Checks once, by the log-probs of one batch, that vLLM samples from the weights in training.
 
-    It does not see a push that does nothing where vLLM read the same weights from disk: with `vllm_load_format: auto`,
+    It does not see a push that does nothing where vLLM read the same weights from disk: with `load_format: auto`,
     and with a server. The second push shows no more. One step at a learning rate of 1e-6 moves log-probs by less than
     the two number formats differ (0.01 nats in bf16). TRL's `sampling/sampling_logp_difference/mean` then grows from
     step to step. The preflight's stage `engine` sees it at once for an engine in the process: it begins with random

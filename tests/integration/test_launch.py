@@ -104,7 +104,7 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
         *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--max_steps", "4"),
         *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"),
         *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
-        *("--vllm_enforce_eager", "true"),  # on a CPU, compiling takes longer than the run
+        *("--vllm_engine_kwargs", '{"enforce_eager": true}'),  # on a CPU, compiling takes longer than the run
         *("--max_eval_rows", "8", "--per_device_eval_batch_size", "4", "--save_steps", "2"),
         *("--quick_eval_steps", "2", "--quick_eval_rows", "4", "--trace_steps", "1:2"),
     )

@@ -211,7 +211,7 @@ def _engine(training: SalesGRPOConfig, shape: ModelShape, prompt_tokens: int) ->
     return Engine(
         share=share if isinstance(share, float | int) else training.vllm_gpu_memory_utilization,
         sleeps=training.vllm_enable_sleep_mode,
-        number_bytes=NUMBER_BYTES.get(training.vllm_dtype, 2 if training.bf16 or training.fp16 else 4),
+        number_bytes=NUMBER_BYTES.get(str(given.get("dtype")), 2 if training.bf16 or training.fp16 else 4),
         processes=training.vllm_tensor_parallel_size,
         length=length if isinstance(length, int) else longest,
     )

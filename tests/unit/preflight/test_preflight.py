@@ -195,8 +195,8 @@ def test_what_is_compiled_wants_a_compiler(told, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    assert "There is no C++ compiler on PATH. Expected one" in told("--vllm_enforce_eager", "false")
-    assert told("--vllm_enforce_eager", "true", stages=CHEAP[:1]) == ""
+    assert "There is no C++ compiler on PATH. Expected one" in told("--vllm_engine_kwargs", '{"enforce_eager": false}')
+    assert told("--vllm_engine_kwargs", '{"enforce_eager": true}', stages=CHEAP[:1]) == ""
     assert told(stages=CHEAP[:1]) == ""  # on a CPU nothing is compiled unless it is asked for
 
 
