@@ -157,7 +157,8 @@ def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOC
     if row.vllm:
         engine = {
             "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
-            "vllm_engine_kwargs": {"enforce_eager": True, "load_format": "dummy"}, "vllm_max_model_length": 2048, "max_sampling_logp_difference": 100.0,
+            "vllm_engine_kwargs": {"enforce_eager": True, "load_format": "dummy"},
+            "vllm_max_model_length": 2048, "max_sampling_logp_difference": 100.0,
         }  # fmt: skip
     args = SalesGRPOConfig(
         **quiet(where, str(folder / "out"), **engine, **({} if row.bf16_passes else {"bf16": False})),

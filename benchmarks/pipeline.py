@@ -237,7 +237,8 @@ class Bench:
         )  # fmt: skip
         config = SalesGRPOConfig(
             beta=BETA, held_out_eval=False, max_sampling_logp_difference=math.inf,
-            shared_prompts_tokens=args.pass_tokens, vllm_engine_kwargs={"quantization": args.quantization}, **self._settings,
+            shared_prompts_tokens=args.pass_tokens, vllm_engine_kwargs={"quantization": args.quantization},
+            **self._settings,
         )  # fmt: skip
         ours = self._built(SalesGRPOTrainer, self._rewards["ours"], config, instruments=self._instruments)
         if args.server is None:

@@ -14,6 +14,7 @@ from trl import ModelConfig
 from salesrl_trl import __version__
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
+from salesrl_trl.config.kl import FIXED
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.formats import ROWS
@@ -165,7 +166,9 @@ def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> st
         return f"{name}: no KL"
     if not target.has_band:
         return f"{name}: coefficient {target.beta:g}, fixed"
-    law = f", moved by {training.kl_law}" * bool(training.kl_law) if training.kl_control else ", coefficient fixed"
+    law = (
+        ", coefficient fixed" if training.kl_law == FIXED else f", moved by {training.kl_law}" * bool(training.kl_law)
+    )
     return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"
 
 

@@ -53,7 +53,7 @@ FIRST = (
 REPLACED = {
     **dict.fromkeys(
         ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
-        "gone: the law steps in proportion to the distance, at most by kl_max_step; "
+        "gone: the law steps in proportion to the distance, at most by max_step of kl_law_settings; "
         "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
     ),
     **{
@@ -62,6 +62,8 @@ REPLACED = {
             "enforce_eager", "load_format", "dtype", "quantization", "enable_prefix_caching", "enable_chunked_prefill"
         )
     },
+    "kl_control": "gone: kl_law: fixed takes its place",
+    "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
 }  # fmt: skip
 """Settings of earlier versions, and what to do instead."""
 _SOURCES = {

@@ -10,7 +10,6 @@ from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.vllm import engine_kwargs, pushes_all_weights, vllm_dtype
 
-
 _FOR_SERVERS_TOO = {"enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "dtype"}
 """Options that a server decides for itself, without harm: a recipe may hold them for another `vllm_mode`."""
 

@@ -49,6 +49,8 @@ NumberOrNone = Annotated[int, Range(0)]
 """Of steps, for example; 0 for none."""
 Finite = Annotated[float, Range(-sys.float_info.max)]
 Positive = Annotated[float, Range(MORE_THAN_0)]
+Limit = Annotated[float, Range(MORE_THAN_0, math.inf)]
+"""Infinite for none."""
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 KL_COEFFICIENT = Range(0, 100, "rewards lie between 0 and 1, and beside such a coefficient they count for nothing")

@@ -59,6 +59,6 @@ def check_quantization(quantization: object, *, can_correct: bool) -> None:
     )
     check(
         can_correct,
-        f"`vllm_engine_kwargs` has the quantization {quantization!r}. Expected none, or a GPU with `vllm_mode: colocate` and "
-        "`vllm_importance_sampling_correction: true`, because its completions are those of a slightly other policy.",
+        f"`vllm_engine_kwargs` has the quantization {quantization!r}, so completions are those of a slightly other "
+        "policy. Expected none, or a GPU with `vllm_mode: colocate` and `vllm_importance_sampling_correction: true`.",
     )

@@ -1,6 +1,5 @@
 """Settings of training: branches, their KL, rollouts, vLLM. Owns the additions to TRL's `GRPOConfig`."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -13,10 +12,9 @@ from salesrl_trl.config.kl import law_of, targets_of
 from salesrl_trl.config.loader import settle_loader
 from salesrl_trl.config.machine import has_fsdp, settle
 from salesrl_trl.config.ranges import (
-    MORE_THAN_0,
     Count,
+    Limit,
     NumberOrNone,
-    Positive,
     Range,
     Share,
     check_settings,
@@ -27,7 +25,7 @@ from salesrl_trl.config.sizes import RUN_MODES, check_mode, check_numbers, check
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
-from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget
+from salesrl_trl.kl.law import KLLaw, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
 
 if TYPE_CHECKING:
@@ -52,8 +50,6 @@ class SalesGRPOConfig(GRPOConfig):
     "high": 0.06}}`. `beta_min` and `beta_max` bound the coefficient; they default to a hundredth and a hundred times
     `beta`. Without `low` and `high` a coefficient is fixed. A branch that is not named has the fixed coefficient
     `beta`. If all coefficients are 0, there is no KL and no reference model."""
-    kl_control: bool = True
-    """Whether to move the coefficients. If not, each branch's KL is still compared with its band in the logs."""
     kl_estimator: Annotated[str, ESTIMATORS] = "k3"
     """`k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html. TRL has k3. With `use_bias_correction_kl`, k1
     and k3 have the KL's gradient on average, and k2 has another one. Without it k2 has the KL's gradient, and k1 has
@@ -65,13 +61,13 @@ class SalesGRPOConfig(GRPOConfig):
     """Optimizer steps in a window: a branch's KL is measured over a window before its coefficient moves."""
     kl_cooldown_steps: int = 0
     """Optimizer steps after a change that no window includes."""
-    kl_max_step: float = 2.0
-    """Largest factor by which a coefficient is raised or lowered at the end of a window."""
     kl_law: str | None = None
     """Dotted path of a class that moves the coefficients instead of the packaged law, for example
-    `"my_package.laws.MyLaw"`. `kl.law.KLLaw` describes such a class. `kl_max_step` does not apply."""
+    `"my_package.laws.MyLaw"`. `kl.law.KLLaw` describes such a class. `fixed` moves nothing: each branch's KL is still
+    compared with its band in the logs."""
     kl_law_settings: dict[str, object] | str | None = None
-    """Keyword arguments of that class."""
+    """Keyword arguments of the law. The packaged one has `max_step`: the largest factor by which a coefficient is
+    raised or lowered at the end of a window, 2 by default."""
     hybrid_reference_weight: Share = 0.0
     """w in [0, 1]. A group's baseline is (1 - w) times its mean reward, plus w times the reward of the 32B endpoint's
     answer. 0 is GRPO. A group without a reference has w = 0, and is counted."""
@@ -89,7 +85,7 @@ class SalesGRPOConfig(GRPOConfig):
     first push sets every one, else read from disk (`auto`). Without `dtype` vLLM computes as training does.
     `quantization` takes `fp8_per_channel`, `fp8_per_tensor` or `fp8_per_block`, on a GPU that has it: each push
     quantises the weights anew, and the importance ratio corrects for the difference."""
-    max_sampling_logp_difference: Positive = 0.5
+    max_sampling_logp_difference: Limit = 0.5
     """Largest mean absolute difference between vLLM's and the trainer's log-probs of the first batch, in nats. Above
     it the run stops, because vLLM samples from other weights than the trainer's. The usual difference is 0.002 in
     float32 and 0.01 in bf16. Without vLLM nothing is compared."""
@@ -101,9 +97,9 @@ class SalesGRPOConfig(GRPOConfig):
     max_skipped_generations: Count = 3
     """Skipped batches in a row after which the run saves a checkpoint and stops with the reason. At its last step two
     are enough."""
-    max_outage_s: Positive = 3600.0
+    max_outage_s: Limit = 3600.0
     """Seconds since the first of the skipped batches in a row after which the run does the same."""
-    max_kl: Annotated[float, Range(MORE_THAN_0, math.inf)] = 1000.0
+    max_kl: Limit = 1000.0
     """KL of all branches, in nats per token. Three log lines in a row above it end the run without a checkpoint, as a
     gradient that is not finite does: the policy is broken. Usual bands end below 1."""
     failed_completions: Annotated[str, (LEAVE_OUT, "as_trl")] = "leave_out"
@@ -303,9 +299,7 @@ class SalesGRPOConfig(GRPOConfig):
 
     def kl_control_law(self, given: KLLaw | None = None) -> KLLaw | None:
         """The law that moves the coefficients; `None` if they stay. `given` takes the place of the settings' law."""
-        packaged = AdaptiveLaw(max_step=self.kl_max_step)
-        law = law_of(packaged, self.kl_law, self.kl_law_settings, given)
-        return law if self.kl_control else None
+        return law_of(self.kl_law, self.kl_law_settings, given)
 
     def kl_windows(self) -> WindowSettings:
         """The windows in which a branch's KL is measured."""

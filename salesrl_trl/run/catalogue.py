@@ -221,7 +221,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "Look in run.log for the first error of `EngineCore` or `Worker`: it is the cause.",
-            "Start with less: `--vllm_engine_kwargs '{\"enforce_eager\": true}'`, `--vllm_gpu_memory_utilization 0.25`.",
+            "Start with less: `--vllm_gpu_memory_utilization 0.25`, `--vllm_engine_kwargs "
+            """'{"enforce_eager": true}'`.""",
             "vLLM needs no Ray on one machine: leave `distributed_executor_backend` out of `--vllm_engine_kwargs`.",
         ),
     ),
@@ -339,7 +340,8 @@ FAULTS: tuple[Fault, ...] = (
         "Log-probs of vLLM and of the trainer differ: a push did not reach vLLM, or the formats differ.",
         (Sign(kind="WeightSyncError"),),
         (
-            'Start vLLM from the checkpoint: `--vllm_engine_kwargs \'{"load_format": "auto"}\'`; on a CPU do not tie the output head.',
+            'Start vLLM from the checkpoint: `--vllm_engine_kwargs \'{"load_format": "auto"}\'`; on a CPU do not tie '
+            "the output head.",
             "Compute in one format: leave `dtype` out of `--vllm_engine_kwargs`.",
             "If the difference is small and known: `--max_sampling_logp_difference 1.0`.",
         ),

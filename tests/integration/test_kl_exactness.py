@@ -676,7 +676,7 @@ def entries(**more):
         (False, {"branch_kl": {"fairness": {"beta": BETA}}, "beta": BETA}, {"loss_type": "dr_grpo"}),
         (
             False,
-            {"branch_kl": entries(low=1e-7, high=1e-6), "kl_control": False, "kl_update_steps": 1},
+            {"branch_kl": entries(low=1e-7, high=1e-6), "kl_law": "fixed", "kl_update_steps": 1},
             {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         ),
         (True, {"branch_kl": entries(), "kl_log_ratio_clamp": 10.0}, {"loss_type": "cispo"}),

@@ -134,7 +134,7 @@ def test_a_finished_run_is_read_and_not_run_again(tmp_path, capsys, monkeypatch)
         if "--output_dir" not in command:  # matplotlib looks for fonts
             return run(command, **settings)
         folder = Path(command[command.index("--output_dir") + 1])
-        launched.append((folder.name, "--kl_control" in command))
+        launched.append((folder.name, "fixed" in command))
         folder.mkdir()
         write_run(folder, kl[folder.name])
         return None

@@ -129,7 +129,9 @@ def test_a_path_that_no_file_can_have_is_refused(name, path, reason):
 
 
 def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
-    with pytest.raises(ConfigError, match=r"--kl-raise-factor \(gone: .* at most by kl_max_step; kl_law: "):
+    with pytest.raises(
+        ConfigError, match=r"--kl-raise-factor \(gone: .* at most by max_step of kl_law_settings; kl_law: "
+    ):
         parse(["--kl-raise-factor", "1.2"], None)
     assert not names_of_settings() & REPLACED.keys()
 

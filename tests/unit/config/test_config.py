@@ -44,7 +44,7 @@ def test_the_defaults_work():
         ({"kl_log_ratio_clamp": -1.0}, "`kl_log_ratio_clamp` is -1.0. Expected a number, 0 or more"),
         ({"kl_log_ratio_clamp": 50.0}, "at most 40: the ratio"),
         ({"kl_update_steps": 0}, "`kl_update_steps` is 0"),
-        ({"kl_control": False, "kl_max_step": 1.0}, "`kl_max_step` is 1.0. Expected a number of more than 1"),
+        ({"kl_law_settings": {"max_step": 1.0}}, "`max_step` of `kl_law_settings` is 1.0. Expected a number of more"),
         ({"hybrid_reference_weight": 1.5}, "at most 1"),
         ({"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"}, "no group baseline"),
         ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, "zero on average"),
@@ -113,7 +113,7 @@ def test_settings_of_the_kl_reach_its_law_and_its_penalty():
     config = training(
         kl_update_steps=7,
         kl_cooldown_steps=3,
-        kl_max_step=1.25,
+        kl_law_settings={"max_step": 1.25},
         kl_estimator="k2",
         kl_log_ratio_clamp=5.0,
         use_bias_correction_kl=False,
@@ -122,7 +122,7 @@ def test_settings_of_the_kl_reach_its_law_and_its_penalty():
     assert config.kl_control_law() == AdaptiveLaw(max_step=1.25)
     assert config.kl_windows() == WindowSettings(update_steps=7, cooldown_steps=3)
     assert config.kl_penalty() == PenaltySettings(estimator="k2", clamp=5.0, bias_correction=False, level="sequence")
-    assert training(kl_control=False).kl_control_law() is None
+    assert training(kl_law="fixed").kl_control_law() is None
     assert training(rollout_lookahead=1).kl_penalty().off_policy
 
 
