@@ -171,7 +171,6 @@ def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOC
         max_steps=row.updates,
         beta=BETA if row.reference else 0.0,
         held_out_eval=False,
-        min_changed_weights=0.0,
         **({"optim": STOCHASTIC_OPTIM, "optim_args": STOCHASTIC_ARGS} if row.rounds else {}),
     )
     return args, ModelConfig(use_peft=row.lora, dtype=row.dtype, attn_implementation=row.attention)

@@ -301,7 +301,6 @@ def build_services(
             max_attempts=max_attempts,
             initial_concurrency=config.initial_concurrency,
             outage_patience_s=config.outage_patience_s if patience_s is None else patience_s,
-            denied_cooldown_s=config.denied_cooldown_s,
             hedge_fraction=config.hedge_fraction,
             meter=None if budget is None else budget.meter(service, price, tokens_per_minute),
         )

@@ -237,9 +237,8 @@ def _replay(reward: RewardConfig) -> str:
 def _record(telemetry: TelemetryConfig, output_dir: str) -> str:
     if not telemetry.record:
         return "off: no completion is kept (record: true keeps them, with customers' texts)"
-    kept = "every completion" if telemetry.keep_samples is None else f"{telemetry.keep_samples} completions a batch"
     filtered = f", filtered by {telemetry.record_filter}" if telemetry.record_filter else ", with customers' texts"
-    return f"{record_file(Path(output_dir), 0).parent}: {kept}{filtered}, up to {telemetry.record_gib:g} GiB a process"
+    return f"{record_file(Path(output_dir), 0).parent}: every completion{filtered}, up to {telemetry.record_gib:g} GiB a process"
 
 
 def _versions(use_vllm: bool) -> str:

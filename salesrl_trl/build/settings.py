@@ -64,6 +64,12 @@ REPLACED = {
     },
     "kl_control": "gone: kl_law: fixed takes its place",
     "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
+    "branch_column": "gone: rename the dataset's column to branch",
+    "min_changed_weights": "gone: it is a constant",
+    "max_kl": "gone: it is a constant",
+    "denied_cooldown_s": "gone: it is a minute",
+    "trace_max_mb": "gone: trace_steps chooses what trace.json holds, up to 64 MB",
+    "keep_samples": "gone: record_gib bounds the record",
 }  # fmt: skip
 """Settings of earlier versions, and what to do instead."""
 _SOURCES = {

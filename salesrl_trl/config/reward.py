@@ -119,9 +119,6 @@ class RewardConfig(ReplayConfig):
     """Seconds that calls wait for a service that is down, counted from the start of the outage. After that they fail
     at once, except for single probes. Calls do not wait for a judge with a fallback, nor for the 32B endpoint if no
     reward and no baseline counts its answer."""
-    denied_cooldown_s: Positive = 60.0
-    """Longest pause in seconds between two probes of a service that refuses the key, or whose quota is used up. The
-    first pause is a second, and each one is twice as long as the last."""
     max_calls: int | None = None
     """Most requests to all services of the reward together, of the run and its resumes: every one that leaves counts.
     At the limit the run saves and ends."""

@@ -29,16 +29,11 @@ class TelemetryConfig:
     trace_steps: str = "1:50"
     """First and last step in `trace.json`. `"100:"` means all steps from 100 on, `""` no trace. A step that fails is
     in a trace whatever its number."""
-    trace_max_mb: Positive = 64.0
-    """Largest size of the trace in MB. Further spans are left out."""
     heartbeat_s: NotNegative = 10.0
     """Print a heartbeat when a phase lasts longer than this, in seconds, then at each doubling; 0 for never."""
     record: bool = False
     """Whether to keep what became of every completion in `OUTPUT_DIR/record`: conversation, text, answers, verdicts,
     calls, reward. It holds customers' texts."""
-    keep_samples: Count | None = None
-    """Completions of a generation batch that each process keeps: whole groups, other ones at each step. All when not
-    given."""
     record_gib: Positive = 4.0
     """Largest size of each process's file, in GiB. Beyond it the oldest steps go."""
     record_filter: str | None = None

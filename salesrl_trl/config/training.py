@@ -41,10 +41,8 @@ class SalesGRPOConfig(GRPOConfig):
     """TRL's `GRPOConfig`, with the settings that `SalesGRPOTrainer` adds."""
 
     branches: list[str] = field(default_factory=list)
-    """Branch names that a row may have. Defaults to those in the dataset's column `branch_column`, or to one branch
-    `all` without this column. In recipes: `["fairness", "hallucination"]`, and each needs a rubric."""
-    branch_column: str = "branch"
-    """Column of the dataset that says which branch a row belongs to. The recipes make it."""
+    """Branch names that a row may have. Defaults to those in the dataset's column `branch`, or to one branch `all`
+    without this column. In recipes: `["fairness", "hallucination"]`, and each needs a rubric."""
     branch_kl: dict[str, object] | str | None = None
     """Branch to KL coefficient and target band in nats per token, for example `{"fairness": {"beta": 0.1, "low": 0.02,
     "high": 0.06}}`. `beta_min` and `beta_max` bound the coefficient; they default to a hundredth and a hundred times
@@ -89,9 +87,6 @@ class SalesGRPOConfig(GRPOConfig):
     """Largest mean absolute difference between vLLM's and the trainer's log-probs of the first batch, in nats. Above
     it the run stops, because vLLM samples from other weights than the trainer's. The usual difference is 0.002 in
     float32 and 0.01 in bf16. Without vLLM nothing is compared."""
-    min_changed_weights: Share = 0.5
-    """Smallest share of changed weights, among those with a gradient, in the first step that moves the policy. Below
-    it the run warns, because updates are lost to the number format. Float32 weights reach 0.99 and more."""
     min_valid_reward_fraction: Share = 0.5
     """Smallest share of scored completions in a generation batch. A batch below it does not move the policy."""
     max_skipped_generations: Count = 3
@@ -99,9 +94,6 @@ class SalesGRPOConfig(GRPOConfig):
     are enough."""
     max_outage_s: Limit = 3600.0
     """Seconds since the first of the skipped batches in a row after which the run does the same."""
-    max_kl: Limit = 1000.0
-    """KL of all branches, in nats per token. Three log lines in a row above it end the run without a checkpoint, as a
-    gradient that is not finite does: the policy is broken. Usual bands end below 1."""
     failed_completions: Annotated[str, (LEAVE_OUT, "as_trl")] = "leave_out"
     """What becomes of completions without a reward. `leave_out` takes them out of the loss: of its policy term, its KL
     and its normaliser. The gradient is that of the same batch without them. `as_trl` is TRL's rule: an advantage of 0,

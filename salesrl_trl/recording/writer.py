@@ -88,8 +88,6 @@ class Recorder:
     Args:
         path (`Path`):
             The file, from `schema.record_file`.
-        keep (`int`, *optional*):
-            Completions of a batch that are kept: whole groups, other ones at each step. All when not given.
         most_bytes (`int`, *optional*):
             Size of the file. Beyond it the oldest steps go, and a line says so once.
         clean (`Callable[[str], str]`, *optional*):
@@ -107,7 +105,6 @@ class Recorder:
         self,
         path: Path,
         *,
-        keep: int | None = None,
         most_bytes: int | None = None,
         clean: Filter | None = None,
         meta: Mapping[str, str] | None = None,
@@ -120,7 +117,6 @@ class Recorder:
         self._was_evaluated = after is None
         self._was_locked = False
         self._has_dropped = False
-        self._keep = keep
         self._most_bytes = most_bytes
         self._clean = clean
         self._meta = dict(meta or {})
@@ -248,22 +244,12 @@ class Recorder:
             file.execute("BEGIN IMMEDIATE")
             if not self._was_evaluated and batch.mode == "eval":  # the last step may be evaluated again
                 drop(file, "mode = 'eval' AND step >= ?", batch.step)
-            for entry in self._kept(batch):
+            for entry in batch.entries:
                 add(partial(self._add, file, batch, entry, advantages[entry.place]))
             for call in batch.calls:
                 add(partial(self._add_calls, file, None, [call]))
         self._was_evaluated |= batch.mode == "eval"
         return unfit
-
-    def _kept(self, batch: Batch) -> Sequence[Entry]:
-        if self._keep is None or len(batch.entries) <= self._keep:
-            return batch.entries
-        groups = sorted({entry.prompt_group for entry in batch.entries})
-        size = -(-len(batch.entries) // len(groups))
-        count = max(self._keep // size, 1)
-        first = batch.step * count % len(groups)
-        chosen = {(groups * 2)[first + place] for place in range(min(count, len(groups)))}
-        return [entry for entry in batch.entries if entry.prompt_group in chosen][: self._keep]
 
     def _add(self, file: sqlite3.Connection, batch: Batch, entry: Entry, advantage: float | None) -> None:
         trail = entry.trail or Trail()

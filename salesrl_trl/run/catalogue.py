@@ -331,7 +331,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             "Go back to a checkpoint before the first bad step: `--resume_from_checkpoint DIR`, or `best/`.",
             "Learn more slowly: a third of `--learning_rate`, `--warmup_steps 20`, `--max_grad_norm 0.2`.",
-            "Hold the policy nearer: a lower band in `--branch_kl`, or a higher `--beta`. `--max_kl` is the bound.",
+            "Hold the policy nearer: a lower band in `--branch_kl`, or a higher `--beta`.",
             "Keep the clamp: `--kl_log_ratio_clamp 10`; take no fp16.",
         ),
     ),

@@ -16,6 +16,8 @@ from salesrl_trl.names import ALL_KL, CHECKPOINT_FOLDERS
 
 GRADIENT_NORM = "grad_norm"
 """Figure of transformers, before clipping. It logs no loss that is not finite."""
+MAX_KL = 1000.0
+"""In nats per token. Above it a run is broken; usual bands end below 1."""
 BROKEN_LINES = 3
 """Log lines in a row with broken figures that end a run. One may come from one odd batch."""
 SKIPPED_AT_END = 2
@@ -215,7 +217,7 @@ class RunControl:
             found = " and ".join(f"`{name}` is {value:g}" for name, value in broken.items())
             raise DivergedError(
                 f"{found}, and such figures came in {BROKEN_LINES} log lines in a row. Expected a finite norm of the "
-                f"gradient, and a KL of at most {self._max_kl:g} nats per token (`max_kl`). The weights are "
+                f"gradient, and a KL of at most {self._max_kl:g} nats per token. The weights are "
                 "broken, so they were not saved. Go back to a checkpoint before that and learn more slowly."
             )
 

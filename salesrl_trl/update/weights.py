@@ -51,6 +51,11 @@ class _Sample:
         return local.detach().flatten()[:: self._stride]
 
 
+LEAST_SHARE = 0.5
+"""Share of changed weights in the first step that moves the policy, below which a run warns. Float32 weights reach
+0.99 and more; in 16 bits most updates are lost to the number format."""
+
+
 class WeightChange(TrainerCallback):
     """Logs the share of the weights that the first steps of a run changed, and warns if it is small.
 
@@ -157,7 +162,7 @@ class WeightChange(TrainerCallback):
         else:
             _say(
                 logging.WARNING,
-                f"{line}: fewer than {100 * self._least_share:g} % (`min_changed_weights`). Updates are lost to the "
+                f"{line}: fewer than {100 * self._least_share:g} % of them. Updates are lost to the "
                 "weights' number format, or are far too small. Train float32 weights, or raise the learning rate.",
             )
 

@@ -29,7 +29,7 @@ from salesrl_trl.config.rollouts import (
     scoring_settings,
     why_not_divisible,
 )
-from salesrl_trl.data.branches import Branches
+from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.evaluation.answers import Processes
 from salesrl_trl.evaluation.held_out import HeldOut
@@ -55,10 +55,10 @@ from salesrl_trl.telemetry.trackers import Trackers
 from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
-from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.run_control import MAX_KL, RunControl
 from salesrl_trl.update.spending import ForecastLine, Spending, evaluations_of
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import WeightChange, raise_adapters
+from salesrl_trl.update.weights import LEAST_SHARE, WeightChange, raise_adapters
 from salesrl_trl.wiring.hooks import Hooks
 from salesrl_trl.wiring.policy import Policy
 
@@ -99,7 +99,7 @@ class Wiring:
         self.desk = rewards.desk
         reward = self.reward = self.desk.reward
         self._columns = getattr(train_dataset, "column_names", None)
-        self.branches = Branches.of_data(args.branches, args.branch_column, train_dataset)
+        self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
         args.branches = [*self.branches.names]
         self.instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
@@ -116,7 +116,7 @@ class Wiring:
         )  # fmt: skip
         self.spending = Spending(reward.budget)
         self.run_control = RunControl(
-            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl,
+            args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, MAX_KL,
             Path(args.output_dir), args.max_outage_s, self.spending.told, self.spending.is_reached,
         )  # fmt: skip
         self.keeper = Keeper(
@@ -263,7 +263,7 @@ class Wiring:
                 is_cut=lambda: self.run_control.is_spent,
             ),
             ScalarLayout(args.branches, self._banded, quick, trl.callbacks.callbacks),
-            WeightChange(trl.accelerator, args.min_changed_weights, trl.log),
+            WeightChange(trl.accelerator, LEAST_SHARE, trl.log),
         ]
 
     def _begin(self) -> None:

@@ -64,7 +64,6 @@ def test_the_defaults_work():
             {"beta": 0.1, "branch_kl": {"fairness": {"beta": 0.1}, "hallucination": {"beta": 0.1}}},
             "`beta` has no effect",
         ),
-        ({"min_changed_weights": 1.5}, "`min_changed_weights` is 1.5. Expected a number, 0 or more, and at most 1"),
         ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, but log-probs are computed at .* 1.0"),
         (
             {"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'},

@@ -168,7 +168,7 @@ def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monke
 )
 def test_a_step_that_moves_no_weights_is_seen(step, changed, settings, verdict):
     findings = Findings()
-    given = {"fp16": False, "optim": "adamw_torch", "learning_rate": 1e-6, "min_changed_weights": 0.5, **settings}
+    given = {"fp16": False, "optim": "adamw_torch", "learning_rate": 1e-6, **settings}
     judge_update(step, changed, SimpleNamespace(**given), findings)
     assert findings.verdict is verdict
     assert all(each.remedy for each in findings.found)
