@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     made.add_argument("--arms", nargs="+", choices=ARMS, default=("stock", *LOOKAHEAD))
     made.add_argument("--prompt_tokens", nargs="+", type=int, help="default: 128; 40 on a CPU")
-    made.add_argument("--pass_tokens", type=int, help="`shared_prompts_tokens`")
+    made.add_argument("--pass_tokens", type=int, help="the number in `shared_prompts`")
     made.add_argument("--liger", action="store_true", help="`use_liger_kernel`")
     made.add_argument("--quantization", help="vLLM's `quantization`, of the engine that all arms share")
     made.add_argument("--steps", type=int, default=MEASURED, help="counted steps of a block, each with other prompts")
@@ -237,7 +237,7 @@ class Bench:
         )  # fmt: skip
         config = SalesGRPOConfig(
             beta=BETA, held_out_eval=False, max_sampling_logp_difference=math.inf,
-            shared_prompts_tokens=args.pass_tokens, vllm_engine_kwargs={"quantization": args.quantization},
+            shared_prompts=args.pass_tokens or "auto", vllm_engine_kwargs={"quantization": args.quantization},
             **self._settings,
         )  # fmt: skip
         ours = self._built(SalesGRPOTrainer, self._rewards["ours"], config, instruments=self._instruments)

@@ -370,8 +370,6 @@ def _only_provider(config: RewardConfig, base_url: str) -> JudgeProviderConfig:
         name=JUDGE,
         base_url=base_url,
         model=config.judge_model,
-        response_format=config.judge_response_format,
-        max_completion_tokens=config.judge_max_completion_tokens,
         tokens_per_minute=config.judge_tokens_per_minute,
     )
 

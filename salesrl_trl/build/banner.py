@@ -18,6 +18,7 @@ from salesrl_trl.config.kl import FIXED
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.formats import ROWS
+from salesrl_trl.data.prompts import PROMPT_STYLES
 from salesrl_trl.demo.cassette import CASSETTE
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.law import KLTarget
@@ -127,9 +128,11 @@ def _end_tokens(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str
 
 
 def _prompt(data: DataConfig, reward: RewardConfig) -> str:
-    packaged = f"packaged, {data.prompt_style} (your own: --prompt_template FILE)"
+    prompt = data.prompt_template
+    if prompt in PROMPT_STYLES:
+        prompt = f"packaged, {prompt} (your own: --prompt_template FILE)"
     rubrics = f"; rubrics of {reward.rubric_dir} before packaged ones" if reward.rubric_dir else "; rubrics: packaged"
-    return (data.prompt_template or packaged) + rubrics
+    return prompt + rubrics
 
 
 def _step(training: SalesGRPOConfig) -> str:

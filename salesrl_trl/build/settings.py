@@ -70,6 +70,12 @@ REPLACED = {
     "denied_cooldown_s": "gone: it is a minute",
     "trace_max_mb": "gone: trace_steps chooses what trace.json holds, up to 64 MB",
     "keep_samples": "gone: record_gib bounds the record",
+    "judge_response_format": "gone: an entry of judge_providers takes it without judge_",
+    "judge_max_completion_tokens": "gone: an entry of judge_providers takes it without judge_",
+    "shared_prompts_tokens": "gone: shared_prompts takes the number",
+    "prompt_style": "gone: prompt_template takes instruct and compact too",
+    "query_field": "gone: rewritten_query is searched with, or else the first of action_fields",
+    "image_folder": "gone: paths of pictures are relative to the data file, or absolute",
 }  # fmt: skip
 """Settings of earlier versions, and what to do instead."""
 _SOURCES = {
@@ -269,6 +275,8 @@ class SettingsParser(TrlParser):
             changes = _changes(small_policy, config, self._given)
             self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {changes}")
             config |= small_policy
+        if isinstance(config.get("shared_prompts"), int):
+            config["shared_prompts"] = str(config["shared_prompts"])
         for name in self._texts & config.keys():  # argparse converts only what the command line gives
             kind = type(config[name]).__name__
             if not isinstance(config[name], str | None):

@@ -12,7 +12,6 @@ from salesrl_trl.data.files import ENDINGS
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
-from salesrl_trl.data.prompts import PROMPT_STYLES
 
 
 @dataclass
@@ -38,8 +37,6 @@ class DataConfig:
     """Columns of `eval_dataset`. Defaults to `columns`."""
     held_out_share: Annotated[float, Range(0, LESS_THAN_1)] = 0.0
     """Share of the conversations of `dataset` to evaluate on and not to train on, in place of `eval_dataset`."""
-    image_folder: str | None = None
-    """Folder from which relative paths of pictures start. Defaults to the folder of the data file."""
     data_copy_dir: str | None = None
     """Folder on a faster disk. `dataset`, `eval_dataset` and `vector_store_path`, where they are local, are copied
     there once and read from there. Rows are read once a start, a vector store all through the run."""
@@ -47,11 +44,9 @@ class DataConfig:
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None
     """Number of held-out rows to take, from the first one on. Defaults to all."""
-    prompt_style: Annotated[str, PROMPT_STYLES] = "instruct"
-    """`instruct` explains the task to a general chat model. `compact` is the conversation alone."""
-    prompt_template: str | None = None
-    """File with a prompt of your own, instead of `prompt_style`: a Jinja template with the row's fields. docs/DATA.md
-    lists them."""
+    prompt_template: str = "instruct"
+    """The policy's prompt. `instruct` explains the task to a general chat model. `compact` is the conversation
+    alone. Else a file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists."""
     max_prompt_tokens: Count | None = None
     """Most tokens of a prompt, the chat template's included. Defaults to `vllm_max_model_length`, or without it the
     model's positions, less `max_completion_length`."""
@@ -84,7 +79,7 @@ class DataConfig:
             format=_format("dataset_format", self.dataset_format),
             columns=self._columns("columns") or {},
             held_out_share=self.held_out_share,
-            image_folder=Path(self.image_folder).expanduser() if self.image_folder else self._folder,
+            image_folder=self._folder,
         )
 
     def eval_form(self) -> Form:
@@ -94,7 +89,7 @@ class DataConfig:
         return Form(
             format=form.format if given is None else _format("eval_dataset_format", given),
             columns=form.columns if columns is None else columns,
-            image_folder=form.image_folder if self.image_folder else self._eval_folder,
+            image_folder=self._eval_folder,
         )
 
     def _columns(self, setting: str) -> dict[str, Column] | None:

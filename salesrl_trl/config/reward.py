@@ -16,7 +16,6 @@ from salesrl_trl.config.ranges import Count, Finite, NotNegative, Positive, Rang
 from salesrl_trl.config.replay import ReplayConfig
 from salesrl_trl.reward.judge.client import AGGREGATIONS
 from salesrl_trl.reward.judge.noise import MIN_CALLS
-from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
 from salesrl_trl.reward.rag.client import RESERVED_FIELDS
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
@@ -55,10 +54,6 @@ class RewardConfig(ReplayConfig):
     """OpenAI-style address of the judge, `/v1` included. Without one the recipe starts the embedded judge."""
     judge_model: str = "salesrl-judge"
     """Name of the judge's model."""
-    judge_response_format: Annotated[str, RESPONSE_FORMATS] = "auto"
-    """`response_format` of the one judge, as in `JudgeProviderConfig`."""
-    judge_max_completion_tokens: Count = 512
-    """Most tokens of a verdict of the one judge. A model that thinks needs more."""
     judge_tokens_per_minute: int | None = None
     """`tokens_per_minute` of the one judge, as in `JudgeProviderConfig`."""
     judge_api_key_env: str | None = None
@@ -88,10 +83,9 @@ class RewardConfig(ReplayConfig):
     missing_component: Annotated[str, MISSING_RULES] = "none"
     """Rule for a completion without one of its components: `none` gives no reward, `reweight` uses the others."""
     action_fields: list[str] = field(default_factory=lambda: list(DEFAULT_FORMAT.fields))
-    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. Other names need a
-    `prompt_template` that asks for them, and services of your own that accept them."""
-    query_field: str | None = None
-    """The field that is searched with, which is never empty. Defaults to `rewritten_query`, or else to the first."""
+    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query`
+    is searched with and never empty, or else the first. Other names need a `prompt_template` that asks for them,
+    and services of your own that accept them."""
     rag_score_threshold: Annotated[float, Range(0, 1, "scores of passages are normalised")] = 0.03
     """Lowest normalised score of a passage, in [0, 1]. In the embedded service raw conversations score near 0.09 and
     good queries 0.2 to 0.6. With most embedding models unrelated texts score 0.2 to 0.6."""
@@ -152,7 +146,7 @@ class RewardConfig(ReplayConfig):
         """The names of an action's fields, and the one that is searched with."""
         names = tuple(self.action_fields)
         usual = DEFAULT_FORMAT.query if DEFAULT_FORMAT.query in names else names[0]
-        return ActionFormat(fields=names, query=self.query_field or usual)
+        return ActionFormat(fields=names, query=usual)
 
     def _check_action(self) -> None:
         names = self.action_fields
@@ -165,10 +159,6 @@ class RewardConfig(ReplayConfig):
             not bad,
             f"`action_fields` names {', '.join(map(str, bad))}. Expected letters, digits and _, and none of the "
             f"other fields of a request: {', '.join(RESERVED_FIELDS)}.",
-        )
-        check(
-            self.query_field is None or self.query_field in names,
-            f"`query_field` is {self.query_field!r}. Expected one of `action_fields`: {', '.join(names)}.",
         )
 
     @property

@@ -1,5 +1,6 @@
 """Settings of training: branches, their KL, rollouts, vLLM. Owns the additions to TRL's `GRPOConfig`."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -107,16 +108,13 @@ class SalesGRPOConfig(GRPOConfig):
     """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
     same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
     that depend on this order."""
-    shared_prompts: Annotated[str, ("auto", "off")] = "auto"
-    """`auto` sends the prompt of a group through the model once, for policy, reference and old log-probs, and leaves
-    out old log-probs where the pass that trains gives the same ones. The first use is compared with TRL's own passes;
-    a line says when a model or a batch can't. `off` makes TRL's own passes."""
-    shared_prompts_tokens: Count | None = None
-    """Micro-batches of an update go through the model together, up to this many tokens. Each keeps its own loss. 1 for
-    one micro-batch a pass, and one group a pass without gradients, which takes the least memory. When not given: as
-    many as fill a large GPU (4,000 with 7B, 60,000 with 0.5B), and no more than TRL's own micro-batch has with its
-    padding. 16,384 may be more than that where a token takes little memory: on a GPU, in 16 bits, with gradient
-    checkpointing, or without gradients."""
+    shared_prompts: str = "auto"
+    """`auto` sends the prompt of a group through the model once, for policy, reference and old log-probs, and
+    leaves out old log-probs where the pass that trains gives the same ones. The first use is compared with TRL's
+    own passes; a line says when a model or a batch can't. Micro-batches of an update go through the model together,
+    up to as many tokens as fill a large GPU, and each keeps its own loss; docs/PASSES.md says how many. A number is
+    another limit of tokens: 1 is one micro-batch a pass, and one group a pass without gradients, which takes the
+    least memory. `off` makes TRL's own passes."""
     references_ahead: bool = True
     """Whether to ask the 32B endpoint for a step's reference answers one step before its completions exist."""
     save_rollouts: bool = False
@@ -146,6 +144,11 @@ class SalesGRPOConfig(GRPOConfig):
         check_settings(self)
         check_numbers(self)
         check_sizes(self)
+        self.shared_prompts = str(self.shared_prompts)
+        check(
+            bool(re.fullmatch("auto|off|[1-9][0-9]*", self.shared_prompts)),
+            f"`shared_prompts` is {self.shared_prompts!r}. Expected auto, off, or the most tokens of a pass.",
+        )
         check_mode(self.mode)
         if self.mode != "train":  # nothing is evaluated or saved
             self.held_out_eval, self.save_strategy = False, "no"
@@ -221,6 +224,11 @@ class SalesGRPOConfig(GRPOConfig):
             + ". Expected sampling by `temperature` alone, or `rollout_lookahead: 0` with "
             "`vllm_importance_sampling_correction: false`.",
         )
+
+    @property
+    def pass_tokens(self) -> int | None:
+        """The number of `shared_prompts`. `None` with `auto` and `off`."""
+        return int(self.shared_prompts) if self.shared_prompts not in ("auto", "off") else None
 
     @property
     def leaves_out_failed(self) -> bool:

@@ -88,9 +88,9 @@ def _check_small_policy(plan: Plan) -> None:
         prompt == PROMPT_STYLE and action_format == DEFAULT_FORMAT
     ):
         return
-    given = f"`prompt_style` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
+    given = f"`prompt_template` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
     raise ConfigError(
         f"{given if prompt != PROMPT_STYLE else '`action_fields` is given'}, but the small demo policy is taught "
-        f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_style: "
-        f"{PROMPT_STYLE}` and neither `prompt_template` nor `action_fields`."
+        f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_template: "
+        f"{PROMPT_STYLE}` and no `action_fields`."
     )

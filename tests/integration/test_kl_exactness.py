@@ -150,7 +150,7 @@ class Pair:
     def __init__(self, path, output_dir, lora, **given):
         rows = default_rows()
         # nothing is generated, so no service is asked
-        ours = {**given, "shared_prompts_tokens": 1000}  # all micro-batches of an update in one pass
+        ours = {**given, "shared_prompts": 1000}  # all micro-batches of an update in one pass
         self.ours = build(ScriptedTrainer, path, build_reward("http://127.0.0.1:9", rows), output_dir, lora, **ours)
         self.stock = build(ScriptedUpstream, path, lambda **_: [0.0], output_dir, lora, **given)
         generator = torch.Generator().manual_seed(1)

@@ -89,7 +89,7 @@ def _smaller_pass(shape: ModelShape, setup: Setup, card_gib: float) -> _Change:
     if setup.group is None or setup.pass_tokens == 1:
         return None
     alone = replace(setup, pass_tokens=1)
-    return "shared_prompts_tokens: 1", "micro-batches go through the model one by one", alone
+    return "shared_prompts: 1", "micro-batches go through the model one by one", alone
 
 
 def _checkpointing(shape: ModelShape, setup: Setup, card_gib: float) -> _Change:

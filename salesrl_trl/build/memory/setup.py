@@ -86,7 +86,7 @@ class Setup:
     group: int | None = None
     """Completions of a prompt that goes through the model once; `None` for TRL's own passes."""
     pass_tokens: int | None = None
-    """`shared_prompts_tokens`."""
+    """The number of `shared_prompts`."""
     parameters: int = 0
     """Weights of the model."""
 
@@ -156,7 +156,7 @@ def setup_of(
     autocast = training.bf16 or training.fp16
     longest = prompt_tokens + (training.max_completion_length or 1)
     is_shared = (
-        training.shared_prompts == "auto"
+        training.shared_prompts != "off"
         and shape.shares_prompts
         and (shape.window is None or longest <= shape.window)
         and model.attn_implementation != "eager"
@@ -184,7 +184,7 @@ def setup_of(
         engine=_engine(training, shape, prompt_tokens),
         generates=not training.use_vllm and training.sampler is None,
         group=training.num_generations if is_shared else None,
-        pass_tokens=training.shared_prompts_tokens,
+        pass_tokens=training.pass_tokens,
         parameters=shape.parameters,
     )
     return alone.sharded(_sharding(training), training.world_size)

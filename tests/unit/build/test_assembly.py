@@ -62,7 +62,7 @@ def warmed_up(reward):
 
 
 def test_an_action_of_other_fields_reaches_the_8b_endpoint_and_the_judge(config, services, tmp_path):
-    settings = config(action_fields=["filters", "question"], query_field="question")
+    settings = config(action_fields=["question", "filters"])
     reward = built(settings, tmp_path)
     scored, invalid = score_batch(reward, ['{"question": "Price?", "filters": "city=Wuhan"}', ACTION]).rewards
     assert (scored.outcome, invalid.reason) == (Outcome.OK, "missing_field")
@@ -227,8 +227,6 @@ def test_by_default_references_lie_in_the_cache_folder(config, tmp_path, monkeyp
         {"rag_top_k": 4},
         {"rag_score_threshold": 0.2},
         {"judge_model": "another"},
-        {"judge_response_format": "text"},
-        {"judge_max_completion_tokens": 4000},
         {"judge_repeats": 3},
         {"judge_repeats": 3, "judge_aggregation": "median"},
     ],
@@ -402,7 +400,6 @@ def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(config, serv
         ({"judge_providers": [{**PROVIDER, "extra_body": "low"}]}, "Expected fields of a request"),
         ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected one of them"),
         ({"judge_aggregation": "max"}, "Expected one of: mean, median, min"),
-        ({"judge_response_format": "xml"}, "Expected one of: auto, json_schema, text"),
         ({"missing_component": "zero"}, "Expected one of: none, reweight"),
         ({"branch_reward_weights": {"fairness": 1.0}}, "Expected a mapping of component to number"),
         ({"branch_reward_weights": "judge"}, "is not JSON"),

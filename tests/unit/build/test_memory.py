@@ -227,7 +227,7 @@ def test_a_pass_has_as_many_tokens_as_its_settings_say(seven, given, tokens, sco
 def test_a_pass_of_its_own_for_each_micro_batch_is_a_remedy(seven):
     run = setup(**SHARED, checkpointing=False, pass_tokens=20_000)
     [first, *_] = remedies(seven, run, 80.0)
-    assert first.setting == "shared_prompts_tokens: 1"
+    assert first.setting == "shared_prompts: 1"
     assert first.saved_gib > 50
 
 
@@ -276,7 +276,7 @@ def stage(tiny, monkeypatch, tmp_path):
                 returncode=0, stdout=next(rows[name] for name in rows if any(name in word for word in command))
             ),
         )
-        given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--output_dir", str(tmp_path)]
+        given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--output_dir", str(tmp_path)]
         given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--use_peft", "true"]
         return memory.MemoryStage().run(Plan(parse([*given, *arguments], ROOT / "recipes/debug.yaml")))
 
@@ -350,7 +350,7 @@ def test_a_driver_that_does_not_say_what_is_used_ends_no_run(monkeypatch, said, 
 
 
 def test_vllm_wants_room_for_its_own_longest_completion(tiny, tmp_path):
-    given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--output_dir", str(tmp_path)]
+    given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--output_dir", str(tmp_path)]
     plan = Plan(parse(["--use_vllm", "true", *given], None))
     positions = AutoConfig.from_pretrained(tiny).max_position_embeddings
     assert memory.Scales(plan, 80.0, prompt_tokens=8).setup(None).engine.length == positions

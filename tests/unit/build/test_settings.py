@@ -58,7 +58,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("dataset: 7\n", "`dataset` of the recipe is of type int. Expected a text. Put it in quotes"),
         ("max_steps: [1]\n", r"`max_steps` is \[1\]. Expected at least 1"),
         ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
-        ("small_policy:\n  prompt_stile: compact\n", r"prompt_stile \(did you mean prompt_style\?\)"),
+        ("small_policy:\n  prompt_templat: compact\n", r"prompt_templat \(did you mean prompt_template\?\)"),
         ('output_dir: "a\\0b"\n', "`output_dir` of .*bad.yaml holds a NUL or half a character"),
         ('judge_providers: [{name: "a\\ud800"}]\n', "`judge_providers.name` of .* holds a NUL or half a character"),
         ("env: {'': x}\n", "the settings do not work: .*Invalid argument"),

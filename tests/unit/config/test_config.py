@@ -175,7 +175,6 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "kwargs", "message"),
     [
-        (DataConfig, {"prompt_style": "long"}, "Expected one of: instruct, compact"),
         (DataConfig, {"max_train_rows": 0}, "at least 1"),
         (DataConfig, {"max_prompt_tokens": 0}, "`max_prompt_tokens` is 0. Expected a number, at least 1"),
         (DataConfig, {"long_prompts": "cut"}, "Expected one of: error, drop, truncate_oldest_turns"),
@@ -184,7 +183,6 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
         (RewardConfig, {"action_fields": ["a", "a"]}, "each name once"),
         (RewardConfig, {"action_fields": ["query", "top_k"]}, "names top_k. Expected letters"),
         (RewardConfig, {"action_fields": ["my query"]}, "names my query. Expected letters"),
-        (RewardConfig, {"query_field": "query"}, "Expected one of `action_fields`: user_profile, rewritten_query"),
         (RewardConfig, {"rag_top_k": 0}, "at least 1, and at most 50. It is: Most passages of an answer"),
         (RewardConfig, {"invalid_action_reward": 1.0}, "at most 0.5"),
         (RewardConfig, {"reward_deadline_s": 0.0}, "`reward_deadline_s` is 0.0. Expected a number, more than 0"),
@@ -266,7 +264,6 @@ def test_what_is_searched_with_is_named_or_the_usual_field_or_the_first():
         ({}, "rewritten_query"),
         ({"action_fields": ["a", "rewritten_query"]}, "rewritten_query"),
         ({"action_fields": ["a", "b"]}, "a"),
-        ({"action_fields": ["a", "b"], "query_field": "b"}, "b"),
     ):
         assert RewardConfig(**given).action_format().query == query
 

@@ -348,7 +348,7 @@ def changed(path, **values):
 
 def asked(policy):
     lengths = ["--vllm_max_model_length", "128", "--max_completion_length", "16", "--long_prompts", "drop"]
-    return ["--model_name_or_path", policy, "--prompt_style", "compact", *lengths, "--max_train_rows", "40"]
+    return ["--model_name_or_path", policy, "--prompt_template", "compact", *lengths, "--max_train_rows", "40"]
 
 
 def set_template(policy, template):

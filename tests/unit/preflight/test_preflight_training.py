@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def planned(tiny, tmp_path):
     def plan(*arguments, policy=tiny):
-        given = ["--model_name_or_path", str(policy), "--prompt_style", "compact", "--use_vllm", "false"]
+        given = ["--model_name_or_path", str(policy), "--prompt_template", "compact", "--use_vllm", "false"]
         given += ["--output_dir", str(tmp_path / "run"), "--max_train_rows", "12", "--max_completion_length", "8"]
         given += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"]
         return Plan(parse([*given, *arguments], RECIPE), in_depth=True)
