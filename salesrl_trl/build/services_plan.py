@@ -1,4 +1,4 @@
-"""The part of a run's plan that services need: no torch, no tokenizer, no training settings beside those of a step's load.
+"""The part of a run's plan that services need: no torch, no tokenizer, no training settings beside a step's load.
 
 Each part is made when it is first asked for, and kept.
 """

@@ -9,11 +9,11 @@ import sys
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from salesrl_trl.config.budget import check_budget
 from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
 from salesrl_trl.config.ranges import Count, Finite, NotNegative, Positive, Range, Share, check_settings
 from salesrl_trl.config.replay import ReplayConfig
+from salesrl_trl.config.spending_limits import check_budget
 from salesrl_trl.reward.judge.client import AGGREGATIONS
 from salesrl_trl.reward.judge.noise import MIN_CALLS
 from salesrl_trl.reward.rag.client import RESERVED_FIELDS

@@ -18,7 +18,7 @@ from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, Rewar
 from salesrl_trl.reward.open_batches import OpenBatches
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scoring import FORMAT, missing
-from salesrl_trl.reward.service.meter import Budget
+from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example, Outcome, Reward
@@ -99,7 +99,8 @@ class BatchedReward(ABC):
         self.lines = SampleLines()
         """Logs what happens to single completions."""
         self.budget: Budget | None = None
-        """Limits what its services may be asked. It belongs to the reward's event loop, but for its `terms`."""
+        """Limits what its services may be asked. It belongs to the reward's event loop, but for its `path` and
+        `limits`."""
         self.apart: Apart | None = None
         """The event loop of `score` and of all that the reward owns, where it is another one than that of batches."""
         self._logged_faults: set[str] = set()

@@ -105,7 +105,8 @@ def test_what_the_command_line_sets_holds_for_the_small_policy_too(tmp_path):
 def test_a_recipe_may_leave_to_its_default_what_it_sets_for_the_small_policy(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
-        f"prompt_template: instruct\nsmall_policy: {{prompt_template: compact, max_steps: 3}}\noutput_dir: {tmp_path}\n"
+        "prompt_template: instruct\nsmall_policy: {prompt_template: compact, max_steps: 3}\n"
+        f"output_dir: {tmp_path}\n"
     )
     assert parse([], recipe).notes[0].endswith("prompt_template compact (not instruct), max_steps 3")
 

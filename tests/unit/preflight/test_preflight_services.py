@@ -26,7 +26,7 @@ from salesrl_trl.preflight.alone import StepSettings, examine_alone, read_alone
 from salesrl_trl.preflight.services import JudgeStage, RagStage
 from salesrl_trl.preflight.stage import StageVerdict, report_of
 from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.service.spent_file import read_account
+from salesrl_trl.reward.service.account import read_account
 from salesrl_trl.types import Verdict as Scores
 
 SECRET = "my card number is 4111"
@@ -346,7 +346,7 @@ def test_what_a_preflight_asks_counts_in_the_run_s_budget_and_stops_at_its_limit
     rag, judge = (examine(stage, services, **settings) for stage in (RagStage(), JudgeStage()))
     assert (rag.verdict, judge.verdict) == (StageVerdict.PASSED, StageVerdict.FAILED)
     assert "budget_spent" in text_of(judge)
-    total = read_account(tmp_path / "budget.sqlite").total()
+    total = read_account(tmp_path / "budget.json").total()
     assert total.calls == sum(map(len, services.asked.values())) == 50
     assert total.usd > 0
 
@@ -397,7 +397,7 @@ def test_the_script_for_components_begins_with_the_machine(services, capsys, mon
     given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--preflight_calls", "8"]
     given += ["--config", str(RECIPES[0]), "--output_dir", str(tmp_path), "--json"]
     monkeypatch.setattr(sys, "argv", ["test_components.py", *given])
-    monkeypatch.setattr("salesrl_trl.run.launcher.end_tidily", lambda: None)  # it is for a whole process
+    monkeypatch.setattr("salesrl_trl.run.launch.end_tidily", lambda: None)  # it is for a whole process
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     found = json.loads(capsys.readouterr().out)
