@@ -260,7 +260,7 @@ def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Bud
         for kind, most in ((CALLS, settings.max_calls), (USD, settings.max_usd))
         if most is not None
     ]
-    rates = [config.judge_tokens_per_minute, *(judge.tokens_per_minute for judge in providers)]
+    rates = [judge.tokens_per_minute for judge in providers]
     if not limits and not any(rates) and not any(judge.has_price for judge in providers):
         return None
     return Budget(output_dir / SPENT_FILE, limits, processes)
@@ -376,7 +376,6 @@ def _only_provider(config: RewardConfig, base_url: str) -> JudgeProviderConfig:
         name=JUDGE,
         base_url=base_url,
         model=config.judge_model,
-        tokens_per_minute=config.judge_tokens_per_minute,
     )
 
 

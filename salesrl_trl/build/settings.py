@@ -70,6 +70,7 @@ REPLACED = {
     "denied_cooldown_s": "gone: it is a minute",
     "trace_max_mb": "gone: trace_steps chooses what trace.json holds, up to 64 MB",
     "keep_samples": "gone: record_gib bounds the record",
+    "judge_tokens_per_minute": "gone: an entry of judge_providers takes it without judge_",
     "judge_response_format": "gone: an entry of judge_providers takes it without judge_",
     "judge_max_completion_tokens": "gone: an entry of judge_providers takes it without judge_",
     "shared_prompts_tokens": "gone: shared_prompts takes the number",

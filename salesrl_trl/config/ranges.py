@@ -47,7 +47,6 @@ Count = Annotated[int, Range(1)]
 """At least 1."""
 NumberOrNone = Annotated[int, Range(0)]
 """Of steps, for example; 0 for none."""
-Finite = Annotated[float, Range(-sys.float_info.max)]
 Positive = Annotated[float, Range(MORE_THAN_0)]
 Limit = Annotated[float, Range(MORE_THAN_0, math.inf)]
 """Infinite for none."""

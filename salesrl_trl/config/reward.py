@@ -11,9 +11,8 @@ from typing import Annotated
 
 from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
-from salesrl_trl.config.ranges import Count, Finite, NotNegative, Positive, Range, Share, check_settings
+from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share, check_settings
 from salesrl_trl.config.replay import ReplayConfig
-from salesrl_trl.config.spending_limits import check_budget
 from salesrl_trl.reward.judge.client import AGGREGATIONS
 from salesrl_trl.reward.judge.noise import MIN_CALLS
 from salesrl_trl.reward.rag.client import RESERVED_FIELDS
@@ -54,8 +53,6 @@ class RewardConfig(ReplayConfig):
     """OpenAI-style address of the judge, `/v1` included. Without one the recipe starts the embedded judge."""
     judge_model: str = "salesrl-judge"
     """Name of the judge's model."""
-    judge_tokens_per_minute: int | None = None
-    """`tokens_per_minute` of the one judge, as in `JudgeProviderConfig`."""
     judge_api_key_env: str | None = None
     """Name of the environment variable that holds the judge's key."""
     judge_providers: list[object] | str | None = None
@@ -113,10 +110,10 @@ class RewardConfig(ReplayConfig):
     """Seconds that calls wait for a service that is down, counted from the start of the outage. After that they fail
     at once, except for single probes. Calls do not wait for a judge with a fallback, nor for the 32B endpoint if no
     reward and no baseline counts its answer."""
-    max_calls: int | None = None
+    max_calls: Count | None = None
     """Most requests to all services of the reward together, of the run and its resumes: every one that leaves counts.
     At the limit the run saves and ends."""
-    max_usd: Finite | None = None
+    max_usd: Positive | None = None
     """Most US dollars for judges, of the run and its resumes, by the prices in `judge_providers`."""
     warm_up_services: bool = True
     """Whether to ask both RAG endpoints and every judge once before the first step. The run stops if a necessary one
@@ -205,8 +202,22 @@ class RewardConfig(ReplayConfig):
             "`judge` is given beside `judge_base_url`, `judge_providers` or `judge_api_key_env`. Expected one kind of "
             "judge: a class of your own needs no address and no key.",
         )
-        check_budget(self, self.parsed_judge_providers())
+        self._check_budget(self.parsed_judge_providers())
         self.parsed_branch_weights()
+
+    def _check_budget(self, providers: list[JudgeProviderConfig]) -> None:
+        """Refuse limits that limit nothing."""
+        for name in ("max_calls", "max_usd"):
+            check(
+                getattr(self, name) is None or self.uses_services,
+                f"`{name}` is given, and `reward_funcs` asks no service of this package. Expected `sales` among them: "
+                "what functions of your own ask is not counted.",
+            )
+        check(
+            self.max_usd is None or any(judge.has_price for judge in providers),
+            "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
+            "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
+        )
 
     def _check_vector_store(self) -> None:
         embedding = (self.embedding_base_url, self.embedding_model)
