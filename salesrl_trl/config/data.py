@@ -38,8 +38,8 @@ class DataConfig:
     held_out_share: Annotated[float, Range(0, LESS_THAN_1)] = 0.0
     """Share of the conversations of `dataset` to evaluate on and not to train on, in place of `eval_dataset`."""
     data_copy_dir: str | None = None
-    """Folder on a faster disk. `dataset`, `eval_dataset` and `vector_store_path`, where they are local, are copied
-    there once and read from there. Rows are read once a start, a vector store all through the run."""
+    """Folder on a faster disk. `dataset` and `eval_dataset`, where they are local, are copied there once and read from
+    there."""
     max_train_rows: Count | None = None
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None

@@ -82,7 +82,7 @@ TRAINING = {
     "vllm_server_timeout": Range(0, _THREE_YEARS_S, "these are seconds"),
     "ddp_timeout": Range(1, _THREE_YEARS_S, "these are seconds"),
 }  # fmt: skip
-"""Ranges of `GRPOConfig`. Settings without one may be infinite: `max_kl` is without a limit then."""
+"""Ranges of `GRPOConfig`."""
 LORA = {
     "lora_r": Range(1),
     "lora_alpha": Range(1, 10_000, "an adapter's output is multiplied by `lora_alpha` / `lora_r`"),

@@ -13,9 +13,9 @@ from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
 from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share, check_settings
 from salesrl_trl.config.replay import ReplayConfig
-from salesrl_trl.reward.judge.client import AGGREGATIONS
+from salesrl_trl.reward.judge.judge_client import AGGREGATIONS
 from salesrl_trl.reward.judge.noise import MIN_CALLS
-from salesrl_trl.reward.rag.client import RESERVED_FIELDS
+from salesrl_trl.reward.rag.rag_client import RESERVED_FIELDS
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
 from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
@@ -39,16 +39,6 @@ class RewardConfig(ReplayConfig):
     """Address of the RAG service, before `/v1/rag/...`. Without one the recipe starts the embedded service."""
     rag_api_key_env: str | None = None
     """Name of the environment variable that holds the RAG service's key."""
-    vector_store_path: str | None = None
-    """Folder that `scripts/build_vector_store.py` wrote. It is searched instead of a RAG service."""
-    embedding_base_url: Annotated[str, check_url] | None = None
-    """OpenAI-style address of the embedding service that the store was built with, `/v1` included."""
-    embedding_model: str | None = None
-    """Name of the embedding model."""
-    embedding_api_key_env: str | None = None
-    """Name of the environment variable that holds the embedding service's key."""
-    embedding_max_chars: Count = 6000
-    """Characters of a question that are embedded. The rest is cut off."""
     judge_base_url: Annotated[str, check_url] | None = None
     """OpenAI-style address of the judge, `/v1` included. Without one the recipe starts the embedded judge."""
     judge_model: str = "salesrl-judge"
@@ -166,7 +156,7 @@ class RewardConfig(ReplayConfig):
     @property
     def embeds_rag(self) -> bool:
         """Whether the embedded RAG service answers."""
-        return self.uses_services and self.rag_base_url is None and self.vector_store_path is None
+        return self.uses_services and self.rag_base_url is None
 
     @property
     def embeds_judge(self) -> bool:
@@ -180,8 +170,8 @@ class RewardConfig(ReplayConfig):
         self.check_replay()
         check(
             self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
-            "`knowledge_file` is given beside `rag_base_url` or `vector_store_path`: only the embedded RAG service "
-            "reads it. Expected one of them.",
+            "`knowledge_file` is given beside `rag_base_url`: only the embedded RAG service reads it. Expected one of "
+            "them.",
         )
         for kind in self.verbose:
             check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
@@ -191,7 +181,6 @@ class RewardConfig(ReplayConfig):
             "noise.",
         )
         self._check_action()
-        self._check_vector_store()
         check(
             self.judge_providers is None or self.judge_base_url is None,
             "both `judge_providers` and `judge_base_url` are given. Expected one of them: list that address among the "
@@ -217,24 +206,6 @@ class RewardConfig(ReplayConfig):
             self.max_usd is None or any(judge.has_price for judge in providers),
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
-        )
-
-    def _check_vector_store(self) -> None:
-        embedding = (self.embedding_base_url, self.embedding_model)
-        if self.vector_store_path is None:
-            check(
-                embedding == (None, None),
-                "`embedding_base_url` or `embedding_model` is given without `vector_store_path`. Expected all three.",
-            )
-            return
-        check(
-            self.rag_base_url is None,
-            "both `rag_base_url` and `vector_store_path` are given. Expected one of them to retrieve from.",
-        )
-        check(
-            None not in embedding,
-            "`vector_store_path` is given without `embedding_base_url` and `embedding_model`. Expected those that the "
-            "store was built with.",
         )
 
     def parsed_judge_providers(self) -> list[JudgeProviderConfig]:

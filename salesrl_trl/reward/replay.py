@@ -49,20 +49,12 @@ class _Row(NamedTuple):
 class ReplayReward(BatchedReward):
     """What another run recorded.
 
-    Args:
-        reward (`BatchedReward`):
-            The reward in whose place it stands: for its names, and for what is not recorded.
-        run (`Path`):
-            Output folder of the recorded run, or one file of a record.
-        on_miss (`str`):
-            For a completion that is not recorded: `fail`, `nearest` or `live`.
-        delays (`bool`, *optional*, defaults to `False`):
-            Whether a reward takes as long as it did.
-        rank (`int`, *optional*, defaults to `0`):
-            This process. What it recorded itself comes first.
+    It stands in the place of `reward`, which gives the names, and whatever is not recorded. `run` is the output folder
+    of the recorded run, or one file of a record. `on_miss` says what becomes of a completion that is not recorded:
+    `fail`, `nearest` or `live`. With `delays` a reward takes as long as it did. What this `rank` recorded itself comes
+    first.
 
-    Raises:
-        `ConfigError`: the record is of another version, or of other reward functions.
+    Raises `ConfigError` if the record is of another version, or of other reward functions.
     """
 
     def __init__(self, reward: BatchedReward, run: Path, on_miss: str, *, delays: bool = False, rank: int = 0) -> None:
@@ -197,16 +189,7 @@ class ReplayReward(BatchedReward):
 
 
 def recorded_name(reward: BatchedReward, row: object, example: Example) -> str:
-    """The name of a row in the record: its id in the dataset, or one that follows from its columns.
-
-    Args:
-        reward (`BatchedReward`):
-            May know the id.
-        row (`object`):
-            The row as the reward keeps it.
-        example (`Example`):
-            The row as the dataset has it.
-    """
+    """The name of a row in the record: the reward's id, or the dataset's, or one that follows from its columns."""
     name = reward.row_id(row)
     if name != UNNAMED:
         return name

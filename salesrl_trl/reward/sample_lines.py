@@ -18,9 +18,7 @@ KINDS = ("completions", "rag", "scoring")
 class SampleLines:
     """Logs what happens to single completions.
 
-    Args:
-        kinds (`Collection[str]`, *optional*, defaults to none):
-            Some of `KINDS`. Without `scoring`, completions that could not be scored are logged at the level DEBUG.
+    `kinds` are some of `KINDS`. Without `scoring`, completions that could not be scored are logged at the level DEBUG.
     """
 
     def __init__(self, kinds: Collection[str] = ()) -> None:

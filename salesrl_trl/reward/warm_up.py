@@ -9,11 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.answer_store import AnswerStore
-from salesrl_trl.reward.clocked import clocked
 from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.rag.answers import RagAnswers
-from salesrl_trl.reward.rag.kept import check_kept
+from salesrl_trl.reward.rag.rag_answers import RagAnswers
+from salesrl_trl.reward.service.deadline import clocked
 from salesrl_trl.types import Answer, SalesRow
 
 logger = logging.getLogger(__name__)
@@ -24,20 +22,10 @@ _NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
 async def ask_every_service(
     row: SalesRow, answers: RagAnswers, judge: Judge | None, announces: bool
 ) -> dict[str, float | ServiceError]:
-    """Ask both RAG endpoints, then the judge about their answer.
+    """Ask both RAG endpoints about a row, then the judge, if any branch needs one, about their answer.
 
-    Args:
-        row (`SalesRow`):
-            What to ask about.
-        answers (`RagAnswers`):
-            Both endpoints.
-        judge (`Judge`, *optional*):
-            The judge, where any branch needs one.
-        announces (`bool`):
-            Whether this is the process that logs what it finds.
-
-    Returns:
-        `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong.
+    Returns by service the seconds its answer took, or what went wrong. `announces` says whether this is the process
+    that logs what it finds.
     """
     action = answers.plain_action(row.conversation[-1].content)
     results = await asyncio.gather(
@@ -55,24 +43,13 @@ async def ask_every_service(
     return found
 
 
-async def check_kept_references(
-    rows: Sequence[SalesRow], answers: RagAnswers, stores: tuple[AnswerStore, AnswerStore], announces: bool
-) -> None:
+async def compare_references(rows: Sequence[SalesRow], answers: RagAnswers, announces: bool) -> None:
     """Compare some of the references that an earlier run kept with fresh ones, and forget them all where they differ.
 
-    Args:
-        rows (`Sequence[SalesRow]`):
-            Those whose references are used.
-        answers (`RagAnswers`):
-            Both endpoints.
-        stores (`tuple[AnswerStore, AnswerStore]`):
-            Of 8B answers and verdicts, and of references.
-        announces (`bool`):
-            Whether this is the process that logs what it finds.
-    """
-    keys = {answers.reference_key(row): row for row in rows}
-    lines = await check_kept(stores[1], stores[0], answers.backend.identity, keys, answers.ask_32b)
-    for text, is_warning in lines if announces else ():
+    `rows` are those whose references are used."""
+    line = await answers.compare_references(rows)
+    if announces and line is not None:
+        text, is_warning = line
         logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
 
 

@@ -133,6 +133,8 @@ def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
         ConfigError, match=r"--kl-raise-factor \(gone: .* at most by max_step of kl_law_settings; kl_law: "
     ):
         parse(["--kl-raise-factor", "1.2"], None)
+    with pytest.raises(ConfigError, match=r"vector_store_path \(gone: run examples/vector_store.py, and "):
+        parse(["--vector_store_path", "store"], None)
     assert not names_of_settings() & REPLACED.keys()
 
 

@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 from support import deadly
@@ -755,28 +754,6 @@ def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(servic
     go(reward.aclose())
     assert (tmp_path / "run/answers.rank0.sqlite").is_file()
     assert (tmp_path / "references.sqlite").is_file()
-
-
-def test_a_chain_over_a_vector_store_scores_in_a_child(services, httpserver, remote_process, go, tmp_path):
-    pytest.importorskip("lancedb")
-    from salesrl_trl.reward.rag.vector_store import StoredDocument, write_table
-
-    documents = [StoredDocument(id="d1", text="It costs 5980 yuan."), StoredDocument(id="d2", text="Mondays.")]
-    asyncio.run(write_table(tmp_path / "store", documents, np.eye(2, 8, dtype=np.float32), model="embedder"))
-    embedded = {"data": [{"index": 0, "embedding": [1.0] + [0.0] * 7}], "model": "embedder", "object": "list"}
-    httpserver.expect_request("/v1/embeddings", method="POST").respond_with_json(embedded)
-    config = RewardConfig(
-        vector_store_path=str(tmp_path / "store"),
-        embedding_base_url=f"{services.url}/v1",
-        embedding_model="embedder",
-        judge_base_url=f"{services.url}/v1",
-        reference_cache="",
-    )
-    parts = assembly.prepare_reward(config, list(DEFAULT_BRANCHES))
-    chain = assembly.build_reward(config, parts, [row()], "", config.judge_base_url, output_dir=tmp_path / "run")
-    reward = remote_process(chain=chain)
-    assert go(score(reward, [ACTION])) == [0.75]
-    assert "It costs 5980 yuan." in services.asked["judge"][0].json["messages"][1]["content"]
 
 
 def test_what_is_sent_keeps_its_parts_together(services):
