@@ -70,7 +70,9 @@ def law_of(path: str | None, settings: dict[str, object] | str | None, given: KL
         )
         law = given
     else:
-        make = AdaptiveLaw if path is None else cast(Callable[..., KLLaw], load_object(path, "kl_law"))
+        make: Callable[..., KLLaw] = AdaptiveLaw
+        if path is not None:
+            make = cast(Callable[..., KLLaw], load_object(path, "kl_law"))
         try:
             law = make(**arguments)
         except TypeError as error:
