@@ -312,7 +312,7 @@ class SettingsParser(TrlParser):
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
-        return formatter.format_help()
+        return str(formatter.format_help())
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
