@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from salesrl_trl.ground.surroundings import here
 from salesrl_trl.names import Stage
-from salesrl_trl.recording.trail import Call
+from salesrl_trl.recording.completion_record import Call
 from salesrl_trl.reward.judge.base import JudgeRecord, ProviderUsage
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.deadline import deadline

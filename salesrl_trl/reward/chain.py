@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
-from salesrl_trl.recording.trail import Judged, Trail, followed
+from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.base import BatchedReward, RewardNames
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
@@ -113,7 +113,7 @@ class SalesReward(BatchedReward):
         records: bool = False,
     ) -> None:
         super().__init__(deadline_s)
-        self._ahead_trail = Trail() if records else None
+        self._ahead_record = CompletionRecord() if records else None
         """Calls that no completion waits for."""
         self.lines = lines or self.lines
         if not isinstance(judge, Judge):
@@ -153,7 +153,7 @@ class SalesReward(BatchedReward):
         for index in dict.fromkeys(rows):
             row = self._rows[index]
             if self._scoring.rubrics(row.branch):
-                with deadline(self.deadline_s), followed(self._ahead_trail):
+                with deadline(self.deadline_s), noted_in(self._ahead_record):
                     task = asyncio.ensure_future(self._fetch_reference(row))
                 self._ahead.add(task)
                 task.add_done_callback(self._ahead.discard)
@@ -186,7 +186,7 @@ class SalesReward(BatchedReward):
             },
             records=self._judge.drain_records(),
             cache_hits={"answers": answers.hits + self._verdicts.hits, "references": references.hits},
-            calls=() if self._ahead_trail is None else self._ahead_trail.drain_calls(),
+            calls=() if self._ahead_record is None else self._ahead_record.drain_calls(),
         )
         answers.hits = self._verdicts.hits = references.hits = 0
         if self.budget is not None:
@@ -241,8 +241,8 @@ class SalesReward(BatchedReward):
         return {**self._rag.transports, **self._judge.transports}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        stages.trail = None if self._ahead_trail is None else Trail()
-        with followed(stages.trail):
+        stages.completion_record = None if self._ahead_record is None else CompletionRecord()
+        with noted_in(stages.completion_record):
             return await self._scored(sample, stages)
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
@@ -252,14 +252,14 @@ class SalesReward(BatchedReward):
         if isinstance(action, InvalidAction):
             return self._scoring.score_invalid(action, stages.seconds)
         row = self._rows[sample.row]
-        if stages.trail is not None:
-            stages.trail.action = action.as_dict()
+        if stages.completion_record is not None:
+            stages.completion_record.action = action.as_dict()
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
         try:
             answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
             self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
-            if stages.trail is not None:
-                stages.trail.answer = answer_to_json(answer)
+            if stages.completion_record is not None:
+                stages.completion_record.answer = answer_to_json(answer)
             if not answer.passages and not await self._answers.index_has_some(row):
                 return missing(Outcome.INFRA, "no_passages", stages.seconds)
             if is_hollow(answer.text):
@@ -297,8 +297,8 @@ class SalesReward(BatchedReward):
                 self.lines.no_answer(row.row_id, Stage.RAG_32B, reason)
                 return None
         self.lines.answer(row.row_id, Stage.RAG_32B, stages.seconds[Stage.RAG_32B], answer)
-        if stages.trail is not None:
-            stages.trail.reference = answer_to_json(answer)
+        if stages.completion_record is not None:
+            stages.completion_record.reference = answer_to_json(answer)
         return answer
 
     async def _judged(self, case: Case, stages: StageTimes) -> Case:
@@ -306,8 +306,10 @@ class SalesReward(BatchedReward):
         wanted = self._scoring.rubrics(case.row.branch)
         asked = (_or_error(functools.partial(self._verdict, rubric, case)) for rubric in wanted.values())
         results = await stages.timed(asyncio.gather(*asked), Stage.JUDGE)
-        if stages.trail is not None:
-            stages.trail.verdicts |= {name: _judged(each) for name, each in zip(wanted, results, strict=True)}
+        if stages.completion_record is not None:
+            stages.completion_record.verdicts |= {
+                name: _judged(each) for name, each in zip(wanted, results, strict=True)
+            }
         verdicts = {
             name: None if isinstance(result, ServiceError) else result
             for name, result in zip(wanted, results, strict=True)

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
-from salesrl_trl.recording.trail import Trail
+from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.reward.base import ORIGIN, TRAINER_STATE, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, RewardBatch, Sample
 from salesrl_trl.reward.scoring import missing
@@ -59,7 +59,7 @@ _PING = -1  # number of a question without a waiter
 
 InHand: TypeAlias = tuple[int, list[str], list[Span]]
 """A completion that the child scores: its number, its stages under way, its spans so far."""
-Scored: TypeAlias = tuple[Reward, list[Span], Trail | None]
+Scored: TypeAlias = tuple[Reward, list[Span], CompletionRecord | None]
 """The child's answer for a completion."""
 
 
@@ -395,12 +395,12 @@ class RemoteReward(BatchedReward):
         number, answer = await child.asked("score", sample, stages.track, remaining_s())
         self._asked[number] = stages
         try:
-            reward, spans, stages.trail = cast(Scored, await asyncio.shield(answer))
+            reward, spans, stages.completion_record = cast(Scored, await asyncio.shield(answer))
         except asyncio.CancelledError:
             await child.send("cancel", number)
             with contextlib.suppress(TimeoutError, ServiceError):
                 last = cast(Scored, await child.within(LAST_WORD_S, lambda: asyncio.shield(answer)))
-                _, spans, stages.trail = last
+                _, spans, stages.completion_record = last
                 stages.adopt(spans)
             answer.cancel()  # nobody waits for it any more
             raise

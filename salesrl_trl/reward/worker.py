@@ -86,7 +86,7 @@ class Worker:
         task, stages = self._in_hand_by[number]
         await asyncio.wait([task])
         del self._in_hand_by[number]
-        return self._chain.conclude(task), stages.spans, stages.trail
+        return self._chain.conclude(task), stages.spans, stages.completion_record
 
     async def _references(self, number: None, rows: list[Any]) -> None:
         self._apart.post(self._chain.fetch_references, rows)
