@@ -27,7 +27,7 @@ from typing import Any
 from salesrl_trl.names import HELD_OUT_FILE, beta_of, kl_of
 
 ARMS = {
-    "none": ["--kl_control", "false"],
+    "none": ["--kl_law", "fixed"],
     "former": ["--kl_law", "benchmarks.kl_laws.FactorLaw"],
     "packaged": [],
 }

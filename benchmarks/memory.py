@@ -156,8 +156,9 @@ def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOC
     engine: dict[str, Any] = {}
     if row.vllm:
         engine = {
-            "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_load_format": "dummy",
-            "vllm_enforce_eager": True, "vllm_max_model_length": 2048, "max_sampling_logp_difference": 100.0,
+            "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
+            "vllm_engine_kwargs": {"enforce_eager": True, "load_format": "dummy"},
+            "vllm_max_model_length": 2048, "max_sampling_logp_difference": 100.0,
         }  # fmt: skip
     args = SalesGRPOConfig(
         **quiet(where, str(folder / "out"), **engine, **({} if row.bf16_passes else {"bf16": False})),
@@ -170,7 +171,6 @@ def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOC
         max_steps=row.updates,
         beta=BETA if row.reference else 0.0,
         held_out_eval=False,
-        min_changed_weights=0.0,
         **({"optim": STOCHASTIC_OPTIM, "optim_args": STOCHASTIC_ARGS} if row.rounds else {}),
     )
     return args, ModelConfig(use_peft=row.lora, dtype=row.dtype, attn_implementation=row.attention)

@@ -126,9 +126,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     made.add_argument("--arms", nargs="+", choices=ARMS, default=("stock", *LOOKAHEAD))
     made.add_argument("--prompt_tokens", nargs="+", type=int, help="default: 128; 40 on a CPU")
-    made.add_argument("--pass_tokens", type=int, help="`shared_prompts_tokens`")
+    made.add_argument("--pass_tokens", type=int, help="the number in `shared_prompts`")
     made.add_argument("--liger", action="store_true", help="`use_liger_kernel`")
-    made.add_argument("--quantization", help="`vllm_quantization`, of the engine that all arms share")
+    made.add_argument("--quantization", help="vLLM's `quantization`, of the engine that all arms share")
     made.add_argument("--steps", type=int, default=MEASURED, help="counted steps of a block, each with other prompts")
     made.add_argument("--rounds", type=int, default=1, help="how often all arms take their turns")
     made.add_argument(
@@ -238,7 +238,8 @@ class Bench:
         )  # fmt: skip
         config = SalesGRPOConfig(
             beta=BETA, held_out_eval=False, max_sampling_logp_difference=math.inf,
-            shared_prompts_tokens=args.pass_tokens, vllm_quantization=args.quantization, **self._settings,
+            shared_prompts=args.pass_tokens or "auto", vllm_engine_kwargs={"quantization": args.quantization},
+            **self._settings,
         )  # fmt: skip
         ours = self._built(SalesGRPOTrainer, self._rewards["ours"], config, instruments=self._instruments)
         if args.server is None:

@@ -258,7 +258,7 @@ def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Bud
         for kind, most in ((CALLS, settings.max_calls), (USD, settings.max_usd))
         if most is not None
     ]
-    rates = [config.judge_tokens_per_minute, *(judge.tokens_per_minute for judge in providers)]
+    rates = [judge.tokens_per_minute for judge in providers]
     if not limits and not any(rates) and not any(judge.has_price for judge in providers):
         return None
     return Budget(output_dir / SPENT_FILE, limits, processes)
@@ -305,7 +305,6 @@ def build_services(
             max_attempts=max_attempts,
             initial_concurrency=config.initial_concurrency,
             outage_patience_s=config.outage_patience_s if patience_s is None else patience_s,
-            denied_cooldown_s=config.denied_cooldown_s,
             hedge_fraction=config.hedge_fraction,
             quota=None if budget is None else budget.quota(service, price, tokens_per_minute),
         )
@@ -356,9 +355,6 @@ def _only_provider(config: RewardConfig, base_url: str) -> JudgeProviderConfig:
         name=JUDGE,
         base_url=base_url,
         model=config.judge_model,
-        response_format=config.judge_response_format,
-        max_completion_tokens=config.judge_max_completion_tokens,
-        tokens_per_minute=config.judge_tokens_per_minute,
     )
 
 

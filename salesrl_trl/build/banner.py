@@ -18,9 +18,11 @@ from salesrl_trl.build.checks.model import generation_config_of
 from salesrl_trl.build.memory.shape import parameter_count
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
+from salesrl_trl.config.kl import FIXED
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.formats import ROWS
+from salesrl_trl.data.templates import PROMPT_STYLES
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.generation import compiled
 from salesrl_trl.ground.process import installed
@@ -126,9 +128,11 @@ def _end_tokens(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str
 
 
 def _prompt(data: DataConfig, reward: RewardConfig) -> str:
-    packaged = f"packaged, {data.prompt_style} (your own: --prompt_template FILE)"
+    prompt = data.prompt_template
+    if prompt in PROMPT_STYLES:
+        prompt = f"packaged, {prompt} (your own: --prompt_template FILE)"
     rubrics = f"; rubrics of {reward.rubric_dir} before packaged ones" if reward.rubric_dir else "; rubrics: packaged"
-    return (data.prompt_template or packaged) + rubrics
+    return prompt + rubrics
 
 
 def _step(training: SalesGRPOConfig) -> str:
@@ -165,7 +169,9 @@ def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> st
         return f"{name}: no KL"
     if not target.has_band:
         return f"{name}: coefficient {target.beta:g}, fixed"
-    law = f", moved by {training.kl_law}" * bool(training.kl_law) if training.kl_control else ", coefficient fixed"
+    law = (
+        ", coefficient fixed" if training.kl_law == FIXED else f", moved by {training.kl_law}" * bool(training.kl_law)
+    )
     return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"
 
 
@@ -232,9 +238,9 @@ def _replay(reward: RewardConfig) -> str:
 def _record(telemetry: TelemetryConfig, output_dir: str) -> str:
     if not telemetry.record:
         return "off: no completion is kept (record: true keeps them, with customers' texts)"
-    kept = "every completion" if telemetry.keep_samples is None else f"{telemetry.keep_samples} completions a batch"
     filtered = f", filtered by {telemetry.record_filter}" if telemetry.record_filter else ", with customers' texts"
-    return f"{record_file(Path(output_dir), 0).parent}: {kept}{filtered}, up to {telemetry.record_gib:g} GiB a process"
+    folder = record_file(Path(output_dir), 0).parent
+    return f"{folder}: every completion{filtered}, up to {telemetry.record_gib:g} GiB a process"
 
 
 def _versions(use_vllm: bool) -> str:

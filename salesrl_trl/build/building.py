@@ -51,7 +51,6 @@ def build_instruments(config: RunConfig, *, records: bool = False) -> Instrument
         enabled=telemetry.timing,
         perf_steps=telemetry.perf_logging_steps,
         trace_steps=telemetry.traced_steps(),
-        trace_bytes=int(telemetry.trace_max_mb * 1e6),
         heartbeat_s=telemetry.heartbeat_s,
         peak_flops=None if telemetry.peak_tflops is None else telemetry.peak_tflops * 1e12,
     )
@@ -78,7 +77,6 @@ def _recorder(config: RunConfig) -> Recorder:
     gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= training.world_size]
     return Recorder(
         record_file(folder, training.process_index),
-        keep=telemetry.keep_samples,
         most_bytes=int(telemetry.record_gib * 2**30),
         clean=telemetry.record_clean(),
         meta={

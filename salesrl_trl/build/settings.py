@@ -7,9 +7,10 @@ Refuses to check values: the classes of `config` do that.
 import ast
 import copy
 import difflib
-from argparse import SUPPRESS
+import inspect
+from argparse import SUPPRESS, Action
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
@@ -20,6 +21,7 @@ from trl import TrlParser
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.yaml_file import read_yaml
 from salesrl_trl.config.checks import check_path, check_text
+from salesrl_trl.config.docstrings import texts_of
 from salesrl_trl.data.files import unreadable
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError
@@ -41,17 +43,45 @@ PATHS = (
     "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file", "reference_cache",
 )  # fmt: skip
 """Settings that may be paths of this machine."""
+FIRST = (
+    "model_name_or_path", "use_peft", "lora_r", "dataset", "eval_dataset", "dataset_format", "columns",
+    "held_out_share", "prompt_template", "branches", "rubric_dir", "branch_kl", "beta", "branch_reward_weights",
+    "rag_base_url", "judge_base_url", "judge_model", "judge_api_key_env", "reward_funcs", "allow_stand_ins",
+    "knowledge_file", "vllm_max_model_length", "max_steps", "output_dir", "resume_from_checkpoint",
+)  # fmt: skip
+"""The settings of the README's table of one's own, which `--help` shows first."""
 REPLACED = {
     **dict.fromkeys(
         ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
-        "gone: the law steps in proportion to the distance, at most by kl_max_step; "
+        "gone: the law steps in proportion to the distance, at most by max_step of kl_law_settings; "
         "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
     ),
     **dict.fromkeys(
         ("vector_store_path", "embedding_base_url", "embedding_model", "embedding_api_key_env", "embedding_max_chars"),
         "gone: run examples/vector_store.py, and set rag_base_url to its address",
     ),
-}
+    **{
+        f"vllm_{name}": f"gone: vllm_engine_kwargs takes {name}"
+        for name in (
+            "enforce_eager", "load_format", "dtype", "quantization", "enable_prefix_caching", "enable_chunked_prefill"
+        )
+    },
+    "kl_control": "gone: kl_law: fixed takes its place",
+    "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
+    "branch_column": "gone: rename the dataset's column to branch",
+    "min_changed_weights": "gone: it is a constant",
+    "max_kl": "gone: it is a constant",
+    "denied_cooldown_s": "gone: it is a minute",
+    "trace_max_mb": "gone: trace_steps chooses what trace.json holds, up to 64 MB",
+    "keep_samples": "gone: record_gib bounds the record",
+    "judge_tokens_per_minute": "gone: an entry of judge_providers takes it without judge_",
+    "judge_response_format": "gone: an entry of judge_providers takes it without judge_",
+    "judge_max_completion_tokens": "gone: an entry of judge_providers takes it without judge_",
+    "shared_prompts_tokens": "gone: shared_prompts takes the number",
+    "prompt_style": "gone: prompt_template takes instruct and compact too",
+    "query_field": "gone: rewritten_query is searched with, or else the first of action_fields",
+    "image_folder": "gone: paths of pictures are relative to the data file, or absolute",
+}  # fmt: skip
 """Settings of earlier versions, and what to do instead."""
 _SOURCES = {
     "salesrl_trl": "config/*.py",
@@ -166,10 +196,6 @@ class SettingsParser(TrlParser):
             if hint == bool | None and off not in self._option_string_actions:
                 self.add_argument(off, action="store_false", dest=name, default=SUPPRESS, help=SUPPRESS)
         self.dataclass_types = list(kinds)
-        shown = {"help", *(each.name for kind in kinds for each in fields(kind))}
-        for action in self._actions:
-            if action.dest not in shown:
-                action.help = SUPPRESS
         self.add_argument(
             f"--{PRESET}",
             nargs="+",
@@ -254,11 +280,39 @@ class SettingsParser(TrlParser):
             changes = _changes(small_policy, config, self._given)
             self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {changes}")
             config |= small_policy
+        if isinstance(config.get("shared_prompts"), int):
+            config["shared_prompts"] = str(config["shared_prompts"])
         for name in self._texts & config.keys():  # argparse converts only what the command line gives
             kind = type(config[name]).__name__
             if not isinstance(config[name], str | None):
                 raise ConfigError(f"`{name}` of the recipe is of type {kind}. Expected a text. Put it in quotes.")
         return super().set_defaults_with_config(**config)  # type: ignore[no-any-return]
+
+    def format_help(self) -> str:
+        """The settings of the `kinds` in groups: those that most runs give, then the others by class."""
+        owners, texts = dict[str, type](), dict[str, str]()
+        for owner in [owner for kind in self.dataclass_types for owner in kind.__mro__]:
+            for name in inspect.get_annotations(owner):
+                owners.setdefault(name, owner)
+            if owner.__module__.startswith("salesrl_trl."):
+                texts |= texts_of(owner)
+        first = "Most runs give some of these"
+        groups: dict[str, list[Action]] = {
+            title: [] for title in (first, *(each.__name__ for each in owners.values()))
+        }
+        for action in sorted(self._actions, key=lambda action: [*FIRST, action.dest].index(action.dest)):
+            if action.dest in ("help", PRESET, *owners) and action.help != SUPPRESS:
+                is_first = action.dest in ("help", PRESET, *FIRST)
+                action.help = texts[action.dest].replace("%", "%%") if action.dest in texts else action.help
+                groups[first if is_first else owners[action.dest].__name__].append(action)
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage or "%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...]", [], [])
+        formatter.add_text(self.description)
+        for title, actions in groups.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return str(formatter.format_help())
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")

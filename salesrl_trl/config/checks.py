@@ -1,82 +1,27 @@
-"""Helpers for settings: help texts, and checks whose messages say what was got and what was expected."""
+"""Checks of settings whose messages say what was got and what was expected. All classes of settings call them."""
 
-import dataclasses
 import importlib
-import inspect
 import json
-import math
 import re
 import urllib.parse
-from collections.abc import Callable, Collection, Mapping
-from numbers import Integral, Real
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, TypeVar, cast, get_args
+from typing import TypeVar, cast
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.service.http import address_fault
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-_TYPES = {int: (Integral, "a whole number"), float: (Real, "a number"), bool: (bool, "true or false")}
 LONGEST_SHOWN = 200
 """Characters of a path that a message shows."""
 Kind = TypeVar("Kind", bound=list[object] | dict[str, object])
-
-
-def about(text: str) -> dict[str, str]:
-    """Metadata of a field: its help text."""
-    return {"help": text}
 
 
 def check(condition: bool, message: str) -> None:
     """Raise `ConfigError` with this message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
-
-
-def check_choice(config: object, name: str, choices: Collection[str]) -> None:
-    value = getattr(config, name)
-    check(value in choices, f"`{name}` is {value!r}. Expected one of: {', '.join(choices)}.")
-
-
-def check_positive(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        check(value > 0, f"`{name}` is {value}. Expected more than 0.")
-
-
-def check_types(config: "DataclassInstance", where: str = "") -> None:
-    """Refuse a value of another type in the package's own settings that are numbers or switches: half a count, or a
-    text. `where`: what stands before a setting's name."""
-    hints = {  # not those of `dataclasses.fields`, which transformers' parser changes
-        name: hint
-        for owner in type(config).__mro__
-        if owner.__module__.startswith("salesrl_trl.")
-        for name, hint in inspect.get_annotations(owner).items()
-    }
-    for name, hint in hints.items():
-        kinds, value = get_args(hint) if isinstance(hint, UnionType) else (hint,), getattr(config, name)
-        if kinds[0] not in _TYPES or (value is None and NoneType in kinds):
-            continue
-        kind, expected = _TYPES[kinds[0]]
-        check(
-            isinstance(value, kind) and isinstance(value, bool) == (kind is bool),
-            f"`{where}{name}` is {value!r}. Expected {expected}.",
-        )
-
-
-def check_finite(config: "DataclassInstance", where: str = "") -> None:
-    """Refuse infinite numbers and NaN: no limit, price or reward can be one."""
-    for each in dataclasses.fields(config):
-        value = getattr(config, each.name)
-        check(
-            not isinstance(value, float) or math.isfinite(value),
-            f"`{where}{each.name}` is {value}. Expected a finite number.",
-        )
 
 
 def check_path(setting: str, path: str) -> None:

@@ -23,9 +23,10 @@ class Start(Enum):
 
 def engine_start(args: SalesGRPOConfig) -> Start:
     """What the colocated engine makes at its start."""
-    if args.vllm_enforce_eager is None:
+    eager = args.parsed_engine_kwargs().get("enforce_eager")
+    if eager is None:
         return Start.EAGER if args.device.type == "cpu" else Start.GRAPHS
-    return Start.EAGER if args.vllm_enforce_eager else Start.COMPILED
+    return Start.EAGER if eager else Start.COMPILED
 
 
 def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
@@ -40,7 +41,7 @@ def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
     parallel = args.vllm_tensor_parallel_size
     return {
         "model": model,
-        "number_format": [args.vllm_dtype, args.bf16, args.fp16],
+        "number_format": [args.bf16, args.fp16],
         "max_model_length": args.vllm_max_model_length,
         "sequences": args.per_device_train_batch_size * parallel * args.steps_per_generation,  # as TRL counts them
         "tensor_parallel_size": parallel,

@@ -1,72 +1,52 @@
-"""Settings of one judge among several."""
+"""Settings of one judge among several. `config.reward` reads them from `judge_providers`."""
 
 import dataclasses
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from salesrl_trl.config.checks import check, check_finite, check_types, check_url, structure
+from salesrl_trl.config.checks import check, check_url, structure
+from salesrl_trl.config.ranges import Count, NotNegative, Positive, check_settings
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
-
-_PRICES = ("usd_per_million_prompt_tokens", "usd_per_million_completion_tokens")
-_MORE_THAN_0 = ("max_concurrency", "timeout_s", "max_completion_tokens", "max_calls", "max_usd", "tokens_per_minute")
 
 
 @dataclass(kw_only=True)
 class JudgeProviderConfig:
-    """One entry of `judge_providers`.
-
-    Args:
-        name (`str`):
-            Name of the provider in metrics, logs and reason codes.
-        base_url (`str`):
-            OpenAI-style address, `/v1` included.
-        model (`str`):
-            Name of the model.
-        api_key_env (`str`, *optional*):
-            Name of the environment variable that holds the key.
-        weight (`float`, *optional*, defaults to `1.0`):
-            Share of the verdicts, relative to the other providers' weights. 0 for a provider that is only a fallback.
-        max_concurrency (`int`, *optional*):
-            Most calls in flight, of all processes together. Defaults to `judge_max_concurrency`.
-        timeout_s (`float`, *optional*):
-            Seconds that one attempt may take. Defaults to `judge_timeout_s`.
-        response_format (`str`, *optional*, defaults to `"auto"`):
-            `json_schema` enforces the verdict's schema. `text` describes it in the prompt. `auto` tries the first and
-            falls back to the second.
-        temperature (`float`, *optional*, defaults to `0.0`):
-            Sampling temperature. `null` for models that accept none.
-        max_completion_tokens (`int`, *optional*, defaults to `512`):
-            Most tokens of the verdict, a reasoning model's thoughts included.
-        extra_body (`dict`, *optional*):
-            Further fields of every request, for example `{"chat_template_kwargs": {"enable_thinking": false}}`.
-        usd_per_million_prompt_tokens (`float`, *optional*, defaults to `0.0`):
-            Price in US dollars, for the cost metrics.
-        usd_per_million_completion_tokens (`float`, *optional*, defaults to `0.0`):
-            Price in US dollars, for the cost metrics.
-        max_calls (`int`, *optional*):
-            Most requests of the run and its resumes. The other providers are asked then.
-        max_usd (`float`, *optional*):
-            Most US dollars of the run and its resumes, by the prices above.
-        tokens_per_minute (`int`, *optional*):
-            Most tokens of any minute, of prompts and answers, of all processes together. Requests wait for them.
-    """
+    """One entry of `judge_providers`."""
 
     name: str
-    base_url: str
+    """Name of the provider in metrics, logs and reason codes."""
+    base_url: Annotated[str, check_url]
+    """OpenAI-style address, `/v1` included."""
     model: str
+    """Name of the model."""
     api_key_env: str | None = None
-    weight: float = 1.0
-    max_concurrency: int | None = None
-    timeout_s: float | None = None
-    response_format: str = "auto"
-    temperature: float | None = 0.0
-    max_completion_tokens: int = 512
+    """Name of the environment variable that holds the key."""
+    weight: NotNegative = 1.0
+    """Share of the verdicts, relative to the other providers' weights. 0 for a provider that is only a fallback."""
+    max_concurrency: Count | None = None
+    """Most calls in flight, of all processes together. Defaults to `judge_max_concurrency`."""
+    timeout_s: Positive | None = None
+    """Seconds that one attempt may take. Defaults to `judge_timeout_s`."""
+    response_format: Annotated[str, RESPONSE_FORMATS] = "auto"
+    """`json_schema` enforces the verdict's schema. `text` describes it in the prompt. `auto` tries the first and falls
+    back to the second."""
+    temperature: NotNegative | None = 0.0
+    """Sampling temperature. `null` for models that accept none."""
+    max_completion_tokens: Count = 512
+    """Most tokens of the verdict, a reasoning model's thoughts included."""
     extra_body: dict[str, object] = field(default_factory=dict)
-    usd_per_million_prompt_tokens: float = 0.0
-    usd_per_million_completion_tokens: float = 0.0
-    max_calls: int | None = None
-    max_usd: float | None = None
-    tokens_per_minute: int | None = None
+    """Further fields of every request, for example `{"chat_template_kwargs": {"enable_thinking": false}}`."""
+    usd_per_million_prompt_tokens: NotNegative = 0.0
+    """Price in US dollars, for the cost metrics."""
+    usd_per_million_completion_tokens: NotNegative = 0.0
+    """Price in US dollars, for the cost metrics."""
+    max_calls: Count | None = None
+    """Most requests of the run and its resumes. The other providers are asked then."""
+    max_usd: Positive | None = None
+    """Most US dollars of the run and its resumes, by the prices above."""
+    tokens_per_minute: Count | None = None
+    """Most tokens of any minute, of prompts and answers, of all processes together. Requests wait for them."""
 
     @property
     def has_price(self) -> bool:
@@ -79,20 +59,8 @@ class JudgeProviderConfig:
             bool(re.fullmatch(r"[A-Za-z0-9_-]+", str(self.name))),
             "a provider of `judge_providers` has a name with other characters. Expected letters, digits, - and _.",
         )
-        check_types(self, f"{where}.")
-        check_finite(self, f"{where}.")
-        check_url(f"{where}.base_url", self.base_url)
-        check(self.weight >= 0, f"`{where}.weight` is {self.weight}. Expected 0 or more.")
-        check(
-            self.response_format in RESPONSE_FORMATS,
-            f"`{where}.response_format` is {self.response_format!r}. Expected one of: {', '.join(RESPONSE_FORMATS)}.",
-        )
+        check_settings(self, f"{where}.")
         check(isinstance(self.extra_body, dict), f"`{where}.extra_body` is no mapping. Expected fields of a request.")
-        for name in _PRICES:
-            check(getattr(self, name) >= 0, f"`{where}.{name}` is {getattr(self, name)}. Expected 0 or more.")
-        for name in _MORE_THAN_0:
-            value = getattr(self, name)
-            check(value is None or value > 0, f"`{where}.{name}` is {value}. Expected more than 0.")
         check(
             self.max_usd is None or self.has_price,
             f"`{where}.max_usd` is given, and the provider has no price. Expected `usd_per_million_prompt_tokens` or "

@@ -1,7 +1,7 @@
 """From the KL settings of a recipe to targets and a law. Owns the messages about wrong settings, and no KL itself."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from salesrl_trl.config.checks import check, load_object, structure
@@ -9,6 +9,9 @@ from salesrl_trl.config.ranges import KL_COEFFICIENT, check_range
 from salesrl_trl.data.branches import ALL
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
+
+FIXED = "fixed"
+"""A value of `kl_law`: the coefficients stay."""
 
 
 def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[str, KLTarget]:
@@ -46,50 +49,37 @@ def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[
     return targets if any(target.beta for target in targets.values()) else {}
 
 
-def law_of(
-    packaged: AdaptiveLaw, path: str | None, settings: dict[str, object] | str | None, given: KLLaw | None
-) -> KLLaw:
-    """The law that moves the coefficients.
+def law_of(path: str | None, settings: dict[str, object] | str | None, given: KLLaw | None) -> KLLaw | None:
+    """The law that moves the coefficients; `None` if they stay.
 
     Args:
-        packaged (`AdaptiveLaw`):
-            The packaged law, with its settings.
-        path (`str`, *optional*):
-            Dotted path of the class of another law.
-        settings (`dict` or `str`, *optional*):
-            Keyword arguments of that class, or their JSON.
+        path (`str`, *optional*), settings (`dict` or `str`, *optional*):
+            `kl_law` and `kl_law_settings`.
         given (`KLLaw`, *optional*):
-            Another law as an object.
+            A law as an object, in place of both.
 
     Raises:
         `ConfigError`: for a law that can't work, and for settings that the law does not have.
     """
-    check(path is not None or settings is None, "`kl_law_settings` is given without `kl_law`. Expected both.")
-    check(given is None or path is None, "a KL law is given as an object and by `kl_law`. Expected one.")
-    if path is not None:
-        given = _made(path, {} if settings is None else structure("kl_law_settings", settings, dict))
-    if given is None:
-        return packaged
-    changed = [f"`kl_{each.name}`" for each in dataclasses.fields(packaged) if _is_changed(packaged, each)]
-    check(
-        not changed,
-        f"{', '.join(changed)} set the packaged KL law, and another law is given. Leave them out, and give "
-        "`kl_law_settings` to the class that `kl_law` names.",
-    )
-    check_law(given)
-    return given
-
-
-def _is_changed(law: AdaptiveLaw, field: dataclasses.Field[object]) -> bool:
-    return bool(getattr(law, field.name) != field.default)
-
-
-def _made(path: str, arguments: Mapping[str, object]) -> KLLaw:
-    make = cast(Callable[..., KLLaw], load_object(path, "kl_law"))
-    try:
-        return make(**arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"`kl_law: {path}` can't be made with `kl_law_settings: {arguments}`: {error}. Expected a class, and its "
-            "keyword arguments."
-        ) from error
+    arguments = {} if settings is None else structure("kl_law_settings", settings, dict)
+    if path == FIXED or given is not None:
+        what = "a KL law is given as an object" if given is not None else f"`kl_law` is `{FIXED}`"
+        check(
+            (given is None or path is None) and not arguments,
+            f"{what}, and by `kl_law` or `kl_law_settings` too. Expected one.",
+        )
+        law = given
+    else:
+        make: Callable[..., KLLaw] = AdaptiveLaw
+        if path is not None:
+            make = cast(Callable[..., KLLaw], load_object(path, "kl_law"))
+        try:
+            law = make(**arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"`kl_law: {path}` can't be made with `kl_law_settings: {arguments}`: {error}. Expected a class, and "
+                "its keyword arguments."
+            ) from error
+    if law is not None:
+        check_law(law)
+    return law

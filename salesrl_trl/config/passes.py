@@ -40,10 +40,10 @@ def passes_of(
     }
     of_all = functools.partial(highest, device=accelerator.device)
     settings = PassSettings(
-        is_on=args.shared_prompts == "auto",
+        is_on=args.shared_prompts != "off",
         reason=next((each for each, is_there in reasons.items() if is_there), None),
         autocast=accelerator.autocast,
-        most_tokens=args.shared_prompts_tokens,
+        most_tokens=args.pass_tokens,
         highest=of_all if args.is_sharded else int,
         highest_of_all=of_all,
     )
@@ -52,7 +52,7 @@ def passes_of(
         logger.info(f"TRL's shuffle may part the completions of a prompt, because {in_trls_order}")
     return Passes(
         prompts,
-        most_tokens=1 if args.is_sharded else args.shared_prompts_tokens,
+        most_tokens=1 if args.is_sharded else args.pass_tokens,
         weights=sum(each.numel() for each in model.parameters()),
         is_light=args.gradient_checkpointing and _is_half_on_gpu(args, model),
         correction=correction_at_step(args),

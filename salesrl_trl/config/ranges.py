@@ -1,15 +1,26 @@
-"""The ranges of TRL's and transformers' numbers that neither of them checks, in one table.
+"""What values a setting may have.
 
-A range ends where nobody can mean a number any more: beyond it weights become NaN, or nothing is learned.
+The package's own settings say so in their type: `Annotated[int, Range(1, 50)]`, or with one of the names below. The
+classes of settings call `check_settings`. The numbers of TRL and transformers that neither of them checks stand in one
+table. A range ends where nobody can mean a number any more: beyond it weights become NaN, or nothing is learned.
 """
 
+import inspect
 import math
 import sys
-from typing import NamedTuple
+from collections.abc import Iterator
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Union, get_args, get_origin
 
 from salesrl_trl.config.checks import check
+from salesrl_trl.config.docstrings import texts_of
+from salesrl_trl.errors import ConfigError
 
-_MORE_THAN_0, _LESS_THAN_1 = math.ulp(0.0), math.nextafter(1.0, 0.0)
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+MORE_THAN_0, LESS_THAN_1 = math.ulp(0.0), math.nextafter(1.0, 0.0)
 _THREE_YEARS_S = 1e8
 
 
@@ -24,17 +35,27 @@ class Range(NamedTuple):
     @property
     def text(self) -> str:
         """`"more than 0, and at most 10: ..."`."""
-        least = {0.0: "0 or more", _MORE_THAN_0: "more than 0"}.get(self.least, f"at least {self.least:g}")
-        if self.most >= sys.float_info.max:
-            return least
-        most = "less than 1" if self.most == _LESS_THAN_1 else f"at most {self.most:.10g}"
-        return f"{least}, and {most}" + (f": {self.why}" if self.why else "")
+        least = {0.0: "0 or more", MORE_THAN_0: "more than 0", -sys.float_info.max: ""}.get(
+            self.least, f"at least {self.least:g}"
+        )
+        most = "less than 1" if self.most == LESS_THAN_1 else f"at most {self.most:.10g}"
+        ends = [least] * bool(least) + [most] * (self.most < sys.float_info.max)
+        return (", and ".join(ends) or "finite") + (f": {self.why}" if self.why else "")
 
 
+Count = Annotated[int, Range(1)]
+"""At least 1."""
+NumberOrNone = Annotated[int, Range(0)]
+"""Of steps, for example; 0 for none."""
+Positive = Annotated[float, Range(MORE_THAN_0)]
+Limit = Annotated[float, Range(MORE_THAN_0, math.inf)]
+"""Infinite for none."""
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
 KL_COEFFICIENT = Range(0, 100, "rewards lie between 0 and 1, and beside such a coefficient they count for nothing")
 _SHARE = Range(0, 1)
 _SEED = Range(0, 2**32 - 1, "numpy takes no larger one")
-EVERY = Range(_MORE_THAN_0)
+EVERY = Range(MORE_THAN_0)
 """Steps from one log, checkpoint or evaluation to the next. A number below 1 is a share of the run."""
 TRAINING = {
     **dict.fromkeys(
@@ -45,27 +66,27 @@ TRAINING = {
     ),
     **dict.fromkeys(("warmup_steps", "eval_delay", "epsilon", "epsilon_high", "entropy_coef"), Range(0)),
     **dict.fromkeys(("label_smoothing_factor", "ref_model_mixup_alpha", "top_entropy_quantile"), _SHARE),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), Range(0, _LESS_THAN_1, "a moment has to forget")),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), Range(0, LESS_THAN_1, "a moment has to forget")),
     **dict.fromkeys(("seed", "data_seed"), _SEED),
-    "num_train_epochs": Range(_MORE_THAN_0),
+    "num_train_epochs": Range(MORE_THAN_0),
     "learning_rate": Range(0, 100, "AdamW moves each weight by about so much in a step"),
     "weight_decay": Range(0, 1, "it is a share of the weights, times `learning_rate`"),
     "adam_epsilon": Range(0, 1, "beside it the moments count for nothing"),
     "max_grad_norm": Range(0, math.inf),  # infinite, as 0: no limit
-    "temperature": Range(_MORE_THAN_0, 10, "above it tokens are drawn almost evenly from the whole vocabulary"),
-    "top_p": Range(_MORE_THAN_0, 1, "1 is all tokens"),
+    "temperature": Range(MORE_THAN_0, 10, "above it tokens are drawn almost evenly from the whole vocabulary"),
+    "top_p": Range(MORE_THAN_0, 1, "1 is all tokens"),
     "min_p": _SHARE,
-    "repetition_penalty": Range(_MORE_THAN_0, 10, "above it no token comes twice"),
+    "repetition_penalty": Range(MORE_THAN_0, 10, "above it no token comes twice"),
     "beta": KL_COEFFICIENT,
-    "vllm_gpu_memory_utilization": Range(_MORE_THAN_0, 1, "1 is the whole GPU"),
+    "vllm_gpu_memory_utilization": Range(MORE_THAN_0, 1, "1 is the whole GPU"),
     "vllm_server_timeout": Range(0, _THREE_YEARS_S, "these are seconds"),
     "ddp_timeout": Range(1, _THREE_YEARS_S, "these are seconds"),
 }  # fmt: skip
-"""Ranges of `GRPOConfig`. Settings without one may be infinite: `max_kl` is without a limit then."""
+"""Ranges of `GRPOConfig`."""
 LORA = {
     "lora_r": Range(1),
     "lora_alpha": Range(1, 10_000, "an adapter's output is multiplied by `lora_alpha` / `lora_r`"),
-    "lora_dropout": Range(0, _LESS_THAN_1, "it is the share of inputs that are left out"),
+    "lora_dropout": Range(0, LESS_THAN_1, "it is the share of inputs that are left out"),
 }
 """Ranges of `ModelConfig`."""
 
@@ -83,3 +104,54 @@ def check_range(name: str, value: object, allowed: Range) -> None:
         value is None or (is_number and allowed.least <= value <= allowed.most),  # type: ignore[operator]  # NaN: False
         f"`{name}` is {value!r}. Expected a number, {allowed.text}.",
     )
+
+
+_TYPES: dict[object, tuple[type, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    bool: (bool, "true or false"),
+}
+
+
+def check_settings(config: "DataclassInstance", where: str = "") -> None:
+    """Refuse a value that the type of one of the package's own settings does not allow. Half a count is none, and no
+    text is a switch.
+
+    Args:
+        config (dataclass):
+            The settings. `Annotated` types hold a `Range`, the choices, or a function of name and value.
+        where (`str`, *optional*):
+            What stands before a setting's name in messages.
+
+    Raises:
+        `ConfigError`: with what the setting's docstring says first.
+    """
+    for owner in _owners(type(config)):
+        for name, hint in inspect.get_annotations(owner).items():  # transformers' parser changes those of the fields
+            try:
+                _check_value(f"{where}{name}", getattr(config, name), hint)
+            except ConfigError as error:
+                text = texts_of(owner).get(name, "").split(". ")[0].rstrip(".")
+                raise ConfigError(f"{error} It is: {text}." if text else str(error)) from None
+
+
+def _owners(kind: type) -> Iterator[type]:
+    return (owner for owner in kind.__mro__ if owner.__module__.startswith("salesrl_trl."))
+
+
+def _check_value(name: str, value: object, hint: object) -> None:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return
+    kind, *limits = get_args(kinds[0]) if get_origin(kinds[0]) is Annotated else kinds[:1]
+    if kind in _TYPES:
+        number, expected = _TYPES[kind]
+        is_of_kind = isinstance(value, number) and isinstance(value, bool) == (kind is bool)
+        check(is_of_kind, f"`{name}` is {value!r}. Expected {expected}.")
+    for limit in limits:
+        if isinstance(limit, Range):
+            check_range(name, value, limit)
+        elif callable(limit):
+            limit(name, value)
+        else:
+            check(value in limit, f"`{name}` is {value!r}. Expected one of: {', '.join(limit)}.")

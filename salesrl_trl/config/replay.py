@@ -1,9 +1,9 @@
 """Settings of a replay: rewards from another run's record."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from salesrl_trl.config.checks import about, check_choice
 from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import record_files
@@ -13,28 +13,18 @@ ON_MISS = ("fail", "nearest", "live")
 
 @dataclass
 class ReplayConfig:
-    """Rewards from another run's record.
+    """Rewards from another run's record."""
 
-    Args:
-        replay (`str`, *optional*):
-            Output folder of a run with `record: true`, or `demo` for the packaged record of the demo's services. What
-            is recorded is the reward, and no service is asked.
-        replay_on_miss (`str`, *optional*):
-            What becomes of a completion that the record does not have. `fail`: it has no reward, reason
-            `not_recorded`. `nearest`: the reward of the recorded completion of the same row whose text is most
-            similar; for trying things, because it is another completion's. `live`: the services are asked. Defaults
-            to `nearest` for the packaged record, and to `fail` for a run's.
-        replay_delays (`bool`, *optional*, defaults to `False`):
-            Whether rewards take as long as they did.
-    """
-
-    replay: str | None = field(
-        default=None, metadata=about(f"Folder of a recorded run, or `{CASSETTE}`: its rewards are taken.")
-    )
-    replay_on_miss: str | None = field(
-        default=None, metadata=about(f"For what is not recorded: {', '.join(ON_MISS)}; default: by `replay`.")
-    )
-    replay_delays: bool = field(default=False, metadata=about("Let replayed rewards take as long as they did."))
+    replay: str | None = None
+    """Output folder of a run with `record: true`, or `demo` for the packaged record of the demo's services. What is
+    recorded is the reward, and no service is asked."""
+    replay_on_miss: Annotated[str, ON_MISS] | None = None
+    """What becomes of a completion that the record does not have. `fail`: it has no reward, reason `not_recorded`.
+    `nearest`: the reward of the recorded completion of the same row whose text is most similar; for trying things,
+    because it is another completion's. `live`: the services are asked. Defaults to `nearest` for the packaged record,
+    and to `fail` for a run's."""
+    replay_delays: bool = False
+    """Whether rewards take as long as they did."""
 
     @property
     def asks_nobody(self) -> bool:
@@ -55,8 +45,6 @@ class ReplayConfig:
 
     def check_replay(self) -> None:
         """Raises `ConfigError` where there is no record to replay."""
-        if self.replay_on_miss is not None:
-            check_choice(self, "replay_on_miss", ON_MISS)
         if self.replay is None or record_files(self.replayed):
             return
         folders = {*Path("runs").glob("*"), *self.replayed.parent.glob("*")}

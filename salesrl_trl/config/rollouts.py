@@ -104,7 +104,7 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
 
 def sampling_hints(args: SalesGRPOConfig, has_tied_head: bool) -> str:
     """Possible reasons for a difference between the log-probs of vLLM and of the trainer."""
-    hints = "Check `vllm_dtype`, `vllm_engine_kwargs` and a server's `--logprobs-mode processed_logprobs`; a raised "
+    hints = "Check `vllm_engine_kwargs` (`dtype`) and a server's `--logprobs-mode processed_logprobs`; a raised "
     hints += "`max_sampling_logp_difference` only hides it."
     if args.reshaped_sampling():
         hints = f"Its log-probs are of what {', '.join(args.reshaped_sampling())} leaves. {hints}"

@@ -48,14 +48,17 @@ def load_sampler(path: str) -> "Callable[[Upstream], Sampler]":
     return cast("Callable[[Upstream], Sampler]", sampler)
 
 
-def check_quantization(quantization: str | None, *, can_correct: bool) -> None:
+def check_quantization(quantization: object, *, can_correct: bool) -> None:
     """Refuse a quantised engine without a GPU of this process, or without the correction for its distribution."""
-    if quantization is None:
+    if quantization in (None, "bitsandbytes"):  # the latter is TRL's for `load_in_4bit`
         return
     expected = ", ".join(QUANTIZATIONS)
-    check(quantization in QUANTIZATIONS, f"`vllm_quantization` is {quantization!r}. Expected one of: {expected}.")
+    check(
+        quantization in QUANTIZATIONS,
+        f"`vllm_engine_kwargs` has the quantization {quantization!r}. Expected one of: {expected}.",
+    )
     check(
         can_correct,
-        f"`vllm_quantization` is {quantization!r}. Expected none, or a GPU with `vllm_mode: colocate` and "
-        "`vllm_importance_sampling_correction: true`, because its completions are those of a slightly other policy.",
+        f"`vllm_engine_kwargs` has the quantization {quantization!r}, so completions are those of a slightly other "
+        "policy. Expected none, or a GPU with `vllm_mode: colocate` and `vllm_importance_sampling_correction: true`.",
     )

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from salesrl_trl.config.checks import about, check, check_positive, check_types, load_object
+from salesrl_trl.config.checks import check, load_object
+from salesrl_trl.config.ranges import Count, NotNegative, NumberOrNone, Positive, check_settings
 from salesrl_trl.evaluation.quick_figures import WORST_BRANCH, checked_figures
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REWARD
@@ -16,78 +17,43 @@ ALL_STEPS = 2**62
 
 @dataclass
 class TelemetryConfig:
-    """Measurements, logs and quick evaluations of a run, and how often they come.
+    """Measurements, logs and quick evaluations of a run, and how often they come."""
 
-    Args:
-        timing (`bool`, *optional*, defaults to `True`):
-            Whether to measure the phases of each step, throughput and memory. Heartbeats and the trace need it.
-        perf_logging_steps (`int`, *optional*, defaults to `1`):
-            Steps between two logs of throughput, utilisation and memory. Each log covers the steps since the last one.
-            Only steps that `logging_steps` logs count.
-        peak_tflops (`float`, *optional*):
-            Dense bf16 peak of one device in TFLOP/s, for the utilisation of a chip that is not in the package's table.
-        trace_steps (`str`, *optional*, defaults to `"1:50"`):
-            First and last step in `trace.json`. `"100:"` means all steps from 100 on, `""` no trace. A step that fails
-            is in a trace whatever its number.
-        trace_max_mb (`float`, *optional*, defaults to `64.0`):
-            Largest size of the trace in MB. Further spans are left out.
-        heartbeat_s (`float`, *optional*, defaults to `10.0`):
-            Print a heartbeat when a phase lasts longer than this, in seconds, then at each doubling; 0 for never.
-        record (`bool`, *optional*, defaults to `False`):
-            Whether to keep what became of every completion in `OUTPUT_DIR/record`: conversation, text, answers,
-            verdicts, calls, reward. It holds customers' texts.
-        keep_samples (`int`, *optional*):
-            Completions of a generation batch that each process keeps: whole groups, other ones at each step. All when
-            not given.
-        record_gib (`float`, *optional*, defaults to `4.0`):
-            Largest size of each process's file, in GiB. Beyond it the oldest steps go.
-        record_filter (`str`, *optional*):
-            Dotted path of a function from text to text, such as `"my_package.privacy.mask"`. Every text goes
-            through it before it is written.
-        quick_eval_steps (`int`, *optional*, defaults to `0`):
-            Optimizer steps between two quick evaluations, which decode greedily; 0 for none.
-        quick_eval_rows (`int`, *optional*, defaults to `16`):
-            Held-out rows of a quick evaluation, spread evenly over the branches. They stay the same during the run.
-        quick_eval_best (`str`, *optional*):
-            The figure that selects the best policy, which is kept in `OUTPUT_DIR/best`: `reward` (the mean over all
-            rows), `worst_branch`, a branch (its score), or one of your figures (over all rows, higher is better). At
-            least `min_valid_reward_fraction` of that branch, or of each branch, must have a score.
-        quick_eval_figures (`list[str]`, *optional*):
-            Dotted paths of classes for figures of your own, such as `"my_package.my_module.MyFigure"`.
-            `evaluation.quick_figures.Figure` describes such a class.
-    """
-
-    timing: bool = field(default=True, metadata=about("Measure phases, throughput and memory."))
-    perf_logging_steps: int = field(default=1, metadata=about("Steps between two logs of throughput and memory."))
-    peak_tflops: float | None = field(default=None, metadata=about("Dense bf16 peak of one device, in TFLOP/s."))
-    trace_steps: str = field(default="1:50", metadata=about("Steps in trace.json, FIRST:LAST; empty for none."))
-    trace_max_mb: float = field(default=64.0, metadata=about("Largest trace.json, in MB."))
-    heartbeat_s: float = field(default=10.0, metadata=about("Seconds of a phase before a heartbeat; 0 for never."))
-    record: bool = field(default=False, metadata=about("Keep every completion with its answers and verdicts."))
-    keep_samples: int | None = field(default=None, metadata=about("Completions of a batch to keep; default: all."))
-    record_gib: float = field(default=4.0, metadata=about("Largest record of a process, in GiB."))
-    record_filter: str | None = field(default=None, metadata=about("Dotted path of a filter for recorded texts."))
-    quick_eval_steps: int = field(default=0, metadata=about("Steps between two quick evaluations; 0 for none."))
-    quick_eval_rows: int = field(default=16, metadata=about("Held-out rows of a quick evaluation."))
-    quick_eval_best: str | None = field(
-        default=None,
-        metadata=about("Figure of the best policy: `reward`, `worst_branch`, a branch or one of your own."),
-    )
-    quick_eval_figures: list[str] = field(
-        default_factory=list, metadata=about("Dotted paths of classes for figures of your own.")
-    )
+    timing: bool = True
+    """Whether to measure the phases of each step, throughput and memory. Heartbeats and the trace need it."""
+    perf_logging_steps: Count = 1
+    """Steps between two logs of throughput, utilisation and memory. Each log covers the steps since the last one. Only
+    steps that `logging_steps` logs count."""
+    peak_tflops: Positive | None = None
+    """Dense bf16 peak of one device in TFLOP/s, for the utilisation of a chip that is not in the package's table."""
+    trace_steps: str = "1:50"
+    """First and last step in `trace.json`. `"100:"` means all steps from 100 on, `""` no trace. A step that fails is
+    in a trace whatever its number."""
+    heartbeat_s: NotNegative = 10.0
+    """Print a heartbeat when a phase lasts longer than this, in seconds, then at each doubling; 0 for never."""
+    record: bool = False
+    """Whether to keep what became of every completion in `OUTPUT_DIR/record`: conversation, text, answers, verdicts,
+    calls, reward. It holds customers' texts."""
+    record_gib: Positive = 4.0
+    """Largest size of each process's file, in GiB. Beyond it the oldest steps go."""
+    record_filter: str | None = None
+    """Dotted path of a function from text to text, such as `"my_package.privacy.mask"`. Every text goes through it
+    before it is written."""
+    quick_eval_steps: NumberOrNone = 0
+    """Optimizer steps between two quick evaluations, which decode greedily; 0 for none."""
+    quick_eval_rows: Count = 16
+    """Held-out rows of a quick evaluation, spread evenly over the branches. They stay the same during the run."""
+    quick_eval_best: str | None = None
+    """The figure that selects the best policy, which is kept in `OUTPUT_DIR/best`: `reward` (the mean over all rows),
+    `worst_branch`, a branch (its score), or one of your figures (over all rows, higher is better). At least
+    `min_valid_reward_fraction` of that branch, or of each branch, must have a score."""
+    quick_eval_figures: list[str] = field(default_factory=list)
+    """Dotted paths of classes for figures of your own, such as `"my_package.my_module.MyFigure"`.
+    `evaluation.quick_figures.Figure` describes such a class."""
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_positive(self, "perf_logging_steps", "trace_max_mb", "quick_eval_rows", "record_gib")
-        if self.keep_samples is not None:
-            check_positive(self, "keep_samples")
+        check_settings(self)
         self.record_clean()
-        for name in ("heartbeat_s", "quick_eval_steps"):
-            value = getattr(self, name)
-            check(value >= 0, f"`{name}` is {value}. Expected 0 for never, or more.")
-        peak = self.peak_tflops
-        check(peak is None or peak > 0, f"`peak_tflops` is {peak}. Expected more than 0, such as 989.4.")
         self.traced_steps()
         self.quick_eval()
 

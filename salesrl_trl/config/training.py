@@ -1,23 +1,32 @@
 """Settings of training: branches, their KL, rollouts, vLLM. Owns the additions to TRL's `GRPOConfig`."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import about, check, check_choice, check_positive, check_types, check_url, structure
+from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.kl import law_of, targets_of
 from salesrl_trl.config.loader import settle_loader
 from salesrl_trl.config.machine import has_fsdp, settle
+from salesrl_trl.config.ranges import (
+    Count,
+    Limit,
+    NumberOrNone,
+    Range,
+    Share,
+    check_settings,
+)
 from salesrl_trl.config.sampling import RESHAPING, check_quantization, load_sampler, reshaping
 from salesrl_trl.config.schedule import settle_schedule
-from salesrl_trl.config.sizes import check_mode, check_numbers, check_sizes
+from salesrl_trl.config.sizes import RUN_MODES, check_mode, check_numbers, check_sizes
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
-from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget
+from salesrl_trl.kl.law import KLLaw, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
 
 if TYPE_CHECKING:
@@ -25,221 +34,124 @@ if TYPE_CHECKING:
 
 LEAVE_OUT = "leave_out"
 """`failed_completions` by default."""
+_CLAMP = Range(0, LARGEST_CLAMP, "the ratio times the estimate grows as e^(2 * clamp), which overflows above 44")
 
 
 @dataclass
 class SalesGRPOConfig(GRPOConfig):
-    """TRL's `GRPOConfig`, with the settings that `SalesGRPOTrainer` adds.
+    """TRL's `GRPOConfig`, with the settings that `SalesGRPOTrainer` adds."""
 
-    Args:
-        branches (`list[str]`, *optional*):
-            Branch names that a row may have. Defaults to those in the dataset's column `branch_column`, or to one
-            branch `all` without this column. In recipes: `["fairness", "hallucination"]`, and each needs a rubric.
-        branch_column (`str`, *optional*, defaults to `"branch"`):
-            Column of the dataset that says which branch a row belongs to. The recipes make it.
-        branch_kl (`dict`, *optional*):
-            Branch to KL coefficient and target band in nats per token, for example
-            `{"fairness": {"beta": 0.1, "low": 0.02, "high": 0.06}}`. `beta_min` and `beta_max` bound the coefficient;
-            they default to a hundredth and a hundred times `beta`. Without `low` and `high` a coefficient is fixed. A
-            branch that is not named has the fixed coefficient `beta`. If all coefficients are 0, there is no KL and no
-            reference model.
-        kl_control (`bool`, *optional*, defaults to `True`):
-            Whether to move the coefficients. If not, each branch's KL is still compared with its band in the logs.
-        kl_estimator (`str`, *optional*, defaults to `"k3"`):
-            `k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html. TRL has k3. With `use_bias_correction_kl`,
-            k1 and k3 have the KL's gradient on average, and k2 has another one. Without it k2 has the KL's gradient,
-            and k1 has none.
-        kl_log_ratio_clamp (`float`, *optional*, defaults to `10.0`):
-            Log-ratio in nats, up to 40. Beyond it the penalty is a straight line. 0 is TRL's own formula, which
-            overflows at 88.
-        kl_update_steps (`int`, *optional*, defaults to `5`):
-            Optimizer steps in a window: a branch's KL is measured over a window before its coefficient moves.
-        kl_cooldown_steps (`int`, *optional*, defaults to `0`):
-            Optimizer steps after a change that no window includes.
-        kl_max_step (`float`, *optional*, defaults to `2.0`):
-            Largest factor by which a coefficient is raised or lowered at the end of a window.
-        kl_law (`str`, *optional*):
-            Dotted path of a class that moves the coefficients instead of the packaged law, for example
-            `"my_package.laws.MyLaw"`. `kl.law.KLLaw` describes such a class. `kl_max_step` does not apply.
-        kl_law_settings (`dict`, *optional*):
-            Keyword arguments of that class.
-        hybrid_reference_weight (`float`, *optional*, defaults to `0.0`):
-            w in [0, 1]. A group's baseline is (1 - w) times its mean reward, plus w times the reward of the 32B
-            endpoint's answer. 0 is GRPO. A group without a reference has w = 0, and is counted.
-        sampler (`str`, *optional*):
-            Dotted path of a class that generates instead of TRL's engines, with `use_vllm: false`.
-            `salesrl_trl.generation.sampler.Sampler` describes such a class.
-        vllm_enforce_eager (`bool`, *optional*):
-            Whether to start vLLM without compilation and CUDA graphs. It then generates two to three times slower on
-            a GPU. `False` compiles, which takes a minute at the first start (20 s on a CPU), and captures CUDA graphs.
-            When not given: CUDA graphs of decoding steps on a GPU without compilation; eager on a CPU.
-        vllm_load_format (`str`, *optional*):
-            How the colocated engine gets its first weights. `dummy` makes random ones, `auto` reads the model from
-            disk, and vLLM has further names (`runai_streamer`, `fastsafetensors`). When not given: `dummy` if the
-            trainer's first push, before the first generation, sets every weight of the engine; else `auto`. A vLLM
-            server has its own setting.
-        compile_cache_dir (`str`, *optional*):
-            One folder for the compiled code of vLLM, torch, Triton, FlashInfer and CUDA, so that later starts load
-            it. It may be copied to another machine. `auto` is `compiled` in the package's cache folder
-            (`SALESRL_CACHE_DIR`). Each library uses its own place when not given, or empty.
-        vllm_dtype (`str`, *optional*, defaults to `"auto"`):
-            vLLM's number format. `auto` is the format that training computes in.
-        vllm_quantization (`str`, *optional*):
-            Number format in which a colocated engine keeps weights and multiplies: `fp8_per_channel`, `fp8_per_tensor`
-            or `fp8_per_block`, on a GPU that has it. Each push quantises them anew. The policy's log-probs then differ
-            more from vLLM's, which the importance ratio corrects (`sampling/sampling_logp_difference/mean`). None by
-            default.
-        vllm_enable_prefix_caching (`bool`, *optional*):
-            Whether vLLM keeps the keys and values of prompts that begin alike, such as the completions of a group.
-            Dropped at each weight push. Defaults to vLLM's own choice.
-        vllm_enable_chunked_prefill (`bool`, *optional*):
-            Whether vLLM reads long prompts in pieces, between which other completions go on. Defaults to vLLM's own
-            choice. A vLLM server has its own settings for both.
-        vllm_engine_kwargs (`str`, *optional*, defaults to `"{}"`):
-            Further `vllm.LLM` arguments as a JSON object. They replace TRL's.
-        max_sampling_logp_difference (`float`, *optional*, defaults to `0.5`):
-            Largest mean absolute difference between vLLM's and the trainer's log-probs of the first batch, in nats.
-            Above it the run stops, because vLLM samples from other weights than the trainer's. The usual difference is
-            0.002 in float32 and 0.01 in bf16. Without vLLM nothing is compared.
-        min_changed_weights (`float`, *optional*, defaults to `0.5`):
-            Smallest share of changed weights, among those with a gradient, in the first step that moves the policy.
-            Below it the run warns, because updates are lost to the number format. Float32 weights reach 0.99 and more.
-        min_valid_reward_fraction (`float`, *optional*, defaults to `0.5`):
-            Smallest share of scored completions in a generation batch. A batch below it does not move the policy.
-        max_skipped_generations (`int`, *optional*, defaults to `3`):
-            Skipped batches in a row after which the run saves a checkpoint and stops with the reason. At its last step
-            two are enough.
-        max_outage_s (`float`, *optional*, defaults to `3600.0`):
-            Seconds since the first of the skipped batches in a row after which the run does the same.
-        max_kl (`float`, *optional*, defaults to `1000.0`):
-            KL of all branches, in nats per token. Three log lines in a row above it end the run without a checkpoint,
-            as a gradient that is not finite does: the policy is broken. Usual bands end below 1.
-        failed_completions (`str`, *optional*, defaults to `"leave_out"`):
-            What becomes of completions without a reward. `leave_out` takes them out of the loss: of its policy term,
-            its KL and its normaliser. The gradient is that of the same batch without them. `as_trl` is TRL's rule: an
-            advantage of 0, in the KL and in the normaliser.
-        rollout_lookahead (`int`, *optional*, defaults to `0`):
-            Optimizer steps that rollouts may be ahead of training. Rollouts of so many later steps are generated and
-            scored meanwhile. 0 is on-policy, with TRL's own results. A higher number hides slow rewards, and the
-            rollouts' weights are up to so many steps old. Importance ratios correct for that, from vLLM's log-probs,
-            or without vLLM as the ratio of the clipped loss.
-        scored_groups_first (`bool`, *optional*, defaults to `True`):
-            Whether to train on micro-batches with scored groups while other rewards are still missing. The update is
-            the same; only the order of its micro-batches, and of the completions in them, differs. It is switched off
-            for losses that depend on this order.
-        shared_prompts (`str`, *optional*, defaults to `"auto"`):
-            `auto` sends the prompt of a group through the model once, for policy, reference and old log-probs, and
-            leaves out old log-probs where the pass that trains gives the same ones. The first use is compared with
-            TRL's own passes; a line says when a model or a batch can't. `off` makes TRL's own passes.
-        shared_prompts_tokens (`int`, *optional*):
-            Micro-batches of an update go through the model together, up to this many tokens. Each keeps its own loss.
-            1 for one micro-batch a pass, and one group a pass without gradients, which takes the least memory. When
-            not given: as many as fill a large GPU (4,000 with 7B, 60,000 with 0.5B), and no more than TRL's own
-            micro-batch has with its padding. 16,384 may be more than that where a token takes little memory: on a GPU,
-            in 16 bits, with gradient checkpointing, or without gradients.
-        references_ahead (`bool`, *optional*, defaults to `True`):
-            Whether to ask the 32B endpoint for a step's reference answers one step before its completions exist.
-        save_rollouts (`bool`, *optional*, defaults to `False`):
-            Whether checkpoints hold the rollouts in flight: tokens, log-probs, and the step of their weights. Then a
-            resumed run with a lookahead generates none of them again.
-        allow_changed_resume (`bool`, *optional*, defaults to `False`):
-            Whether to resume a checkpoint of other rows, branches, first weights or another order of prompts. Prompts
-            may then come twice or not at all.
-        held_out_eval (`bool`, *optional*):
-            Whether to evaluate on the held-out rows before the first step. The recipes also do so after the last one.
-            Defaults to `True` in recipes, else to `False`.
-        reward_process (`bool`, *optional*):
-            Whether the rewards run in a process of their own, where they take no time of vLLM's and of training.
-            Reward functions then have to be importable. Defaults to `True` for the packaged reward of a recipe that
-            trains on a GPU, else to `False`.
-        held_out_examples (`int`, *optional*, defaults to `0`):
-            Held-out conversations that are shown at the end, with what the policy wrote before and after training.
-            They quote customers.
-        mode (`str`, *optional*, defaults to `"train"`):
-            Extent of a recipe. `rollouts` generates and scores as in training, without passes, update and evaluation.
-            `rewards` scores made-up completions, without a model, as `scripts/simulate_training_rewards.py` does.
-    """
-
-    branches: list[str] = field(default_factory=list, metadata=about("Names of branches; default: those of the rows."))
-    branch_column: str = field(default="branch", metadata=about("Column with the branch of a row."))
-    branch_kl: dict[str, object] | str | None = field(
-        default=None, metadata=about("Branch to KL coefficient and band (nats per token); default: `beta` for all.")
-    )
-    kl_control: bool = field(default=True, metadata=about("Move each coefficient so that the KL stays in its band."))
-    kl_estimator: str = field(default="k3", metadata=about("Estimator of the KL: `k1`, `k2` or `k3`."))
-    kl_log_ratio_clamp: float = field(default=10.0, metadata=about("Clamp of the log-ratio, in nats; 0 for none."))
-    kl_update_steps: int = field(default=5, metadata=about("Optimizer steps in a window of the KL."))
-    kl_cooldown_steps: int = field(default=0, metadata=about("Optimizer steps after a change outside any window."))
-    kl_max_step: float = field(default=2.0, metadata=about("Largest factor of a coefficient at a window's end."))
-    kl_law: str | None = field(default=None, metadata=about("Dotted path of a KL law of your own."))
-    kl_law_settings: dict[str, object] | str | None = field(
-        default=None, metadata=about("Keyword arguments of `kl_law`.")
-    )
-    hybrid_reference_weight: float = field(default=0.0, metadata=about("The 32B reference's share of the baseline."))
-    sampler: str | None = field(default=None, metadata=about("Dotted path of a generation engine of your own."))
-    vllm_enforce_eager: bool | None = field(default=None, metadata=about("No compilation and no CUDA graphs."))
-    vllm_load_format: str | None = field(
-        default=None, metadata=about("vLLM's first weights: `dummy`, `auto` (from disk), or a streamer of vLLM.")
-    )
-    compile_cache_dir: str | None = field(
-        default=None, metadata=about("Folder of compiled code, or `auto`; empty: each library's own place.")
-    )
-    vllm_dtype: str = field(default="auto", metadata=about("vLLM's number format."))
-    vllm_quantization: str | None = field(
-        default=None, metadata=about("Format of vLLM's weights, e.g. fp8_per_channel.")
-    )
-    vllm_enable_prefix_caching: bool | None = field(default=None, metadata=about("Keep what prompts have in common."))
-    vllm_enable_chunked_prefill: bool | None = field(default=None, metadata=about("Read long prompts in pieces."))
-    vllm_engine_kwargs: str = field(default="{}", metadata=about("Further vllm.LLM arguments, as a JSON object."))
-    max_sampling_logp_difference: float = field(
-        default=0.5, metadata=about("Largest difference of vLLM's log-probs in the first step, in nats.")
-    )
-    min_changed_weights: float = field(
-        default=0.5, metadata=about("Share of changed weights below which a run warns.")
-    )
-    min_valid_reward_fraction: float = field(
-        default=0.5, metadata=about("Share of scored completions below which a generation batch is skipped.")
-    )
-    max_skipped_generations: int = field(default=3, metadata=about("Skipped batches in a row that stop the run."))
-    max_outage_s: float = field(default=3600.0, metadata=about("Seconds of skipped batches that stop the run."))
-    max_kl: float = field(default=1000.0, metadata=about("KL in nats per token above which a run is broken."))
-    failed_completions: str = field(
-        default="leave_out", metadata=about("Completions without a reward: `leave_out` of the loss, or `as_trl`.")
-    )
-    rollout_lookahead: int = field(default=0, metadata=about("Optimizer steps that rollouts may be ahead."))
-    scored_groups_first: bool = field(
-        default=True, metadata=about("Train on scored groups while other rewards are missing.")
-    )
-    shared_prompts: str = field(
-        default="auto", metadata=about("Prompts of a group once through the model: `auto`, or `off` for TRL's passes.")
-    )
-    shared_prompts_tokens: int | None = field(
-        default=None, metadata=about("Tokens of a pass for several micro-batches; default: what fills a GPU.")
-    )
-    references_ahead: bool = field(default=True, metadata=about("Ask for reference answers one step ahead."))
-    save_rollouts: bool = field(default=False, metadata=about("Put the rollouts in flight into checkpoints."))
-    allow_changed_resume: bool = field(default=False, metadata=about("Resume a checkpoint of other rows or branches."))
-    held_out_examples: int = field(
-        default=0, metadata=about("Held-out conversations shown with the first and last answer. They quote customers.")
-    )
-    held_out_eval: bool | None = field(
-        default=None, metadata=about("Evaluate before and after training; default: in recipes.")
-    )
-    reward_process: bool | None = field(default=None, metadata=about("Run the rewards in a process of their own."))
-    mode: str = field(default="train", metadata=about("Extent of a recipe: `train`, `rollouts` or `rewards`."))
+    branches: list[str] = field(default_factory=list)
+    """Branch names that a row may have. Defaults to those in the dataset's column `branch`, or to one branch `all`
+    without this column. In recipes: `["fairness", "hallucination"]`, and each needs a rubric."""
+    branch_kl: dict[str, object] | str | None = None
+    """Branch to KL coefficient and target band in nats per token, for example `{"fairness": {"beta": 0.1, "low": 0.02,
+    "high": 0.06}}`. `beta_min` and `beta_max` bound the coefficient; they default to a hundredth and a hundred times
+    `beta`. Without `low` and `high` a coefficient is fixed. A branch that is not named has the fixed coefficient
+    `beta`. If all coefficients are 0, there is no KL and no reference model."""
+    kl_estimator: Annotated[str, ESTIMATORS] = "k3"
+    """`k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html. TRL has k3. With `use_bias_correction_kl`, k1
+    and k3 have the KL's gradient on average, and k2 has another one. Without it k2 has the KL's gradient, and k1 has
+    none."""
+    kl_log_ratio_clamp: Annotated[float, _CLAMP] = 10.0
+    """Log-ratio in nats, up to 40. Beyond it the penalty is a straight line. 0 is TRL's own formula, which overflows
+    at 88."""
+    kl_update_steps: int = 5
+    """Optimizer steps in a window: a branch's KL is measured over a window before its coefficient moves."""
+    kl_cooldown_steps: int = 0
+    """Optimizer steps after a change that no window includes."""
+    kl_law: str | None = None
+    """Dotted path of a class that moves the coefficients instead of the packaged law, for example
+    `"my_package.laws.MyLaw"`. `kl.law.KLLaw` describes such a class. `fixed` moves nothing: each branch's KL is still
+    compared with its band in the logs."""
+    kl_law_settings: dict[str, object] | str | None = None
+    """Keyword arguments of the law. The packaged one has `max_step`: the largest factor by which a coefficient is
+    raised or lowered at the end of a window, 2 by default."""
+    hybrid_reference_weight: Share = 0.0
+    """w in [0, 1]. A group's baseline is (1 - w) times its mean reward, plus w times the reward of the 32B endpoint's
+    answer. 0 is GRPO. A group without a reference has w = 0, and is counted."""
+    sampler: str | None = None
+    """Dotted path of a class that generates instead of TRL's engines, with `use_vllm: false`.
+    `salesrl_trl.generation.sampler.Sampler` describes such a class."""
+    compile_cache_dir: str | None = None
+    """One folder for the compiled code of vLLM, torch, Triton, FlashInfer and CUDA, so that later starts load it. It
+    may be copied to another machine. `auto` is `compiled` in the package's cache folder (`SALESRL_CACHE_DIR`). Each
+    library uses its own place when not given, or empty."""
+    vllm_engine_kwargs: dict[str, object] | str | None = None
+    """Arguments of `vllm.LLM` for a colocated engine, for example `{"enforce_eager": true}`. They replace TRL's.
+    Without `enforce_eager` a CPU is eager, and a GPU captures CUDA graphs of decoding steps and compiles nothing;
+    `false` compiles too, a minute at the first start. Without `load_format` weights are made up (`dummy`) where the
+    first push sets every one, else read from disk (`auto`). Without `dtype` vLLM computes as training does.
+    `quantization` takes `fp8_per_channel`, `fp8_per_tensor` or `fp8_per_block`, on a GPU that has it: each push
+    quantises the weights anew, and the importance ratio corrects for the difference."""
+    max_sampling_logp_difference: Limit = 0.5
+    """Largest mean absolute difference between vLLM's and the trainer's log-probs of the first batch, in nats. Above
+    it the run stops, because vLLM samples from other weights than the trainer's. The usual difference is 0.002 in
+    float32 and 0.01 in bf16. Without vLLM nothing is compared."""
+    min_valid_reward_fraction: Share = 0.5
+    """Smallest share of scored completions in a generation batch. A batch below it does not move the policy."""
+    max_skipped_generations: Count = 3
+    """Skipped batches in a row after which the run saves a checkpoint and stops with the reason. At its last step two
+    are enough."""
+    max_outage_s: Limit = 3600.0
+    """Seconds since the first of the skipped batches in a row after which the run does the same."""
+    failed_completions: Annotated[str, (LEAVE_OUT, "as_trl")] = "leave_out"
+    """What becomes of completions without a reward. `leave_out` takes them out of the loss: of its policy term, its KL
+    and its normaliser. The gradient is that of the same batch without them. `as_trl` is TRL's rule: an advantage of 0,
+    in the KL and in the normaliser."""
+    rollout_lookahead: NumberOrNone = 0
+    """Optimizer steps that rollouts may be ahead of training. Rollouts of so many later steps are generated and scored
+    meanwhile. 0 is on-policy, with TRL's own results. A higher number hides slow rewards, and the rollouts' weights
+    are up to so many steps old. Importance ratios correct for that, from vLLM's log-probs, or without vLLM as the
+    ratio of the clipped loss."""
+    scored_groups_first: bool = True
+    """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
+    same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
+    that depend on this order."""
+    shared_prompts: str = "auto"
+    """`auto` sends the prompt of a group through the model once, for policy, reference and old log-probs, and
+    leaves out old log-probs where the pass that trains gives the same ones. The first use is compared with TRL's
+    own passes; a line says when a model or a batch can't. Micro-batches of an update go through the model together,
+    up to as many tokens as fill a large GPU, and each keeps its own loss; docs/PASSES.md says how many. A number is
+    another limit of tokens: 1 is one micro-batch a pass, and one group a pass without gradients, which takes the
+    least memory. `off` makes TRL's own passes."""
+    references_ahead: bool = True
+    """Whether to ask the 32B endpoint for a step's reference answers one step before its completions exist."""
+    save_rollouts: bool = False
+    """Whether checkpoints hold the rollouts in flight: tokens, log-probs, and the step of their weights. Then a
+    resumed run with a lookahead generates none of them again."""
+    allow_changed_resume: bool = False
+    """Whether to resume a checkpoint of other rows, branches, first weights or another order of prompts. Prompts may
+    then come twice or not at all."""
+    held_out_examples: int = 0
+    """Held-out conversations that are shown at the end, with what the policy wrote before and after training. They
+    quote customers."""
+    held_out_eval: bool | None = None
+    """Whether to evaluate on the held-out rows before the first step. The recipes also do so after the last one.
+    Defaults to `True` in recipes, else to `False`."""
+    reward_process: bool | None = None
+    """Whether the rewards run in a process of their own, where they take no time of vLLM's and of training. Reward
+    functions then have to be importable. Defaults to `True` for the packaged reward of a recipe that trains on a GPU,
+    else to `False`."""
+    mode: Annotated[str, RUN_MODES] = "train"
+    """Extent of a recipe. `rollouts` generates and scores as in training, without passes, update and evaluation.
+    `rewards` scores made-up completions, without a model, as `scripts/simulate_training_rewards.py` does."""
 
     def __post_init__(self) -> None:
         check(
             len(set(self.branches)) == len(self.branches), f"`branches` is {self.branches}. Expected each name once."
         )
-        check_types(self)
+        check_settings(self)
         check_numbers(self)
         check_sizes(self)
+        self.shared_prompts = str(self.shared_prompts)
+        check(
+            bool(re.fullmatch("auto|off|[1-9][0-9]*", self.shared_prompts)),
+            f"`shared_prompts` is {self.shared_prompts!r}. Expected auto, off, or the most tokens of a pass.",
+        )
         check_mode(self.mode)
         if self.mode != "train":  # nothing is evaluated or saved
             self.held_out_eval, self.save_strategy = False, "no"
-        check_choice(self, "shared_prompts", ("auto", "off"))
-        check_choice(self, "failed_completions", (LEAVE_OUT, "as_trl"))
         self.compiled = compiled.folder_of(self.compile_cache_dir)
         if self.compiled is not None:
             compiled.use(self.compiled)  # before the device is asked for: CUDA's driver reads its variable then
@@ -253,13 +165,6 @@ class SalesGRPOConfig(GRPOConfig):
             self.__dict__["_setup_devices"] = type(self.device)("cpu")
         # One process trains on one GPU. With several visible, transformers would split batches by DataParallel.
         self._n_gpu: int = min(self._n_gpu, 1)
-        check(
-            0 <= self.min_valid_reward_fraction <= 1,
-            f"`min_valid_reward_fraction` is {self.min_valid_reward_fraction}. Expected 0 to 1.",
-        )
-        share = self.min_changed_weights
-        check(0 <= share <= 1, f"`min_changed_weights` is {share}. Expected 0 to 1.")
-        check_positive(self, "max_sampling_logp_difference", "max_skipped_generations", "max_outage_s", "max_kl")
         check_url("vllm_server_base_url", self.vllm_server_base_url)
         check(
             self.use_vllm or not self.use_transformers_continuous_batching or not (self.bf16 or self.fp16),
@@ -278,7 +183,6 @@ class SalesGRPOConfig(GRPOConfig):
 
     def _check_lookahead(self) -> None:
         ahead = self.rollout_lookahead
-        check(ahead >= 0, f"`rollout_lookahead` is {ahead}. Expected a number of optimizer steps, 0 or more.")
         check(
             ahead == 0 or not self.use_vllm or self.vllm_importance_sampling_correction,
             f"`rollout_lookahead` is {ahead} with `vllm_importance_sampling_correction: false`: nothing would correct "
@@ -287,7 +191,9 @@ class SalesGRPOConfig(GRPOConfig):
 
     def _check_sampling(self) -> None:
         can_correct = self.vllm_mode == "colocate" and self.vllm_importance_sampling_correction
-        check_quantization(self.vllm_quantization, can_correct=can_correct and not self.use_cpu)
+        check_quantization(
+            self.parsed_engine_kwargs().get("quantization"), can_correct=can_correct and not self.use_cpu
+        )
         temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)
         check(
             temperature == self.temperature,
@@ -318,6 +224,11 @@ class SalesGRPOConfig(GRPOConfig):
             + ". Expected sampling by `temperature` alone, or `rollout_lookahead: 0` with "
             "`vllm_importance_sampling_correction: false`.",
         )
+
+    @property
+    def pass_tokens(self) -> int | None:
+        """The number of `shared_prompts`. `None` with `auto` and `off`."""
+        return int(self.shared_prompts) if self.shared_prompts not in ("auto", "off") else None
 
     @property
     def leaves_out_failed(self) -> bool:
@@ -367,15 +278,7 @@ class SalesGRPOConfig(GRPOConfig):
         return load_sampler(self.sampler)
 
     def _check_kl(self) -> None:
-        check_choice(self, "kl_estimator", ESTIMATORS)
-        clamp = self.kl_log_ratio_clamp
-        check(
-            0 <= clamp <= LARGEST_CLAMP,
-            f"`kl_log_ratio_clamp` is {clamp}. Expected 0 for none, or up to {LARGEST_CLAMP:g}: the ratio times the "
-            "estimate grows as e^(2 * clamp), which overflows above 44.",
-        )
         weight = self.hybrid_reference_weight
-        check(0 <= weight <= 1, f"`hybrid_reference_weight` is {weight}. Expected 0 to 1.")
         check(
             weight == 0 or self.multi_objective_aggregation == "sum_then_normalize",
             "`hybrid_reference_weight` is more than 0 with `multi_objective_aggregation: normalize_then_sum`, which "
@@ -396,9 +299,7 @@ class SalesGRPOConfig(GRPOConfig):
 
     def kl_control_law(self, given: KLLaw | None = None) -> KLLaw | None:
         """The law that moves the coefficients; `None` if they stay. `given` takes the place of the settings' law."""
-        packaged = AdaptiveLaw(max_step=self.kl_max_step)
-        law = law_of(packaged, self.kl_law, self.kl_law_settings, given)
-        return law if self.kl_control else None
+        return law_of(self.kl_law, self.kl_law_settings, given)
 
     def kl_windows(self) -> WindowSettings:
         """The windows in which a branch's KL is measured."""
@@ -415,5 +316,6 @@ class SalesGRPOConfig(GRPOConfig):
         )
 
     def parsed_engine_kwargs(self) -> dict[str, object]:
-        """`vllm_engine_kwargs` as Python values."""
-        return structure("vllm_engine_kwargs", self.vllm_engine_kwargs, dict)
+        """`vllm_engine_kwargs` as Python values, without those that are null."""
+        given = structure("vllm_engine_kwargs", self.vllm_engine_kwargs or {}, dict)
+        return {name: value for name, value in given.items() if value is not None}

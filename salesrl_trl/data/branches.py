@@ -13,6 +13,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import Example
 
 ALL = "all"
+COLUMN = "branch"
 """The branch of all rows, where neither the settings nor the dataset name any."""
 
 
@@ -48,14 +49,14 @@ class Branches:
             return self.names[0]
         if self.column not in example:
             raise ConfigError(
-                f"`branches` is {', '.join(self.names)}, and the dataset has no column {self.column!r} "
-                f"(`branch_column`). It has: {', '.join(example)}. Expected the branch of each row. Add the "
+                f"`branches` is {', '.join(self.names)}, and the dataset has no column {self.column!r}. "
+                f"It has: {', '.join(example)}. Expected the branch of each row. Add the "
                 "column, or name one branch."
             )
         branch = str(example[self.column])
         if branch not in self.names:
             raise ConfigError(
-                f"a row's column {self.column!r} (`branch_column`) is {branch!r}. Expected one of `branches`: "
+                f"a row's column {self.column!r} is {branch!r}. Expected one of `branches`: "
                 f"{', '.join(self.names)}. Correct the column, or add the branch."
             )
         return branch

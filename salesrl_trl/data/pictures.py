@@ -45,7 +45,7 @@ def read_pictures(value: object, folder: Path | None, where: str) -> tuple[Pictu
                 f"{where}: the picture {named} "
                 f"{'is not there' if absent else f'has {large}' if large else 'can not be read as a picture'}. "
                 f"Expected {_EXPECTED}"
-                + (", with paths relative to the data file or to `image_folder`. Correct the path." if absent else ".")
+                + (", with paths relative to the data file. Correct the path." if absent else ".")
             ) from None
     return pictures
 

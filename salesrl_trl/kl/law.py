@@ -215,7 +215,9 @@ class AdaptiveLaw:
 
     def __post_init__(self) -> None:
         if not is_number(self.max_step) or self.max_step <= 1:
-            raise ConfigError(f"`kl_max_step` is {self.max_step!r}. Expected a number of more than 1.")
+            raise ConfigError(
+                f"`max_step` of `kl_law_settings` is {self.max_step!r}. Expected a number of more than 1."
+            )
 
     def move(self, window: Window, state: State) -> tuple[float, State]:
         """The next coefficient, and the state: smoothed log KL, usual tokens, the first rise, and the stall."""

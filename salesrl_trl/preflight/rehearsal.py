@@ -75,8 +75,10 @@ def rehearse(plan: Plan, steps: int = STEPS) -> Rehearsal:
     """Build the run's trainer, with vLLM's engine. The end of `plan.opened` closes it and drops its output folder."""
     folder = plan.opened.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_preflight_"))
     training = rehearsed(plan.config.training, folder, steps)
-    if training.vllm_load_format == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
-        training.vllm_load_format = "dummy"  # random weights: only a push that works can make log-probs agree
+    engine = training.parsed_engine_kwargs()
+    if engine.get("load_format") == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
+        # random weights: only a push that works can make log-probs agree
+        training.vllm_engine_kwargs = {**engine, "load_format": "dummy"}
     rows = longest(plan.train, training.generation_batch_size // training.num_generations)
     telemetry = replace(plan.config.telemetry, timing=True, perf_logging_steps=1, trace_steps="", quick_eval_steps=0)
     config = replace(plan.config, training=training, telemetry=telemetry)

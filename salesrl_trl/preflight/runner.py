@@ -118,11 +118,11 @@ def _check_small_policy(plan: Plan) -> None:
     """Raise unless the prompt works, and prompts a small policy, if it is used, as it was taught."""
     prompt, is_usual = plan.prompt, plan.config.reward.action_format() == DEFAULT_FORMAT
     if plan.config.model.model_name_or_path is None and not (prompt == PROMPT_STYLE and is_usual):
-        reason = f"`prompt_style` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
+        reason = f"`prompt_template` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
         raise ConfigError(
             f"{reason if prompt != PROMPT_STYLE else '`action_fields` is given'}, but the small demo policy is taught "
-            f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_style: "
-            f"{PROMPT_STYLE}` and neither `prompt_template` nor `action_fields`."
+            f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_template: "
+            f"{PROMPT_STYLE}` and no `action_fields`."
         )
     if Path(plan.config.policy_path) == VISION_FOLDER and not VISION_FOLDER.is_dir():
         raise ModelNotFoundError(

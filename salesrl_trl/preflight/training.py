@@ -23,6 +23,7 @@ from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.telemetry.device import GIB, forget_peak
 from salesrl_trl.timing import TimingContext
+from salesrl_trl.update.weights import LEAST_SHARE
 
 if TYPE_CHECKING:
     from salesrl_trl.preflight.rehearsal import Rehearsal
@@ -220,10 +221,10 @@ def judge_update(
             "weights move.",
             "Train float32 weights or an adapter, and look at `learning_rate`, `loss_type` and what is frozen.",
         )
-    elif changed < training.min_changed_weights and training.optim != STOCHASTIC_OPTIM:
+    elif changed < LEAST_SHARE and training.optim != STOCHASTIC_OPTIM:
         findings.note(
             f"the step changed {100 * changed:.1f} % of the weights that had a gradient, at a learning rate of "
-            f"{training.learning_rate:g}. Expected {100 * training.min_changed_weights:g} % (`min_changed_weights`).",
+            f"{training.learning_rate:g}. Expected {100 * LEAST_SHARE:g} %.",
             "Train float32 weights, or raise the learning rate.",
         )
 

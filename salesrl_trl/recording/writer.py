@@ -85,7 +85,6 @@ class Batch:
 class Recorder:
     """Writes the record of one rank to `path`, a `schema.record_file`.
 
-    - `keep`: completions of a batch that are kept, whole groups, other ones at each step; all by default.
     - `most_bytes`: size of the file. Beyond it the oldest steps go, and a line says so once.
     - `clean` is applied to every text before it is written.
     - `meta`: facts of the run, no secrets. `run` is its id, the same on all ranks.
@@ -98,7 +97,6 @@ class Recorder:
         self,
         path: Path,
         *,
-        keep: int | None = None,
         most_bytes: int | None = None,
         clean: Filter | None = None,
         meta: Mapping[str, str] | None = None,
@@ -111,7 +109,6 @@ class Recorder:
         self._was_evaluated = after is None
         self._was_locked = False
         self._has_dropped = False
-        self._keep = keep
         self._most_bytes = most_bytes
         self._clean = clean
         self._meta = dict(meta or {})
@@ -239,22 +236,12 @@ class Recorder:
             file.execute("BEGIN IMMEDIATE")
             if not self._was_evaluated and batch.mode == "eval":  # the last step may be evaluated again
                 drop(file, "mode = 'eval' AND step >= ?", batch.step)
-            for entry in self._kept(batch):
+            for entry in batch.entries:
                 add(partial(self._add, file, batch, entry, advantages[entry.place]))
             for call in batch.calls:
                 add(partial(self._add_calls, file, None, [call]))
         self._was_evaluated |= batch.mode == "eval"
         return unfit
-
-    def _kept(self, batch: Batch) -> Sequence[Entry]:
-        if self._keep is None or len(batch.entries) <= self._keep:
-            return batch.entries
-        groups = sorted({entry.prompt_group for entry in batch.entries})
-        size = -(-len(batch.entries) // len(groups))
-        count = max(self._keep // size, 1)
-        first = batch.step * count % len(groups)
-        chosen = {(groups * 2)[first + place] for place in range(min(count, len(groups)))}
-        return [entry for entry in batch.entries if entry.prompt_group in chosen][: self._keep]
 
     def _add(self, file: sqlite3.Connection, batch: Batch, entry: Entry, advantage: float | None) -> None:
         record = entry.record or CompletionRecord()

@@ -224,7 +224,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "Install the compilers: `apt install build-essential python3-dev`; others are named by `CC` and `CXX`.",
-            "Do without: `--vllm_enforce_eager true`, `--torch_compile false`.",
+            "Do without: `--vllm_engine_kwargs '{\"enforce_eager\": true}'`, `--torch_compile false`.",
             "Remove a half-written cache, by default `~/.triton/cache` or `~/.cache/vllm/torch_compile_cache`.",
         ),
     ),
@@ -293,7 +293,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "Look in run.log for the first error of `EngineCore` or `Worker`: it is the cause.",
-            "Start with less: `--vllm_enforce_eager true`, `--vllm_gpu_memory_utilization 0.25`.",
+            "Start with less: `--vllm_gpu_memory_utilization 0.25`, `--vllm_engine_kwargs "
+            """'{"enforce_eager": true}'`.""",
             "vLLM needs no Ray on one machine: leave `distributed_executor_backend` out of `--vllm_engine_kwargs`.",
         ),
     ),
@@ -402,7 +403,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             "Go back to a checkpoint before the first bad step: `--resume_from_checkpoint DIR`, or `best/`.",
             "Learn more slowly: a third of `--learning_rate`, `--warmup_steps 20`, `--max_grad_norm 0.2`.",
-            "Hold the policy nearer: a lower band in `--branch_kl`, or a higher `--beta`. `--max_kl` is the bound.",
+            "Hold the policy nearer: a lower band in `--branch_kl`, or a higher `--beta`.",
             "Keep the clamp: `--kl_log_ratio_clamp 10`; take no fp16.",
         ),
     ),
@@ -411,8 +412,9 @@ FAULTS: tuple[Fault, ...] = (
         "Log-probs of vLLM and of the trainer differ: a push did not reach vLLM, or the formats differ.",
         (Sign(kind="WeightSyncError"),),
         (
-            "Start vLLM from the checkpoint: `--vllm_load_format auto`; on a CPU do not tie the output head.",
-            "Compute in one format: `--vllm_dtype auto`.",
+            'Start vLLM from the checkpoint: `--vllm_engine_kwargs \'{"load_format": "auto"}\'`; on a CPU do not tie '
+            "the output head.",
+            "Compute in one format: leave `dtype` out of `--vllm_engine_kwargs`.",
             "If the difference is small and known: `--max_sampling_logp_difference 1.0`.",
         ),
     ),

@@ -17,12 +17,12 @@ ADVICE: dict[str, str] = {
     StartUp.POLICY: "reading or making the policy; on a network disk this is the disk",
     StartUp.IMPORTS: "the disk that Python's packages lie on",
     StartUp.SERVICES: "the embedded services start",
-    StartUp.ENGINE: "vLLM starts: the first time it compiles and captures CUDA graphs (vllm_enforce_eager skips that, "
-    "compile_cache_dir keeps them)",
+    StartUp.ENGINE: "vLLM starts: the first time it compiles and captures CUDA graphs (enforce_eager of "
+    "vllm_engine_kwargs skips that, compile_cache_dir keeps them)",
     StartUp.WARM_UP: "the services are asked once: are they up, and is the first call to them slow?",
     Phase.DATA_LOADING: "the data loader: dataloader_num_workers, and the disk that the dataset lies on",
     Phase.WEIGHT_PUSH: "weights are copied into vLLM; under ZeRO-3 they are gathered first. A late rank holds it up",
-    Phase.GENERATION: "vLLM generates: max_completion_length, vllm_gpu_memory_utilization, vllm_enforce_eager. The "
+    Phase.GENERATION: "vLLM generates: max_completion_length, vllm_gpu_memory_utilization, vllm_engine_kwargs. The "
     "first time it may compile. nvidia-smi shows whether the GPU works",
     Phase.OLD_LOGPROBS: "per_device_train_batch_size bounds the share of a batch that is computed at once",
     Phase.REFERENCE_LOGPROBS: "per_device_train_batch_size bounds the share of a batch that is computed at once",

@@ -17,6 +17,8 @@ from salesrl_trl.names import ALL_KL, CHECKPOINT_FOLDERS
 
 GRADIENT_NORM = "grad_norm"
 """Figure of transformers, before clipping. It logs no loss that is not finite."""
+MAX_KL = 1000.0
+"""In nats per token. Above it a run is broken; usual bands end below 1."""
 BROKEN_LINES = 3
 """Log lines in a row with broken figures that end a run. One may come from one odd batch."""
 SKIPPED_AT_END = 2
@@ -41,8 +43,6 @@ class RunControlSettings:
     of the former are enough."""
     max_outage_s: float = math.inf
     """Seconds since the first of the skipped batches in a row that end the run."""
-    max_kl: float = math.inf
-    """KL to the reference in nats per token above which a run is broken."""
     output_dir: str = ""
     """Folder of the checkpoints."""
 
@@ -188,14 +188,14 @@ class RunControl:
         if not isinstance(norm, float):  # a line of evaluation, or of reasons
             return
         broken = {} if math.isfinite(norm) else {GRADIENT_NORM: norm}
-        if isinstance(kl, float) and kl > self._settings.max_kl:  # NaN: no token had one
+        if isinstance(kl, float) and kl > MAX_KL:  # NaN: no token had one
             broken[ALL_KL] = kl
         self._broken_in_a_row = self._broken_in_a_row + 1 if broken else 0
         if self._broken_in_a_row >= BROKEN_LINES:
             broke = " and ".join(f"`{name}` is {value:g}" for name, value in broken.items())
             raise DivergedError(
                 f"{broke}, and such figures came in {BROKEN_LINES} log lines in a row. Expected a finite norm of the "
-                f"gradient, and a KL of at most {self._settings.max_kl:g} nats per token (`max_kl`). The weights are "
+                f"gradient, and a KL of at most {MAX_KL:g} nats per token. The weights are "
                 "broken, so they were not saved. Go back to a checkpoint before that and learn more slowly."
             )
 

@@ -51,6 +51,11 @@ class _Sample:
         return local.detach().flatten()[:: self._stride]
 
 
+LEAST_SHARE = 0.5
+"""Share of changed weights in the first step that moves the policy, below which a run warns. Float32 weights reach
+0.99 and more; in 16 bits most updates are lost to the number format."""
+
+
 class WeightChange(TrainerCallback):
     """Logs the share of the weights that the first steps of a run changed, and warns if it is small.
 
@@ -150,7 +155,7 @@ class WeightChange(TrainerCallback):
         else:
             _log_on_main(
                 logging.WARNING,
-                f"{line}: fewer than {100 * self._least_share:g} % (`min_changed_weights`). Updates are lost to the "
+                f"{line}: fewer than {100 * self._least_share:g} % of them. Updates are lost to the "
                 "weights' number format, or are far too small. Train float32 weights, or raise the learning rate.",
             )
 
@@ -191,7 +196,7 @@ def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
 class WeightCheck:
     """Checks once, by the log-probs of one batch, that vLLM samples from the weights in training.
 
-    It does not see a push that does nothing where vLLM read the same weights from disk: with `vllm_load_format: auto`,
+    It does not see a push that does nothing where vLLM read the same weights from disk: with `load_format: auto`,
     and with a server. The second push shows no more. One step at a learning rate of 1e-6 moves log-probs by less than
     the two number formats differ (0.01 nats in bf16). TRL's `sampling/sampling_logp_difference/mean` then grows from
     step to step. The preflight's stage `engine` sees it at once for an engine in the process: it begins with random

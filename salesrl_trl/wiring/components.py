@@ -29,7 +29,7 @@ from salesrl_trl.config.rollouts import (
     settings_of,
     why_not_divisible,
 )
-from salesrl_trl.data.branches import Branches
+from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator, sample
@@ -57,7 +57,7 @@ from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl, RunControlSettings
 from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import WeightChange, raise_adapters
+from salesrl_trl.update.weights import LEAST_SHARE, WeightChange, raise_adapters
 from salesrl_trl.wiring.hooks import Hooks
 from salesrl_trl.wiring.policy import Policy
 
@@ -88,7 +88,7 @@ class Components:
         self.desk = rewards.desk
         reward = self.reward = self.desk.reward
         self._columns = getattr(train_dataset, "column_names", None)
-        self.branches = Branches.of_data(args.branches, args.branch_column, train_dataset)
+        self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
         args.branches = [*self.branches.names]
         self.instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
@@ -243,7 +243,7 @@ class Components:
                 is_cut=lambda: self.run_control.is_spent,
             ),
             ScalarLayout({**self.figures_of_rewards.words, "figure": quick}, self._banded, trl.callbacks.callbacks),
-            WeightChange(trl.accelerator, args.min_changed_weights, trl.log),
+            WeightChange(trl.accelerator, LEAST_SHARE, trl.log),
         ]
 
     def _begin(self) -> None:

@@ -17,7 +17,7 @@ def test_the_pushed_weights_are_the_ones_sampled_from(tmp_path, eager):
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", f"{ROOT}/accelerate_configs/debug.yaml", f"{ROOT}/recipes/debug.py"]
     command += ["--max_steps", "3", "--held_out_eval", "false"]
-    command += ["--vllm_enforce_eager", eager, "--output_dir", str(tmp_path / "run")]
+    command += ["--vllm_engine_kwargs", f'{{"enforce_eager": {eager}}}', "--output_dir", str(tmp_path / "run")]
     environment = {**os.environ, "SALESRL_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

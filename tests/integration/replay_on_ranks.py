@@ -36,7 +36,7 @@ def main(policy, out):
         instruments = Instruments(InstrumentSettings(), cpu, Path(out, name), recorder)
         trainer = build_trainer(
             policy, reward, ("one", "two", "one"), default_rows(), Path(out, name), max_steps=4, ddp_backend="gloo",
-            instruments=instruments, kl_control=False,
+            instruments=instruments, kl_law="fixed",
         )  # fmt: skip
         trainer.train()
         trainer.finish()

@@ -611,7 +611,7 @@ def _preflights(policy, out):
     model = AutoModelForCausalLM.from_pretrained(policy)
     model.lm_head.weight.data *= 50  # surer of its tokens than the policy of the last run
     model.save_pretrained(policy)
-    given = ["--model_name_or_path", policy, "--prompt_style", "compact", "--output_dir", str(out / "preflight")]
+    given = ["--model_name_or_path", policy, "--prompt_template", "compact", "--output_dir", str(out / "preflight")]
     given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--max_train_rows", "8"]
     given += ["--per_device_train_batch_size", "4", "--num_generations", "4", "--gradient_accumulation_steps", "1"]
     reports = []

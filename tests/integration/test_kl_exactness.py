@@ -151,7 +151,7 @@ class Pair:
     def __init__(self, path, output_dir, lora, **given):
         rows = default_rows()
         # nothing is generated, so no service is asked
-        ours = {**given, "shared_prompts_tokens": 1000}  # all micro-batches of an update in one pass
+        ours = {**given, "shared_prompts": 1000}  # all micro-batches of an update in one pass
         self.ours = build(ScriptedTrainer, path, build_reward("http://127.0.0.1:9", rows), output_dir, lora, **ours)
         self.stock = build(ScriptedUpstream, path, lambda **_: [0.0], output_dir, lora, **given)
         generator = torch.Generator().manual_seed(1)
@@ -658,7 +658,7 @@ def entries(**more):
         (False, {"branch_kl": {"fairness": {"beta": BETA}}, "beta": BETA}, {"loss_type": "dr_grpo"}),
         (
             False,
-            {"branch_kl": entries(low=1e-7, high=1e-6), "kl_control": False, "kl_update_steps": 1},
+            {"branch_kl": entries(low=1e-7, high=1e-6), "kl_law": "fixed", "kl_update_steps": 1},
             {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         ),
         (True, {"branch_kl": entries(), "kl_log_ratio_clamp": 10.0}, {"loss_type": "cispo"}),

@@ -100,10 +100,10 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
         pytest.skip("two processes on one GPU are not what the recipe is for")
     told = launch(
         "full",
-        *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--max_steps", "4"),
+        *("--model_name_or_path", str(policy_path), "--prompt_template", "compact", "--max_steps", "4"),
         *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"),
         *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
-        *("--vllm_enforce_eager", "true"),  # on a CPU, compiling takes longer than the run
+        *("--vllm_engine_kwargs", '{"enforce_eager": true}'),  # on a CPU, compiling takes longer than the run
         *("--max_eval_rows", "8", "--per_device_eval_batch_size", "4", "--save_steps", "2"),
         *("--quick_eval_steps", "2", "--quick_eval_rows", "4", "--trace_steps", "1:2"),
     )
@@ -143,7 +143,7 @@ def test_the_fast_load_recipe_without_an_accelerate_configuration_saves_and_stop
     httpserver.expect_request("/v1/rag/32b", method="POST").respond_with_data("", status=500)
     told = launch(
         "fast_load",
-        *("--model_name_or_path", str(policy_path), "--prompt_style", "compact", "--vllm_max_model_length", "256"),
+        *("--model_name_or_path", str(policy_path), "--prompt_template", "compact", "--vllm_max_model_length", "256"),
         *("--max_completion_length", "48", "--max_steps", "6", "--max_skipped_generations", "2"),
         *("--rag_base_url", httpserver.url_for("").rstrip("/"), "--max_attempts", "1"),
         *("--warm_up_services", "false", "--outage_patience_s", "0"),  # it is to die on the way

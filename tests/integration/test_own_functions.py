@@ -121,17 +121,18 @@ def test_a_reward_model_among_functions_and_a_streamed_dataset(tiny, tmp_path):
     assert found["ours"][0]["reward/all"] == pytest.approx(found["ours"][0]["reward"], rel=1e-6)
 
 
-def test_branches_come_from_the_column_that_the_settings_name(tiny, tmp_path):
-    given = {"branch_column": "kind", "branch_kl": {"long": {"beta": 0.3}, "short": {"beta": 0.1}}}
+def test_branches_come_from_the_column_branch(tiny, tmp_path):
+    rows = [{**row, "branch": row["kind"]} for row in ROWS]
+    given = {"rows": rows, "branch_kl": {"long": {"beta": 0.3}, "short": {"beta": 0.1}}}
     trainer, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, **given)
     assert trainer.args.branches == ["long", "short"]
     config = SalesGRPOConfig(**settings(tmp_path))
     SalesGRPOTrainer(str(tiny), length, config, Dataset.from_list(ROWS)).finish()
     assert config.branches == []  # the next trainer's rows may have others
     assert {"reward/long", "kl/long", "beta/short"} <= lines[0].keys()
-    with pytest.raises(ConfigError, match=r"`branch_column`.* is 'long'. Expected one of `branches`: short"):
-        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, branches=["short"], branch_column="kind")
-    with pytest.raises(ConfigError, match=r"no column 'branch' .*It has: prompt, kind, answer"):
+    with pytest.raises(ConfigError, match=r"column 'branch' is 'long'. Expected one of `branches`: short"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, rows=rows, branches=["short"])
+    with pytest.raises(ConfigError, match=r"no column 'branch'. It has: prompt, kind, answer"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, branches=["short", "long"])
 
 

@@ -118,12 +118,12 @@ def test_it_has_every_completion_with_what_it_earned_against_its_group(recorded_
 
 def test_settings_name_record_and_replay(recorded_run, tmp_path):
     folder = str(recorded_run[1])
-    config = TelemetryConfig(record=True, keep_samples=8, record_gib=0.5, record_filter="html.escape")
+    config = TelemetryConfig(record=True, record_gib=0.5, record_filter="html.escape")
     assert config.record_clean()("<") == "&lt;"
     assert RewardConfig(replay=folder, replay_on_miss="nearest", replay_delays=True).asks_nobody
     assert not RewardConfig(replay=folder, replay_on_miss="live").asks_nobody
     assert RewardConfig(replay=folder).embeds_judge is False
-    for wrong in ({"keep_samples": 0}, {"record_gib": 0}, {"record_filter": "math.pi"}, {"record_filter": "math.sin"}):
+    for wrong in ({"record_gib": 0}, {"record_filter": "math.pi"}, {"record_filter": "math.sin"}):
         with pytest.raises(ConfigError):
             TelemetryConfig(**wrong)
     with pytest.raises(ConfigError, match="replay_on_miss"):

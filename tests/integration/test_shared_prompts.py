@@ -130,7 +130,7 @@ def test_the_pass_that_trains_gives_trls_importance_ratio_and_all_of_its_figures
         "vllm_importance_sampling_clip_max": high,
     }  # fmt: skip
     stock, theirs = train(ScriptedUpstream, policy, tmp_path / "stock", **given)
-    ours, mine = train(ScriptedTrainer, policy, tmp_path / "ours", in_order=False, shared_prompts_tokens=400, **given)
+    ours, mine = train(ScriptedTrainer, policy, tmp_path / "ours", in_order=False, shared_prompts=400, **given)
     assert_same_gradients(mine, theirs)
     for step, wanted in zip(steps_of(ours), steps_of(stock), strict=True):
         assert wanted["sampling/sampling_logp_difference/mean"] > 0.01

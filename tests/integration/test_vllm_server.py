@@ -184,7 +184,14 @@ def test_a_preflight_compares_with_a_server_and_makes_full_steps_with_its_comple
     served, server, tmp_path, monkeypatch
 ):
     without_a_push(monkeypatch)
-    given = ["--model_name_or_path", str(served), "--prompt_style", "compact", "--output_dir", str(tmp_path / "run")]
+    given = [
+        "--model_name_or_path",
+        str(served),
+        "--prompt_template",
+        "compact",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     given += ["--vllm_mode", "server", "--vllm_server_base_url", server, "--max_completion_length", "24"]
     given += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--num_generations", "4"]
     given += ["--generation_kwargs", '{"stop_token_ids": [16, 24, 32, 40]}', "--max_train_rows", "8"]

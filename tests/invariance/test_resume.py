@@ -237,7 +237,7 @@ def test_a_coefficient_outside_bounds_that_were_narrowed_goes_on_at_the_nearer_o
 
 
 def test_without_control_a_resumed_run_keeps_the_configured_coefficients(train, whole, stopped):
-    resumed = train(resume_from=stopped, **SETTINGS, kl_control=False)
+    resumed = train(resume_from=stopped, **SETTINGS, kl_law="fixed")
     for branch in DEFAULT_BRANCHES:
         assert betas_of(resumed, branch) == [BRANCH_KL[branch]["beta"]] * (12 - STOP)
         assert whole["steps"][STOP][beta_of(branch)] != BRANCH_KL[branch]["beta"]

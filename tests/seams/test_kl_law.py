@@ -136,8 +136,8 @@ def test_another_law_goes_on_with_the_coefficients_and_without_the_state(laws_of
         ({"kl_law": "laws_of_a_user.WithoutAState"}, "returned 0.1 at a KL of 0.1.*Expected a finite coefficient and"),
         ({"kl_law": "laws_of_a_user.OfNoNumber"}, "returned \\(nan, {}\\)"),
         ({"kl_law": "laws_of_a_user.OfAStateThatIsNotJson"}, "a dict of JSON values"),
-        ({"kl_law": "laws_of_a_user.Smoothed", "kl_max_step": 1.3}, "`kl_max_step` set the packaged KL law"),
-        ({"kl_law_settings": {"gain": 1}}, "`kl_law_settings` is given without `kl_law`"),
+        ({"kl_law_settings": {"gain": 1}}, "unexpected keyword argument 'gain'"),
+        ({"kl_law": "fixed", "kl_law_settings": {"gain": 1}}, "`kl_law` is `fixed`, and by .* Expected one"),
     ],
 )
 @pytest.mark.usefixtures("laws_of_a_user")
@@ -160,9 +160,9 @@ def test_a_law_that_breaks_during_a_run_ends_it(config):
 def test_a_law_stays_unused_without_control_and_comes_from_one_place_only(laws_of_a_user, config):
     path = f"{laws_of_a_user}.Smoothed"
     law = config(kl_law=path).kl_control_law()
-    assert config(kl_law=path, kl_control=False).kl_control_law() is None
+    assert config(kl_law="fixed").kl_control_law() is None
     assert config().kl_control_law(law) is law
-    with pytest.raises(ConfigError, match="as an object and by `kl_law`"):
+    with pytest.raises(ConfigError, match="as an object, and by `kl_law`"):
         config(kl_law=path).kl_control_law(law)
     with pytest.raises(ConfigError, match="missing a required argument"):
         config().kl_control_law(type(law))

@@ -103,7 +103,7 @@ def _trainer(policy, out, loss_type, arm, texts, **given):
     given_all = {
         "num_generations": GROUP, "per_device_train_batch_size": GROUP, "per_device_eval_batch_size": GROUP,
         "max_steps": 1, "optim": "sgd", "beta": 0.2, "loss_type": loss_type, "min_valid_reward_fraction": 0.0,
-        "max_grad_norm": 0.0, "kl_log_ratio_clamp": 0.0, "learning_rate": 0.0, "min_changed_weights": 0.0,
+        "max_grad_norm": 0.0, "kl_log_ratio_clamp": 0.0, "learning_rate": 0.0,
         "scored_groups_first": False, **ARMS[arm], **given,
     }  # fmt: skip
     trainer = Recorded(

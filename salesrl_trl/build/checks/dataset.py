@@ -15,7 +15,7 @@ from salesrl_trl.config import DataConfig, SalesGRPOConfig
 from salesrl_trl.data.form import Part, Records, part_of
 from salesrl_trl.data.lengths import LengthLimit
 from salesrl_trl.data.sources import load_records
-from salesrl_trl.data.templates import PromptTemplate, read_template
+from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, read_template
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
@@ -44,14 +44,14 @@ def prompt_of(config: DataConfig, fields: tuple[str, ...] = DEFAULT_FORMAT.field
 
     Raises `ConfigError` if the template does not work, or the packaged prompt asks for other fields than `fields`.
     """
-    if config.prompt_template is not None:
+    if config.prompt_template not in PROMPT_STYLES:
         return read_template(config.prompt_template, fields)
-    if config.prompt_style == "instruct" and fields != DEFAULT_FORMAT.fields:
+    if config.prompt_template == "instruct" and fields != DEFAULT_FORMAT.fields:
         raise ConfigError(
             f"`action_fields` is {', '.join(fields)}, but the packaged prompt asks for "
             f"{', '.join(DEFAULT_FORMAT.fields)}. Give a `prompt_template` that asks for yours (docs/DATA.md)."
         )
-    return config.prompt_style
+    return config.prompt_template
 
 
 def prompt_limit(

@@ -156,7 +156,7 @@ def advice(estimated: Estimate, setup: Setup) -> list[str]:
         (moment == SCORING and setup.evaluated > 1, "a smaller `per_device_eval_batch_size`"),
         (
             training and setup.group is not None and setup.pass_tokens != 1,
-            "`shared_prompts_tokens: 1`: micro-batches go through the model one by one",
+            "`shared_prompts: 1`: micro-batches go through the model one by one",
         ),
         (training and not setup.checkpointing, "`gradient_checkpointing: true`: each block is computed twice"),
         (

@@ -70,7 +70,7 @@ class Setup:
     engine: Engine | None = None
     generates: bool = False  # transformers generates in this process
     group: int | None = None  # completions of a prompt that goes through the model once; `None` for TRL's own passes
-    pass_tokens: int | None = None  # `shared_prompts_tokens`
+    pass_tokens: int | None = None  # the number of `shared_prompts`
     parameters: int = 0  # weights of the model
 
     @property
@@ -138,7 +138,7 @@ def setup_of(
     number = NUMBER_BYTES.get(dtype or "auto", shape.number_bytes)
     number = 2 if sharding.is_zero and autocast else 4 if sharding is Sharding.FSDP else number
     is_shared = (
-        training.shared_prompts == "auto"
+        training.shared_prompts != "off"
         and shape.shares_prompts
         and (shape.window is None or prompt_tokens + completion_tokens <= shape.window)
         and model.attn_implementation != "eager"
@@ -168,7 +168,7 @@ def setup_of(
         engine=_engine(training, shape, prompt_tokens),
         generates=not training.use_vllm and training.sampler is None,
         group=training.num_generations if is_shared else None,
-        pass_tokens=training.shared_prompts_tokens,
+        pass_tokens=training.pass_tokens,
         parameters=shape.parameters,
     )
 
@@ -194,7 +194,7 @@ def _engine(training: SalesGRPOConfig, shape: ModelShape, prompt_tokens: int) ->
     return Engine(
         share=share if isinstance(share, float | int) else training.vllm_gpu_memory_utilization,
         sleeps=training.vllm_enable_sleep_mode,
-        number_bytes=NUMBER_BYTES.get(training.vllm_dtype, 2 if training.bf16 or training.fp16 else 4),
+        number_bytes=NUMBER_BYTES.get(str(options.get("dtype")), 2 if training.bf16 or training.fp16 else 4),
         processes=training.vllm_tensor_parallel_size,
         length=length if isinstance(length, int) else longest,
     )

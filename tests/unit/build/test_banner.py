@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
                 "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats a token",
                 "packaged, compact (your own: --prompt_template FILE); rubrics: packaged",
                 "embedded, made for the demo (your own: --judge_base_url",
-                "prompt_style compact (not instruct)",
+                "prompt_template compact (not instruct)",
                 "The settings ask for bf16, and this run is on a CPU",
             ],
         ),
@@ -67,7 +67,11 @@ ROOT = Path(__file__).parents[3]
                 "rollouts     salesrl_trl.generation.sampler.WholeBatch, up to 64 new tokens, temperature 1",
             ],
         ),
-        ("full", ["--kl_control", "false"], ["KL band 0.1 to 0.3 nats a token, coefficient fixed"]),
+        (
+            "full",
+            ["--kl_law", "fixed"],
+            ["KL band 0.1 to 0.3 nats a token, coefficient fixed"],
+        ),
     ],
     ids=["as it stands", "own policy with LoRA", "own services", "own parts", "fixed coefficients"],
 )
@@ -89,7 +93,7 @@ def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp
 @pytest.mark.parametrize("spelled", ["--model_name_or_path", "--model-name-or-path"])
 def test_a_named_model_is_trained_by_its_own_settings(spelled, tmp_path):
     config = parse([spelled, "NAME", "--output_dir", str(tmp_path)], ROOT / "recipes/full.yaml")
-    assert (config.training.learning_rate, config.data.prompt_style, config.notes) == (1e-6, "instruct", [])
+    assert (config.training.learning_rate, config.data.prompt_template, config.notes) == (1e-6, "instruct", [])
 
 
 def test_what_the_command_line_sets_holds_for_the_small_policy_too(tmp_path):
@@ -101,9 +105,10 @@ def test_what_the_command_line_sets_holds_for_the_small_policy_too(tmp_path):
 def test_a_recipe_may_leave_to_its_default_what_it_sets_for_the_small_policy(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
-        f"prompt_style: instruct\nsmall_policy: {{prompt_style: compact, max_steps: 3}}\noutput_dir: {tmp_path}\n"
+        "prompt_template: instruct\nsmall_policy: {prompt_template: compact, max_steps: 3}\n"
+        f"output_dir: {tmp_path}\n"
     )
-    assert parse([], recipe).notes[0].endswith("prompt_style compact (not instruct), max_steps 3")
+    assert parse([], recipe).notes[0].endswith("prompt_template compact (not instruct), max_steps 3")
 
 
 def test_a_child_s_and_an_error_s_last_words_are_kept(tmp_path):

@@ -253,7 +253,7 @@ def stage(tiny, monkeypatch, tmp_path):
                 returncode=0, stdout=next(rows[name] for name in rows if any(name in word for word in command))
             ),
         )
-        given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--output_dir", str(tmp_path)]
+        given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--output_dir", str(tmp_path)]
         given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--use_peft", "true"]
         findings = Findings()
         memory.check_memory(Plan(parse([*given, *arguments], ROOT / "recipes/debug.yaml")), findings)
@@ -329,7 +329,7 @@ def test_a_driver_that_does_not_say_what_is_used_ends_no_run(monkeypatch, said, 
 
 
 def test_vllm_wants_room_for_its_own_longest_completion(tiny, tmp_path):
-    given = ["--model_name_or_path", str(tiny), "--prompt_style", "compact", "--output_dir", str(tmp_path)]
+    given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--output_dir", str(tmp_path)]
     plan = Plan(parse(["--use_vllm", "true", *given], None))
     positions = AutoConfig.from_pretrained(tiny).max_position_embeddings
     assert memory.Scales(plan, 80.0, prompt_tokens=8).setup(None).engine.length == positions

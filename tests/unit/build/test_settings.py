@@ -1,11 +1,13 @@
 """Settings from a recipe and the command line, and messages about those that are refused."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from salesrl_trl.build.settings import PATHS, REPLACED, names_of_settings, parse, parse_part
+from salesrl_trl.build.settings import FIRST, PATHS, REPLACED, all_kinds, names_of_settings, parse, parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.config.docstrings import texts_of
 from salesrl_trl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -56,7 +58,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("dataset: 7\n", "`dataset` of the recipe is of type int. Expected a text. Put it in quotes"),
         ("max_steps: [1]\n", r"`max_steps` is \[1\]. Expected at least 1"),
         ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
-        ("small_policy:\n  prompt_stile: compact\n", r"prompt_stile \(did you mean prompt_style\?\)"),
+        ("small_policy:\n  prompt_templat: compact\n", r"prompt_templat \(did you mean prompt_template\?\)"),
         ('output_dir: "a\\0b"\n', "`output_dir` of .*bad.yaml holds a NUL or half a character"),
         ('judge_providers: [{name: "a\\ud800"}]\n', "`judge_providers.name` of .* holds a NUL or half a character"),
         ("env: {'': x}\n", "the settings do not work: .*Invalid argument"),
@@ -127,11 +129,28 @@ def test_a_path_that_no_file_can_have_is_refused(name, path, reason):
 
 
 def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
-    with pytest.raises(ConfigError, match=r"--kl-raise-factor \(gone: .* at most by kl_max_step; kl_law: "):
+    with pytest.raises(
+        ConfigError, match=r"--kl-raise-factor \(gone: .* at most by max_step of kl_law_settings; kl_law: "
+    ):
         parse(["--kl-raise-factor", "1.2"], None)
     with pytest.raises(ConfigError, match=r"vector_store_path \(gone: run examples/vector_store.py, and "):
         parse(["--vector_store_path", "store"], None)
     assert not names_of_settings() & REPLACED.keys()
+
+
+def test_help_has_the_docstring_of_each_setting_and_shows_those_of_the_readme_first(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"], ROOT / "recipes/debug.yaml")
+    told = " ".join(capsys.readouterr().out.split())
+    texts = {name: text for kind in all_kinds()[:-1] for name, text in texts_of(kind).items()}
+    assert texts.keys() >= {name for kind in all_kinds()[:-1] for name in kind.__annotations__}
+    for text in texts.values():
+        assert "".join(text.split()) in "".join(told.split())  # argparse breaks words at hyphens
+    first, others = told.split("DataConfig:")
+    assert set(re.findall(r"--(\w+)", first)) >= set(FIRST)
+    assert [others.index(f" {name}: ") for name in ("RewardConfig", "SalesGRPOConfig", "GRPOConfig", "ModelConfig")]
+    table = (ROOT / "README.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
+    assert set(re.findall(r"--(\w+)", table)) <= set(FIRST)
 
 
 def test_an_unknown_argument_is_refused():

@@ -1,6 +1,5 @@
 """Settings that cannot work are refused with what was got, what was expected and what to do."""
 
-import dataclasses
 import math
 import typing
 
@@ -38,15 +37,15 @@ def test_the_defaults_work():
         ({"num_generations": 3}, r"holds 8 completions \(8 per device x 1 processes x 1 steps\), which .* 3 does not"),
         ({"num_generations": 1}, "`num_generations` is 1. Expected at least 2"),
         ({"branches": ["a", "a"]}, "each name once"),
-        ({"min_valid_reward_fraction": 1.5}, "Expected 0 to 1"),
-        ({"max_skipped_generations": 0}, "Expected more than 0"),
-        ({"max_sampling_logp_difference": 0.0}, "Expected more than 0"),
+        ({"min_valid_reward_fraction": 1.5}, "Expected a number, 0 or more, and at most 1. It is: Smallest share"),
+        ({"max_skipped_generations": 0}, "Expected a number, at least 1"),
+        ({"max_sampling_logp_difference": 0.0}, "Expected a number, more than 0"),
         ({"kl_estimator": "k4"}, "Expected one of: k1, k2, k3"),
-        ({"kl_log_ratio_clamp": -1.0}, "`kl_log_ratio_clamp` is -1.0. Expected 0 for none"),
-        ({"kl_log_ratio_clamp": 50.0}, "up to 40"),
+        ({"kl_log_ratio_clamp": -1.0}, "`kl_log_ratio_clamp` is -1.0. Expected a number, 0 or more"),
+        ({"kl_log_ratio_clamp": 50.0}, "at most 40: the ratio"),
         ({"kl_update_steps": 0}, "`kl_update_steps` is 0"),
-        ({"kl_control": False, "kl_max_step": 1.0}, "`kl_max_step` is 1.0. Expected a number of more than 1"),
-        ({"hybrid_reference_weight": 1.5}, "Expected 0 to 1"),
+        ({"kl_law_settings": {"max_step": 1.0}}, "`max_step` of `kl_law_settings` is 1.0. Expected a number of more"),
+        ({"hybrid_reference_weight": 1.5}, "at most 1"),
         ({"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"}, "no group baseline"),
         ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, "zero on average"),
         ({"branch_kl": "{"}, "`branch_kl` is not JSON"),
@@ -65,7 +64,6 @@ def test_the_defaults_work():
             {"beta": 0.1, "branch_kl": {"fairness": {"beta": 0.1}, "hallucination": {"beta": 0.1}}},
             "`beta` has no effect",
         ),
-        ({"min_changed_weights": 1.5}, "`min_changed_weights` is 1.5. Expected 0 to 1"),
         ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, but log-probs are computed at .* 1.0"),
         (
             {"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'},
@@ -114,7 +112,7 @@ def test_settings_of_the_kl_reach_its_law_and_its_penalty():
     config = training(
         kl_update_steps=7,
         kl_cooldown_steps=3,
-        kl_max_step=1.25,
+        kl_law_settings={"max_step": 1.25},
         kl_estimator="k2",
         kl_log_ratio_clamp=5.0,
         use_bias_correction_kl=False,
@@ -123,7 +121,7 @@ def test_settings_of_the_kl_reach_its_law_and_its_penalty():
     assert config.kl_control_law() == AdaptiveLaw(max_step=1.25)
     assert config.kl_windows() == WindowSettings(update_steps=7, cooldown_steps=3)
     assert config.kl_penalty() == PenaltySettings(estimator="k2", clamp=5.0, bias_correction=False, level="sequence")
-    assert training(kl_control=False).kl_control_law() is None
+    assert training(kl_law="fixed").kl_control_law() is None
     assert training(rollout_lookahead=1).kl_penalty().off_policy
 
 
@@ -153,8 +151,8 @@ def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(giv
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"vllm_quantization": "int3"}, "Expected one of"),
-        ({"vllm_quantization": "fp8_per_channel"}, "Expected none, or a GPU"),  # this is a CPU
+        ({"vllm_engine_kwargs": {"quantization": "int3"}}, "Expected one of"),
+        ({"vllm_engine_kwargs": {"quantization": "fp8_per_channel"}}, "Expected none, or a GPU"),  # this is a CPU
     ],
 )
 def test_a_quantised_engine_is_refused_where_nothing_could_correct_for_it(given, expected):
@@ -177,25 +175,21 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "kwargs", "message"),
     [
-        (DataConfig, {"prompt_style": "long"}, "Expected one of: instruct, compact"),
-        (DataConfig, {"max_train_rows": 0}, "Expected at least 1"),
-        (DataConfig, {"max_prompt_tokens": 0}, "`max_prompt_tokens` is 0. Expected at least 1"),
+        (DataConfig, {"max_train_rows": 0}, "at least 1"),
+        (DataConfig, {"max_prompt_tokens": 0}, "`max_prompt_tokens` is 0. Expected a number, at least 1"),
         (DataConfig, {"long_prompts": "cut"}, "Expected one of: error, drop, truncate_oldest_turns"),
-        (DataConfig, {"max_eval_rows": -1}, "Expected at least 1"),
-        (RewardConfig, {"rag_score_threshold": 2.0}, "Expected 0 to 1"),
+        (RewardConfig, {"rag_score_threshold": 2.0}, "at most 1: scores of passages"),
         (RewardConfig, {"action_fields": []}, "Expected at least one name"),
         (RewardConfig, {"action_fields": ["a", "a"]}, "each name once"),
         (RewardConfig, {"action_fields": ["query", "top_k"]}, "names top_k. Expected letters"),
         (RewardConfig, {"action_fields": ["my query"]}, "names my query. Expected letters"),
-        (RewardConfig, {"query_field": "query"}, "Expected one of `action_fields`: user_profile, rewritten_query"),
-        (RewardConfig, {"rag_top_k": 0}, "Expected 1 to 50"),
+        (RewardConfig, {"rag_top_k": 0}, "at least 1, and at most 50. It is: Most passages of an answer"),
         (RewardConfig, {"invalid_action_reward": 1.0}, "at most 0.5"),
-        (RewardConfig, {"reward_deadline_s": 0.0}, "`reward_deadline_s` is 0.0. Expected more than 0"),
+        (RewardConfig, {"reward_deadline_s": 0.0}, "`reward_deadline_s` is 0.0. Expected a number, more than 0"),
         (RewardConfig, {"rag_timeout_s": 0.0}, "`rag_timeout_s`"),
         (RewardConfig, {"judge_timeout_s": -1.0}, "`judge_timeout_s`"),
         (RewardConfig, {"max_attempts": 0}, "`max_attempts`"),
         (RewardConfig, {"verbose": ["rags"]}, "`verbose` names 'rags'. Expected some of: completions, rag, scoring"),
-        (RewardConfig, {"judge_max_attempts": 0}, "`judge_max_attempts` is 0. Expected at least 1"),
         (RewardConfig, {"rag_max_concurrency": 0}, "`rag_max_concurrency`"),
         (RewardConfig, {"judge_max_concurrency": 0}, "`judge_max_concurrency`"),
         (RewardConfig, {"preflight_calls": 4}, "`preflight_calls` is 4. Expected 0, or 8 or more"),
@@ -204,12 +198,8 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
         (RewardConfig, {"rag_base_url": "rag.internal:8801"}, "starts with http:// or https://"),
         (RewardConfig, {"judge_base_url": "localhost"}, "starts with http:// or https://"),
         (SalesGRPOConfig, {"vllm_server_base_url": "http://user:pw@vllm"}, "`vllm_server_base_url` holds credentials"),
-        (TelemetryConfig, {"perf_logging_steps": 0}, "`perf_logging_steps` is 0. Expected more than 0"),
-        (TelemetryConfig, {"trace_max_mb": 0}, "`trace_max_mb` is 0. Expected more than 0"),
-        (TelemetryConfig, {"quick_eval_rows": 0}, "`quick_eval_rows` is 0. Expected more than 0"),
-        (TelemetryConfig, {"heartbeat_s": -1}, "`heartbeat_s` is -1. Expected 0 for never, or more"),
-        (TelemetryConfig, {"quick_eval_steps": -1}, "`quick_eval_steps` is -1. Expected 0 for never, or more"),
-        (TelemetryConfig, {"peak_tflops": 0.0}, "`peak_tflops` is 0.0. Expected more than 0, such as 989.4"),
+        (TelemetryConfig, {"quick_eval_steps": -1}, "`quick_eval_steps` is -1. Expected a number, 0 or more"),
+        (TelemetryConfig, {"peak_tflops": 0.0}, "`peak_tflops` is 0.0. Expected a number, more than 0"),
         (TelemetryConfig, {"trace_steps": "5"}, "`trace_steps` is '5'. Expected FIRST:LAST"),
         (TelemetryConfig, {"trace_steps": "9:5"}, "Expected FIRST:LAST"),
         (TelemetryConfig, {"trace_steps": "a:b"}, "Expected FIRST:LAST"),
@@ -224,21 +214,21 @@ PROVIDER = {"name": "a", "base_url": "http://judge/v1", "model": "m"}
 WRONG = {int: (1.5, True, "2"), float: (True, "0.5"), bool: (1, "false")}
 """Values of another type, by the type of a setting."""
 TYPED = [
-    (config, given, field.name, value)
+    (config, given, name, value)
     for config, given in (
         *((kind, {}) for kind in (RewardConfig, TelemetryConfig, DataConfig, SalesGRPOConfig)),
         (JudgeProviderConfig, PROVIDER),
     )
-    for field in dataclasses.fields(config)
-    if config is not SalesGRPOConfig or field.name in SalesGRPOConfig.__annotations__
-    for kind in WRONG.keys() & {field.type, *typing.get_args(field.type)}
+    for name, hint in typing.get_type_hints(config).items()
+    if config is not SalesGRPOConfig or name in SalesGRPOConfig.__annotations__
+    for kind in WRONG.keys() & {hint, *typing.get_args(hint)}
     for value in WRONG[kind]
 ]  # fmt: skip
 
 
 def test_every_number_and_switch_of_the_package_is_of_its_type():
     """Half a verdict would be one or none, and each text is a true switch."""
-    assert len({(config, name) for config, _, name, _ in TYPED}) > 70
+    assert len({(config, name) for config, _, name, _ in TYPED}) > 45
     for config, given, name, value in TYPED:
         with pytest.raises(ConfigError, match=rf"{name}` is {value!r}\. Expected (a (whole )?number|true or false)"):
             config(**given, **{name: value})
@@ -274,7 +264,6 @@ def test_what_is_searched_with_is_named_or_the_usual_field_or_the_first():
         ({}, "rewritten_query"),
         ({"action_fields": ["a", "rewritten_query"]}, "rewritten_query"),
         ({"action_fields": ["a", "b"]}, "a"),
-        ({"action_fields": ["a", "b"], "query_field": "b"}, "b"),
     ):
         assert RewardConfig(**given).action_format().query == query
 

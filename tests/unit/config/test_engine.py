@@ -50,22 +50,22 @@ def config(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "given", "expected"),
     [
-        (Policy(), None, "dummy"),
-        (Policy(buffer=True), None, "auto"),  # TRL pushes parameters alone
-        (Policy(tied=True), None, "auto"),  # vLLM's CPU backend does not set a tied head
-        (Policy(buffer=True), "dummy", "dummy"),
-        (Policy(), "runai_streamer", "runai_streamer"),
+        (Policy(), {}, "dummy"),
+        (Policy(buffer=True), {}, "auto"),  # TRL pushes parameters alone
+        (Policy(tied=True), {}, "auto"),  # vLLM's CPU backend does not set a tied head
+        (Policy(buffer=True), {"load_format": "dummy"}, "dummy"),
+        (Policy(), {"load_format": "runai_streamer"}, "runai_streamer"),
     ],
 )
 def test_the_engine_reads_no_weights_that_the_trainer_pushes_all_the_same(config, policy, given, expected):
-    assert engine_options(config(vllm_load_format=given), policy)["load_format"] == expected
+    assert engine_options(config(vllm_engine_kwargs=given), policy)["load_format"] == expected
 
 
-def test_prefix_caching_and_chunked_prefill_reach_the_engine(config):
-    given = {"use_vllm": True, "vllm_enable_prefix_caching": False, "vllm_enable_chunked_prefill": True}
-    options = engine_options(config(**given), Policy())
-    assert (options["enable_prefix_caching"], options["enable_chunked_prefill"]) == (False, True)
-    assert "enable_prefix_caching" not in engine_options(config(use_vllm=True), Policy())  # vLLM's own choice
+def test_options_of_the_colocated_engine_are_not_for_a_server(config):
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    engine_options(config(**server, vllm_engine_kwargs={"enforce_eager": False}), Policy())  # as in recipes/full.yaml
+    with pytest.raises(ConfigError, match="sets load_format, seed of the colocated engine"):
+        engine_options(config(**server, vllm_engine_kwargs={"load_format": "auto", "seed": 1}), Policy())
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_prefix_caching_and_chunked_prefill_reach_the_engine(config):
     [(None, Start.EAGER, Start.GRAPHS), (True, Start.EAGER, Start.EAGER), (False, Start.COMPILED, Start.COMPILED)],
 )
 def test_the_engine_captures_graphs_on_a_gpu_and_compiles_only_when_it_is_asked_to(config, given, on_cpu, on_gpu):
-    own = '{"compilation_config": {"mode": 3}}'
-    args, asked = config(vllm_enforce_eager=given), config(vllm_enforce_eager=given, vllm_engine_kwargs=own)
+    args = config(vllm_engine_kwargs={"enforce_eager": given})
+    asked = config(vllm_engine_kwargs={"enforce_eager": given, "compilation_config": {"mode": 3}})
     assert engine_start(args) is on_cpu
     with patch.object(type(args), "device", SimpleNamespace(type="cuda")):
         assert engine_start(args) is on_gpu

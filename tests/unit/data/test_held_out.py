@@ -79,7 +79,10 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"held_out_share": 1.0, "dataset": "a.jsonl"}, "`held_out_share` is 1.0. Expected 0 or more, less than 1."),
+        (
+            {"held_out_share": 1.0, "dataset": "a.jsonl"},
+            "`held_out_share` is 1.0. Expected a number, 0 or more, and less than 1.",
+        ),
         ({"held_out_share": 0.1}, "the held-out rows are there already: in `eval_dataset`, or in the demo."),
         ({"held_out_share": 0.1, "dataset": "a.jsonl", "eval_dataset": "b.jsonl"}, "are there already"),
         ({"held_out_share": 0.1, "dataset": "a.jsonl", "eval_columns": {"id": "at"}}, "and `eval_columns`. Leave one"),

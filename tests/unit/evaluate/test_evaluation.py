@@ -160,9 +160,9 @@ def test_a_folder_without_a_policy_names_those_inside(tmp_path):
 def test_a_policy_made_from_the_small_one_gets_the_small_ones_prompts_and_another_one_does_not(tmp_path):
     other = saved(tmp_path / "other", model_type="qwen2", hidden_size=64)
     small = settings_of([], [policy_of(str(PACKAGED))], FULL)
-    assert (small.data.prompt_style, small.model.model_name_or_path) == ("compact", None)
+    assert (small.data.prompt_template, small.model.model_name_or_path) == ("compact", None)
     named = settings_of([], [policy_of(str(other))], FULL)
-    assert (named.data.prompt_style, named.model.model_name_or_path) == ("instruct", str(other))
+    assert (named.data.prompt_template, named.model.model_name_or_path) == ("instruct", str(other))
 
 
 def test_nothing_is_trained_and_the_runs_folder_is_not_used(tmp_path):

@@ -196,8 +196,8 @@ def test_what_is_compiled_wants_a_compiler(told, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    assert "There is no C++ compiler on PATH. Expected one" in told("--vllm_enforce_eager", "false")
-    assert told("--vllm_enforce_eager", "true", stages=CHEAP[:1]) == ""
+    assert "There is no C++ compiler on PATH. Expected one" in told("--vllm_engine_kwargs", '{"enforce_eager": false}')
+    assert told("--vllm_engine_kwargs", '{"enforce_eager": true}', stages=CHEAP[:1]) == ""
     assert told(stages=CHEAP[:1]) == ""  # on a CPU nothing is compiled unless it is asked for
 
 
@@ -324,7 +324,7 @@ def changed(path, **values):
 
 def asked(policy):
     lengths = ["--vllm_max_model_length", "128", "--max_completion_length", "16", "--long_prompts", "drop"]
-    return ["--model_name_or_path", policy, "--prompt_style", "compact", *lengths, "--max_train_rows", "40"]
+    return ["--model_name_or_path", policy, "--prompt_template", "compact", *lengths, "--max_train_rows", "40"]
 
 
 def set_template(policy, template):

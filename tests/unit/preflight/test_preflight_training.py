@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def planned(tiny, tmp_path):
     def plan(*arguments, policy=tiny):
-        given = ["--model_name_or_path", str(policy), "--prompt_style", "compact", "--use_vllm", "false"]
+        given = ["--model_name_or_path", str(policy), "--prompt_template", "compact", "--use_vllm", "false"]
         given += ["--output_dir", str(tmp_path / "run"), "--max_train_rows", "12", "--max_completion_length", "8"]
         given += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"]
         return Plan(parse([*given, *arguments], RECIPE), in_depth=True)
@@ -169,7 +169,7 @@ def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monke
 )
 def test_a_step_that_moves_no_weights_is_seen(step, changed, settings, verdict):
     findings = Findings()
-    given = {"fp16": False, "optim": "adamw_torch", "learning_rate": 1e-6, "min_changed_weights": 0.5, **settings}
+    given = {"fp16": False, "optim": "adamw_torch", "learning_rate": 1e-6, **settings}
     judge_update(step, changed, SimpleNamespace(**given), findings)
     assert findings.verdict is verdict
     assert all(each.remedy for each in findings.found)

@@ -114,16 +114,6 @@ def test_the_filter_sees_every_text(tmp_path):
         assert secret not in kept
 
 
-def test_whole_groups_are_kept_and_other_ones_at_each_step(tmp_path):
-    batches = [batch(step=step, entries=[entry(place) for place in range(8)]) for step in range(1, 5)]
-    write(tmp_path, batches, keep=2)
-    kept = rows(tmp_path, "SELECT step, group_concat(place), min(prompt_group), max(prompt_group) FROM completions "
-                          "GROUP BY step")  # fmt: skip
-    assert [first == last for *_, first, last in kept] == [True] * 4
-    assert [len(places.split(",")) for _, places, *_ in kept] == [2] * 4
-    assert len({places for _, places, *_ in kept}) == 4
-
-
 def test_a_full_file_drops_its_oldest_steps_and_says_so_once(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(writer, "WAITING_BATCHES", 20)
 
