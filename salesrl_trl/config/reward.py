@@ -56,8 +56,8 @@ class RewardConfig(ReplayConfig):
     """Dotted paths of reward functions of your own, in place of the RAG service and the judge: of TRL's signature, or
     with `@per_completion` or `@per_group`. `sales` among them is the packaged chain. `reward_weights` weighs them."""
     judge: str | None = None
-    """Dotted path of a judge of your own, a class that derives from `salesrl_trl.reward.judge.judge_interface.Judge`. It replaces
-    the judges above, which need no address then."""
+    """Dotted path of a judge of your own, a class that derives from `salesrl_trl.Judge`. It replaces the judges
+    above, which need no address then."""
     reward_stages: list[str] = field(default_factory=list)
     """Dotted paths of stages of your own, in their order: classes that derive from
     `salesrl_trl.reward.stage.RewardStage`."""

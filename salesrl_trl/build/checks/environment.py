@@ -183,7 +183,8 @@ def environment_variables() -> frozenset[str]:
 def _names_in(place: str, name: str) -> list[str]:
     """A class's fields or members, and the arguments of its `__init__`."""
     names: list[str] = []
-    for line in (line for node in _vllm_module(place).body if getattr(node, "name", "") == name for line in node.body):
+    classes = (node for node in _vllm_module(place).body if isinstance(node, ast.ClassDef) and node.name == name)
+    for line in (line for node in classes for line in node.body):
         if isinstance(line, ast.FunctionDef) and line.name == "__init__":
             names += [argument.arg for argument in (*line.args.args[1:], *line.args.kwonlyargs)]
         elif isinstance(line, ast.Assign | ast.AnnAssign):
