@@ -28,7 +28,7 @@ from salesrl_trl.ground.patched import replaced
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.given import GivenRewards, RewardFunc, check_stock
+from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
@@ -92,7 +92,7 @@ class SalesGRPOTrainer(BoundTrainer):
         if not args.branches:  # they will be those of the rows: of these, and not of another trainer's
             args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
-        rewards = GivenRewards.of(reward_funcs, args.reward_weights, args.reward_process, has_more=has_more)
+        rewards = RewardFuncs.of(reward_funcs, args.reward_weights, args.reward_process, has_more=has_more)
         has_adapter = named.get("peft_config") is not None
         rooms = self.rooms = Wiring(rewards, args, instruments, kl_law, named.get("train_dataset"), has_adapter)
         self.has_rooms = True
@@ -234,8 +234,8 @@ class SalesGRPOTrainer(BoundTrainer):
             self._timeline.begin(Phase.ADVANTAGES)
             return so_far
         with self._timeline.phase(Phase.REWARD_WAIT):
-            result = rollout.result = self.rooms.desk.result(rollout.rewards, completions)
-            with self.rooms.desk.answering(result):
+            result = rollout.result = self.rooms.reward_loop.result(rollout.rewards, completions)
+            with self.rooms.reward_loop.answering(result):
                 rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._timeline.begin(Phase.ADVANTAGES)
         rewards = self.rooms.scoring.record(rollout, rewards, completions)

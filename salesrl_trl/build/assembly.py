@@ -18,7 +18,7 @@ from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.ground.process import cache_dir
 from salesrl_trl.reward.answer_store import AnswerStore
-from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import JudgeClient
@@ -72,7 +72,7 @@ def open_reward(
     services: EmbeddedServices | None = None,
     *,
     records: bool = False,
-) -> Iterator[BatchedReward]:
+) -> Iterator[Scorer]:
     """Check the settings, start the embedded services where no address is configured, and build the reward chain.
 
     The services stop on exit. `SalesGRPOTrainer.finish` closes the connections of the chain.

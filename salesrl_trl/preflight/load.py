@@ -14,8 +14,7 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import DeadlineExceeded, ServiceError, ServiceTimeout
 from salesrl_trl.preflight.simulation.hints import trouble
 from salesrl_trl.preflight.stage import Findings
-from salesrl_trl.reward.clocked import clocked
-from salesrl_trl.reward.service.deadline import deadline
+from salesrl_trl.reward.service.deadline import clocked, deadline
 from salesrl_trl.reward.service.transport import TRAFFIC, Transport
 from salesrl_trl.telemetry.aggregates import percentile
 

@@ -30,7 +30,7 @@ from salesrl_trl.rejudge.answers import RecordedRag
 from salesrl_trl.rejudge.comparison import Baseline, Judgement, Pair, ScoreChange, advantages, changes
 from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.run.tools import exit_code_of, strict_json
 from salesrl_trl.types import Outcome, Reward, SalesRow
 
@@ -144,17 +144,17 @@ def rejudged(
             references=AnswerStore(), records=True,
         )  # fmt: skip
         chain.budget = budget
-        desk = RewardDesk(chain)
+        reward_loop = RewardLoop(chain)
         found: list[tuple[Reward, Trail]] = []
         try:
             for first in range(0, len(completions), AT_ONCE):
                 part = completions[first : first + AT_ONCE]
-                batch = desk.begin([places[each.row] for each in part])
-                result = desk.result(batch, [each.text for each in part])
+                batch = reward_loop.begin([{"row": places[each.row]} for each in part])
+                result = reward_loop.result(batch, [each.text for each in part])
                 trails = [stages.trail or Trail() for stages in batch.stages]
                 found += zip(result.rewards, trails, strict=True)
         finally:
-            desk.close()
+            reward_loop.close()
     return found
 
 

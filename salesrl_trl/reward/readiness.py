@@ -1,4 +1,4 @@
-"""Whether every rank can score, before anything waits for its services.
+"""Whether every rank can score, before anything waits for its services. Called by `train` and `evaluate`.
 
 Owns what the ranks conclude together. How a service is asked belongs to `warm_up`.
 """
@@ -9,12 +9,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from salesrl_trl.errors import ServiceError, ServiceUnavailable
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.reward_loop import RewardLoop
 
 logger = logging.getLogger(__name__)
 
 
-def warm_up(desk: RewardDesk) -> None:
+def warm_up(reward_loop: RewardLoop) -> None:
     """Ask every service once, and log how long it took; a collective.
 
     Raises:
@@ -22,11 +22,11 @@ def warm_up(desk: RewardDesk) -> None:
     """
     answers: dict[str, float | ServiceError] = {}
     try:
-        answers = desk.warm_up()
-        unusable = [str(error) for error in desk.reward.unusable(answers)]
+        answers = reward_loop.warm_up()
+        unusable = [str(error) for error in reward_loop.reward.names.unusable(answers)]
     except ServiceError as error:  # of the reward process itself: the other ranks wait below
         unusable = [str(error)]
-    figures = [each.code if isinstance(each, ServiceError) else each for each in answers.values()]
+    figures = [answer.code if isinstance(answer, ServiceError) else answer for answer in answers.values()]
     everywhere, failures = gather_object([figures]), gather_object(unusable)
     if PartialState().is_main_process and all(everywhere):
         for name, *results in zip(answers, *everywhere, strict=True):

@@ -1,6 +1,6 @@
-"""Every service asked once, before anything depends on it.
+"""Every service asked once, before anything depends on it. Called by the chain's `warm_up`.
 
-Owns what is asked then, and what is said of an empty index and of references that an earlier run kept.
+Owns what is asked then, and what is logged of an empty index and of references that an earlier run kept.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.answer_store import AnswerStore
-from salesrl_trl.reward.clocked import clocked
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.rag.answers import RagAnswers
 from salesrl_trl.reward.rag.kept import check_kept
+from salesrl_trl.reward.service.deadline import clocked
 from salesrl_trl.types import Answer, SalesRow
 
 logger = logging.getLogger(__name__)
@@ -24,68 +24,47 @@ _NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
 async def ask_every_service(
     row: SalesRow, answers: RagAnswers, judge: Judge | None, announces: bool
 ) -> dict[str, float | ServiceError]:
-    """Ask both RAG endpoints, then the judge about their answer.
+    """Ask both RAG endpoints about a row, then the judge about their answer, where any branch needs one.
 
-    Args:
-        row (`SalesRow`):
-            What to ask about.
-        answers (`RagAnswers`):
-            Both endpoints.
-        judge (`Judge`, *optional*):
-            The judge, where any branch needs one.
-        announces (`bool`):
-            Whether this is the process that logs what it finds.
-
-    Returns:
-        `dict[str, float | ServiceError]`: by service, the seconds its answer took, or what went wrong.
+    Returns by service the seconds of its answer, or its error. `announces`: this is the process that logs.
     """
     action = answers.plain_action(row.conversation[-1].content)
     results = await asyncio.gather(
         clocked(functools.partial(answers.ask_8b, row, action)), clocked(functools.partial(answers.ask_32b, row))
     )
-    found: dict[str, float | ServiceError] = {
+    seconds: dict[str, float | ServiceError] = {
         name: result if isinstance(result, ServiceError) else result[1]
         for name, result in zip(answers.backend.transports, results, strict=True)
     }
     judged = next((result[0] for result in results if not isinstance(result, ServiceError)), _NO_ANSWER)
     if judge is not None:
-        found.update(await judge.warm_up(row, action, judged))
+        seconds.update(await judge.warm_up(row, action, judged))
     if not isinstance(results[0], ServiceError) and not results[0][0].passages:
         await _warn_of_an_empty_index(row, answers, announces)
-    return found
+    return seconds
 
 
 async def check_kept_references(
     rows: Sequence[SalesRow], answers: RagAnswers, stores: tuple[AnswerStore, AnswerStore], announces: bool
 ) -> None:
-    """Compare some of the references that an earlier run kept with fresh ones, and forget them all where they differ.
-
-    Args:
-        rows (`Sequence[SalesRow]`):
-            Those whose references are used.
-        answers (`RagAnswers`):
-            Both endpoints.
-        stores (`tuple[AnswerStore, AnswerStore]`):
-            Of 8B answers and verdicts, and of references.
-        announces (`bool`):
-            Whether this is the process that logs what it finds.
-    """
+    """Compare some of the references that an earlier run kept for these rows with fresh ones. Forget them all where they
+    differ. `stores` are those of 8B answers with verdicts, and of references."""
     keys = {answers.reference_key(row): row for row in rows}
     lines = await check_kept(stores[1], stores[0], answers.backend.identity, keys, answers.ask_32b)
     for text, is_warning in lines if announces else ():
         logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
 
 
-def add_places(found: Mapping[str, object], places: Mapping[str, str]) -> None:
+def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:
     """Let each error's message say where its service is."""
-    for name, result in found.items():
+    for name, result in results.items():
         if isinstance(result, ServiceError):
             result.args = (f"{result} ({name}: {places[name]})",)
 
 
 async def _warn_of_an_empty_index(row: SalesRow, answers: RagAnswers, announces: bool) -> None:
-    found = await clocked(functools.partial(answers.index_has_some, row))
-    if not isinstance(found, ServiceError) and not found[0] and announces:
+    result = await clocked(functools.partial(answers.index_has_some, row))
+    if not isinstance(result, ServiceError) and not result[0] and announces:
         logger.warning(
             f"[RAG] {answers.backend.identity} finds nothing for the first row, not even without a threshold: look "
             "whether its index is loaded, and whether it knows the rows' tenant_id. Such rows are not scored "

@@ -10,7 +10,6 @@ from accelerate import PartialState
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.recording.writer import Batch, Entry
-from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import completion_text
 from salesrl_trl.reward.replay import recorded_name
 from salesrl_trl.rollout.pipeline import Rollout
@@ -21,7 +20,6 @@ def batch_of(
     rollout: Rollout,
     advantages: torch.Tensor | None,
     update: int,
-    reward: BatchedReward,
     branches: Branches,
 ) -> Batch:
     """The values of this rank's completions.
@@ -33,8 +31,6 @@ def batch_of(
             Shape (B,), for a batch that is trained on. Read later, on another thread.
         update (`int`):
             Optimizer steps done.
-        reward (`BatchedReward`):
-            Names the rows.
         branches (`Branches`):
             The branch of a row.
     """
@@ -44,7 +40,7 @@ def batch_of(
     ids = None if rollout.sampled is None else rollout.sampled.completion_ids
     entries = [
         Entry(
-            row=recorded_name(reward, row, example),
+            row=recorded_name(example),
             branch=branches.of(example),
             prompt=example.get("prompt"),
             text=completion_text(completion),
@@ -60,8 +56,8 @@ def batch_of(
             seconds=dict(scored.seconds),
             trail=stages.trail,
         )
-        for place, (example, row, completion, scored, stages) in enumerate(
-            zip(rollout.inputs, scores.rows, rollout.completions, rewards, scores.stages, strict=True)
+        for place, (example, completion, scored, stages) in enumerate(
+            zip(rollout.inputs, rollout.completions, rewards, scores.stages, strict=True)
         )
     ]
     return Batch(

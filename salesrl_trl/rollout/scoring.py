@@ -1,7 +1,7 @@
 """The rewards of generation batches: awaited, counted over all ranks, and put where TRL's loss reads them.
 
 Owns which rollout TRL is at work on, and the additions to its output for a batch. Refuses to generate (the pipeline),
-to score a completion (the desk) and to compute the advantages of a loss (TRL).
+to score a completion (the reward loop) and to compute the advantages of a loss (TRL).
 """
 
 import copy
@@ -21,8 +21,8 @@ from salesrl_trl.evaluation.held_out import Written
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
-from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.figures import encode, encode_report
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.normaliser import FAILED
@@ -66,7 +66,7 @@ class ScoringSettings:
     weights: Sequence[float]
     """TRL's weight of each reward function."""
     answered: Sequence[bool]
-    """Of each reward function: whether the desk answers it. TRL runs the others: models, and those of environments."""
+    """Of each reward function: whether the reward loop answers it. TRL runs models, and those of environments."""
     scale_rewards: str
     """TRL's setting: by what advantages are divided."""
     examples: int
@@ -83,7 +83,7 @@ class RolloutScoring:
     Args:
         pipeline (`Pipeline`):
             Gives the rollouts.
-        desk (`RewardDesk`):
+        reward_loop (`RewardLoop`):
             Scores completions.
         ledger (`Ledger`), instruments (`Instruments`):
             Get the figures.
@@ -102,7 +102,7 @@ class RolloutScoring:
     def __init__(
         self,
         pipeline: Pipeline,
-        desk: RewardDesk,
+        reward_loop: RewardLoop,
         ledger: Ledger,
         instruments: Instruments,
         run_control: RunControl,
@@ -112,7 +112,7 @@ class RolloutScoring:
         advantages: Callable[[], MutableSequence[float]],
     ) -> None:
         self._pipeline = pipeline
-        self._desk = desk
+        self._reward_loop = reward_loop
         self._ledger = ledger
         self._instruments = instruments
         self._timeline = instruments.timeline
@@ -187,7 +187,7 @@ class RolloutScoring:
         while not groups.complete and on_any_rank(not groups.has_next, self._device):  # all ranks wait together
             with self._timeline.phase(Phase.REWARD_WAIT):
                 if not groups.has_next:
-                    self._desk.wait(rollout.rewards, groups.pending)
+                    self._reward_loop.wait(rollout.rewards, groups.pending)
                 PartialState().wait_for_everyone()
             groups.release(self._scored(rollout, update))
         micro_batches = [groups.next(), *groups.following]
@@ -228,7 +228,7 @@ class RolloutScoring:
         recorder = self._instruments.recorder
         if recorder is not None and rollout.is_complete:
             advantages = output["advantages"] if rollout.is_trained_on else None
-            recorder.record(batch_of(rollout, advantages, update, self._desk.reward, self._settings.branches))
+            recorder.record(batch_of(rollout, advantages, update, self._settings.branches))
         return output
 
     def leave_out_failed(self, rollout: Rollout, output: Output) -> None:
@@ -255,7 +255,9 @@ class RolloutScoring:
             return None
         rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
         settled = torch.tensor([[float(reward is not _PENDING)] for reward in rewards], dtype=torch.float64)
-        columns = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(self._desk.reward.function_names)
+        columns = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(
+            self._reward_loop.reward.names.functions
+        )
         table = torch.cat((self._encode(rewards, rollout), torch.tensor(columns, dtype=torch.float64), settled), dim=1)
         gathered = gather(table.to(self._device))  # (world size x B, columns + functions + 1)
         width = len(columns[0])
@@ -321,7 +323,7 @@ class RolloutScoring:
         """The table without completions that can't be compared with their group. The rollout's rewards say the same:
         their values are what TRL's sum of the row is.
 
-        Where there is one function and the desk answers it, nothing is changed.
+        Where there is one function and the reward loop answers it, nothing is changed.
         """
         settings = self._settings
         if settings.answered == [True]:

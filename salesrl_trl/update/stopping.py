@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 
 from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.update.boundary import Boundary
 from salesrl_trl.update.ranks import highest
 from salesrl_trl.update.run_control import RunControl
@@ -32,7 +32,7 @@ class Stopping:
     Args:
         run_control (`RunControl`):
             Ends the run.
-        desk (`RewardDesk`):
+        reward_loop (`RewardLoop`):
             Its rewards are not waited for.
         device (`torch.device`):
             Of collectives.
@@ -47,7 +47,7 @@ class Stopping:
     def __init__(
         self,
         run_control: RunControl,
-        desk: RewardDesk,
+        reward_loop: RewardLoop,
         device: torch.device,
         *,
         capture: Callable[[], Boundary],
@@ -55,7 +55,7 @@ class Stopping:
         can_undo: bool,
     ) -> None:
         self._run_control = run_control
-        self._desk = desk
+        self._reward_loop = reward_loop
         self._device = device
         self._capture = capture
         self._restore = restore
@@ -92,7 +92,7 @@ class Stopping:
             `StopRequested`: in the main thread of a single process, between two moves of the optimizer.
         """
         self._run_control.requested = reason
-        self._desk.cut_off(STOPPED)
+        self._reward_loop.cut_off(STOPPED)
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -196,7 +196,7 @@ class Stopping:
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error
         boundary, self._held = self._boundary, self._held + 1
-        self._desk.cut_off(STOPPED)
+        self._reward_loop.cut_off(STOPPED)
         step, is_new = (0, False) if boundary is None else (boundary.step, boundary.step > self._first)
         try:
             if boundary is not None and is_new:

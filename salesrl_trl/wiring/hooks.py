@@ -49,7 +49,7 @@ class Hooks:
     reward_weights: Sequence[float]
     """TRL's weight of each reward function."""
     reward_answered: Sequence[bool]
-    """Of each reward function: whether the desk answers it."""
+    """Of each reward function: whether the reward loop answers it."""
     group: Callable[[], int]
     """Completions of a prompt at the moment: in training, or in an evaluation."""
     state: Callable[[], object]

@@ -254,7 +254,7 @@ def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp
     built = prompt_dataset([[], []], rows, for_functions=True)
     assert built[0]["conversation"] == [{"role": "customer", "content": "Hi"}]
     assert (built["level"][:], built["gold"][:], built["id"][:]) == ([3, 4], [None, "x"], ["a", "a"])
-    assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch"]
+    assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch", "id"]
 
 
 def test_a_reference_in_the_baseline_wants_the_packaged_reward_alone(tiny, tmp_path):

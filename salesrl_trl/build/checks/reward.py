@@ -15,7 +15,7 @@ from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.knowledge import load_documents
 from salesrl_trl.demo.cassette import CASSETTE
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.reward.base import BatchedReward
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import load_rubrics, packaged_rubrics
@@ -47,7 +47,7 @@ class RewardParts:
     """The judge of `judge`, in place of the services."""
     stages: tuple[RewardStage, ...]
     """The stages of `reward_stages`."""
-    functions: Mapping[str, BatchedReward]
+    functions: Mapping[str, Scorer]
     """The functions of `reward_funcs`, by path."""
     reference_weighed: bool
     """Whether a reward or a baseline contains the reference's score."""

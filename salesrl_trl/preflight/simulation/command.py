@@ -26,7 +26,7 @@ from salesrl_trl.ground.shutdown import EXIT_STOPPED
 from salesrl_trl.preflight.simulation.completions import DEFAULT_MIX, VARIANTS, Completion, Fields, batches
 from salesrl_trl.preflight.simulation.findings import Step, step_summary, summarise
 from salesrl_trl.preflight.simulation.text import report_text, step_text
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.run.tools import exit_code_of, strict_json
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
@@ -131,12 +131,12 @@ def prepare(settings: Settings) -> Prepared:
 
 
 def simulate(
-    desk: RewardDesk, planned: Iterator[list[Completion]], warm_up: bool, report: Callable[[int, Step], None]
+    reward_loop: RewardLoop, planned: Iterator[list[Completion]], warm_up: bool, report: Callable[[int, Step], None]
 ) -> list[Step]:
     """Score every planned batch, one after the other.
 
     Args:
-        desk (`RewardDesk`):
+        reward_loop (`RewardLoop`):
             Scores the completions.
         planned (`Iterator[list[Completion]]`):
             The batches.
@@ -149,10 +149,12 @@ def simulate(
         `ServiceUnavailable`: a service did not pass the warm-up.
     """
     if warm_up:
-        _warm_up(desk)
+        _warm_up(reward_loop)
     steps: list[Step] = []
     for number, batch in enumerate(planned, start=1):
-        result = desk.result(desk.begin([each.row for each in batch]), [each.case.text for each in batch])
+        result = reward_loop.result(
+            reward_loop.begin([{"row": each.row} for each in batch]), [each.case.text for each in batch]
+        )
         steps.append(Step(batch, list(result.rewards), result.report))
         report(number, steps[-1])
     return steps
@@ -167,12 +169,12 @@ def _with_services(reward: RewardConfig) -> RewardConfig:
     return reward
 
 
-def _warm_up(desk: RewardDesk) -> None:
-    results = desk.warm_up()
+def _warm_up(reward_loop: RewardLoop) -> None:
+    results = reward_loop.warm_up()
     for name, result in results.items():
         text = result.code if isinstance(result, ServiceError) else f"{result:.2f} s"
         print(f"[WarmUp] {name}: {text}", file=sys.stderr)
-    for error in desk.reward.unusable(results):
+    for error in reward_loop.reward.names.unusable(results):
         raise ServiceUnavailable(
             f"the services did not pass their warm-up, so nothing could be scored: {error} Mend the service and try "
             "again (`warm_up_services: false` leaves the check out)."
@@ -195,11 +197,11 @@ def run(prepared: Prepared, settings: Settings) -> int:
 
     print(_head(len(rows), settings), file=progress, flush=True)
     with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
-        desk = RewardDesk(build_reward(config, parts, rows, *urls, output_dir=Path(folder)))
+        reward_loop = RewardLoop(build_reward(config, parts, rows, *urls, output_dir=Path(folder)))
         try:
-            steps = simulate(desk, itertools.islice(planned, simulation.steps), config.warm_up_services, report)
+            steps = simulate(reward_loop, itertools.islice(planned, simulation.steps), config.warm_up_services, report)
         finally:
-            desk.close()
+            reward_loop.close()
     summary = summarise(steps, training.min_valid_reward_fraction, config)
     if simulation.json:
         each = [step_summary(number, step, simulation.show_text) for number, step in enumerate(steps, 1)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.clocked import seconds_or_error
+from salesrl_trl.reward.service.deadline import seconds_or_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 

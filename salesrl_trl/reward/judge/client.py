@@ -16,10 +16,10 @@ from pathlib import Path
 from salesrl_trl.data.text import read_small, unreadable
 from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.clocked import seconds_or_error
 from salesrl_trl.reward.judge.base import Judge, JudgeRecord, ProviderUsage
 from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient
 from salesrl_trl.reward.judge.verdict import MESSAGE_VERSION
+from salesrl_trl.reward.service.deadline import seconds_or_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 

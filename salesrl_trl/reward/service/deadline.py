@@ -1,14 +1,20 @@
 """The clock of all waits for services, and one deadline for everything that is done on behalf of a reward phase.
 
 Owns the clock, the moment at which a reward phase ends, and how that moment travels: in a context variable, which
-every task that is started inside takes along. Cancels nothing: the code that waits asks how long it may.
+every task that is started inside takes along. Cancels nothing: the code that waits asks how long it may. Calls that
+may fail, such as those of a warm-up, are timed here.
 """
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
+from typing import TypeVar
+
+from salesrl_trl.errors import ServiceError
+
+T = TypeVar("T")
 
 _END: ContextVar[float] = ContextVar("salesrl_trl_deadline", default=math.inf)
 
@@ -32,3 +38,23 @@ def deadline(seconds: float) -> Iterator[None]:
 def remaining_s() -> float:
     """Seconds left until the deadline: never below 0, and infinite without a deadline."""
     return max(_END.get() - now(), 0.0)
+
+
+async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
+    """The answer and its seconds, or the error. Any other exception becomes a `ServiceError`, because other ranks
+    wait for this one."""
+    started = now()
+    try:
+        answer = await call()
+    except ServiceError as error:
+        return error
+    except Exception as error:
+        name = type(error).__name__
+        return ServiceError(f"the call raised {name}", f"raised_{name}")
+    return answer, now() - started
+
+
+async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | ServiceError:
+    """The call's seconds, or the error."""
+    result = await clocked(call)
+    return result if isinstance(result, ServiceError) else result[1]
