@@ -41,6 +41,7 @@ The order and the count:
 """
 
 import argparse
+import copy
 import asyncio
 import contextlib
 import itertools
@@ -247,10 +248,9 @@ class Bench:
         self._meter = Meter()
         self._meter.watch_instruments(self._instruments)
         self._measured_s = self._inside_s = 0.0
-        off = passes_of(
-            SalesGRPOConfig(**{**self._settings, "shared_prompts": "off"}), ours.accelerator, self._model,
-            ours.rooms.ledger, None,
-        )  # fmt: skip
+        without = copy.copy(ours.args)  # making another one would reset the accelerator's state
+        without.shared_prompts = "off"
+        off = passes_of(without, ours.accelerator, self._model, ours.rooms.ledger, None)
         self._passes = {False: ours.rooms.passes, True: off}
         """By whether shared prompts are off."""
         self._trainers = {"ours": ours}

@@ -9,37 +9,23 @@ counted here. Reads files alone: the standard library, and no import of the pack
 
 import argparse
 import ast
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "salesrl_trl"
 MOST_METHODS = 15
-MOST_LINES = 400
 TRAINER_NAMES = {"trainer", "_trainer"}
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change that people want to make, and the files of the package that it edits."""
-
-    what: str
-    files: tuple[str, ...] = ()
-    setting: str | None = None
-    """Names a text file or a class outside of the package. With it, no file of the package is edited."""
-
-
-CHANGES = (
-    Change("a third branch", setting="branches"),
-    Change("a rubric", setting="rubric_dir"),
-    Change("a KL law", ("kl/law.py",), "kl_law"),
-    Change("a figure on TensorBoard", ("names.py", "reward/figures.py")),
-    Change("a stage of the reward", ("names.py", "reward/chain.py"), "reward_stages"),
-    Change("another generation engine", ("generation/sampler.py",), "sampler"),
-    Change("a figure of a quick evaluation", ("evaluation/figures.py",), "quick_eval_figures"),
-    Change("a dataset in a format of its own", ("data/formats/__init__.py",), "dataset_format"),
-)
+TRACES = {
+    "a figure": "QUERY_LENGTH",
+    "an argument of a reward function": "trainer_state",
+    "a setting": "outage_patience_s",
+}
+"""For each usual change a name that came with one. The files that hold it are those that the next change edits."""
 
 
 def modules(root: Path = ROOT) -> dict[str, ast.Module]:
@@ -124,53 +110,171 @@ def private(members: set[str]) -> set[str]:
     return {member for member in members if member.startswith("_") and not member.startswith("__")}
 
 
-def figures(root: Path) -> Iterator[str]:
-    """The figures, a line each."""
-    trees = modules(root)
-    lines = {
-        path: len((root / PACKAGE / path).read_text(encoding="utf-8").splitlines())
-        for path in trees
-    }  # fmt: skip
-    total = sum(lines.values())
-    at_root = [path for path in trees if "/" not in path and path != "__init__.py"]
-    yield f"package: {len(trees)} modules, {total} lines"
-    yield f"modules at the root: {len(at_root)}"
-    yield f"lines of trainer.py: {lines['trainer.py']}"
-    by_module = {path: members_of_trainer(tree) for path, tree in trees.items() if path != "trainer.py"}
-    used: set[str] = set().union(*by_module.values())
-    yield f"members of the trainer used outside of it: {len(used)}, of which private: {len(private(used))}"
-    for path, members in by_module.items():
-        if members:
-            yield f"  {path}: {len(members)}, private: {len(private(members))}"
-    yield f"trainers of type Any: {sum(len(untyped_trainers(tree)) for tree in trees.values())}"
-    anys = sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees.values() for node in ast.walk(tree))
-    yield f"Any: {anys}, per 1,000 lines: {1000 * anys / total:.1f}"
-    large = [f"{path} {count}" for path, count in lines.items() if count > MOST_LINES]
-    yield f"modules over {MOST_LINES} lines: {', '.join(large) or 'none'}"
-    classes = [
-        f"{node.name} {methods}"
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        and (methods := sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body))
-        > MOST_METHODS
-    ]
-    yield f"classes with more than {MOST_METHODS} methods: {', '.join(classes) or 'none'}"
-    yield "files that a change edits in the package, and the setting that does it from outside of the package:"
-    known = settings(trees)
-    for change in CHANGES:
-        files = [file if file in trees else f"{file} (not here)" for file in change.files]
-        setting = change.setting or "-"
-        missing = "" if change.setting is None or change.setting in known else " (not here)"
-        yield f"  {change.what}: {len(files)} ({', '.join(files) or '-'}); setting: {setting}{missing}"
+def imports(root: Path = ROOT) -> dict[str, set[str]]:
+    """Each module and the modules of the package that it imports: under `TYPE_CHECKING` and inside functions too.
+
+    A name at the door is no module: `__init__.py` imports it when it is first asked for.
+    """
+    trees = {_dotted(path): tree for path, tree in modules(root).items()}
+    edges = {}
+    for module, tree in trees.items():
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                members = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= (members & trees.keys()) or {node.module}
+        edges[module] = (names & trees.keys()) - {module, PACKAGE}
+    return edges
+
+
+def _dotted(path: str) -> str:
+    return ".".join((PACKAGE, *Path(path).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or by way of others."""
+    reached = {module: _reached(module, edges) for module in edges}
+    groups = {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in edges
+        if module in reached[module]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def _reached(module: str, edges: dict[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    waiting = list(edges[module])
+    while waiting:
+        if (name := waiting.pop()) not in reached:
+            reached.add(name)
+            waiting += edges[name]
+    return reached
+
+
+def given_twice(names: Iterable[str]) -> list[str]:
+    """The names that stand there more than once."""
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def class_names(trees: dict[str, ast.Module]) -> list[str]:
+    """Names of all classes at the top of a module."""
+    return [node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def file_names(trees: dict[str, ast.Module]) -> list[str]:
+    """Names of all modules' files, without `__init__` and `__main__`, which every package may have."""
+    return [name for path in trees if not (name := Path(path).name).startswith("__")]
+
+
+def files_with(name: str, root: Path = ROOT) -> list[str]:
+    """Modules in whose code a name stands: as a definition, a use, an argument, or a string of its own."""
+
+    def is_there(node: ast.AST) -> bool:
+        match node:
+            case ast.Name(id=found) | ast.Attribute(attr=found) | ast.arg(arg=found) | ast.keyword(arg=found):
+                return found == name
+            case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) | ast.ClassDef(name=found):
+                return found == name
+            case ast.alias(name=found) | ast.Constant(value=found):
+                return found == name
+        return False
+
+    return [path for path, tree in modules(root).items() if any(is_there(node) for node in ast.walk(tree))]
+
+
+def code_lines(tree: ast.Module, text: str) -> int:
+    """Lines that hold code: neither blank, nor a comment, nor part of a docstring."""
+    docstrings: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(bool(line := raw.strip()) and line[0] != "#" and number not in docstrings for number, raw in lines)
+
+
+def argument_lines(tree: ast.Module) -> int:
+    """Lines of `Args:` blocks in docstrings, up to the next heading of a docstring or its end."""
+    count = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inside = False
+            for line in (ast.get_docstring(node) or "").splitlines():
+                heading = line.endswith(":") and not line.startswith(" ") and line[:1].isupper()
+                inside = line == "Args:" or (inside and not heading and (line.startswith(" ") or not line))
+                count += inside and bool(line)
+    return count
 
 
 def settings(trees: dict[str, ast.Module]) -> set[str]:
-    """Names of all settings: annotated attributes of classes in `config/`."""
-    return {name for path, tree in trees.items() if path.startswith("config/") for name, annotation in declared(tree)}
+    """Names of the package's own settings of a run: fields of the classes in `config/` whose name ends in `Config`.
+
+    A judge's provider has settings of its own inside one of them.
+    """
+    return {
+        field.target.id
+        for path, tree in trees.items()
+        if path.startswith("config/")
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and node.name != "JudgeProviderConfig"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def set_by_recipes(root: Path) -> set[str]:
+    """Settings that a recipe or a preset sets."""
+    files = [*(root / PACKAGE).rglob("recipes/*.yaml"), *(root / PACKAGE).rglob("presets/*.yaml")]
+    files += (root / "recipes").rglob("*.yaml")
+    return {
+        match for file in files for match in re.findall(r"^(\w+):", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
+def figures(root: Path) -> Iterator[tuple[str, str]]:
+    """The figures, each with its name."""
+    trees = modules(root)
+    texts = {path: (root / PACKAGE / path).read_text(encoding="utf-8") for path in trees}
+    total = sum(len(text.splitlines()) for text in texts.values())
+    code = sum(code_lines(tree, texts[path]) for path, tree in trees.items())
+    yield "lines of the package; of code", f"{total:,}; {code:,}"
+    at_root = [path for path in trees if "/" not in path and not path.startswith("__")]
+    yield "modules; at the root, beside __init__ and __main__", f"{len(trees)}; {len(at_root)}"
+    yield "circles of imports", _listed(" ".join(circle) for circle in circles(imports(root)))
+    yield "class names given twice", _listed(given_twice(class_names(trees)))
+    yield "file names given twice", _listed(given_twice(file_names(trees)))
+    yield f"classes with more than {MOST_METHODS} methods", _listed(_large_classes(trees))
+    own = settings(trees)
+    unset = sorted(own - set_by_recipes(root))
+    yield "settings; set by no recipe and no preset", f"{len(own)}; {_listed(unset)}"
+    for change, name in TRACES.items():
+        yield f"files of {change} ({name})", _listed(files_with(name, root))
+    anys = sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees.values() for node in ast.walk(tree))
+    yield "Any in 1,000 lines", f"{1000 * anys / total:.1f}"
+    yield "lines of Args blocks", f"{sum(argument_lines(tree) for tree in trees.values()):,}"
+    by_module = {path: members_of_trainer(tree) for path, tree in trees.items() if path != "trainer.py"}
+    used: set[str] = set().union(*by_module.values())
+    yield "members of the trainer used outside of it; private", f"{len(used)}; {len(private(used))}"
+    yield "lines of tests", f"{sum(len(path.read_text().splitlines()) for path in (root / 'tests').rglob('*.py')):,}"
+    yield "bytes of docs/EXPERIMENTS.md", f"{(root / 'docs' / 'EXPERIMENTS.md').stat().st_size:,}"
+
+
+def _large_classes(trees: dict[str, ast.Module]) -> Iterator[str]:
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+                if methods > MOST_METHODS:
+                    yield f"{node.name} {methods}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return f"{len(names)} ({', '.join(names)})" if names else "0"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Figures of the package's layout.")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout; default: this one")
-    print(*figures(parser.parse_args().root), sep="\n")
+    for name, figure in figures(parser.parse_args().root.resolve()):
+        print(f"{name}: {figure}")

@@ -100,7 +100,7 @@ def test_the_presets_are_beside_the_recipes():
     assert sorted((ROOT / "recipes/presets").glob("*.yaml"), key=str) == [
         ROOT / "recipes/presets" / f"{name}.yaml" for name in PRESETS
     ]
-    assert "run/presets/*.yaml" in (ROOT / "setup.cfg").read_text()
+    assert "build/presets/*.yaml" in (ROOT / "setup.cfg").read_text()
     assert FOLDER.is_relative_to(ROOT / "salesrl_trl")
 
 

@@ -187,12 +187,12 @@ def _texts(source):
         ("vllm", "v1/executor/multiproc_executor.py", "A worker of vLLM or Ray does not start"),
         ("vllm", "v1/executor/ray_utils.py", "A worker of vLLM or Ray does not start"),
         ("torch", "utils/cpp_extension.py", "A kernel does not compile"),
-        ("salesrl_trl", "run/preflight/environment.py", "A lock of an interrupted build is left"),
-        ("salesrl_trl", "run/preflight/environment.py", "A kernel does not compile"),
-        ("salesrl_trl", "run/preflight/environment.py", "The port is taken"),
-        ("salesrl_trl", "run/preflight/environment.py", "The disk is full"),
-        ("salesrl_trl", "run/preflight/environment.py", "The GPU's driver does not fit"),
-        ("salesrl_trl", "run/preflight/tokenizer.py", "Completions do not end"),
+        ("salesrl_trl", "preflight/environment.py", "A lock of an interrupted build is left"),
+        ("salesrl_trl", "preflight/environment.py", "A kernel does not compile"),
+        ("salesrl_trl", "preflight/environment.py", "The port is taken"),
+        ("salesrl_trl", "preflight/environment.py", "The disk is full"),
+        ("salesrl_trl", "preflight/environment.py", "The GPU's driver does not fit"),
+        ("salesrl_trl", "preflight/tokenizer.py", "Completions do not end"),
     ],
 )
 def test_what_is_said_where_a_cpu_cannot_provoke_it_or_before_a_run_is_recognised(package, module, title):
