@@ -47,8 +47,8 @@ async def ask_every_service(
 async def check_kept_references(
     rows: Sequence[SalesRow], answers: RagAnswers, stores: tuple[AnswerStore, AnswerStore], announces: bool
 ) -> None:
-    """Compare some of the references that an earlier run kept for these rows with fresh ones. Forget them all where they
-    differ. `stores` are those of 8B answers with verdicts, and of references."""
+    """Compare some of the references that an earlier run kept for these rows with fresh ones. Forget all of them where
+    they differ. `stores` are those of 8B answers with verdicts, and of references."""
     keys = {answers.reference_key(row): row for row in rows}
     lines = await check_kept(stores[1], stores[0], answers.backend.identity, keys, answers.ask_32b)
     for text, is_warning in lines if announces else ():

@@ -9,9 +9,9 @@ import time
 
 import pytest
 import torch
+from salesrl_trl.reward.desk import RewardDesk
 
 from salesrl_trl.reward import apart
-from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.functions import RewardFunction, per_completion
 from salesrl_trl.reward.mixed import MixedReward
 
