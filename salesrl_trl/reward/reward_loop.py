@@ -2,7 +2,7 @@
 
 Owns the batches that have no result yet, the stop that holds for all of them, the thread of the loop, and what an
 interrupted wait means. Does not own how a completion is scored (`scorer`), nor when a batch begins and which groups
-are waited for. Those belong to its callers: the rollouts, `trainer`, `update.stopping`, and commands without a trainer.
+are waited for. That belongs to its callers: the rollouts, `trainer`, `update.stopping`, commands without a trainer.
 """
 
 import asyncio

@@ -19,7 +19,6 @@ from benchmarks.lengths import completion_tokens, fix_lengths, fix_server_length
 from benchmarks.service import GENERATIONS
 from benchmarks.vllm_server import vllm_server
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.reward.functions import RewardFunction
 from salesrl_trl.reward.stage_times import TimeRange
 
@@ -120,7 +119,7 @@ def test_every_completion_of_a_batch_gets_its_own_length():
 
 def made_between(first, last, *waits):
     """A batch whose rewards were made then, and waited for in those stretches."""
-    batch = RewardBatch([0], None, None, 1.0)
+    batch = RewardFunction(lambda completions: completions).batch([{"prompt": ""}])
     batch.times, batch.waits = TimeRange(first, last), list(waits)
     return batch
 
@@ -141,7 +140,7 @@ def test_what_is_hidden_is_the_part_of_the_makespan_that_nobody_waited_for(waits
 
 
 def test_of_rewards_that_took_no_time_no_share_is_hidden():
-    assert math.isnan(pipeline.hidden_share(RewardBatch([0], None, None, 1.0)))
+    assert math.isnan(pipeline.hidden_share(made_between(None, 0.0)))
     assert math.isnan(pipeline.hidden_share(made_between(10.0, 10.0)))
 
 

@@ -528,7 +528,7 @@ def results_of(reward, completions):
 
     async def once():
         try:
-            return await reward.warm_up(), await reward.score_all([0] * len(completions), completions)
+            return await reward.warm_up(), await reward.score_all([{"row": 0}] * len(completions), completions)
         finally:
             await reward.aclose()
 
@@ -550,7 +550,7 @@ def test_a_dead_embedding_service_gives_the_chain_no_number(store, httpserver, e
     reward = judged_by(Services(httpserver), store())
     embeddings.reply = (500, {})
     told, result = results_of(reward, [ACTION])
-    assert [error.code for error in reward.unusable(told)] == ["embedding_http_500"]
+    assert [error.code for error in reward.names.unusable(told)] == ["embedding_http_500"]
     (scored,) = result.rewards
     assert (scored.outcome, scored.value, scored.reason) == (Outcome.INFRA, None, "embedding_http_500")
 
@@ -581,7 +581,7 @@ def test_settings_lead_to_it_and_its_answers_are_kept(build, embeddings, httpser
 
 
 async def _scored(reward):
-    result = await reward.score_all([0], [ACTION])
+    result = await reward.score_all([{"row": 0}], [ACTION])
     await reward.aclose()
     return result.rewards
 
