@@ -5,9 +5,8 @@ import json
 
 import pytest
 from support import virtual_time
-from support.loopback import ANSWER, VERDICT, action, build_reward, row
+from support.loopback import ANSWER, VERDICT, action, build_reward, examples, row
 
-from salesrl_trl.reward.batch import NOTHING_SCORED
 from salesrl_trl.types import Outcome
 
 PATIENCE_S = 20.0
@@ -19,16 +18,20 @@ def rows():
     return [row("r1", message_id="m1"), row("r2", message_id="m2")]
 
 
-async def fetched(reward, indices):
+def fetched(reward, indices):
     """Ask ahead, and wait until all have answered or failed."""
-    reward.fetch_references(indices)
-    await asyncio.gather(*reward._ahead)
+    return reward.prepare(examples(indices))
+
+
+def begun(reward, indices):
+    """Ask ahead, and do not wait."""
+    return asyncio.create_task(fetched(reward, indices))
 
 
 def score(reward, indices):
     """Score different completions to these rows."""
     texts = [action(query=f"q{number}") for number in range(len(indices))]
-    return reward.score_all(indices, texts)
+    return reward.score_all(examples(indices), texts)
 
 
 def play(reward, scene):
@@ -73,13 +76,12 @@ def test_one_that_is_under_way_is_shared(services, rows):
     reward = build_reward(services.url, rows)
 
     async def scene():
-        reward.fetch_references([0])
+        asking = [begun(reward, [0]), begun(reward, [0])]
         await asyncio.sleep(0)
-        reward.fetch_references([0])
         result = await score(reward, [0, 0])
         assert services.calls["32b"] == 1
         assert [each.outcome for each in result.rewards] == [Outcome.OK] * 2
-        assert reward._ahead == set()
+        await asyncio.gather(*asking)
 
     play(reward, scene())
 
@@ -146,11 +148,13 @@ def test_a_completion_that_has_more_time_left_asks_again_when_asking_ahead_ran_o
     reward = build_reward(services.url, rows, deadline_s=0.5)
 
     async def scene():
-        reward.fetch_references([0])
+        asking = begun(reward, [0])
+        await asyncio.sleep(0)
         reward.deadline_s = PATIENCE_S
         result = await score(reward, [0])
         assert services.calls["32b"] == 2
         assert [each.components["reference"] for each in result.rewards] == [VERDICT["reference"]]
+        await asking
 
     play(reward, scene())
 
@@ -159,11 +163,11 @@ def test_asking_ahead_is_not_counted_as_a_call_that_was_saved(services, rows):
     reward = build_reward(services.url, rows)
 
     async def scene():
-        reward.fetch_references([0, 1])
+        asking = begun(reward, [0, 1])
         await fetched(reward, [0, 1, 0])  # under way
         await fetched(reward, [0, 1])  # kept by now
-        reward.fetch_references([0])
-        report = await reward.drained(NOTHING_SCORED)
+        await asking
+        report = await reward.drain()
         assert report.cache_hits == {"answers": 0, "references": 0}
         assert report.traffic["rag_32b"]["calls"] == 2
         assert list(report.spans) == []
@@ -181,11 +185,13 @@ def test_the_second_and_later_completions_of_a_row_are_saved_calls_whoever_asked
 
     async def scene():
         if ahead == "under_way":
-            reward.fetch_references([0])
+            asking = begun(reward, [0])
+            await asyncio.sleep(0)
         elif ahead != "not":
             await fetched(reward, [0])
         assert (await score(reward, [0, 0, 0, 1])).report.cache_hits["references"] == 2
         assert (await score(reward, [0, 1])).report.cache_hits["references"] == 2  # now both rows' are there
+        assert ahead != "under_way" or asking.done()
 
     play(reward, scene())
     assert services.calls["32b"] == 2 + (ahead == "failed")
@@ -203,22 +209,10 @@ def test_an_error_in_a_backends_code_while_asking_ahead_is_nobodys_and_its_words
 
     async def scene():
         await fetched(reward, [0, 1])
-        assert reward._ahead == set()
 
     with caplog.at_level("DEBUG"):
         play(reward, scene())
     assert "customer" not in caplog.text
-
-
-def test_after_a_cut_off_nothing_is_asked_ahead(services, rows):
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        reward.batches.cut_off("stopped")
-        await fetched(reward, [0, 1])
-        assert services.calls["32b"] == 0
-
-    play(reward, scene())
 
 
 def test_rows_of_branches_without_a_judgement_are_not_asked_for(services):
@@ -228,19 +222,5 @@ def test_rows_of_branches_without_a_judgement_are_not_asked_for(services):
     async def scene():
         await fetched(reward, [0, 1])
         assert [request.json["message_id"] for request in services.asked["32b"]] == ["m2"]
-
-    play(reward, scene())
-
-
-def test_what_is_under_way_when_the_chain_is_closed_is_given_up(services, rows):
-    services.set("32b", ANSWER, delay_s=1.0)
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        reward.fetch_references([0, 1])
-        while not services.asked["32b"]:
-            await asyncio.sleep(0.01)
-        await reward.aclose()
-        assert reward._ahead == set()
 
     play(reward, scene())
