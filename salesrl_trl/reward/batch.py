@@ -93,14 +93,8 @@ class BatchResult:
         log_metric: Callable[[str, float], None],
         components: Sequence[str] | None = None,
     ) -> None:
-        """Hand TRL what functions logged for these completions.
-
-        Args:
-            log_extra, log_metric (`Callable`):
-                TRL's own.
-            components (`Sequence[str]`, *optional*):
-                Components for TRL's table of completions. With them it shows outcome and reason too.
-        """
+        """Hand TRL what functions logged for these completions. Its table of completions shows these `components`, and
+        with them outcome and reason."""
         for name in dict.fromkeys(name for reward in self.rewards for name in reward.columns):
             log_extra(name, [reward.columns.get(name) for reward in self.rewards])
         if components is not None:

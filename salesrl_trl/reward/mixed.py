@@ -23,16 +23,10 @@ from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 
 
 class MixedReward(Scorer):
-    """Several rewards as one.
+    """Several rewards as one, with a weight of each. None at all makes 0 for every completion.
 
-    Args:
-        rewards (`Sequence[Scorer]`):
-            The rewards. None at all makes 0 for every completion.
-        weights (`Sequence[float]`):
-            The weight of each.
-        are_all (`bool`, *optional*, defaults to `True`):
-            Whether there are no others. Beside reward models and those of environments, which TRL runs, a completion
-            to which none of these applies still has a number.
+    `are_all`: there are no others. Beside reward models and those of environments, which TRL runs, a completion to
+    which none of these applies still has a number.
     """
 
     def __init__(self, rewards: Sequence[Scorer], weights: Sequence[float], are_all: bool = True) -> None:

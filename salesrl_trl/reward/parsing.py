@@ -22,18 +22,8 @@ MAX_COMPLETION_CHARS = 200_000
 
 
 def parse_action(completion: str, wanted: ActionFormat = DEFAULT_FORMAT) -> Action | InvalidAction:
-    """Read a completion.
-
-    Args:
-        completion (`str`):
-            The policy's text without special tokens. White space around it and one Markdown code fence are forgiven,
-            nothing else.
-        wanted (`ActionFormat`, *optional*):
-            What an action consists of.
-
-    Returns:
-        `Action` or `InvalidAction`: never raises.
-    """
+    """Read the policy's text without special tokens. White space around it and one Markdown code fence are forgiven,
+    nothing else. Never raises."""
     text = completion.strip()
     if not text:
         return InvalidAction(reason="empty")

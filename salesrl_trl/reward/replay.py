@@ -37,22 +37,13 @@ _VERY = f"{_SAME} AND mode = ? AND step - staleness - (mode = 'train') = ? AND p
 
 
 class ReplayReward(Scorer):
-    """What another run recorded.
+    """What another run recorded, in the place of `reward`.
 
-    Args:
-        reward (`Scorer`):
-            The reward in whose place it stands: for its names, and for what is not recorded.
-        run (`Path`):
-            Output folder of the recorded run, or one file of a record.
-        on_miss (`str`):
-            For a completion that is not recorded: `fail`, `nearest` or `live`.
-        delays (`bool`, *optional*, defaults to `False`):
-            Whether a reward takes as long as it did.
-        rank (`int`, *optional*, defaults to `0`):
-            This process. What it recorded itself comes first.
+    `run` is the output folder of the recorded run, or one file of a record. For a completion that is not recorded
+    `on_miss` says `fail`, `nearest` or `live`: then `reward` is asked. With `delays` a reward takes as long as it did.
+    `rank` is this process: what it recorded itself comes first.
 
-    Raises:
-        `ConfigError`: the record is of another version, or of other reward functions.
+    Raises `ConfigError` if the record is of another version, or of other reward functions.
     """
 
     def __init__(self, reward: Scorer, run: Path, on_miss: str, *, delays: bool = False, rank: int = 0) -> None:

@@ -16,12 +16,8 @@ KINDS = ("completions", "rag", "scoring")
 
 
 class SampleLines:
-    """Logs what happens to single completions.
-
-    Args:
-        kinds (`Collection[str]`, *optional*, defaults to none):
-            Some of `KINDS`. Without `scoring`, completions that could not be scored are logged at the level DEBUG.
-    """
+    """Logs what happens to single completions: lines of these `KINDS`. Without `scoring`, completions without a number
+    are logged at the level DEBUG."""
 
     def __init__(self, kinds: Collection[str] = ()) -> None:
         self._kinds = frozenset(kinds)

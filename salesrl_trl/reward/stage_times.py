@@ -35,12 +35,7 @@ class TimeRange:
 
 
 class StageTimes:
-    """Times the stages of one completion.
-
-    Args:
-        track (`str`):
-            The line of the trace on which they are drawn.
-    """
+    """Times the stages of one completion. `track` is the line of the trace on which they are drawn."""
 
     def __init__(self, track: str) -> None:
         self.seconds: dict[str, float] = {}

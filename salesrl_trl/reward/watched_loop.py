@@ -90,7 +90,7 @@ class WatchedLoop:
         self._deadline_s = deadline_s
         self._leave = leave
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(THREADS)  # for `asyncio.to_thread`
+        self._loop.set_default_executor(DaemonThreads())  # for `asyncio.to_thread`
         self._thread = threading.Thread(target=self._run, name="reward calls", daemon=True)
         self._calls = 0
         self._is_left = False
