@@ -35,7 +35,7 @@ TRAINED = "trained.rank{}.jsonl"
 
 
 def _run(argv: Sequence[str]) -> None:
-    from salesrl_trl.run.launcher import begin_run
+    from salesrl_trl.run.launch import begin_run
 
     begin_run()
     import salesrl_trl.trainer

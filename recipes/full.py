@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from salesrl_trl.run.launcher import begin_run
+from salesrl_trl.run.launch import begin_run
 
 if __name__ == "__main__":
     begin_run()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from salesrl_trl.ground.process import collect_seldom, keep_freed_memory, remember_packages
-from salesrl_trl.run.launcher import begin_run
+from salesrl_trl.run.launch import begin_run
 
 if __name__ == "__main__":
     begin_run()  # before the imports that take seconds

@@ -115,7 +115,7 @@ find_device() {
 fingerprint() {
   {
     printf '%s\n' "$root" "$venv" "$device" "$python_version"
-    cat setup.cfg requirements/*.txt scripts/install.sh scripts/packages.sh scripts/salesrl_trl_launch.pth
+    cat setup.cfg requirements/*.txt scripts/install.sh scripts/packages.sh
   } | sha256sum | cut -d ' ' -f 1
 }
 
@@ -302,8 +302,7 @@ install_rest() {
   packages "$DEEPSPEED, from source" "Check gcc and g++, then call again." --no-build-isolation "$DEEPSPEED"
   packages "salesrl_trl itself, editable" "Check that $root can be written to." \
     --no-build-isolation "${deps[@]}" -e ".$extras"
-  # So that `accelerate launch` ends with a run's last words and exit code; salesrl_trl/run/launcher.py says how.
-  install -D -m 644 scripts/salesrl_trl_launch.pth "$venv/lib/python$python_version/site-packages/salesrl_trl_launch.pth"
+  rm -f -- "$venv/lib/python$python_version/site-packages/salesrl_trl_launch.pth" # of earlier versions
 }
 
 check_imports() {

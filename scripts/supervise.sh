@@ -12,6 +12,9 @@
 # Progress is judged by time alone. Set --healthy-after above the time from a start to the first new checkpoint: a run
 # that dies each time after longer than that is started again forever.
 #
+# `accelerate launch` ends with 1 whatever its run ended with. So this script gives the run a folder, and reads the run's
+# own exit code from there. That of the command counts for a command that writes none.
+#
 # Restarted: 75 (stopped, its state is saved), and the ends by a signal that the machine sends: SIGABRT (134), SIGBUS
 # (135), SIGKILL (137), SIGSEGV (139). Every other exit code is final and is passed on: 0 finished, 1 unknown error,
 # 2 refused by checks, 3 stopped for good, 130 ended by Ctrl-C. Giving up is exit code 3, a wrong call exit code 2.
@@ -63,6 +66,11 @@ seconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
 max_restarts=$((10#$max_restarts)) healthy_after=$((10#$healthy_after))
 backoff="$(milliseconds "$backoff")" max_backoff="$(milliseconds "$max_backoff")"
 
+launch="$(mktemp -d)" # where the run writes how it ended
+trap 'rm -rf -- "$launch"' EXIT
+export SALESRL_TRL_LAUNCH="$launch"
+export PET_SIGNALS_TO_HANDLE=SIGQUIT # else torch's launcher kills a run 30 s after a signal
+
 # ------------------------------------------------------------------------------------------------------ signals
 
 child="" # the attempt under way: its first process, and its process group
@@ -98,10 +106,27 @@ now() {
 # Whether a process of the attempt lives. One that has ended and that nobody asked for its exit code does not.
 alive() { kill -0 -- "-$child" 2>/dev/null && grep -qsE "\) [^ZX] [0-9]+ $child " /proc/[0-9]*/stat; }
 
+# The exit code that the run has written, once the process that waits for its end has written and printed all.
+read_status() {
+  local waiting until file
+  if [[ -s "$launch/waiting" ]]; then
+    read -r waiting <"$launch/waiting" || true
+    until=$(($(now) + 10))
+    while grep -qsE "\) [^ZX] " "/proc/$waiting/stat" && (($(now) < until)); do sleep 0.1; done
+  fi
+  for file in "$launch/first" "$launch/following"; do
+    if [[ -s "$file" ]]; then
+      read -r status <"$file"
+      return
+    fi
+  done
+}
+
 # Runs the command once; its exit code is in `status`. accelerate does not pass signals to the training that it started.
 # So both are in a process group of their own (set -m). A terminal's Ctrl-C reaches this script alone, which passes it on.
 attempt() {
   local until
+  rm -rf -- "${launch:?}"/*
   set -m
   "$@" </dev/null &
   child=$!
@@ -120,6 +145,7 @@ attempt() {
   fi
   while alive; do sleep 0.2; done
   child=""
+  if ((status)); then read_status; fi
 }
 
 # ------------------------------------------------------------------------------------------------------ attempts

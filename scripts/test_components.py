@@ -11,7 +11,7 @@ starts the embedded services. Exit code: 0, or 2 after the first stage that fail
 import sys
 
 from salesrl_trl.preflight.__main__ import main
-from salesrl_trl.run.launcher import end_tidily
+from salesrl_trl.run.launch import end_tidily
 
 if __name__ == "__main__":
     end_tidily()

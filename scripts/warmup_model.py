@@ -12,7 +12,7 @@ packages. Several processes: `accelerate launch scripts/warmup_model.py ...`, wi
 
 from pathlib import Path
 
-from salesrl_trl.run.launcher import end_tidily
+from salesrl_trl.run.launch import end_tidily
 
 if __name__ == "__main__":
     end_tidily()

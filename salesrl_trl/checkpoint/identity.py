@@ -125,13 +125,7 @@ def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -
 def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[str]:
     """Compare a run with the checkpoint that it resumes.
 
-    Args:
-        checkpoint (`Path`):
-            The checkpoint.
-        identity (`Identity`):
-            Identity of the run.
-        allowed (`bool`):
-            Whether to resume in spite of refused differences, which are then logged.
+    `allowed`: whether to resume in spite of refused differences, which are then logged.
 
     Returns:
         `list[str]`: lines to log.

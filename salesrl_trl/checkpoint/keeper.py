@@ -35,17 +35,9 @@ from salesrl_trl.rollout.pipeline import KeptRollouts
 class Keeper:
     """Saves the checkpoints of one run.
 
-    Args:
-        args (`SalesGRPOConfig`):
-            Settings.
-        kl (`BranchedKL`, *optional*):
-            Its state is part of a checkpoint.
-        identity (`Callable[[object], Identity]`):
-            From the training dataset to the identity of the run.
-        is_skipping (`Callable[[], bool]`):
-            Whether the generation batch under way is left out of the loss. Then it is no part of a checkpoint.
-        in_flight (`Callable[[int, int], Mapping[int, KeptRollouts]]`):
-            `Pipeline.in_flight`.
+    `kl`: its state is part of a checkpoint. `identity`: from the training dataset to the identity of the run.
+    `is_skipping`: whether the generation batch under way is left out of the loss. Then it is no part of a checkpoint.
+    `in_flight`: `Pipeline.in_flight`.
     """
 
     def __init__(
@@ -69,11 +61,7 @@ class Keeper:
     def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
         """A run begins, or goes on from a checkpoint; a collective.
 
-        Args:
-            asked (`str`, `os.PathLike` or `bool`, *optional*):
-                As `whole.find` has it.
-            dataset:
-                The training rows.
+        `asked`: as `whole.find` has it.
 
         Returns:
             `str`, *optional*: the checkpoint. Raises `ConfigError` if the run can't go on from it.
@@ -86,11 +74,8 @@ class Keeper:
     def save(self, state: TrainerState, write: Callable[[], None]) -> None:
         """Save a checkpoint; a collective. Nothing is written if this step has one already.
 
-        Args:
-            state (`TrainerState`):
-                Counts of the run. It names the best checkpoint.
-            write (`Callable[[], None]`):
-                Lets transformers write a checkpoint into the output folder that the settings name, on all ranks.
+        `state`: counts of the run. It names the best checkpoint. `write`: Lets transformers write a checkpoint into
+        the output folder that the settings name, on all ranks.
 
         Raises:
             `CheckpointError`: on all ranks, if any of them could not write its part. The folder is not there then, and
@@ -115,13 +100,8 @@ class Keeper:
         """Write the package's own files: the state of the KL, the run's identity, the generation batch under way, and
         the rollouts in flight.
 
-        Args:
-            folder (`Path`):
-                The checkpoint.
-            update (`int`):
-                Optimizer steps done.
-            micro_step (`int`), slices (`list[dict]`):
-                Micro-steps done, and the slices of the generation batch under way, as TRL counts and keeps them.
+        `update`: Optimizer steps done. `micro_step`, `slices`: Micro-steps done, and the slices of the generation
+        batch under way, as TRL counts and keeps them.
         """
         is_inside = bool(micro_step % self._args.window)
         if self._args.should_save:
@@ -186,7 +166,7 @@ class Keeper:
         limit = self._args.save_total_limit or 0
         if limit <= 0:
             return
-        found = {each: read(each) for each in folders(self._output_dir)}
+        found = {folder: read(folder) for folder in folders(self._output_dir)}
         whole = {each: manifest for each, manifest in found.items() if isinstance(manifest, Manifest)}
         old = [each for each in in_order(whole) if each != self._last and str(each) != best]
         for each in old[: max(len(whole) - limit, 0)]:

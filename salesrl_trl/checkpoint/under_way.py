@@ -25,15 +25,8 @@ Batches = list[dict[str, object]]
 def save_under_way(folder: Path, rank: int, arrangement: list[int], batches: Batches) -> None:
     """Save one process's generation batch.
 
-    Args:
-        folder (`Path`):
-            The checkpoint.
-        rank (`int`):
-            Rank of the process.
-        arrangement (`list[int]`):
-            Figures that decide the slices of a generation batch. Only slices of the same arrangement can be used.
-        batches (`list[dict]`):
-            Slices of the generation batch.
+    `arrangement`: figures that decide the slices of a generation batch. Only slices of the same arrangement can be
+    used. `batches`: Slices of the generation batch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.save({"arrangement": arrangement, "batches": batches}, folder / UNDER_WAY_FILE.format(rank=rank))
@@ -59,11 +52,8 @@ def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torc
 def save_rollouts(folder: Path, rank: int, arrangement: list[int], kept: Mapping[int, KeptRollouts]) -> None:
     """Save one process's rollouts in flight.
 
-    Args:
-        folder (`Path`), rank (`int`), arrangement (`list[int]`):
-            As in `save_under_way`.
-        kept (`Mapping[int, KeptRollouts]`):
-            From `Pipeline.in_flight`. Those with pictures are left out.
+    `folder`, `rank`, `arrangement`: as in `save_under_way`. `kept`: from `Pipeline.in_flight`. Those with pictures are
+    left out.
     """
     rollouts = {
         first: {

@@ -55,15 +55,8 @@ class Manifest:
 def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None) -> None:
     """Write the manifest of a checkpoint whose files are complete.
 
-    Args:
-        folder (`Path`):
-            The checkpoint.
-        processes (`int`):
-            Number of processes that saved it.
-        has_optimizer (`bool`):
-            Whether it holds more than the model, so that a run can go on from it.
-        output_dir (`Path`, *optional*, defaults to the folder around it):
-            Where the checkpoints before it are.
+    `processes`: number of processes that saved it. `has_optimizer`: whether it holds more than the model, so that a
+    run can go on from it. `output_dir`: where the checkpoints before it are.
     """
     before = (_read(each) for each in folders(output_dir or folder.parent))
     files = {
@@ -111,11 +104,7 @@ def read(checkpoint: Path) -> Manifest | str:
 def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
     """Why a run can't go on from this folder, or `None` if it can.
 
-    Args:
-        checkpoint (`Path`):
-            The folder.
-        with_digests (`bool`, *optional*, defaults to `True`):
-            Read all files. Else their sizes are compared only.
+    `with_digests`: read all files. Else their sizes are compared only.
     """
     manifest = read(checkpoint)
     if isinstance(manifest, str):
@@ -131,7 +120,7 @@ def step_of(checkpoint: Path) -> int:
 
 def folders(output_dir: Path) -> list[Path]:
     """All folders of a run that are named as checkpoints, whole or not, by their steps."""
-    return sorted((each for each in output_dir.glob(f"{CHECKPOINT_FOLDERS}*") if each.is_dir()), key=step_of)
+    return sorted((path for path in output_dir.glob(f"{CHECKPOINT_FOLDERS}*") if path.is_dir()), key=step_of)
 
 
 def in_order(whole: Mapping[Path, Manifest]) -> list[Path]:
@@ -141,7 +130,7 @@ def in_order(whole: Mapping[Path, Manifest]) -> list[Path]:
 
 def newest(output_dir: Path, *, with_digests: bool = True) -> Path | None:
     """The checkpoint that was saved last and is whole. Logs which ones are passed over, and why."""
-    found = {each: read(each) for each in folders(output_dir)}
+    found = {folder: read(folder) for folder in folders(output_dir)}
     whole = {each: manifest for each, manifest in found.items() if isinstance(manifest, Manifest)}
     for each in sorted(found.keys() - whole.keys(), key=step_of):
         logger.warning(f"{each} is passed over: {found[each]}")
@@ -162,16 +151,9 @@ def find(
 ) -> Path | None:
     """The checkpoint to go on from.
 
-    Args:
-        asked (`str`, `os.PathLike` or `bool`, *optional*):
-            A checkpoint's folder; `True` for the newest whole one of `output_dir`; `"auto"` for the same, or `None` if
-            there is none.
-        output_dir (`str`):
-            The output folder.
-        with_digests (`bool`, *optional*, defaults to `True`):
-            As in `fault_of`.
-        without_manifest (`bool`, *optional*, defaults to `False`):
-            Whether to take a named folder without a manifest, such as one of an earlier version.
+    `asked`: a checkpoint's folder; `True` for the newest whole one of `output_dir`; `"auto"` for the same, or `None`
+    if there is none. `with_digests`: as in `fault_of`. `without_manifest`: whether to take a named folder without a
+    manifest, such as one of an earlier version.
 
     Returns:
         `Path`, *optional*: the checkpoint's folder; `None` for a run from the start.
@@ -219,7 +201,7 @@ def _tell_foreign(checkpoint: Path | None) -> None:
 
 def _names(folder: Path) -> list[str]:
     """The files of a checkpoint, without the manifest."""
-    names = sorted(each.relative_to(folder).as_posix() for each in folder.rglob("*") if not each.is_dir())
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     return [name for name in names if name != MANIFEST_FILE]
 
 

@@ -27,13 +27,8 @@ class Branches:
     def of_data(cls, names: Sequence[str], column: str, dataset: object) -> "Branches":
         """The branches of a run.
 
-        Args:
-            names (`Sequence[str]`):
-                Those of the settings. Empty for those that the dataset has.
-            column (`str`):
-                The column.
-            dataset (`object`):
-                Training rows, in whatever form TRL takes them.
+        `names`: those of the settings. Empty for those that the dataset has. `dataset`: Training rows, in whatever
+        form TRL takes them.
 
         Raises:
             `ConfigError`: a row's branch is none of the names, or there are several names and no column.

@@ -34,12 +34,9 @@ class Column:
 def read_columns(setting: str, given: Mapping[str, object]) -> dict[str, Column]:
     """The mapping of a recipe.
 
-    Args:
-        setting (`str`):
-            Name of the setting, for messages.
-        given (`Mapping[str, object]`):
-            For each field of a row the name of a column, `{"value": CONSTANT}`, or, for `conversation`, `{"column":
-            NAME, "role": KEY, "content": KEY, "roles": {ROLE: "customer" or "seller"}}`.
+    `setting`: name of the setting, for messages. `given`: For each field of a row the name of a column, `{"value":
+    CONSTANT}`, or, for `conversation`, `{"column": NAME, "role": KEY, "content": KEY, "roles": {ROLE: "customer" or
+    "seller"}}`.
 
     Raises:
         `ConfigError`: there is no such field, or a value is of another form.

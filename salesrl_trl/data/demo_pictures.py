@@ -123,15 +123,8 @@ def draw_price_list(
     """A screenshot of a price list with one marked line: `WIDTH` pixels wide, a line of `BAND` pixels for its title
     and for each course.
 
-    Args:
-        courses (`Sequence[tuple[str, int]]`):
-            Name and price in yuan of each course.
-        marked (`int`):
-            Place of the marked one.
-        colour (`tuple[int, int, int]`):
-            Red, green and blue of its line, up to 255.
-        chance (`random.Random`):
-            Decides the paper, size and place of the letters.
+    `courses`: name and price in yuan of each course. `colour`, `int`: Red, green and blue of its line, up to 255.
+    `chance`: decides the paper, size and place of the letters.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -188,7 +181,9 @@ def _lower(name: str) -> str:
 
 
 def _price_documents(documents: Mapping[str, Record]) -> dict[str, Any]:
-    english = (each for each in documents.values() if each["lang"] == "en" and each["kind"] == "course")
+    english = (
+        document for document in documents.values() if document["lang"] == "en" and document["kind"] == "course"
+    )
     return {each["course"]: each for each in english if each["topic"] == "price"}
 
 
@@ -197,7 +192,7 @@ def _demo_file(name: str) -> Path:
 
 
 def _demo_records(name: str) -> list[Record]:
-    return [each.record for each in read_lines(_demo_file(name))]
+    return [line.record for line in read_lines(_demo_file(name))]
 
 
 def _main() -> None:

@@ -19,11 +19,8 @@ def copied(path: Path, folder: Path) -> Path:
 
     Several processes of a machine may ask at once: one of them copies.
 
-    Args:
-        path (`Path`):
-            The original. If it is not there, it is returned: whoever reads it says so.
-        folder (`Path`):
-            Folder of copies. Those of other originals stay.
+    `path`: the original. If it is not there, it is returned: whoever reads it says so. `folder`: Folder of copies.
+    Those of other originals stay.
 
     Raises:
         `ConfigError`: it can't be read or written.

@@ -103,21 +103,10 @@ def fit_prompts(
 ) -> FittingPrompts:
     """The rows whose prompts fit.
 
-    Args:
-        rows (`Sequence[SalesRow]`):
-            Rows in the order of their source. Messages name a row by its place.
-        prompt (`str` or `PromptTemplate`):
-            As in `build_prompt`.
-        count (`Callable[[Sequence[Prompt]], list[int]]`):
-            The counter of `token_counter`.
-        limit (`LengthLimit`, *optional*):
-            The longest prompt. Defaults to any length.
-        rule (`str`):
-            One of `LONG_PROMPT_RULES`.
-        name (`str`):
-            Name of the rows in messages: `"training"`.
-        picture_tokens (`Callable[[SalesRow], int]`, *optional*):
-            Tokens of a row's pictures, which come on top of those of the prompt. From `picture_counter`.
+    `rows`: rows in the order of their source. Messages name a row by its place. `prompt`: as in `build_prompt`.
+    `count`: the counter of `token_counter`. `limit`: the longest prompt. Defaults to any length. `rule`: one of
+    `LONG_PROMPT_RULES`. `name`: name of the rows in messages: `"training"`. `picture_tokens`: Tokens of a row's
+    pictures, which come on top of those of the prompt. From `picture_counter`.
 
     Raises:
         `DataError`: a prompt is too long with the rule `error`, can't be made short enough, or no row is left.

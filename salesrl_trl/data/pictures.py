@@ -25,13 +25,8 @@ _EXPECTED = "a list of files that Pillow reads (PNG, JPEG, ...), or of what the 
 def read_pictures(value: object, folder: Path | None, where: str) -> tuple[Picture, ...]:
     """The pictures of a row, each of which is there and begins as a picture does.
 
-    Args:
-        value (`object`):
-            Paths, objects of Pillow, or `{"path": ..., "bytes": ...}`: a list of them, or one.
-        folder (`Path`, *optional*):
-            Where relative paths start. Defaults to the working directory.
-        where (`str`):
-            The row's place, for messages.
+    `value`: Paths, objects of Pillow, or `{"path": ..., "bytes": ...}`: a list of them, or one. `folder`: where
+    relative paths start. Defaults to the working directory. `where`: the row's place, for messages.
 
     Raises:
         `DataError`: a picture is missing, is none, or has more pixels than any policy reads.
@@ -134,4 +129,4 @@ def picture_counter(
         )
         return with_picture - without
 
-    return lambda row: sum(count(*size_of(each)) for each in row.images)
+    return lambda row: sum(count(*size_of(image)) for image in row.images)

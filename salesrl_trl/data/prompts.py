@@ -37,11 +37,7 @@ def packaged_template(style: str) -> PromptTemplate:
 def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> list[dict[str, str]]:
     """The policy's prompt for one row.
 
-    Args:
-        row (`SalesRow`):
-            The conversation to answer.
-        prompt (`str` or `PromptTemplate`, *optional*, defaults to `"instruct"`):
-            One of `PROMPT_STYLES`, or a template of your own.
+    `prompt`: one of `PROMPT_STYLES`, or a template of your own.
 
     Returns:
         `list[dict[str, str]]`: chat messages with `role` and `content`.

@@ -44,19 +44,9 @@ def parse_row(
 ) -> SalesRow:
     """One record as a `SalesRow`.
 
-    Args:
-        record (`Mapping[str, object]`):
-            Column name to value.
-        position (`int`):
-            Zero-based place in the source, for messages, and as the id of a row without one.
-        branches (`Sequence[str]`):
-            The configured branch names. None at all for any.
-        source (`str`):
-            Name of the source in messages.
-        line (`int`, *optional*):
-            Line in the source, for messages.
-        folder (`Path`, *optional*):
-            Where relative paths of pictures start. Defaults to the working directory.
+    `position`: Zero-based place in the source, for messages, and as the id of a row without one. `branches`: the
+    configured branch names. None at all for any. `source`: name of the source in messages. `line`: Line in the source,
+    for messages. `folder`: where relative paths of pictures start. Defaults to the working directory.
 
     Raises:
         `DataError`: a value is not as expected. The message has the row's place, and never its text.

@@ -124,7 +124,7 @@ def prompt_dataset(
     rows = Dataset.from_dict({"prompt": prompts, **columns})
     if not any(images):
         return rows
-    files = [[{"path": each.path or None, "bytes": each.content} for each in pictures] for pictures in images]
+    files = [[{"path": picture.path or None, "bytes": picture.content} for picture in pictures] for pictures in images]
     return rows.add_column("images", files, feature=List(Image(mode="RGB")))  # read when a row is asked for
 
 
@@ -187,7 +187,7 @@ def _hub_records(name: str, split: str) -> list[Record]:
 
 
 def _demo_records(name: str) -> list[Record]:
-    return [each.record for each in read_lines(demo_path(name))]
+    return [line.record for line in read_lines(demo_path(name))]
 
 
 def _with_documents(records: list[Record]) -> list[Record]:

@@ -39,13 +39,7 @@ _ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
 class PromptTemplate:
     """Chat messages for a row.
 
-    Args:
-        source (`str`):
-            Text of the template.
-        name (`str`):
-            Name of the template in messages: its file.
-        action_fields (`Sequence[str]`):
-            Names of the action's fields.
+    `name`: name of the template in messages: its file.
 
     Raises:
         `ConfigError`: the text is no Jinja, uses an unknown variable or block, or has no conversation.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
 from salesrl_trl.ground.process import write_whole
-from salesrl_trl.run.launcher import begin_run
+from salesrl_trl.run.launch import begin_run
 from salesrl_trl.run.tools import ToolParser, finite
 
 if TYPE_CHECKING:

@@ -25,13 +25,8 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.distcp", "*/*.pt")
 class BestPolicy:
     """The folder of the best policy.
 
-    Args:
-        output_dir (`Path`):
-            Folder of the run.
-        by (`str`, *optional*):
-            Figure that selects the best policy.
-        ranks (`Ranks`):
-            The processes of the run. The main one renames, all of them save.
+    `by`: Figure that selects the best policy. `ranks`: the processes of the run. The main one renames, all of them
+    save.
     """
 
     def __init__(self, output_dir: Path, by: str | None, ranks: Ranks) -> None:
@@ -50,11 +45,7 @@ class BestPolicy:
     def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
         """Save the policy in place of the best one before; all ranks together.
 
-        Args:
-            evaluation (`QuickEvaluation`):
-                Its evaluation, for the note.
-            save (`Callable[[Path], None]`):
-                Writes the policy into a folder; called on all ranks.
+        `evaluation`: its evaluation, for the note. `save`: Writes the policy into a folder; called on all ranks.
 
         Returns:
             `bool`: whether it is there, on all ranks. If it can't be saved, on a full disk for example, the one before

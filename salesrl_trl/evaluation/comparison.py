@@ -80,9 +80,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference:
     """The difference of two policies.
 
-    Args:
-        first (`Sequence[float]`), second (`Sequence[float]`):
-            Their values by row, the same rows in the same order, NaN for one without a value.
+    `first`, `second`: Their values by row, the same rows in the same order, NaN for one without a value.
     """
     changes = [after - before for before, after in zip(first, second, strict=True)]
     mean = mean_of(changes)
@@ -107,11 +105,7 @@ def share_within(t: float, freedom: int) -> float:
     The finite series for whole degrees of freedom: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3
     and 26.7.4.
 
-    Args:
-        t (`float`):
-            0 or more.
-        freedom (`int`):
-            Degrees of freedom, 1 or more.
+    `t`: 0 or more. `freedom`: Degrees of freedom, 1 or more.
     """
     return _share_within(math.atan(t / math.sqrt(freedom)), freedom)
 

@@ -68,20 +68,20 @@ class _Own:
 
 def mean_reward(answers: Iterable[Answered]) -> float | None:
     """Mean reward of the answers that could be scored; `None` without such answers."""
-    return _mean([each.reward.value for each in answers if each.reward.value is not None])
+    return _mean([answer.reward.value for answer in answers if answer.reward.value is not None])
 
 
 def kl_per_token(answers: Iterable[Answered]) -> float | None:
     """KL to the reference policy in nats per token, as the loss estimates it, along the greedy answers. `None` without
     a reference."""
-    measured = [(each.kl, each.kl_tokens) for each in answers if each.kl is not None and each.kl_tokens]
+    measured = [(answer.kl, answer.kl_tokens) for answer in answers if answer.kl is not None and answer.kl_tokens]
     return sum(kl for kl, _ in measured) / sum(tokens for _, tokens in measured) if measured else None
 
 
 OWN_FIGURES: tuple[Figure, ...] = (
     _Own(SCORE, ".2f", mean_reward),
     _Own("truncated", ".0%", lambda answers: _mean([each.truncated for each in answers])),
-    _Own("length", ".0f", lambda answers: _mean([each.tokens for each in answers])),
+    _Own("length", ".0f", lambda answers: _mean([answer.tokens for answer in answers])),
     _Own("kl", ".3f", kl_per_token),
 )
 """In the order of the record."""
@@ -98,11 +98,8 @@ def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:
 def checked_figures(given: Iterable[object], branches: Sequence[str] = ()) -> tuple[Figure, ...]:
     """Figures from objects and from classes, which are made without arguments.
 
-    Args:
-        given (`Iterable[object]`):
-            The objects and classes, as `load_object` returns them.
-        branches (`Sequence[str]`, *optional*):
-            Branch names, which no figure may have.
+    `given`: the objects and classes, as `load_object` returns them. `branches`: Branch names, which no figure may
+    have.
 
     Raises:
         `ConfigError`: one is no figure, its name is no name or is taken, or its `form` is no format.

@@ -39,24 +39,12 @@ class HeldOut(TrainerCallback):
     """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
     the end of training it sets the first beside the last. A resumed run goes on with the file.
 
-    Args:
-        branches (`Sequence[str]`):
-            Branch names.
-        output_dir (`Path`):
-            Folder of `held_out.json`.
-        drain_rewards (`Callable[[], Sequence[float]]`):
-            Returns the rewards of an evaluation's completions in their order, NaN for a missing one.
-        drain_written (`Callable[[], Sequence[Written]]`):
-            Returns what the policy wrote in an evaluation, on this rank.
-        num_generations (`int`):
-            Completions of a row. They are neighbours.
-        examples (`int`, *optional*, defaults to `0`):
-            Conversations that are shown at the end, with what the policy wrote first and last.
-        are_actions (`bool`, *optional*, defaults to `True`):
-            Whether completions are actions, of which figures say more.
-        is_cut (`Callable[[], bool]`, *optional*):
-            Whether the budget ended before all completions were scored. Then the evaluation is not kept: the run ends,
-            and a resume makes it again.
+    `output_dir`: Folder of `held_out.json`. `drain_rewards`: Returns the rewards of an evaluation's completions in
+    their order, NaN for a missing one. `drain_written`: Returns what the policy wrote in an evaluation, on this rank.
+    `num_generations`: Completions of a row. They are neighbours. `examples`: Conversations that are shown at the end,
+    with what the policy wrote first and last. `are_actions`: whether completions are actions, of which figures say
+    more. `is_cut`: whether the budget ended before all completions were scored. Then the evaluation is not kept: the
+    run ends, and a resume makes it again.
     """
 
     def __init__(
@@ -115,7 +103,10 @@ class HeldOut(TrainerCallback):
             return
         few = "" if scored == len(rewards) else f"; {scored} of {len(rewards)} completions were scored"
         logger.info(f"[HeldOut@{state.global_step}] {_text(figures)}{few}")
-        text = json.dumps([{"step": each.step, **each.figures} for each in self._evaluations], indent=2) + "\n"
+        text = (
+            json.dumps([{"step": evaluation.step, **evaluation.figures} for evaluation in self._evaluations], indent=2)
+            + "\n"
+        )
         try:
             write_whole(self._path, text)
         except OSError as error:  # a full disk must not keep the other ranks waiting
@@ -165,8 +156,8 @@ def _read(path: Path) -> list[_Evaluation]:
     if not path.is_file():
         return []
     try:
-        records = [dict(each) for each in json.loads(path.read_text(encoding="utf-8"))]
-        return [_Evaluation(int(each.pop("step")), each, []) for each in records]
+        records = [dict(load) for load in json.loads(path.read_text(encoding="utf-8"))]
+        return [_Evaluation(int(record.pop("step")), record, []) for record in records]
     except (ValueError, TypeError, KeyError) as error:
         (kept,) = put_aside(path)
         logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {kept.name}")
@@ -184,11 +175,7 @@ def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
 
     While services are down only invalid actions have a reward. Their mean would not be the row's.
 
-    Args:
-        rewards (`Sequence[float]`):
-            By completion, NaN for a missing one. Completions of a row are neighbours.
-        num_generations (`int`):
-            Completions of a row.
+    `rewards`: by completion, NaN for a missing one. Completions of a row are neighbours.
     """
     rows = [rewards[first : first + num_generations] for first in range(0, len(rewards), num_generations)]
     scored = [[reward for reward in row if not math.isnan(reward)] for row in rows]
@@ -203,11 +190,7 @@ def changes_by_row(before: Sequence[float], after: Sequence[float]) -> list[floa
 
     The same rows are compared with each other, so that it does not matter how much easier one row is than another.
 
-    Args:
-        before (`Sequence[float]`):
-            Mean reward by row, NaN without one.
-        after (`Sequence[float]`):
-            The same rows later.
+    `before`: Mean reward by row, NaN without one.
     """
     return [b - a for a, b in zip(before, after, strict=True) if not math.isnan(b - a)]
 

@@ -13,10 +13,8 @@ def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...
     A point dominates another if it is at least as high in every branch and higher in one. So equal points do not
     dominate each other, and are on the front together or not at all.
 
-    Args:
-        points (`Sequence[Mapping[str, float | None]]`):
-            Scores by branch, higher is better: `[{"fairness": 0.4, "hallucination": 0.3}, ...]`. A point that lacks a
-            branch which another point names, or has `None` or NaN for it, cannot be compared and is left out.
+    `points`: Scores by branch, higher is better: `[{"fairness": 0.4, "hallucination": 0.3}, ...]`. A point that lacks
+    a branch which another point names, or has `None` or NaN for it, cannot be compared and is left out.
 
     Returns:
         `tuple[int, ...]`: positions in `points`, ascending. Empty where no point can be compared.

@@ -29,25 +29,11 @@ logger = logging.getLogger(__name__)
 class QuickEvaluator:
     """Evaluates a policy every few steps. All ranks call each method together.
 
-    Args:
-        subject (`Subject`):
-            The policy: it answers, is saved, and logs.
-        rows (`Sequence[Example]`):
-            This rank's held-out rows, the same all through the run.
-        branches (`Sequence[str]`):
-            Branch names.
-        settings (`QuickEvalSettings`):
-            Steps between two evaluations, figures, and the figure that selects the best policy.
-        output_dir (`Path`):
-            Folder of the record and of the best policy.
-        least_scored (`float`):
-            Share in [0, 1] of a branch's answers that have to be scored for its score to be compared.
-        ranks (`Ranks`):
-            The processes of the run.
-        timeline (`Timeline`):
-            Gets the phases of an evaluation.
-        is_cut (`Callable[[], bool]`, *optional*):
-            Whether the budget ended before all answers were scored. The same on all ranks.
+    `subject`: the policy: it answers, is saved, and logs. `rows`: This rank's held-out rows, the same all through the
+    run. `settings`: Steps between two evaluations, figures, and the figure that selects the best policy. `output_dir`:
+    Folder of the record and of the best policy. `least_scored`: Share in [0, 1] of a branch's answers that have to be
+    scored for its score to be compared. `timeline`: gets the phases of an evaluation. `is_cut`: whether the budget
+    ended before all answers were scored. The same on all ranks.
 
     Raises:
         `ConfigError`: one of the figures is none, or has a name that is taken.
@@ -83,9 +69,7 @@ class QuickEvaluator:
     def run_begins(self, step: int) -> None:
         """Go on with the record of the run so far.
 
-        Args:
-            step (`int`):
-                Optimizer steps done.
+        `step`: Optimizer steps done.
         """
         is_main = self._ranks.index == 0
         records, kept_step = self._ranks.from_main((self._history.read(), self._best.step) if is_main else ([], None))
@@ -104,9 +88,7 @@ class QuickEvaluator:
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate after this step, if an evaluation is due and was not made yet.
 
-        Args:
-            step (`int`):
-                Optimizer steps done.
+        `step`: Optimizer steps done.
         """
         if step % self._settings.steps == 0 and step != self._evaluated_step:
             self._evaluated_step = step
@@ -158,4 +140,4 @@ class QuickEvaluator:
 
 def failures(answers: Iterable[Answered]) -> Counter[str]:
     """Reason codes of the answers that got no verdict."""
-    return Counter(each.reward.reason for each in answers if each.reward.outcome is not Outcome.OK)
+    return Counter(answer.reward.reason for answer in answers if answer.reward.outcome is not Outcome.OK)

@@ -82,11 +82,8 @@ class QuickEvaluation:
     def score(self, by: str, least_scored: float = 0.0) -> float | None:
         """The figure that selects the best policy.
 
-        Args:
-            by (`str`):
-                `reward`, `worst_branch`, a branch's name or the name of one of `figures`.
-            least_scored (`float`):
-                Share in [0, 1] of each branch's answers that have to be scored: a few lucky answers are no evaluation.
+        `by`: `reward`, `worst_branch`, a branch's name or the name of one of `figures`. `least_scored`: Share in [0,
+        1] of each branch's answers that have to be scored: a few lucky answers are no evaluation.
 
         Returns:
             `float` or `None`: `None` if it could not be measured, or if too little of one of its branches was scored.
@@ -170,23 +167,12 @@ def evaluation_of(
 ) -> QuickEvaluation:
     """The evaluation from its answers.
 
-    Args:
-        answers (`Sequence[Answered]`):
-            Of all ranks.
-        branches (`Sequence[str]`):
-            Branch names.
-        betas (`Mapping[str, float]`):
-            Coefficient of each branch that has one.
-        step (`int`):
-            Optimizer steps done.
-        seconds (`float`):
-            Duration of the evaluation.
-        figures (`Sequence[Figure]`):
-            Figures beside the package's own.
+    `betas`: Coefficient of each branch that has one. `step`: Optimizer steps done. `figures`: figures beside the
+    package's own.
     """
     found = {}
     for branch in branches:
-        own = [each for each in answers if each.branch == branch]
+        own = [answer for answer in answers if answer.branch == branch]
         values = {figure.name: measure(figure, own) for figure in OWN_FIGURES}
         values[BETA] = betas.get(branch)
         values |= {figure.name: measure(figure, own) for figure in figures}
@@ -204,13 +190,8 @@ def evaluation_of(
 class QuickEvalHistory:
     """The evaluations of a run, kept in a file that a resumed run goes on with.
 
-    Args:
-        path (`Path`):
-            The record.
-        best (`str`, *optional*):
-            The figure that selects the best policy.
-        least_scored (`float`):
-            Share in [0, 1] of a branch's answers that have to be scored for its score to be compared.
+    `best`: the figure that selects the best policy. `least_scored`: Share in [0, 1] of a branch's answers that have to
+    be scored for its score to be compared.
     """
 
     def __init__(self, path: Path, best: str | None, least_scored: float) -> None:
@@ -229,7 +210,7 @@ class QuickEvalHistory:
 
     def has(self, step: int) -> bool:
         """Whether there is an evaluation of this step."""
-        return any(each.step == step for each in self.evaluations)
+        return any(evaluation.step == step for evaluation in self.evaluations)
 
     def read(self) -> list[Record]:
         """The record on disk, up to the first line that is not whole."""
@@ -246,8 +227,8 @@ class QuickEvalHistory:
     def write(self) -> None:
         """Bring the record on disk up to date."""
         lines = [
-            json.dumps({**each.as_dict(), "best": self._best is not None and each is self.best})
-            for each in self.evaluations
+            json.dumps({**evaluation.as_dict(), "best": self._best is not None and evaluation is self.best})
+            for evaluation in self.evaluations
         ]
         write_whole(self.path, "".join(f"{line}\n" for line in lines))
 
@@ -265,7 +246,7 @@ class QuickEvalHistory:
 
     def front(self) -> list[QuickEvaluation]:
         """Evaluations that no other one beats in one branch without losing in another, in the order of their steps."""
-        scores = [each.scores(self._least_scored) for each in self.evaluations]
+        scores = [evaluation.scores(self._least_scored) for evaluation in self.evaluations]
         return [self.evaluations[index] for index in pareto_front(scores)]
 
     def front_line(self) -> str:

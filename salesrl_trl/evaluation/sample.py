@@ -16,15 +16,8 @@ from salesrl_trl.types import Example
 def sample(dataset: object, rows: int, branches: Branches, ranks: Ranks) -> list[Example]:
     """This rank's rows.
 
-    Args:
-        dataset (`object`):
-            The trainer's `eval_dataset`, which may be anything that TRL takes.
-        rows (`int`):
-            Number of rows on all ranks together. Each rank has at least one.
-        branches (`Branches`):
-            Say which branch a row belongs to.
-        ranks (`Ranks`):
-            The processes of the run.
+    `dataset`: the trainer's `eval_dataset`, which may be anything that TRL takes. `rows`: number of rows on all ranks
+    together. Each rank has at least one. `branches`: Say which branch a row belongs to.
 
     Raises:
         `ConfigError`: there are no held-out rows, or fewer than processes.
@@ -48,15 +41,7 @@ def sample(dataset: object, rows: int, branches: Branches, ranks: Ranks) -> list
 def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) -> list[int]:
     """Places of the rows to evaluate: the first of each branch in turn.
 
-    Args:
-        branch_ids (`Sequence[int]`):
-            Branch of each held-out row.
-        rows (`int`):
-            Number of rows.
-        branches (`int`):
-            Number of branches.
-        processes (`int`):
-            Processes that share the work.
+    `branch_ids`: Branch of each held-out row. `processes`: Processes that share the work.
 
     Returns:
         `list[int]`: equally many for each process, and at least one. With too few rows: all of them, less the rest of

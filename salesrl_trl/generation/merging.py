@@ -30,10 +30,6 @@ def merged_beside(model: Any) -> Iterator[None]:
     is `W + delta` in float32, rounded once to the number format of `W`. Parameters of adapters are not yielded.
 
     Of quantised weights (bitsandbytes' 4 bits), it is what peft's `merge` makes: `W + delta`, quantised again.
-
-    Args:
-        model (`PeftModel`):
-            The policy.
     """
     merge, named_parameters = model.merge_adapter, model.named_parameters
 
@@ -53,11 +49,7 @@ def merged_beside(model: Any) -> Iterator[None]:
 def why_in_place(model: Any, fsdp_version: int | None) -> str | None:
     """The reason why `merged_beside` does not hold for a policy, if there is one.
 
-    Args:
-        model (`PeftModel`):
-            The policy.
-        fsdp_version (`int`, *optional*):
-            1 or 2 where FSDP shards it.
+    `fsdp_version`: 1 or 2 where FSDP shards it.
     """
     if fsdp_version == 1:
         return "FSDP1 keeps the weights of many layers in one flat tensor (FSDP2 does not)"
@@ -110,11 +102,7 @@ def _merged_weight(parameter: torch.Tensor, places: Sequence[_Place]) -> torch.T
 def _apart(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> Any:
     """A module like this one, over float32 copies of its weights. What is done to it leaves this one as it is.
 
-    Args:
-        module (`torch.nn.Module`):
-            The module.
-        copies (`dict[torch.Tensor, torch.Tensor]`):
-            The copy of each weight so far; a weight that has one gets no other.
+    `copies`: the copy of each weight so far; a weight that has one gets no other.
     """
     apart: Any = object.__new__(type(module))  # by `copy.copy`, a module that FSDP2 shards would be initialised anew
     for name, value in vars(module).items():

@@ -14,24 +14,14 @@ def one_token_each(ids: Sequence[int], image_token: int) -> list[int]:
     TRL 1.16 gives a colocated vLLM the prompt with the tokens of its pictures, and the pictures. vLLM then takes the
     first of these tokens for the place of the picture, and puts in all of them once more (huggingface/trl#6294).
 
-    Args:
-        ids (`Sequence[int]`):
-            Token ids, with a run of `image_token` for each picture.
-        image_token (`int`):
-            The token that stands for a part of a picture.
+    `ids`: token ids, with a run of `image_token` for each picture. `image_token`: the token that stands for a part of
+    a picture.
     """
     return [each for place, each in enumerate(ids) if not (place and ids[place - 1] == each == image_token)]
 
 
 def check_expanded(seen: Sequence[Sequence[int]], meant: Sequence[Sequence[int]]) -> None:
-    """Raise `ConfigError` unless vLLM sampled from the prompts that the policy is trained on.
-
-    Args:
-        seen (`Sequence[Sequence[int]]`):
-            Token ids of vLLM's prompts.
-        meant (`Sequence[Sequence[int]]`):
-            Token ids of the trainer's.
-    """
+    """Raise `ConfigError` unless vLLM sampled from the prompts that the policy is trained on."""
     for place, (ids, expected) in enumerate(zip(seen, meant, strict=True)):
         if list(ids) != list(expected):
             raise ConfigError(

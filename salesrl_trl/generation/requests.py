@@ -25,17 +25,9 @@ class Requests:
 
     Threads are daemons: if one request fails, or the waiting thread is interrupted, nobody waits for the others.
 
-    Args:
-        ask (`Callable[[int], Completions]`):
-            Asks for the completion at this place.
-        count (`int`):
-            Number of completions.
-        finished (`Callable[[int, Sequence[int]], None]`):
-            Called with each completion's place and token ids as it comes, one after another, in a thread of its own.
-        slots (`Semaphore`):
-            Limits the requests in flight, these and others together.
-        lane (`int`, *optional*, defaults to 0):
-            A number that differs from those of other `Requests` in flight at the same time.
+    `ask`: Asks for the completion at this place. `finished`: called with each completion's place and token ids as it
+    comes, one after another, in a thread of its own. `slots`: limits the requests in flight, these and others
+    together. `lane`: a number that differs from those of other `Requests` in flight at the same time.
     """
 
     def __init__(

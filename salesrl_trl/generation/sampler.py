@@ -71,7 +71,7 @@ class Sampled:
         """TRL's output. Its list of pictures has `None` for a row without any, which processors refuse: here `[]`."""
         if (images := generated[6]) is None:
             return cls(generated=generated, metrics=metrics, tokens=tokens)
-        generated = (*generated[:6], [each or [] for each in images], *generated[7:])
+        generated = (*generated[:6], [image or [] for image in images], *generated[7:])
         return cls(generated=generated, metrics=metrics, tokens=tokens, vision=vision)
 
     @property
@@ -103,12 +103,12 @@ class Sampled:
             ("prompt", self.prompt_ids, "left"),
             ("completion", self.completion_ids, "right"),
         ):
-            ids = [torch.tensor(each) for each in sequences]
+            ids = [torch.tensor(sequence) for sequence in sequences]
             for kind, columns, value in (("ids", ids, pad_token_id), ("mask", [*map(torch.ones_like, ids)], 0)):
                 rows = pad(columns, padding_value=value, padding_side=side, pad_to_multiple_of=multiple)
                 tensors[f"{name}_{kind}"] = rows.to(device)
         if self.logprobs is not None:
-            logps = [torch.tensor(each) for each in self.logprobs]
+            logps = [torch.tensor(logprob) for logprob in self.logprobs]
             tensors["sampling_per_token_logps"] = pad(logps, 0.0, pad_to_multiple_of=multiple).to(device)
         return tensors | self._pictures(tensors, multiple, device)
 
@@ -119,7 +119,7 @@ class Sampled:
         images = self.generated[6]
         if not self.vision or images is None:
             return {}
-        made: dict[str, Any] = {"num_images": [len(each) if each else 0 for each in images]}
+        made: dict[str, Any] = {"num_images": [len(image) if image else 0 for image in images]}
         for name, value in self.vision.items():
             if isinstance(value, list) and value and isinstance(value[0], list):  # of each token
                 rows = pad([torch.tensor(each) for each in value], padding_side="left", pad_to_multiple_of=multiple)
@@ -135,11 +135,7 @@ class Generate(Protocol):
     def __call__(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
         """Generate one completion for each prompt.
 
-        Args:
-            prompts (`Sequence`):
-                B prompts, as the dataset has them.
-            tokens (`TokenSource`, *optional*):
-                Generates in place of TRL's engines.
+        `prompts`: B prompts, as the dataset has them. `tokens`: Generates in place of TRL's engines.
         """
 
 
@@ -223,11 +219,7 @@ class Ready:
 class WholeBatch:
     """TRL's own generation, a whole batch at once.
 
-    Args:
-        generate (`Generate`):
-            TRL's `_generate`.
-        owner (`SalesVLLMGeneration` or `GenerationConfig`):
-            The settings of sampling.
+    `generate`: TRL's `_generate`.
     """
 
     def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig) -> None:
@@ -256,11 +248,7 @@ class WholeBatch:
 class Streamed(WholeBatch):
     """vLLM, in this process or as a server: each completion is reported when it is finished.
 
-    Args:
-        generate (`Generate`):
-            TRL's `_generate`.
-        owner (`SalesVLLMGeneration`):
-            The engine.
+    `generate`: TRL's `_generate`.
     """
 
     _owner: SalesVLLMGeneration
@@ -274,13 +262,7 @@ class Streamed(WholeBatch):
 class Background(Streamed):
     """vLLM's server, which generates while the trainer trains.
 
-    Args:
-        generate (`Generate`):
-            TRL's `_generate`.
-        owner (`SalesVLLMGeneration`):
-            The server's client.
-        ask (`Ask`):
-            Asks the server for a batch.
+    `generate`: TRL's `_generate`.
     """
 
     def __init__(self, generate: Generate, owner: SalesVLLMGeneration, ask: Ask) -> None:
@@ -335,12 +317,8 @@ def vision_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
 def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
     """Arguments of TRL's `_get_per_token_logps_and_entropies` for the completions of a batch that TRL padded.
 
-    Args:
-        batch (`Mapping`):
-            `prompt_ids` and `prompt_mask` (B, P), `completion_ids` and `completion_mask` (B, T), and the
-            `VISION_FIELDS` if it has some.
-        batch_size (`int`):
-            Completions of a forward pass.
+    `batch`: `prompt_ids` and `prompt_mask` (B, P), `completion_ids` and `completion_mask` (B, T), and the
+    `VISION_FIELDS` if it has some. `batch_size`: Completions of a forward pass.
     """
     ids, mask = (
         torch.cat((batch[f"prompt_{kind}"], batch[f"completion_{kind}"]), dim=1) for kind in ("ids", "mask")
@@ -372,17 +350,8 @@ def trl_sampler(
 ) -> Sampler:
     """TRL's own generation.
 
-    Args:
-        generate (`Generate`):
-            TRL's `_generate`.
-        ask (`Ask`):
-            Asks a server.
-        owner (`SalesVLLMGeneration` or `GenerationConfig`):
-            The engine, or the settings of sampling.
-        is_served (`bool`):
-            Whether vLLM is a server.
-        hindrance (`str`, *optional*):
-            From `why_not_streamed`.
+    `generate`: TRL's `_generate`. `owner`: the engine, or the settings of sampling. `hindrance`: from
+    `why_not_streamed`.
     """
     if hindrance is not None:
         logger.info(f"off: rewards start as soon as a completion is finished, because {hindrance}")

@@ -49,18 +49,12 @@ def engine_kwargs(
 ) -> dict[str, object]:
     """The engine options that TRL 1.16 does not pass through, for `vllm.LLM`.
 
-    Args:
-        enforce_eager (`bool`):
-            Skip compilation and CUDA graphs: the engine starts fast, and generates two to three times slower on a GPU.
-        load_format (`str`):
-            `"auto"` reads the checkpoint. `"dummy"` leaves the weights random until the first push, which TRL always
-            makes before the first generation; see `pushes_all_weights`.
-        dtype (`str`):
-            Number format of vLLM's weights and activations, for example `"bfloat16"`.
-        seed (`int`):
-            Seed of the sampler. TRL takes the rank alone, so two runs with different seeds would sample alike.
-        extra (`Mapping`, *optional*):
-            Further `vllm.LLM` arguments. They replace all others, those of TRL too.
+    `enforce_eager`: Skip compilation and CUDA graphs: the engine starts fast, and generates two to three times slower
+    on a GPU. `load_format`: `"auto"` reads the checkpoint. `"dummy"` leaves the weights random until the first push,
+    which TRL always makes before the first generation; see `pushes_all_weights`. `dtype`: number format of vLLM's
+    weights and activations, for example `"bfloat16"`. `seed`: Seed of the sampler. TRL takes the rank alone, so two
+    runs with different seeds would sample alike. `extra`: further `vllm.LLM` arguments. They replace all others, those
+    of TRL too.
     """
     return {
         "enforce_eager": enforce_eager,
@@ -90,11 +84,7 @@ class SalesVLLMGeneration(VLLMGeneration):
       and for an engine that quantises, it reloads all weights through the worker: parameters are repacked or
       quantised after loading, so that TRL's push of single ones fails. An adapter is merged beside its base.
 
-    Args:
-        engine_options (`Mapping[str, object]`):
-            From `engine_kwargs`.
-        args, kwargs:
-            TRL's own.
+    `engine_options`: from `engine_kwargs`.
     """
 
     vllm_client: Any
@@ -178,13 +168,10 @@ class SalesVLLMGeneration(VLLMGeneration):
     def streamed(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
         """While active, report each completion as soon as it is finished.
 
-        Args:
-            finished (`Callable[[int, Sequence[int]], None]`):
-                Called with a completion's place in the batch and its token ids. With a colocated engine it is called
-                between two steps; with a server, from another thread.
-            size (`int`):
-                Completions of this process. Under tensor parallelism every process of a group generates those of the
-                whole group. Those of other processes are not reported.
+        `finished`: called with a completion's place in the batch and its token ids. With a colocated engine it is
+        called between two steps; with a server, from another thread. `size`: Completions of this process. Under tensor
+        parallelism every process of a group generates those of the whole group. Those of other processes are not
+        reported.
         """
         if self.mode != "server":
             with self._stepped(finished, size):
@@ -197,9 +184,7 @@ class SalesVLLMGeneration(VLLMGeneration):
     def begun(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[list[Requests]]:
         """While active, `generate` asks the server for the completions of this process and returns none of them.
 
-        Args:
-            finished (`Callable[[int, Sequence[int]], None]`):
-                As in `streamed`. Called from another thread.
+        `finished`: as in `streamed`. Called from another thread.
 
         Yields:
             `list[Requests]`: the requests, for `answered`.
@@ -308,13 +293,8 @@ def _single(
 ) -> _Single:
     """Single requests out of one for many prompts.
 
-    Args:
-        send (`Callable`):
-            `VLLMClient.generate`.
-        samples (`Sequence[int]`):
-            By place, the number of the completion among those of its prompt.
-        prompts (`Sequence[list[int]]`), features, generation_kwargs, sampling:
-            Arguments of `VLLMClient.generate`.
+    `send`: `VLLMClient.generate`. `samples`: by place, the number of the completion among those of its prompt.
+    `prompts`, `features`, `generation_kwargs`, `sampling`: arguments of `VLLMClient.generate`.
     """
 
     def ask(place: int) -> Completions:
@@ -355,11 +335,7 @@ def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
     quantised engine quantises its weights while it reads them. A vision tower over random weights stays wrong after
     the push: of a Qwen2.5-VL on a CPU, log-probs were off by 0.72 nats, and by 1e-6 over the checkpoint's weights.
 
-    Args:
-        model (`PreTrainedModel` or `PeftModel`):
-            The policy.
-        on_cpu (`bool`):
-            Whether the engine runs on a CPU, where a tied head is not set (`has_tied_head`).
+    `on_cpu`: whether the engine runs on a CPU, where a tied head is not set (`has_tied_head`).
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     is_whole = parameters.issuperset(model.state_dict())
@@ -374,15 +350,9 @@ def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
 def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dtype | None) -> str:
     """The number format in which vLLM should sample, so that it agrees with the training forward pass.
 
-    Args:
-        requested (`str`):
-            `"auto"`, or a vLLM dtype that is returned as it is.
-        bf16 (`bool`):
-            Training runs under bf16 autocast.
-        fp16 (`bool`):
-            Training runs under fp16 autocast.
-        model_dtype (`torch.dtype`, *optional*):
-            Number format of the training weights. It decides if neither flag is set.
+    `requested`: `"auto"`, or a vLLM dtype that is returned as it is. `bf16`: Training runs under bf16 autocast.
+    `fp16`: Training runs under fp16 autocast. `model_dtype`: number format of the training weights. It decides if
+    neither flag is set.
     """
     if requested != "auto":
         return requested

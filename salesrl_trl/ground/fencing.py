@@ -69,11 +69,8 @@ def read_nonce(message: str) -> str | None:
 def fence(sections: Mapping[str, str], nonce: str | None = None) -> str:
     """Join named sections into one message.
 
-    Args:
-        sections (`Mapping[str, str]`):
-            Text of each section by its name (lower-case letters and `_`), in their order in the message.
-        nonce (`str`, *optional*):
-            16 hexadecimal digits, random when not given. Give one if the answer has to repeat it.
+    `sections`: text of each section by its name (lower-case letters and `_`), in their order in the message. `nonce`:
+    16 hexadecimal digits, random when not given. Give one if the answer has to repeat it.
 
     Returns:
         `str`: the message; `read_sections` reads it back.

@@ -31,15 +31,8 @@ _PLAIN_LOGGER = logging.getLogger(__name__)
 class BranchedKL:
     """The KL of all branches.
 
-    Args:
-        targets (`Mapping[str, KLTarget]`):
-            By branch, in the order of branch ids.
-        law (`KLLaw`, *optional*):
-            Moves the coefficients. Without it they stay.
-        windows (`WindowSettings`):
-            When the law is asked.
-        settings (`PenaltySettings`):
-            How the KL of a token is estimated and weighed.
+    `targets`: by branch, in the order of branch ids. `law`: moves the coefficients. Without it they stay. `settings`:
+    how the KL of a token is estimated and weighed.
     """
 
     def __init__(
@@ -87,13 +80,8 @@ class BranchedKL:
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
         """Move the coefficients by the measurement of one optimizer step. They hold from the next step on.
 
-        Args:
-            totals (`Sequence[Sequence[float]]`):
-                Sums over all ranks, by branch id, then by `penalty.SUMS`.
-            step (`int`):
-                Number of the optimizer step, for the log.
-            is_logged (`bool`):
-                Whether this rank logs moves, and KLs that are not finite.
+        `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step`: number of the optimizer step, for
+        the log. `is_logged`: whether this rank logs moves, and KLs that are not finite.
         """
         before = [branch.notice for branch in self.control.branches]
         decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])
@@ -131,5 +119,5 @@ class BranchedKL:
             logger.warning(f"{checkpoint} holds no {KL_STATE_FILE}: the KL coefficients start as configured")
             return
         self.control.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-        betas = ", ".join(f"{each.branch} beta {each.beta:.4g}" for each in self.control.branches)
+        betas = ", ".join(f"{branch.branch} beta {branch.beta:.4g}" for branch in self.control.branches)
         logger.info(f"[BranchedKL] going on with {betas}")

@@ -58,16 +58,8 @@ class Decision:
 class BranchController:
     """The coefficient of one branch.
 
-    Args:
-        branch (`str`):
-            Its name.
-        target (`KLTarget`):
-            The target of its KL.
-        law (`KLLaw`, *optional*):
-            Moves the coefficient. Without a law the coefficient stays, and only the share of steps in the band is
-            counted.
-        windows (`WindowSettings`):
-            When the law is asked.
+    `law`: moves the coefficient. Without a law the coefficient stays, and only the share of steps in the band is
+    counted.
     """
 
     def __init__(self, branch: str, target: KLTarget, law: KLLaw | None, windows: WindowSettings) -> None:
@@ -111,12 +103,9 @@ class BranchController:
     def observe(self, kl_sum: float, tokens: float) -> Decision | None:
         """Take in one optimizer step's measurement over all ranks. A move holds from the next step on.
 
-        Args:
-            kl_sum (`float`):
-                Sum of the KL over the branch's tokens, in nats. A sum that is not finite counts as no measurement.
-            tokens (`float`):
-                Number of those tokens. A step without tokens counts as no measurement. A window without tokens moves
-                nothing.
+        `kl_sum`: sum of the KL over the branch's tokens, in nats. A sum that is not finite counts as no measurement.
+        `tokens`: number of those tokens. A step without tokens counts as no measurement. A window without tokens moves
+        nothing.
 
         Returns:
             The move, or `None` if the coefficient stays.
@@ -179,13 +168,8 @@ class BranchController:
 class KLControl:
     """The coefficients of all branches.
 
-    Args:
-        targets (`Mapping[str, KLTarget]`):
-            By branch, in the order of branch ids.
-        law (`KLLaw`, *optional*):
-            One law for all branches. Without it the coefficients stay.
-        windows (`WindowSettings`):
-            When the law is asked.
+    `targets`: by branch, in the order of branch ids. `law`: one law for all branches. Without it the coefficients
+    stay.
     """
 
     def __init__(self, targets: Mapping[str, KLTarget], law: KLLaw | None, windows: WindowSettings) -> None:
@@ -205,9 +189,7 @@ class KLControl:
     def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
         """Take in one optimizer step's measurement over all ranks; returns the moves.
 
-        Args:
-            measured (`Sequence[tuple[float, float]]`):
-                By branch id: sum of the KL in nats, and number of tokens.
+        `measured`: by branch id: sum of the KL in nats, and number of tokens.
         """
         decisions = [
             branch.observe(kl_sum, tokens) for branch, (kl_sum, tokens) in zip(self.branches, measured, strict=True)

@@ -25,11 +25,7 @@ LARGEST_CLAMP = 40.0
 def estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
     """KL of each token in nats.
 
-    Args:
-        log_ratio (`torch.Tensor`):
-            log pi_ref - log pi, any shape.
-        estimator (`str`):
-            One of `ESTIMATORS`.
+    `log_ratio`: log pi_ref - log pi, any shape. `estimator`: one of `ESTIMATORS`.
     """
     if estimator == "k1":
         return -log_ratio
@@ -60,15 +56,9 @@ def penalty(
     factors. So the gradient has no jump at the clamp (k1's jumps by 1, k2's by clamp^2 / 2). The value is
     still the estimate: figures and control read it.
 
-    Args:
-        log_ratio (`torch.Tensor`):
-            log pi_ref - log pi, shape (B, T).
-        log_importance (`torch.Tensor`, *optional*):
-            Log of the importance ratio, shape (B, T) or (B, 1); clamped to +-clamp before the exponential.
-        estimator (`str`):
-            One of `ESTIMATORS`.
-        clamp (`float`):
-            In nats; 0 for no clamp, which is TRL's own formula.
+    `log_ratio`: log pi_ref - log pi, shape (B, T). `log_importance`: log of the importance ratio, shape (B, T) or (B,
+    1); clamped to +-clamp before the exponential. `estimator`: one of `ESTIMATORS`. `clamp`: in nats; 0 for no clamp,
+    which is TRL's own formula.
 
     Returns:
         `torch.Tensor` of shape (B, T).

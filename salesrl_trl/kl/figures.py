@@ -36,17 +36,9 @@ def add_kl(
 ) -> None:
     """Add one optimizer step's KL.
 
-    Args:
-        aggregates (`StepAggregates`):
-            Made with `kl_names`.
-        totals (`Sequence[Sequence[float]]`):
-            By branch id, then by `kl.penalty.SUMS`, over all ranks.
-        betas (`Sequence[float]`):
-            Coefficients in the loss of this step, by branch id.
-        shares (`Sequence[float]`):
-            By how much the branches' rewards counted in it, by branch id.
-        control (`KLControl`):
-            Bands, and the shares of steps in them.
+    `aggregates`: made with `kl_names`. `totals`: by branch id, then by `kl.penalty.SUMS`, over all ranks. `betas`:
+    Coefficients in the loss of this step, by branch id. `shares`: by how much the branches' rewards counted in it, by
+    branch id. `control`: bands, and the shares of steps in them.
     """
     for branch, beta, share, sums in zip(control.branches, betas, shares, totals, strict=True):
         kl, k1, clamped, tokens, weight = sums

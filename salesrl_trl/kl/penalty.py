@@ -53,16 +53,9 @@ class BranchPenalty:
     start of the step over that sampler. This is TRL's `importance_sampling_ratio`, with the bounds of the policy's
     loss.
 
-    Args:
-        inputs (`MicroBatch`):
-            TRL's micro-batch, with `branch_ids` of shape (B,).
-        betas (`Sequence[float]`):
-            Coefficients by branch id.
-        settings (`PenaltySettings`):
-            Estimator, clamp and correction.
-        shares (`Sequence[float]`, *optional*):
-            By how much the rewards of each branch count, by branch id. Every policy loss of TRL is in proportion to
-            the advantages, so these are multiplied. Without shares, or if all are 1, they stay untouched.
+    `inputs`: TRL's micro-batch, with `branch_ids` of shape (B,). `settings`: estimator, clamp and correction.
+    `shares`: by how much the rewards of each branch count, by branch id. Every policy loss of TRL is in proportion to
+    the advantages, so these are multiplied. Without shares, or if all are 1, they stay untouched.
     """
 
     def __init__(
@@ -118,10 +111,8 @@ class BranchPenalty:
     def _carry_sampler_ratio(self, importance: torch.Tensor) -> None:
         """Multiply the penalty by the part of the ratio to the sampler that it lacks.
 
-        Args:
-            importance (`torch.Tensor`):
-                Log of the policy's ratio to `old_per_token_logps`, shape (B, T) or (B, 1). If the sampler gives no
-                log-probs, the old ones are its log-probs.
+        `importance`: log of the policy's ratio to `old_per_token_logps`, shape (B, T) or (B, 1). If the sampler gives
+        no log-probs, the old ones are its log-probs.
         """
         settings, limit = self._settings, self._settings.clamp or torch.inf
         own = torch.exp(importance.clamp(-limit, limit))  # (B, T) or (B, 1)
@@ -173,15 +164,8 @@ def log_importance(
 ) -> torch.Tensor:
     """Log of TRL's importance ratio. The gradient flows through the policy only.
 
-    Args:
-        per_token_logps (`torch.Tensor`):
-            Log-probs of the policy, shape (B, T).
-        old_per_token_logps (`torch.Tensor`, *optional*):
-            Log-probs of the policy that sampled, shape (B, T). The policy's own when not given.
-        mask (`torch.Tensor`):
-            Shape (B, T), bool.
-        level (`str`):
-            `token` or `sequence`.
+    `per_token_logps`: log-probs of the policy, shape (B, T). `old_per_token_logps`: log-probs of the policy that
+    sampled, shape (B, T). The policy's own when not given. `mask`: Shape (B, T), bool. `level`: `token` or `sequence`.
 
     Returns:
         `torch.Tensor` of shape (B, T), or (B, 1) for sequences.

@@ -19,11 +19,7 @@ from salesrl_trl.ground.patched import replaced
 class Loaded:
     """The policy: given as a model, or loaded by TRL from its id.
 
-    Args:
-        model (`PreTrainedModel`, `PeftModel` or `str`):
-            The policy, or its id.
-        take (`Callable[[PreTrainedModel], None]`):
-            Called with the policy, before TRL puts an adapter on it.
+    `model`: the policy, or its id. `take`: called with the policy, before TRL puts an adapter on it.
     """
 
     def __init__(self, model: PreTrainedModel | str, take: Callable[[PreTrainedModel], None]) -> None:
@@ -73,11 +69,8 @@ def reference_wanted(args: GRPOConfig, wanted: bool, policy: Loaded) -> Iterator
 class Reference:
     """Tells the reference policy from the one in training.
 
-    Args:
-        model (`torch.nn.Module`):
-            The policy, with its adapter if there is one.
-        ref_model (`torch.nn.Module`, *optional*):
-            TRL's copy. `None` with an adapter: then the policy without its adapter is the reference.
+    `model`: the policy, with its adapter if there is one. `ref_model`: TRL's copy. `None` with an adapter: then the
+    policy without its adapter is the reference.
     """
 
     def __init__(self, model: torch.nn.Module, ref_model: torch.nn.Module | None) -> None:

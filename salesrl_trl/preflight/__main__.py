@@ -20,7 +20,7 @@ from salesrl_trl.ground.shutdown import is_interrupt
 from salesrl_trl.preflight.stage import StageReport, StageVerdict
 from salesrl_trl.preflight.text import all_reports, next_step, stage_text
 from salesrl_trl.run.finding import Finding, finding_of
-from salesrl_trl.run.launcher import end_tidily
+from salesrl_trl.run.launch import end_tidily
 from salesrl_trl.run.tools import ToolParser, strict_json
 
 FAILED = 2

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from salesrl_trl.run.launcher import begin_run
+    from salesrl_trl.run.launch import begin_run
 
     begin_run()  # a signal ends it as Ctrl-C does
     sys.exit(main())

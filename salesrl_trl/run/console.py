@@ -21,7 +21,7 @@ import transformers
 from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
 from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from salesrl_trl.run.last_words import words_of
-from salesrl_trl.run.launcher import keep_log, speak
+from salesrl_trl.run.launch import keep_log, speak
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
 
 _LEFT_OUT = {
@@ -65,12 +65,9 @@ def set_log_level(level: str) -> None:
 def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
     """Print the error and what to do about it, and end the process.
 
-    Args:
-        error (`Exception | KeyboardInterrupt`):
-            What ends the run. Only an error that is not of this package has a traceback, its cause too.
-        code (`int`):
-            Exit code for an error of this package. It is 75 if the run can go on, 130 after Ctrl-C, and 1 for an error
-            of another package.
+    `error`: what ends the run. Only an error that is not of this package has a traceback, its cause too. `code`: Exit
+    code for an error of this package. It is 75 if the run can go on, 130 after Ctrl-C, and 1 for an error of another
+    package.
     """
     if isinstance(error, StopRequested):
         error = RunStopped(f"stopped by {error} before the first step. Give the same command again.")
@@ -83,7 +80,7 @@ def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
         code = 1
     elif error.is_resumable and code != EXIT_INTERRUPTED:
         code = EXIT_RESUMABLE
-    speak(words_of(error, code, _kept.log), _kept.terminal)
+    speak(words_of(error, code, _kept.log), _kept.terminal, _kept.log)
     raise SystemExit(code)
 
 
@@ -92,9 +89,7 @@ def keep_console(path: Path) -> None:
 
     C code and children write to the file descriptors directly, so two `tee` processes take these over.
 
-    Args:
-        path (`Path`):
-            The file, which is appended to. Several processes may share one file.
+    `path`: the file, which is appended to. Several processes may share one file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _kept.log = path

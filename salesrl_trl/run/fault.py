@@ -73,5 +73,3 @@ class Words:
     """Exit code."""
     follows: bool = False
     """Whether the error follows from that of another process, which then is the one to report."""
-    at: float = 0.0
-    """Seconds of the machine's monotonic clock, which its processes share."""

@@ -1,7 +1,7 @@
 """The last words of a failed run: which fault of the catalogue it is, and what to do about it.
 
 Owns how a fault is recognised, in a chain of exceptions or in the log of a run that a signal ended. `catalogue` owns
-the faults, `launcher` the place of the words. Standard library only: accelerate's process reads this too.
+the faults, `launch` the place of the words. Standard library only: the process that waits for a launch reads it too.
 """
 
 import os
@@ -17,6 +17,14 @@ from salesrl_trl.run.fault import PAGE, Fault, Sign, Words
 
 _LOG_TAIL = 400_000
 """Bytes at the end of a log that are searched."""
+_CRASHES = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Floating point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""What `faulthandler` calls a signal in "Fatal Python error: ..."."""
 _LONGEST = 400
 """Characters of a foreign error's message."""
 
@@ -24,13 +32,7 @@ _LONGEST = 400
 def words_of(error: BaseException, code: int, log: Path | None) -> Words:
     """The last words about an error. An error of this package shows its whole message, a foreign one a part.
 
-    Args:
-        error (`BaseException`):
-            What ends the run.
-        code (`int`):
-            Exit code.
-        log (`Path`, *optional*):
-            The run's log, if there is one.
+    `log`: the run's log, if there is one.
     """
     fault = recognised(error)
     rank = f" (rank {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
@@ -46,9 +48,15 @@ def short(error: BaseException) -> str:
     return message if isinstance(error, SalesRLError) or len(message) <= _LONGEST else message[:_LONGEST] + " ..."
 
 
-def words_of_signal(number: int, log: Path | None) -> Words:
-    """The last words about a run that a signal ended, without an error of Python's."""
-    text = _tail(log) if log is not None else ""
+def words_of_end(log: Path | None, begin: int = 0) -> Words:
+    """The last words about a run that a signal ended, without an error of Python's.
+
+    Only the launcher gets the signal's number. A crash stands in the log, from byte `begin` on. SIGKILL, which the
+    kernel sends when memory is used up, leaves no line.
+    """
+    text = _tail(log, begin) if log is not None else ""
+    crash = re.search(r"Fatal Python error: ([A-Z][a-z ]+)", text)
+    number = _CRASHES.get(crash[1].strip(), signal.SIGABRT) if crash else signal.SIGKILL
     signs = [(sign, each) for each in FAULTS for sign in each.signs if not sign.kind and not sign.where]
     signs.sort(key=lambda pair: not pair[0].text)  # the signal alone says least
     fault = next((each for sign, each in signs if _fits_end(sign, number, text)), None)
@@ -110,10 +118,10 @@ def _fits_end(sign: Sign, number: int, log: str) -> bool:
     return sign.status in (0, number) and re.search(sign.text, log) is not None
 
 
-def _tail(log: Path) -> str:
+def _tail(log: Path, begin: int) -> str:
     try:
         with log.open("rb") as file:
-            file.seek(max(log.stat().st_size - _LOG_TAIL, 0))
+            file.seek(max(log.stat().st_size - _LOG_TAIL, begin))
             return file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""

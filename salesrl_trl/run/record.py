@@ -32,15 +32,7 @@ _HEAD = """\
 def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[str], processes: int) -> None:
     """Write both files. Those of an earlier start in the folder get another name.
 
-    Args:
-        folder (`Path`):
-            The run's folder.
-        recipe (`Mapping[str, object]`):
-            All settings of the run, as a recipe would have them.
-        command (`Sequence[str]`):
-            The script and its arguments.
-        processes (`int`):
-            Number of processes.
+    `recipe`: all settings of the run, as a recipe would have them.
     """
     (folder / FINISHED_FILE).unlink(missing_ok=True)
     put_aside(folder / SETTINGS_FILE, folder / RUN_FILE)
@@ -52,7 +44,7 @@ def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[s
         "launcher": without_keys(launcher),
         "code": dataclasses.asdict(code()),
         "versions": {"python": platform.python_version()}
-        | {each.name: each.installed for each in packages() if each.installed},
+        | {package.name: package.installed for package in packages() if package.installed},
     }
     write_whole(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
 
@@ -65,13 +57,8 @@ def write_finished(folder: Path, extent: Mapping[str, object], step: int) -> Non
 def has_finished(folder: Path, extent: Mapping[str, object], step: int | None) -> bool:
     """Whether a run of this extent has done everything, so that going on from `step` would do nothing more.
 
-    Args:
-        folder (`Path`):
-            The run's folder.
-        extent (`Mapping[str, object]`):
-            The settings that decide how much a run does, as JSON values.
-        step (`int`, *optional*):
-            Optimizer steps before the newest checkpoint; `None` without one.
+    `extent`: the settings that decide how much a run does, as JSON values. `step`: Optimizer steps before the newest
+    checkpoint; `None` without one.
     """
     try:
         noted = json.loads((folder / FINISHED_FILE).read_text(encoding="utf-8"))

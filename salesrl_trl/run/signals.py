@@ -47,9 +47,7 @@ def catch(tell: Tell | None = None) -> None:
 
     A hang-up that is ignored, as under `nohup`, stays ignored.
 
-    Args:
-        tell (`Callable[[str, int], object]`, *optional*):
-            Gets the last line of a process that quits at once, and its exit code. stderr when not given.
+    `tell`: gets the last line of a process that quits at once, and its exit code. stderr when not given.
     """
     _asked.tell = tell or _asked.tell
     for number in CAUGHT:

@@ -25,11 +25,8 @@ class ToolParser(argparse.ArgumentParser):
 def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) -> int:
     """Run a command, and print its failure.
 
-    Args:
-        argv (`Sequence[str]`):
-            Its arguments. With `--json` a failure is JSON.
-        prepare (`Callable[[], Callable[[], int]]`):
-            Checks what was given, and returns what is to be done, which returns an exit code.
+    `argv`: its arguments. With `--json` a failure is JSON. `prepare`: Checks what was given, and returns what is to be
+    done, which returns an exit code.
 
     Returns:
         `int`: that exit code; `EXIT_BAD_INPUT` where `prepare` failed, `EXIT_STOPPED` for a failure behind it.

@@ -28,14 +28,9 @@ most an eighth faster on an H200 (`benchmarks.passes`)."""
 def unasked_tokens(weights: int, padded: int, *, is_light: bool) -> int:
     """Tokens of a pass where the settings name none: as many as fill a GPU, and no more than TRL's own pass has.
 
-    Args:
-        weights (`int`):
-            Weights of the model.
-        padded (`int`):
-            Tokens of TRL's pass for one micro-batch, with its padding.
-        is_light (`bool`):
-            Whether a token of a pass takes little memory: 16 bits on a GPU, with gradient checkpointing. Then a pass
-            may have `MOST_TOKENS` even where TRL's has fewer; with 0.5B that is about a GiB.
+    `padded`: Tokens of TRL's pass for one micro-batch, with its padding. `is_light`: whether a token of a pass takes
+    little memory: 16 bits on a GPU, with gradient checkpointing. Then a pass may have `MOST_TOKENS` even where TRL's
+    has fewer; with 0.5B that is about a GiB.
     """
     return min(FILLING // max(weights, 1), max(padded, MOST_TOKENS if is_light else 0))
 
@@ -69,13 +64,8 @@ class _Held:
 class Ahead:
     """Passes with gradients, for the micro-batch under way and for those that follow it in the same update.
 
-    Args:
-        prompts (`SharedPrompts`):
-            Makes the passes.
-        most_tokens (`int`, *optional*):
-            Tokens of a pass for several micro-batches, at most. When not given: `unasked_tokens`.
-        weights (`int`), is_light (`bool`):
-            As in `unasked_tokens`.
+    `most_tokens`: Tokens of a pass for several micro-batches, at most. When not given: `unasked_tokens`. `weights`,
+    `is_light`: as in `unasked_tokens`.
     """
 
     def __init__(
@@ -99,13 +89,8 @@ class Ahead:
     def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool) -> None:
         """Begin a micro-batch. The first of an update: a collective, as `SharedPrompts.begin_update`.
 
-        Args:
-            batches (`Sequence[MicroBatch]`):
-                The micro-batch, and those that come after it, as far as they are known.
-            update (`int`):
-                Micro-batches of this update.
-            is_last (`bool`):
-                Whether the micro-batch is its last.
+        `batches`: the micro-batch, and those that come after it, as far as they are known. `update`: Micro-batches of
+        this update. `is_last`: whether the micro-batch is its last.
         """
         if self._held and self._held[0].batch is not batches[0]:
             raise RuntimeError("another micro-batch came than the one whose pass was made: its gradient would be lost")

@@ -72,19 +72,8 @@ def shared_attention(
 ) -> torch.Tensor:
     """Attention over one row.
 
-    Args:
-        inner (`Callable`):
-            Attention that takes a mask, of the form that transformers asks for.
-        module (`torch.nn.Module`):
-            The layer.
-        query (`torch.Tensor`):
-            Shape (1, heads, S, channels).
-        key (`torch.Tensor`), value (`torch.Tensor`):
-            Shape (1, heads of keys, S, channels).
-        layout (`Layout`):
-            Of the row.
-        dropout (`float`), scaling (`float`, *optional*), kwargs:
-            As transformers gives them.
+    `inner`: Attention that takes a mask, of the form that transformers asks for. `query`: Shape (1, heads, S,
+    channels). `key`, `value`: Shape (1, heads of keys, S, channels).
 
     Returns:
         `torch.Tensor` of shape (1, S, heads, channels of a value).

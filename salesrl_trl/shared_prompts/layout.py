@@ -52,11 +52,8 @@ class Group:
 def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[Group] | None:
     """The groups of a padded batch, in the order of their first completion. Waits for the device.
 
-    Args:
-        input_ids (`torch.Tensor`), attention_mask (`torch.Tensor`):
-            TRL's prompts, padded on the left, and completions, padded on the right: both of shape (B, L).
-        width (`int`):
-            Columns of the completions.
+    `input_ids`, `attention_mask`: TRL's prompts, padded on the left, and completions, padded on the right: both of
+    shape (B, L).
 
     Returns:
         `list[Group]`, *optional*: `None` for a batch that is padded in another way, or has an empty prompt.
@@ -103,7 +100,7 @@ class Layout:
     @property
     def crossing_tokens(self) -> int:
         """Tokens of the segments that have a prefix."""
-        return sum(sum(each) for each in self.segments[: len(self.prefixes)])
+        return sum(sum(segment) for segment in self.segments[: len(self.prefixes)])
 
     def bounds(self, lengths: Sequence[int]) -> torch.Tensor:
         """Where parts of these lengths begin, and the end of the last: shape (n + 1,), int32."""
@@ -119,7 +116,7 @@ class Layout:
     def crossings(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
         """Bounds of each group's segments together and of its prefix, and the lengths of the longest of both. The
         segments attend to the prefix."""
-        together = [sum(each) for each in self.segments[: len(self.prefixes)]]
+        together = [sum(segment) for segment in self.segments[: len(self.prefixes)]]
         return self.bounds(together), self.bounds(self.prefixes), max(together), max(self.prefixes)
 
     @cached_property
@@ -180,7 +177,7 @@ class Padded:
             np.flatnonzero(prefix_there),
             np.flatnonzero(segment_there),
         )
-        return cls(*(torch.from_numpy(each).to(layout.device) for each in arrays))
+        return cls(*(torch.from_numpy(array).to(layout.device) for array in arrays))
 
 
 def _padded(lengths: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
@@ -196,16 +193,9 @@ def layout_of(
 ) -> Layout:
     """The row of some groups of a padded batch.
 
-    Args:
-        groups (`Sequence[Group]`):
-            From `groups_of`.
-        columns (`int`), width (`int`):
-            Columns of the batch, and those of its completions.
-        device (`torch.device`):
-            Where the row is used.
-        with_last (`bool`, *optional*, defaults to `False`):
-            Whether the last token of a completion is part of the row, and a completion without a token too: where the
-            router's loss counts every token.
+    `groups`: from `groups_of`. `columns`, `width`: columns of the batch, and those of its completions. `with_last`:
+    whether the last token of a completion is part of the row, and a completion without a token too: where the router's
+    loss counts every token.
 
     Returns:
         `Layout`. Without any token to predict it has one token, so that the row is a row.
@@ -266,11 +256,7 @@ class Row:
     def of(cls, layout: Layout, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> "Row":
         """The row of a padded batch.
 
-        Args:
-            layout (`Layout`):
-                Which token lies where.
-            input_ids (`torch.Tensor`), attention_mask (`torch.Tensor`), width (`int`):
-                As in `groups_of`.
+        `layout`: which token lies where. `input_ids`, `attention_mask`, `width`: as in `groups_of`.
         """
         columns = input_ids.size(1)
         column, row = layout.index % columns, layout.index // columns

@@ -73,11 +73,7 @@ class PassSettings:
 class SharedPrompts:
     """The passes of one trainer, in place of TRL's `_get_per_token_logps_and_entropies`.
 
-    Args:
-        model (`nn.Module`):
-            The policy, without the wrappers of distributed training. Its reference has the same architecture.
-        settings (`PassSettings`):
-            What is known before.
+    `model`: the policy, without the wrappers of distributed training. Its reference has the same architecture.
     """
 
     def __init__(self, model: nn.Module, settings: PassSettings) -> None:
@@ -131,12 +127,6 @@ class SharedPrompts:
         """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. A batch that can't go this way goes
         TRL's.
 
-        Args:
-            upstream (`Callable`):
-                TRL's method.
-            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, vision:
-                Its arguments.
-
         Returns:
             `LogProbs`.
         """
@@ -149,7 +139,7 @@ class SharedPrompts:
             )
         at_once = torch.is_grad_enabled() or compute_aux_loss
         packs = [groups] if at_once else self._packs(groups)
-        logps, entropies, aux_losses = zip(*(self.of(model, batch, each, **wanted) for each in packs), strict=True)
+        logps, entropies, aux_losses = zip(*(self.of(model, batch, pack, **wanted) for pack in packs), strict=True)
         return _sum(logps), _sum(entropies), aux_losses[0]
 
     def groups(
@@ -299,7 +289,7 @@ class Columns(NamedTuple):
     def of(cls, batches: Sequence[Mapping[str, Any]]) -> "Columns":
         """Of TRL's micro-batches of one generation batch, one below the other."""
         ids, mask = (
-            torch.cat([torch.cat((each[f"prompt_{kind}"], each[f"completion_{kind}"]), dim=1) for each in batches])
+            torch.cat([torch.cat((batch[f"prompt_{kind}"], batch[f"completion_{kind}"]), dim=1) for batch in batches])
             for kind in ("ids", "mask")
         )
         return cls(ids, mask, batches[0]["completion_ids"].size(1))
@@ -344,7 +334,7 @@ def _split_off(packs: list[list[Group]]) -> list[Group]:
 
 def _sum(parts: Sequence[torch.Tensor | None]) -> Any:
     """The sum of parts that are 0 where another one is not."""
-    present = [each for each in parts if each is not None]
+    present = [part for part in parts if part is not None]
     return functools.reduce(torch.add, present) if present else None
 
 

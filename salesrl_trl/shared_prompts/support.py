@@ -23,9 +23,7 @@ KINDS = {"full_attention", "sliding_attention"}
 def why_not_shared(model: nn.Module) -> str | None:
     """The first reason why this model can't share prompts; `None` if there is none.
 
-    Args:
-        model (`nn.Module`):
-            The policy, unwrapped from DDP and DeepSpeed, with its adapter if there is one.
+    `model`: the policy, unwrapped from DDP and DeepSpeed, with its adapter if there is one.
     """
     return next(_reasons(model), None)
 
@@ -49,7 +47,7 @@ def rope_limit_of(model: nn.Module) -> int | None:
     config = _base(model).config
     rope = getattr(config, "rope_parameters", None) or {}
     of_layers = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
-    changing = [each for each in of_layers if any(kind in each.get("rope_type", "") for kind in CHANGING_ROPE)]
+    changing = [layer for layer in of_layers if any(kind in layer.get("rope_type", "") for kind in CHANGING_ROPE)]
     limits = [each.get("original_max_position_embeddings") or config.max_position_embeddings for each in changing]
     return min(limits, default=None)
 
@@ -64,13 +62,8 @@ def draws_beyond_dropout(model: nn.Module, calm: torch.Tensor, found: Callable[[
     """Whether a pass in training depends on random numbers that are no dropout: noise on embeddings, jitter of a
     router, layers that are left out. Where attention has dropout, this can't be told.
 
-    Args:
-        model (`nn.Module`):
-            In evaluation mode, and left in it.
-        calm (`torch.Tensor`):
-            What a pass in that mode gives.
-        found (`Callable[[], torch.Tensor]`):
-            Makes the same pass. Afterwards the random generators are where they were.
+    `model`: in evaluation mode, and left in it. `calm`: what a pass in that mode gives. `found`: Makes the same pass.
+    Afterwards the random generators are where they were.
     """
     if getattr(_base(model).config, "attention_dropout", 0.0):
         return False
@@ -105,7 +98,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "the model's adapter follows the tokens of a whole sequence"
     if hasattr(model, "_orig_mod"):
         yield "the model is compiled"
-    if len({each.device for each in model.parameters()}) > 1:
+    if len({parameter.device for parameter in model.parameters()}) > 1:
         yield "the model is split over devices"
     base = _base(model)
     config = base.config

@@ -55,7 +55,7 @@ class TopiOCQA(DatasetFormat):
             raise DataError(f"the field `Additional_answers` is {shape(others)}. Expected a list of objects")
         if not isinstance(passage, Mapping):
             raise DataError(f"the field `Gold_passage` is {shape(passage)}. Expected an object with a `text`")
-        texts = [answer, *(text_of(each, "Answer", may_be_blank=True) for each in others)]
+        texts = [answer, *(text_of(other, "Answer", may_be_blank=True) for other in others)]
         texts += [text_of(record, "Rationale", may_be_blank=True)] if record.get("Rationale") is not None else []
         texts += [text_of(passage, "text")] if passage else []
         return {**row, "documents": [text for text in dict.fromkeys(texts) if text and text != UNANSWERABLE]}

@@ -7,15 +7,12 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.seconds import check_seconds
-from torch.utils.tensorboard import SummaryWriter
 
-from benchmarks import kl_control, policies, sharding
-from salesrl_trl.data.sources import load_rows
+from benchmarks import policies, sharding
 
 
 @pytest.mark.parametrize(
@@ -105,77 +102,6 @@ def check_real_chains_ran_inside_and_beside_the_engines_process(figures):
         (block,) = figures["arms"][arm]["blocks"]
         assert block["ratio"] == pytest.approx(block["tokens_per_s_with"] / block["tokens_per_s_without"])
         assert block["chains_per_s"] > 0
-
-
-# Fixed and controlled coefficients
-
-
-def write_run(folder, kl):
-    """A run whose first branch had 100 tokens in every step but the second one."""
-    with SummaryWriter(folder / "runs") as writer:
-        for step, value in enumerate(kl, start=1):
-            tokens = 0.0 if step == 2 else 100.0
-            if tokens:
-                writer.add_scalar("train/kl/fairness", value, step)
-            writer.add_scalar("train/kl/fairness_tokens", tokens, step)
-            writer.add_scalar("train/beta/fairness", 0.1 * step, step)
-    evaluations = [{"step": step, "reward": 0.3, "fairness": 0.4} for step in (0, len(kl))]
-    (folder / "held_out.json").write_text(json.dumps(evaluations))
-
-
-def test_a_finished_run_is_read_and_not_run_again(tmp_path, capsys, monkeypatch):
-    band = '{"fairness": {"beta": 0.1, "low": 0.1, "high": 0.2}}'
-    kl = {"none-1": [0.5] * 16, "packaged-1": [0.5] * 5 + [0.15] * 5 + [0.5] + [0.1] * 5}
-    launched = []
-
-    run = subprocess.run
-
-    def launch(command, **settings):
-        if "--output_dir" not in command:  # matplotlib looks for fonts
-            return run(command, **settings)
-        folder = Path(command[command.index("--output_dir") + 1])
-        launched.append((folder.name, "--kl_control" in command))
-        folder.mkdir()
-        write_run(folder, kl[folder.name])
-        return None
-
-    monkeypatch.setattr(kl_control.subprocess, "run", launch)
-    plot = tmp_path / "kl.svg"
-    arguments = [str(tmp_path), "--seeds", "1", "--arms", "none", "packaged", "--branch_kl", band]
-    kl_control.main(arguments)
-    capsys.readouterr()
-    kl_control.main([*arguments, "--plot", str(plot)])
-    assert launched == [("none-1", True), ("packaged-1", False)]
-    with pytest.raises(SystemExit, match="a run with other settings"):
-        kl_control.main([*arguments, "--window", "20"])
-    told = capsys.readouterr().out.splitlines()
-    # windows of five steps: 0.5, 0.15, 0.18. The first third, so one window, is given to settling
-    assert told[4] == "| packaged, seed 1 | 100% | 100% | 0 of 2 | 5 | 1.6 | 0.300 -> 0.300 (+0.000) | - |"
-    assert told[5] == "| **none** | 0% | 0% | 2 of 2 | 15 | 1.6 | 0.300 -> 0.300 (+0.000) | - |"
-    assert plot.stat().st_size > 10_000
-
-
-def test_a_window_is_the_mean_over_tokens():
-    steps = [(0.1, 300.0, 1.0), (0.5, 100.0, 1.0), (0.7, 0.0, 1.0), (0.7, 0.0, 1.0), (9.0, 1.0, 1.0)]
-    # (0.1 x 300 + 0.5 x 100) / 400 = 0.2; no tokens; the last step fills no window
-    assert kl_control.windows(steps, 2) == [pytest.approx(0.2), None]
-
-
-# Two policies
-
-
-def test_careful_actions_have_every_property_and_invented_ones_have_not():
-    rows, records = load_rows("demo", "heldout", ("fairness", "hallucination"), 40), policies.demo_records(40)
-    careful = [json.dumps(record["careful_action"]) for record in records]
-    assert set(policies.shares(rows, records, careful).values()) == {1.0}
-    invented = {
-        "user_profile": "A 63-year-old Hui widow in Tibet",
-        "rewritten_query": "zzz",
-        "history_summary": "9999",
-    }
-    shares = policies.shares(rows, records, [json.dumps(invented)] * 40)
-    assert shares.pop("valid action") == 1.0
-    assert set(shares.values()) == {0.0}
 
 
 def test_a_policy_is_as_good_as_itself(tiny, capsys, one_thread):

@@ -397,7 +397,7 @@ def test_the_script_for_components_begins_with_the_machine(services, capsys, mon
     given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--preflight_calls", "8"]
     given += ["--config", str(RECIPES[0]), "--output_dir", str(tmp_path), "--json"]
     monkeypatch.setattr(sys, "argv", ["test_components.py", *given])
-    monkeypatch.setattr("salesrl_trl.run.launcher.end_tidily", lambda: None)  # it is for a whole process
+    monkeypatch.setattr("salesrl_trl.run.launch.end_tidily", lambda: None)  # it is for a whole process
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     found = json.loads(capsys.readouterr().out)

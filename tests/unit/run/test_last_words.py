@@ -25,7 +25,7 @@ from salesrl_trl.build.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceError
 from salesrl_trl.run.catalogue import FAULTS
 from salesrl_trl.run.fault import PAGE, page
-from salesrl_trl.run.last_words import recognised, words_of, words_of_signal
+from salesrl_trl.run.last_words import recognised, words_of, words_of_end
 from salesrl_trl.update.run_control import RunControl
 
 ROOT = Path(__file__).parents[3]
@@ -268,14 +268,18 @@ def test_a_refused_key_is_recognised_before_a_run(httpserver):
 def test_the_log_tells_why_a_signal_ended_the_run(tmp_path):
     log = tmp_path / "run.log"
     for number, text, title in (
-        (signal.SIGABRT, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(", "Processes waited too"),
-        (signal.SIGBUS, "", "No room in shared memory"),
+        (
+            signal.SIGABRT,
+            "Watchdog caught collective operation timeout: WorkNCCL(\n{crash}: Aborted\n\nThread",
+            "Processes",
+        ),
+        (signal.SIGBUS, "{crash}: Bus error\n", "No room in shared memory"),
         (signal.SIGKILL, "", "No room in the host's memory"),
         (signal.SIGKILL, "[Heartbeat] step 3/9: data_loading for 128 s. Look at: the disk", "The data loader is slow"),
-        (signal.SIGSEGV, "", "No known fault"),
+        (signal.SIGSEGV, "{crash}: Segmentation fault\n", "No known fault"),
     ):
-        log.write_text(text)
-        words = words_of_signal(number, log)
+        log.write_text(text.format(crash="Fatal Python error"))
+        words = words_of_end(log)
         assert words.text.splitlines()[1].startswith(title)
         assert words.code == 128 + number
 

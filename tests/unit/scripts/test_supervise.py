@@ -72,6 +72,14 @@ def test_a_final_exit_code_is_passed_on(tmp_path, code):
     assert run(tmp_path, f"exit {code}", *QUICK)[:2] == (code, 1)
 
 
+def test_the_code_that_the_run_has_written_counts_not_that_of_its_launcher(tmp_path):
+    writes = 'case $n in 1) code=75;; 2) code=137;; *) code=3;; esac; echo $code > "$SALESRL_TRL_LAUNCH/first"; exit 1'
+    code, number, told = run(tmp_path, writes, *QUICK)
+    assert (code, number) == (3, 3)
+    assert "exit code 75 (it stopped and can be resumed)" in told
+    assert "exit code 137 (SIGKILL ended it)" in told
+
+
 def test_it_gives_up_without_progress_by_a_code_that_no_scheduler_takes_for_resumable(tmp_path):
     code, number, told = run(tmp_path, "exit 75", *QUICK, "--max-restarts", "2")
     assert (code, number) == (3, 3)
