@@ -9,14 +9,13 @@ from dataclasses import replace
 
 import pytest
 from PIL import Image
-from salesrl_trl.reward.base import Origin
 from support.loopback import ACTION, BAD, Services, action, build_reward, chat_completion, row
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import row_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
-from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.batch import Origin, Sample
 from salesrl_trl.reward.functions import per_completion, reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import RemoteReward
