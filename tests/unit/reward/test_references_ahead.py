@@ -7,11 +7,6 @@ import pytest
 from support import virtual_time
 from support.loopback import ANSWER, VERDICT, action, build_reward, examples, row
 
-from salesrl_trl.types import Outcome
-
-PATIENCE_S = 20.0
-"""Until a test that waits in vain fails."""
-
 
 @pytest.fixture
 def rows():
@@ -71,50 +66,6 @@ def test_it_is_asked_with_what_completions_would_ask_with(services, rows):
     assert ahead == {**behind, "message_id": "m2", "request_id": ahead["request_id"]}
 
 
-def test_one_that_is_under_way_is_shared(services, rows):
-    services.set("32b", ANSWER, delay_s=0.5)
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        asking = [begun(reward, [0]), begun(reward, [0])]
-        await asyncio.sleep(0)
-        result = await score(reward, [0, 0])
-        assert services.calls["32b"] == 1
-        assert [each.outcome for each in result.rewards] == [Outcome.OK] * 2
-        await asyncio.gather(*asking)
-
-    play(reward, scene())
-
-
-def test_completions_that_are_first_are_joined_by_what_asks_ahead(services, rows):
-    services.set("32b", ANSWER, delay_s=0.5)
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        scoring = asyncio.create_task(score(reward, [0]))
-        while not services.asked["32b"]:
-            await asyncio.sleep(0.01)
-        await fetched(reward, [0])
-        await scoring
-        assert services.calls["32b"] == 1
-
-    play(reward, scene())
-
-
-def test_one_that_failed_is_asked_for_again_by_the_completions_that_need_it(services, rows):
-    services.answers["32b"] = [(500, {}, {}, 0), (200, ANSWER, {}, 0)]
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        await fetched(reward, [0])
-        assert services.calls["32b"] == 1
-        result = await score(reward, [0, 0])
-        assert services.calls["32b"] == 2
-        assert [each.components["reference"] for each in result.rewards] == [VERDICT["reference"]] * 2
-
-    play(reward, scene())
-
-
 @pytest.mark.parametrize("answer", [(500, {}, {}, 0), (200, {**ANSWER, "answer": ":"}, {}, 0), (200, "<html>", {}, 0)])
 def test_a_failure_ahead_is_nobodys_and_the_completion_is_judged_alone_as_without_it(services, rows, answer, caplog):
     services.answers["32b"] = [answer]
@@ -139,22 +90,6 @@ def test_asking_ahead_ends_with_the_deadline_of_a_completion(services, rows):
         began = loop.time()
         await fetched(reward, [0])
         assert loop.time() - began == pytest.approx(0.5)
-
-    play(reward, scene())
-
-
-def test_a_completion_that_has_more_time_left_asks_again_when_asking_ahead_ran_out_of_it(services, rows):
-    services.answers["32b"] = [(200, ANSWER, {}, 3), (200, ANSWER, {}, 0)]
-    reward = build_reward(services.url, rows, deadline_s=0.5)
-
-    async def scene():
-        asking = begun(reward, [0])
-        await asyncio.sleep(0)
-        reward.deadline_s = PATIENCE_S
-        result = await score(reward, [0])
-        assert services.calls["32b"] == 2
-        assert [each.components["reference"] for each in result.rewards] == [VERDICT["reference"]]
-        await asking
 
     play(reward, scene())
 

@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 from support import deadly
@@ -323,21 +322,6 @@ def test_after_the_warm_up_it_is_known_what_can_not_be_done_without_and_where(
     else:
         assert str(answers["judge" if broken == "judge" else f"rag_{broken}"]).endswith(place.format(url=services.url))
     assert reward.result([]).report.traffic["rag_8b"]["calls"] == 0  # it is not part of a report
-
-
-def test_references_that_are_fetched_ahead_are_asked_once_and_are_no_saved_call(services, remote):
-    reward = remote([row("r1", message_id="m1"), row("r2", message_id="m2")])
-    reward.loop.prepare(examples([0, 0, 1]))
-    until(lambda: services.calls["32b"] == 2)
-    result = reward.result([action(query=f"q{index}") for index in range(4)], [0, 0, 0, 1])
-    assert services.calls == {"32b": 2, "8b": 4, "judge": 4}
-    assert result.report.cache_hits == {"answers": 0, "references": 2}  # the second and the third of row 0
-
-
-def test_many_completions_at_once_get_each_their_own_reward(services, remote):
-    services.judge_by(lambda system, user: {**VERDICT, "candidate": int(user.split("number ")[1][:3]) / 1000})
-    reward = remote(limits={"initial_concurrency": 64, "max_concurrency": 64})
-    assert reward.values(*(action(query=f"number {it:03}") for it in range(64))) == [it / 1000 for it in range(64)]
 
 
 # While it goes on
@@ -688,28 +672,6 @@ def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(servic
     assert (tmp_path / "references.sqlite").is_file()
 
 
-def test_a_chain_over_a_vector_store_scores_in_a_child(services, httpserver, remote_process, tmp_path):
-    pytest.importorskip("lancedb")
-    from salesrl_trl.reward.rag.vector_store import StoredDocument, write_table
-
-    documents = [StoredDocument(id="d1", text="It costs 5980 yuan."), StoredDocument(id="d2", text="Mondays.")]
-    asyncio.run(write_table(tmp_path / "store", documents, np.eye(2, 8, dtype=np.float32), model="embedder"))
-    embedded = {"data": [{"index": 0, "embedding": [1.0] + [0.0] * 7}], "model": "embedder", "object": "list"}
-    httpserver.expect_request("/v1/embeddings", method="POST").respond_with_json(embedded)
-    config = RewardConfig(
-        vector_store_path=str(tmp_path / "store"),
-        embedding_base_url=f"{services.url}/v1",
-        embedding_model="embedder",
-        judge_base_url=f"{services.url}/v1",
-        reference_cache="",
-    )
-    parts = assembly.prepare_reward(config, list(DEFAULT_BRANCHES))
-    chain = assembly.build_reward(config, parts, [row()], "", config.judge_base_url, output_dir=tmp_path / "run")
-    reward = remote_process(chain=chain)
-    assert reward.values(ACTION) == [0.75]
-    assert "It costs 5980 yuan." in services.asked["judge"][0].json["messages"][1]["content"]
-
-
 def test_a_function_that_needs_the_trainers_state_is_refused_and_of_a_row_goes_what_is_read(remote):
     with pytest.raises(ConfigError, match=r"takes 'trainer_state', which is not sent"):
         RemoteReward(per_completion(lambda completion, trainer_state: 0.0))
@@ -730,42 +692,20 @@ def test_what_is_sent_keeps_its_parts_together(services):
 # Where a run places it
 
 
-@pytest.mark.parametrize(
-    ("setting", "on_cpu", "placed_in_a_child"),
-    [
-        (None, True, False),
-        (None, False, True),
-        (True, True, True),
-        (True, False, True),
-        (False, True, False),
-        (False, False, False),
-    ],
-)
-def test_a_run_has_its_chain_in_a_child_where_that_is_wanted(services, caplog, setting, on_cpu, placed_in_a_child):
-    chain = build_reward(services.url, [row()])
-    where = assembly.placed(chain, setting, on_cpu)
-    if placed_in_a_child:
-        assert isinstance(where, RemoteReward)
-        assert where.deadline_s == chain.deadline_s
-    else:
-        assert where is chain
-    assert own_words(caplog) == []
-
-
-@pytest.mark.parametrize(
-    ("setting", "on_cpu", "warns"), [(None, False, True), (None, True, False), (False, False, False)]
-)
-def test_a_chain_that_can_not_be_sent_stays_where_nobody_asked_for_a_child(services, caplog, setting, on_cpu, warns):
-    chain = build_reward(services.url, [row()])
-    chain.hook = lambda: None
-    with caplog.at_level(logging.WARNING):
-        assert assembly.placed(chain, setting, on_cpu) is chain
-    assert ("rewards stay in the trainer's process" in caplog.text) is warns
-
-
+@pytest.mark.parametrize("can_be_sent", [True, False])
+@pytest.mark.parametrize("setting", [None, True, False])
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_chain_that_can_not_be_sent_is_an_error_where_a_child_was_asked_for(services, on_cpu):
+def test_a_run_has_its_chain_in_a_child_where_it_wants_and_can(services, caplog, setting, on_cpu, can_be_sent):
     chain = build_reward(services.url, [row()])
-    chain.hook = lambda: None
-    with pytest.raises(ConfigError, match="`reward_process: false`"):
-        assembly.placed(chain, True, on_cpu)
+    if not can_be_sent:
+        chain.hook = lambda: None
+    is_wanted = setting if setting is not None else not on_cpu
+    if setting and not can_be_sent:
+        with pytest.raises(ConfigError, match="`reward_process: false`"):
+            assembly.placed(chain, setting, on_cpu)
+        return
+    with caplog.at_level(logging.WARNING):
+        placed = assembly.placed(chain, setting, on_cpu)
+    assert isinstance(placed, RemoteReward) is (is_wanted and can_be_sent)
+    assert placed.deadline_s == chain.deadline_s
+    assert ("rewards stay in the trainer's process" in caplog.text) is (is_wanted and not can_be_sent)
