@@ -189,7 +189,7 @@ def build_reward(
 
 def examples(indices):
     """The rows of the dataset for these rows of a chain."""
-    return [{"row": index} for index in indices]
+    return [{"row": index, "id": f"r{index + 1}"} for index in indices]
 
 
 def score_batch(reward, completions, indices=None, run=asyncio.run):
