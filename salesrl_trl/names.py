@@ -139,6 +139,9 @@ BUDGET_CALLS = "budget/calls"
 has a price, as the next."""
 BUDGET_USD = "budget/usd"
 """US dollars for judges so far, by their prices."""
+BUDGET_FORECAST = "budget/forecast"
+"""Share of the nearest limit that is used after the last step, if the steps to come cost as much as those since the
+run's first line. Only where something is limited."""
 
 
 def usage_of(provider: str, kind: str) -> str:
@@ -258,7 +261,7 @@ SETTINGS_FILE = "config.yaml"
 """Every setting of the run, as a recipe."""
 RUN_FILE = "run.json"
 """The command, the package's code and the versions of the others."""
-SPENT_FILE = "budget.sqlite"
+SPENT_FILE = "budget.json"
 """What the run and its resumes have spent. All ranks write there."""
 REPORT_PAGE_FILE = "report.html"
 REPORT_TEXT_FILE = "report.txt"

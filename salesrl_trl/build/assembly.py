@@ -10,15 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from salesrl_trl.build.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
-from salesrl_trl.config.budget import limits_of
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.ground.process import cache_dir
+from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.reward.answer_store import AnswerStore
-from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import JudgeClient
@@ -30,10 +29,10 @@ from salesrl_trl.reward.rag.vector_store import VectorStoreRag
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines
-from salesrl_trl.reward.service.budget import Price, Terms
-from salesrl_trl.reward.service.meter import FREE, Budget
+from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.reward.service.account import CALLS, USD, Limit
+from salesrl_trl.reward.service.budget import FREE, Budget, Price
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.build.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.types import SalesRow
 
 if TYPE_CHECKING:
@@ -253,11 +252,18 @@ def build_reward(
 def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Budget | None:
     """The budget of a run in this folder. `None` where nothing is limited and nothing has a price."""
     providers = config.parsed_judge_providers()
-    limits = limits_of(config, JUDGE)
-    rates = [config.judge_tokens_per_minute, *(each.tokens_per_minute for each in providers)]
-    if not limits and not any(rates) and not any(each.has_price for each in providers):
+    places: list[tuple[str, str | None, RewardConfig | JudgeProviderConfig]] = [("", None, config)]
+    places += [(f"judge_providers[{judge.name}].", f"{JUDGE}_{judge.name}", judge) for judge in providers]
+    limits = [
+        Limit(name=f"{prefix}max_{kind}", kind=kind, most=most, service=service)
+        for prefix, service, settings in places
+        for kind, most in ((CALLS, settings.max_calls), (USD, settings.max_usd))
+        if most is not None
+    ]
+    rates = [config.judge_tokens_per_minute, *(judge.tokens_per_minute for judge in providers)]
+    if not limits and not any(rates) and not any(judge.has_price for judge in providers):
         return None
-    return Budget(Terms(path=output_dir / SPENT_FILE, limits=limits, processes=processes))
+    return Budget(output_dir / SPENT_FILE, limits, processes)
 
 
 def build_services(
@@ -303,7 +309,7 @@ def build_services(
             outage_patience_s=config.outage_patience_s if patience_s is None else patience_s,
             denied_cooldown_s=config.denied_cooldown_s,
             hedge_fraction=config.hedge_fraction,
-            meter=None if budget is None else budget.meter(service, price, tokens_per_minute),
+            quota=None if budget is None else budget.quota(service, price, tokens_per_minute),
         )
 
     def retrieval(service: str, patience_s: float | None = None) -> Transport:
@@ -321,7 +327,7 @@ def build_services(
         return Services(rag, _judge(config, parts, transport, judge_base_url))
     if budget is not None:
         for name, each in parts.judge.transports.items():
-            each.count_by(budget.meter(name))
+            each.count_by(budget.quota(name))
     return Services(rag, parts.judge)
 
 

@@ -12,6 +12,10 @@ from transformers import AutoTokenizer
 from trl import ModelConfig
 
 from salesrl_trl import __version__
+from salesrl_trl.build.assembly import budget_of
+from salesrl_trl.build.checks.addresses import MEANINGLESS
+from salesrl_trl.build.checks.model import generation_config_of
+from salesrl_trl.build.memory.shape import parameter_count
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
@@ -19,15 +23,11 @@ from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.formats import ROWS
 from salesrl_trl.demo.cassette import CASSETTE
 from salesrl_trl.generation import compiled
+from salesrl_trl.ground.process import installed
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
-from salesrl_trl.ground.process import installed
 from salesrl_trl.recording.schema import record_file
-from salesrl_trl.reward.service.spent_file import read_account
-from salesrl_trl.build.assembly import budget_of
-from salesrl_trl.build.checks.addresses import MEANINGLESS
-from salesrl_trl.build.checks.model import generation_config_of
-from salesrl_trl.build.memory.shape import parameter_count
+from salesrl_trl.reward.service.account import read_account
 from salesrl_trl.telemetry.step_lines import calls_and_usd
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
@@ -195,11 +195,11 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     budget = budget_of(reward, Path(training.output_dir))
     if budget is None:
         return []
-    limits = ", ".join(f"{each.name} {each.most:,g}" for each in budget.terms.limits) or "no limit"
-    before = read_account(budget.terms.path).total()
+    limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in budget.limits) or "no limit"
+    before = read_account(budget.path).total()
     so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
     own = [path for path in (*reward.reward_funcs, *([reward.judge] if reward.judge else [])) if path != SALES]
-    lines = [f"{limits}{so_far}; a forecast follows after the first steps"]
+    lines = [f"{limits}{so_far}"]
     if own:
         lines.append(f"not counted: requests of {', '.join(own)}, but for those by the `transports` of a judge")
     return lines

@@ -21,6 +21,11 @@ from transformers import (
 from trl import get_peft_config, get_quantization_config
 
 from salesrl_trl import __version__
+from salesrl_trl.build.banner import banner
+from salesrl_trl.build.checks.model import model_class
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.build.trackers import RunSettings, settings_beside_the_trainers
 from salesrl_trl.checkpoint.whole import STATE_FILE
 from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import prompt_dataset
@@ -29,13 +34,8 @@ from salesrl_trl.names import StartUp
 from salesrl_trl.recording.reader import record_files, run_of
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import Recorder
-from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.build.banner import banner
-from salesrl_trl.build.checks.model import model_class
-from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.settings import RunConfig
-from salesrl_trl.build.trackers import RunSettings, settings_beside_the_trainers
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 
 if TYPE_CHECKING:

@@ -15,13 +15,6 @@ from transformers import (
     ProcessorMixin,
 )
 
-from salesrl_trl.data.form import Records
-from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
-from salesrl_trl.data.pictures import picture_counter
-from salesrl_trl.data.processor import load_processor
-from salesrl_trl.data.sources import check_rows, is_file
-from salesrl_trl.data.templates import PromptTemplate
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.assembly import addresses
 from salesrl_trl.build.checks.addresses import check_vllm_server
 from salesrl_trl.build.checks.model import (
@@ -36,6 +29,13 @@ from salesrl_trl.build.checks.rows import held_out_records
 from salesrl_trl.build.memory.estimate import Estimate
 from salesrl_trl.build.services_plan import ServicesPlan
 from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.data.form import Records
+from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
+from salesrl_trl.data.pictures import picture_counter
+from salesrl_trl.data.processor import load_processor
+from salesrl_trl.data.sources import check_rows, is_file
+from salesrl_trl.data.templates import PromptTemplate
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import SalesRow
 
 

@@ -12,8 +12,8 @@ have 16 bits only if something else keeps the lost part:
 
 from dataclasses import dataclass
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.memory.estimate import Weigh
+from salesrl_trl.errors import ConfigError
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 STOCHASTIC_OPTIM = "adamw_torch_8bit"

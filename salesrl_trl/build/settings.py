@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 import yaml
 from trl import TrlParser
 
+from salesrl_trl.build.presets import FOLDER, PRESETS
+from salesrl_trl.build.yaml_file import read_yaml
 from salesrl_trl.config.checks import check_path, check_text
 from salesrl_trl.data.text import unreadable
 from salesrl_trl.demo.policy import PACKAGED
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.build.presets import FOLDER, PRESETS
-from salesrl_trl.build.yaml_file import read_yaml
 from salesrl_trl.types import DEFAULT_BRANCHES
 
 if TYPE_CHECKING:

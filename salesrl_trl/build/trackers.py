@@ -8,8 +8,8 @@ from dataclasses import fields
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from salesrl_trl.config.keys import without_keys
 from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.config.keys import without_keys
 from salesrl_trl.telemetry.trackers import spared
 
 Settings = Mapping[str, object]

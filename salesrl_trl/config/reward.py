@@ -7,7 +7,6 @@ branches.
 import re
 from dataclasses import dataclass, field
 
-from salesrl_trl.config.budget import check_budget
 from salesrl_trl.config.checks import (
     about,
     check,
@@ -20,6 +19,7 @@ from salesrl_trl.config.checks import (
 )
 from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
 from salesrl_trl.config.replay import ReplayConfig
+from salesrl_trl.config.spending_limits import check_budget
 from salesrl_trl.reward.judge.client import AGGREGATIONS
 from salesrl_trl.reward.judge.noise import MIN_CALLS
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS

@@ -29,7 +29,7 @@ from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise
 from salesrl_trl.reward.judge.provider import ProviderClient
 from salesrl_trl.reward.rag.answers import RagAnswers
 from salesrl_trl.reward.rag.checks import check_verdict
-from salesrl_trl.reward.service.meter import Budget
+from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.warm_up import add_places
 from salesrl_trl.types import Answer, Verdict
@@ -109,11 +109,6 @@ def calls_of(config: RewardConfig, in_flight: int) -> int:
 def _budget(plan: "Plan") -> Budget | None:
     """The run's own budget: what a preflight asks counts in its folder."""
     return budget_of(plan.config.reward, Path(plan.config.training.output_dir))
-
-
-async def _book(budget: Budget | None) -> None:
-    if budget is not None:
-        await budget.aclose()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +197,8 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
             await _report_passages(findings, name, load, answers, plan)
     finally:
         await answers.aclose()
-        await _book(budget)
+        if budget is not None:
+            budget.settle()
 
 
 async def _report_passages(
@@ -280,7 +276,8 @@ async def _examine_judge(plan: "Plan", rubrics: Mapping[str, str], findings: Fin
         }
     finally:
         await judge.aclose()
-        await _book(budget)
+        if budget is not None:
+            budget.settle()
 
 
 def _providers(judge: Judge, config: RewardConfig, verdicts: int) -> dict[str, _Asked]:

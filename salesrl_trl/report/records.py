@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from salesrl_trl.names import (
     beta_of,
     reward_of,
 )
-from salesrl_trl.reward.service.budget import NOTHING_SPENT, Account
-from salesrl_trl.reward.service.spent_file import read_account
+from salesrl_trl.reward.service.account import Account, read_account
 
 EVENT_FILES = "events.out.tfevents.*"
 RUNS = "runs"
@@ -89,8 +88,8 @@ class Run:
     """Names of the checkpoint folders, `best` first."""
     has_trace: bool
     """Whether the folder has a `trace.json`."""
-    account: Account = NOTHING_SPENT
-    """What the run spent, by its `budget.sqlite`. A run without a budget has no such file."""
+    account: Account = field(default_factory=Account)
+    """What the run spent, by its `budget.json`. A run without a budget has no such file."""
 
     def of(self, tag: str) -> Mapping[int, float]:
         """Figures of a tag by step; empty if it was never logged."""
@@ -143,7 +142,7 @@ def _account(path: Path) -> tuple[Account, tuple[str, ...]]:
     try:
         return read_account(path), ()
     except ConfigError:
-        return NOTHING_SPENT, (f"{path.name} could not be read",)
+        return Account(), (f"{path.name} could not be read",)
 
 
 def _steps(series: Mapping[str, Mapping[int, float]]) -> tuple[int, ...]:

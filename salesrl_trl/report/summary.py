@@ -42,7 +42,7 @@ from salesrl_trl.report.figures import (
 )
 from salesrl_trl.report.records import HeldOutRecord, Run
 from salesrl_trl.report.words import NOT_KNOWN, count, figure, number, percent, seconds, shown
-from salesrl_trl.reward.service.budget import Account
+from salesrl_trl.reward.service.account import Account
 
 
 def summary(run: Run) -> tuple[tuple[str, str], ...]:

@@ -173,7 +173,7 @@ class SalesReward(Scorer):
         )
         answers.hits = self._verdicts.hits = references.hits = 0
         if self.budget is not None:
-            await self.budget.settle()
+            self.budget.settle()
         return drained
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
@@ -202,7 +202,7 @@ class SalesReward(Scorer):
         for store in self._stores:
             await asyncio.to_thread(store.close)
         if self.budget is not None:
-            await self.budget.aclose()
+            self.budget.settle()
 
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **self._judge.transports}

@@ -16,7 +16,7 @@ from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, BatchResult, C
 from salesrl_trl.reward.faults import FaultLog
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scoring import FORMAT
-from salesrl_trl.reward.service.meter import Budget
+from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.watched_loop import WatchedLoop
 from salesrl_trl.types import Example, Reward
@@ -125,7 +125,8 @@ class Scorer(ABC):
         self.faults = FaultLog()
         """Logs errors in the reward's code."""
         self.budget: Budget | None = None
-        """Limits what its services may be asked. It belongs to the reward's event loop, but for its `terms`."""
+        """Limits what its services may be asked. It belongs to the reward's event loop, but for its `path` and
+        `limits`."""
 
     @abstractmethod
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:

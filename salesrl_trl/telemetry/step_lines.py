@@ -20,6 +20,7 @@ from transformers import (
 
 from salesrl_trl.names import (
     BUDGET_CALLS,
+    BUDGET_FORECAST,
     BUDGET_USD,
     JUDGE_SECONDS,
     REWARD_SECONDS,
@@ -155,9 +156,13 @@ def shares(logs: Logs) -> str:
 
 
 def spent(logs: Logs) -> str:
-    """`spent 1,234 calls, 0.42 USD`. Empty where nothing is limited and nothing has a price."""
-    calls = logs.get(BUDGET_CALLS)
-    return "" if calls is None else f"spent {calls_and_usd(calls, logs.get(BUDGET_USD) or 0.0)}"
+    """`spent 1,234 calls, 0.42 USD, at the end 81% of the limit`. Empty where nothing is limited and nothing has a
+    price."""
+    calls, forecast = logs.get(BUDGET_CALLS), logs.get(BUDGET_FORECAST)
+    if calls is None:
+        return ""
+    at_end = "" if forecast is None else f", at the end {forecast:.0%} of the limit"
+    return f"spent {calls_and_usd(calls, logs.get(BUDGET_USD) or 0.0)}{at_end}"
 
 
 def calls_and_usd(calls: float, usd: float) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
@@ -56,7 +56,7 @@ from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
-from salesrl_trl.update.spending import ForecastLine, Spending, evaluations_of
+from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
 from salesrl_trl.wiring.hooks import Hooks
@@ -117,7 +117,7 @@ class Wiring:
         self.spending = Spending(reward.budget)
         self.run_control = RunControl(
             args.min_valid_reward_fraction, args.max_skipped_generations, reward.names.places, args.max_kl,
-            Path(args.output_dir), args.max_outage_s, self.spending.told, self.spending.is_reached,
+            Path(args.output_dir), args.max_outage_s, self.spending.reported, self.spending.is_reached,
         )  # fmt: skip
         self.keeper = Keeper(
             args,
@@ -207,7 +207,7 @@ class Wiring:
         self._wrap_phases(trl)
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
         self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
-        return self._callbacks(trl, quick_eval)
+        return self._callbacks(trl)
 
     @property
     def _is_served(self) -> bool:
@@ -241,16 +241,14 @@ class Wiring:
         for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
             setattr(trl.engine, name, self.timeline.phased(phase, getattr(trl.engine, name)))
 
-    def _callbacks(self, trl: Hooks, quick_eval: QuickEvalSettings | None) -> list[TrainerCallback]:
+    def _callbacks(self, trl: Hooks) -> list[TrainerCallback]:
         args, names = self._args, self.reward.names
         failures = functools.partial(self.ledger.failures, "train")
         quick = () if self.quick_eval is None else self.quick_eval.figure_names
-        eval_generations = trl.num_generations_eval if args.held_out_eval else 0
         return [
             SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(args.branches, names.providers if names.has_actions else None, failures),
-            ForecastLine(self.spending, evaluations_of(args, quick_eval, trl.eval_dataset, eval_generations)),
             EpochLine(args.branches, failures, trl.log),
             HeldOut(
                 args.branches,
@@ -318,8 +316,12 @@ class Wiring:
     def figures(self, mode: str) -> dict[str, float]:
         """The figures of a log line. Starts over."""
         figures = self.ledger.flush(mode)
-        more = self.spending.figures() | self.instruments.figures(self._trl.accelerator) if mode == "train" else {}
-        return figures | more
+        if mode == "train":
+            state = self._trl.state()
+            assert isinstance(state, TrainerState)
+            figures |= self.spending.figures(state.global_step, state.max_steps)
+            figures |= self.instruments.figures(self._trl.accelerator)
+        return figures
 
     @contextlib.contextmanager
     def running(self, save: Callable[[], None]) -> Iterator[None]:

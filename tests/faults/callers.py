@@ -1,13 +1,10 @@
-"""The callers of four ranks that share a budget: python tests/faults/callers.py, with settings on stdin.
+"""A rank that spends a budget: python tests/faults/callers.py SETTINGS, which are JSON.
 
-Each rank is a process. Its callers ask until the budget is spent. Then a line says how many answers they got, and by
-which error they ended. All ranks are children of one process, which has imported the package for them. It says their
-process ids before, and writes an empty line when all have ended.
+Its callers ask until the budget is spent. Then a line says how many answers they got, and by which error they ended.
 """
 
 import asyncio
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,19 +14,18 @@ from support.loopback import row
 
 from salesrl_trl.errors import BudgetSpent, ServiceError
 from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient
-from salesrl_trl.reward.service.budget import Limit, Price, Terms
+from salesrl_trl.reward.service.account import Limit
+from salesrl_trl.reward.service.budget import FREE, Budget, Price
 from salesrl_trl.reward.service.deadline import deadline
 from salesrl_trl.reward.service.http import HttpClient
-from salesrl_trl.reward.service.meter import Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer
 
-RANKS = 4
-SLOTS = 8
+RANKS = 2
+SLOTS = 16
 """Of each service."""
-PROMPT_USD, COMPLETION_USD = 2.0, 10.0
-"""US dollars of a million tokens."""
-CALL_USD = (100 * PROMPT_USD + 20 * COMPLETION_USD) / 1e6
+PRICE = Price(prompt_token=2e-6, completion_token=1e-5)
+CALL_USD = PRICE.of(100, 20)
 """The cost of a verdict of the fault server."""
 SERVICES = ("rag_8b", "judge")
 
@@ -42,8 +38,7 @@ def material():
 
 
 async def main(url, path, kind, most):
-    budget = Budget(Terms(path=Path(path), limits=(Limit(name=f"max_{kind}", kind=kind, most=most),)))
-    price = Price(prompt_token=PROMPT_USD / 1e6, completion_token=COMPLETION_USD / 1e6)
+    budget = Budget(Path(path), [Limit(name=f"max_{kind}", kind=kind, most=most)], RANKS)
     rag, judge = (
         Transport(
             name,
@@ -53,7 +48,7 @@ async def main(url, path, kind, most):
             max_attempts=3,
             hedge_fraction=0.5,
             outage_patience_s=30.0,
-            meter=budget.meter(name, price if name == "judge" else Price()),
+            quota=budget.quota(name, PRICE if name == "judge" else FREE),
         )
         for name in SERVICES
     )
@@ -83,21 +78,10 @@ async def main(url, path, kind, most):
     await asyncio.gather(*(ask(each) for each in asked for _ in range(2 * SLOTS)))
     await http.aclose()
     await provider.http.aclose()
-    await budget.aclose()
-    hedges = sum(each.drain_traffic()["hedges"] for each in (rag, judge))
-    os.write(1, f"{json.dumps({**got, 'hedges': hedges})}\n".encode())  # at once: the ranks share the pipe
+    budget.settle()
+    print(json.dumps({**got, "hedges": sum(each.drain_traffic()["hedges"] for each in (rag, judge))}))
 
 
 if __name__ == "__main__":
     stamina.instrumentation.set_on_retry_hooks([])  # which write a line each
-    for settings in map(json.loads, sys.stdin):
-        ranks = []
-        for _ in range(RANKS):
-            if not (rank := os.fork()):
-                asyncio.run(main(**settings))
-                os._exit(0)
-            ranks.append(rank)
-        os.write(1, f"{json.dumps(ranks)}\n".encode())
-        for rank in ranks:
-            os.waitpid(rank, 0)
-        os.write(1, b"\n")
+    asyncio.run(main(**json.loads(sys.argv[1])))

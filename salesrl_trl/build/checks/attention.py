@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.checks.model import model_class
+from salesrl_trl.errors import ConfigError
 
 AUTO = "auto"
 """A value of `attn_implementation`: FlashAttention where it can be used, else SDPA."""

@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from salesrl_trl.build.checks.addresses import MEANINGLESS, check_models, check_rag
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.checks import build_object, load_object
 from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.knowledge import load_documents
 from salesrl_trl.demo.cassette import CASSETTE
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.judge.base import Judge
 from salesrl_trl.reward.judge.client import load_rubrics, packaged_rubrics
 from salesrl_trl.reward.rag.vector_store import has_table
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
-from salesrl_trl.build.checks.addresses import MEANINGLESS, check_models, check_rag
-from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.types import DEFAULT_FORMAT
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.software import ask_driver
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.device import GIB
 
 

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 from trl import ModelConfig
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.checks.model import empty_model, positions_of, put_adapter
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.shared_prompts.support import why_not_shared, window_of
 
 

@@ -24,8 +24,8 @@ from salesrl_trl.ground.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.judge.base import ProviderUsage
 from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, response_format, signed_rubric
+from salesrl_trl.reward.service.budget import Bill
 from salesrl_trl.reward.service.http import HttpClient, refuse_stated_error
-from salesrl_trl.reward.service.meter import Bill
 from salesrl_trl.reward.service.reply import read_json
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict

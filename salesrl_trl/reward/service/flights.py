@@ -16,10 +16,10 @@ import anyio
 
 from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
 from salesrl_trl.reward.service.breaker import Breaker
+from salesrl_trl.reward.service.budget import ServiceQuota
 from salesrl_trl.reward.service.deadline import now
 from salesrl_trl.reward.service.hedging import HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
-from salesrl_trl.reward.service.meter import Meter
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Flights:
         traffic (`Counter[str]`):
             Counted here: `sent` hedges, `hedges`, `hedges_won`; and `overloads`, `timeouts` and `failures` of requests
             beside which another one for the same call goes on.
-        meter (`Meter`, *optional*):
+        quota (`ServiceQuota`, *optional*):
             Counts hedges. There is none that would have to wait for the budget.
     """
 
@@ -53,9 +53,9 @@ class Flights:
         hedging: HedgePolicy,
         breaker: Breaker,
         traffic: Counter[str],
-        meter: Meter | None = None,
+        quota: ServiceQuota | None = None,
     ) -> None:
-        self._meter = meter
+        self._quota = quota
         self._limit = limit
         self._hedging = hedging
         self._breaker = breaker
@@ -137,7 +137,7 @@ class Flights:
                 continue
             if self._slots.borrowed_tokens + self._hedges >= self._limit.slots:
                 return self._limit.slots > 1
-            if self._meter is not None and not self._meter.admits_now():
+            if self._quota is not None and not self._quota.admits_now():
                 return False
             flight.send(self._limit.record_sent())
             self._hedges += 1

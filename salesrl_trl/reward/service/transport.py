@@ -28,11 +28,11 @@ from salesrl_trl.errors import (
     ServiceUnavailable,
 )
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
+from salesrl_trl.reward.service.budget import Bill, ServiceQuota
 from salesrl_trl.reward.service.deadline import deadline, now, remaining_s
 from salesrl_trl.reward.service.flights import Flights
 from salesrl_trl.reward.service.hedging import HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
-from salesrl_trl.reward.service.meter import Bill, Meter
 from salesrl_trl.reward.service.per_event_loop import PerLoop
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Transport:
             Longest pause between two probes of a service that refuses the key or whose quota is used up.
         hedge_fraction (`float`, *optional*, defaults to `0.05`):
             Most extra requests for late calls, as a share of all; 0 for none.
-        meter (`Meter`, *optional*):
+        quota (`ServiceQuota`, *optional*):
             Holds every request against the run's budget. None when not given.
         breaker (`Breaker`, *optional*):
             In place of the usual one.
@@ -94,11 +94,11 @@ class Transport:
         outage_patience_s: float = 0.0,
         denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S,
         hedge_fraction: float = 0.05,
-        meter: Meter | None = None,
+        quota: ServiceQuota | None = None,
         breaker: Breaker | None = None,
     ) -> None:
         self.service = service
-        self._meter = meter
+        self._quota = quota
         self._attempt_timeout_s = attempt_timeout_s
         self._max_attempts = max_attempts
         self._outage_patience_s = outage_patience_s
@@ -110,11 +110,11 @@ class Transport:
         self._changes: PerLoop[_Changes] = PerLoop(_Changes)
 
     def _new_flights(self) -> PerLoop[Flights]:
-        return PerLoop(partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, self._meter))
+        return PerLoop(partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, self._quota))
 
-    def count_by(self, meter: Meter) -> None:
-        """Hold every request against the run's budget, from the first one on. Not for a transport with a meter."""
-        self._meter = meter
+    def count_by(self, quota: ServiceQuota) -> None:
+        """Hold every request against the run's budget, from the first one on. Not for a transport with a quota."""
+        self._quota = quota
         self._flights = self._new_flights()
 
     @property
@@ -146,8 +146,8 @@ class Transport:
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
         self._refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
-        if self._meter is not None:
-            self._meter.refuse_if_spent()
+        if self._quota is not None:
+            self._quota.refuse_if_spent()
         with deadline(remaining_s() if patient else remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
@@ -159,7 +159,7 @@ class Transport:
     @property
     def is_spent(self) -> bool:
         """Whether the budget lets no request pass any more."""
-        return self._meter is not None and self._meter.is_spent
+        return self._quota is not None and self._quota.is_spent
 
     async def admit(self) -> None:
         """Wait until the budget lets one more request pass. For a second request within one attempt.
@@ -168,15 +168,15 @@ class Transport:
             `BudgetSpent`: a limit of the budget is reached.
             `DeadlineExceeded`: the deadline came first.
         """
-        if self._meter is not None:
+        if self._quota is not None:
             try:
-                await self._meter.admit()
+                await self._quota.admit()
             except TimeoutError:
                 raise self._deadline_exceeded() from None
 
     def bill(self) -> Bill:
         """The bill of one request, while it is under way."""
-        return Bill(self._meter)
+        return Bill(self._quota)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patient: bool, patience_s: float) -> T:
         try:
@@ -278,13 +278,13 @@ class Transport:
 
     async def _admitted(self, patience_s: float) -> int:
         """As `_permitted`, for a request that the budget lets pass."""
-        if self._meter is None:
+        if self._quota is None:
             return await self._permitted(patience_s)
         await self.admit()
         try:
             return await self._permitted(patience_s)
         except BaseException:
-            self._meter.give_back()
+            self._quota.give_back()
             raise
 
     async def _permitted(self, patience_s: float) -> int:

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 from support.loopback import ACTION, ANSWER, action, chat_completion, row, score_batch
 
+from salesrl_trl.build.assembly import build_reward
+from salesrl_trl.build.checks.reward import prepare_reward
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
-from salesrl_trl.build.assembly import build_reward
-from salesrl_trl.build.checks.reward import prepare_reward
 from salesrl_trl.types import Message, Outcome
 
 BRANCHES = ("fairness", "hallucination")

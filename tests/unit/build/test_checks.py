@@ -11,14 +11,14 @@ import pytest
 from transformers import Qwen2Config
 from werkzeug import Response
 
-from salesrl_trl.config import DataConfig, SalesGRPOConfig
-from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
-from salesrl_trl.reward.service.http import MAX_BODY_BYTES, HttpClient
 from salesrl_trl.build.checks.addresses import check_models, check_rag, check_vllm_server
 from salesrl_trl.build.checks.folders import earlier_start
 from salesrl_trl.build.checks.model import check_model, load_tokenizer, positions_of
 from salesrl_trl.build.checks.prompts import prompt_limit
 from salesrl_trl.build.checks.reward import read_key
+from salesrl_trl.config import DataConfig, SalesGRPOConfig
+from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
+from salesrl_trl.reward.service.http import MAX_BODY_BYTES, HttpClient
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10"])

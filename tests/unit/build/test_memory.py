@@ -28,10 +28,10 @@ from salesrl_trl.build.memory.estimate import Estimate, Moment, estimate
 from salesrl_trl.build.memory.remedies import advice, remedies
 from salesrl_trl.build.memory.setup import Engine, Setup, Sharding, setup_of
 from salesrl_trl.build.memory.shape import adapters_of, model_shape, parameter_count, shape_of
-from salesrl_trl.preflight import memory
 from salesrl_trl.build.plan import Plan
-from salesrl_trl.preflight.stage import StageVerdict
 from salesrl_trl.build.settings import parse
+from salesrl_trl.preflight import memory
+from salesrl_trl.preflight.stage import StageVerdict
 from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]

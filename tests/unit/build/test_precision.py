@@ -2,9 +2,9 @@
 
 import pytest
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.build.memory.estimate import Estimate, Moment
 from salesrl_trl.build.precision import choose_precision
+from salesrl_trl.errors import ConfigError
 
 
 def weigh_on(card_gib, *, exact_gib, rounded_gib):

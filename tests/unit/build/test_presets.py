@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.build.memory.cards import named_card
-from salesrl_trl.preflight.gpu_memory import main
-from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings import parse
+from salesrl_trl.errors import ConfigError, ModelNotFoundError
+from salesrl_trl.preflight.gpu_memory import main
+from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]

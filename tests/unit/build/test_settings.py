@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from salesrl_trl.build.settings import PATHS, REPLACED, names_of_settings, parse, parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.build.settings import PATHS, REPLACED, names_of_settings, parse, parse_part
 
 ROOT = Path(__file__).parents[3]
 

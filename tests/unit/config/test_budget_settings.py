@@ -4,9 +4,8 @@ import pytest
 
 from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.config import RewardConfig
-from salesrl_trl.config.budget import limits_of
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.service.budget import CALLS, USD, Limit
+from salesrl_trl.reward.service.account import CALLS, USD, Limit
 
 PLACE = {"name": "a", "base_url": "http://a/v1", "model": "m"}
 PRICED = {**PLACE, "usd_per_million_prompt_tokens": 1.0}
@@ -38,7 +37,7 @@ def test_a_limit_that_limits_nothing_is_refused(settings, message):
 def test_limits_have_the_names_of_their_settings(tmp_path):
     own = {**PRICED, "max_calls": 5, "max_usd": 0.5}
     config = RewardConfig(max_calls=9, max_usd=2.0, judge_providers=[own, {**PLACE, "name": "b"}])
-    assert limits_of(config, "judge") == (
+    assert budget_of(config, tmp_path).limits == (
         Limit(name="max_calls", kind=CALLS, most=9),
         Limit(name="max_usd", kind=USD, most=2.0),
         Limit(name="judge_providers[a].max_calls", kind=CALLS, most=5, service="judge_a"),
@@ -46,4 +45,4 @@ def test_limits_have_the_names_of_their_settings(tmp_path):
     )
     assert budget_of(RewardConfig(), tmp_path) is None
     for limited in ({"judge_tokens_per_minute": 9}, {"judge_providers": [PRICED]}):
-        assert budget_of(RewardConfig(**limited), tmp_path).terms.limits == ()
+        assert budget_of(RewardConfig(**limited), tmp_path).limits == ()

@@ -26,7 +26,7 @@ from salesrl_trl.preflight.alone import StepSettings, examine_alone, read_alone
 from salesrl_trl.preflight.services import JudgeStage, RagStage
 from salesrl_trl.preflight.stage import StageVerdict, report_of
 from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.service.spent_file import read_account
+from salesrl_trl.reward.service.account import read_account
 from salesrl_trl.types import Verdict as Scores
 
 SECRET = "my card number is 4111"
@@ -346,7 +346,7 @@ def test_what_a_preflight_asks_counts_in_the_run_s_budget_and_stops_at_its_limit
     rag, judge = (examine(stage, services, **settings) for stage in (RagStage(), JudgeStage()))
     assert (rag.verdict, judge.verdict) == (StageVerdict.PASSED, StageVerdict.FAILED)
     assert "budget_spent" in text_of(judge)
-    total = read_account(tmp_path / "budget.sqlite").total()
+    total = read_account(tmp_path / "budget.json").total()
     assert total.calls == sum(map(len, services.asked.values())) == 50
     assert total.usd > 0
 

@@ -13,8 +13,7 @@ from salesrl_trl.report import __main__ as command
 from salesrl_trl.report.page import html_page, text_page
 from salesrl_trl.report.plots import Pictures
 from salesrl_trl.report.records import read_run
-from salesrl_trl.reward.service.budget import USD, Limit, Spent
-from salesrl_trl.reward.service.spent_file import Return, SpentFile
+from salesrl_trl.reward.service.account import USD, Limit, Spent, open_account
 
 VOID = {"meta", "img"}
 NO_PICTURES = Pictures(reward=None, kl={}, step_time=None, reward_time=None, failures=None, quick_evals=None)
@@ -116,9 +115,10 @@ def test_the_tables_hold_the_runs_figures(two_branches):
 
 def test_what_was_spent_is_told_by_service_against_the_limits(two_branches):
     limit = Limit(name="judge_providers[a].max_usd", kind=USD, most=2.0, service="judge_a")
-    file = SpentFile(two_branches.path / SPENT_FILE)
     a = Spent(calls=30, prompt_tokens=9000, completion_tokens=600, usd=0.42)
-    file.exchange({"judge_a": a, "rag_8b": Spent(calls=1200)}, [Return(limit, 0.0, wants=False)])
+    with open_account(two_branches.path / SPENT_FILE) as account:
+        account.services = {"judge_a": a, "rag_8b": Spent(calls=1200)}
+        account.give_back(limit, 0.0)
     page, text, _ = report(two_branches)
     told = "1,230 calls, 0.42 USD; judge_providers[a].max_usd 0.42 of 2"
     assert f"{told}\n" in text
@@ -303,7 +303,8 @@ def test_the_text_keeps_to_forty_lines_however_much_there_is(run_folder):
     )
 
     assert len(text_page(read_run(run_folder.path)).splitlines()) == 40
-    SpentFile(run_folder.path / SPENT_FILE).exchange({"judge": Spent(calls=1)}, [])
+    with open_account(run_folder.path / SPENT_FILE) as account:
+        account.services = {"judge": Spent(calls=1)}
     run = read_run(run_folder.path)
     lines = text_page(run).splitlines()
     assert len(lines) == 40

@@ -22,8 +22,8 @@ from salesrl_trl.reward.judge.verdict import MAX_VERDICT_CHARS, read_verdict
 from salesrl_trl.reward.parsing import MAX_COMPLETION_CHARS, parse_action
 from salesrl_trl.reward.rag.client import MAX_ANSWER_CHARS, _read_answer
 from salesrl_trl.reward.rag.embedding import Embedder
+from salesrl_trl.reward.service.budget import Bill
 from salesrl_trl.reward.service.http import retry_after_s
-from salesrl_trl.reward.service.meter import Bill
 from salesrl_trl.types import InvalidAction
 
 NONCE = "0123456789abcdef"

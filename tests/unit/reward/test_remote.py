@@ -35,9 +35,8 @@ from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.reward.service.budget import Limit, Terms
-from salesrl_trl.reward.service.meter import Budget
-from salesrl_trl.reward.service.spent_file import read_account
+from salesrl_trl.reward.service.account import Limit, read_account
+from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.types import DEFAULT_BRANCHES, Outcome
 
 PATIENCE_S = 30.0
@@ -412,9 +411,9 @@ def test_what_is_given_up_before_the_child_has_come_to_it_is_not_asked_for(servi
 def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(services, remote_process, caplog, tmp_path):
     chain = build_reward(services.url, [row()], records=True, **LONG)
     limit = Limit(name="max_calls", kind="calls", most=1000)
-    chain.budget = Budget(Terms(path=tmp_path / "spent.sqlite", limits=(limit,)))
+    chain.budget = Budget(tmp_path / "spent.json", [limit])
     for name, transport in chain._transports().items():
-        transport.count_by(chain.budget.meter(name))
+        transport.count_by(chain.budget.quota(name))
     reward = remote_process(chain=chain)
     services.hangs.add("judge")
     texts = ["hello", action(query="a"), action(query="b")]
@@ -430,7 +429,7 @@ def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(services, r
     assert services.calls == {"8b": 4, "32b": 2, "judge": 4}
     assert result.report.traffic["judge"]["calls"] == 2  # of the new one: the other can't tell any more
     assert [stages.trail.verdicts["judge"].candidate for stages in batch.stages[1:]] == [0.75, 0.75]
-    assert read_account(tmp_path / "spent.sqlite").taken["max_calls"] >= sum(services.calls.values())  # of both
+    assert read_account(tmp_path / "spent.json").taken["max_calls"] >= sum(services.calls.values())  # of both
     assert own_words(caplog) == [
         "the reward process ended with code -9; what it had in hand (2 calls) is asked again of the next, once"
     ]

@@ -1,0 +1,105 @@
+"""The part of a run's plan that services need: no torch, no tokenizer, no training settings beside those of a step's load.
+
+Each part is made when it is first asked for, and kept.
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from salesrl_trl.build.checks.reward import RewardParts, read_reward
+from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.demo.services.launcher import EmbeddedServices
+from salesrl_trl.types import SalesRow
+
+if TYPE_CHECKING:
+    from salesrl_trl.build.settings import RunConfig
+    from salesrl_trl.data.form import Records
+
+
+@dataclass
+class StepSettings:
+    """The training settings that shape the load of one step, and the folder of the run's budget.
+
+    The defaults are those of `SalesGRPOConfig`.
+    """
+
+    output_dir: str = "trainer_output"
+    branches: list[str] = field(default_factory=lambda: ["fairness", "hallucination"])
+    hybrid_reference_weight: float = 0.0
+    min_valid_reward_fraction: float = 0.5
+    num_generations: int = 8
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.generation_batch_size is None:
+            steps = self.steps_per_generation or self.gradient_accumulation_steps
+            processes = int(os.environ.get("WORLD_SIZE", "1"))
+            self.generation_batch_size = self.per_device_train_batch_size * steps * processes
+
+    @property
+    def process_index(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+
+@dataclass
+class ServicesConfig:
+    """The part of `RunConfig` that the two stages read."""
+
+    data: DataConfig
+    reward: RewardConfig
+    training: StepSettings
+
+
+@dataclass
+class ServicesPlan:
+    """The part of a plan that the two stages read."""
+
+    config: "ServicesConfig | RunConfig"
+    in_depth: bool = True
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """What stages opened for later ones, such as the embedded services. The end of a preflight closes it."""
+
+    @cached_property
+    def reward(self) -> RewardParts:
+        """Rubrics, weights and keys. No address is asked."""
+        training = self.config.training
+        return read_reward(self.config.reward, training.branches, training.hybrid_reference_weight > 0)
+
+    @cached_property
+    def addresses(self) -> tuple[str, str]:
+        """The addresses of the RAG service and the judge. Embedded ones are started, and stop with the preflight."""
+        config = self.config.reward
+        if not (config.embeds_rag or config.embeds_judge):
+            return config.rag_base_url or "", config.judge_base_url or ""
+        knowledge = config.knowledge_file
+        documents = None if knowledge is None else Path(knowledge).expanduser()
+        started = self.opened.enter_context(EmbeddedServices(documents=documents))
+        return config.rag_base_url or started.rag_base_url, config.judge_base_url or started.judge_base_url
+
+    @cached_property
+    def own_records(self) -> "Records":
+        """All records of `dataset`."""
+        from salesrl_trl.build.checks.rows import own_records  # brings pandas
+
+        return own_records(self.config.data)
+
+    @cached_property
+    def train_records(self) -> "Records":
+        """The records to train on."""
+        from salesrl_trl.build.checks.rows import training_records  # brings pandas
+
+        return training_records(self.config.data, self.own_records)
+
+    @cached_property
+    def train_rows(self) -> list[SalesRow]:
+        """All training rows, with those whose prompts are too long."""
+        from salesrl_trl.data.sources import check_rows  # brings pandas
+
+        return check_rows(self.train_records, self.config.training.branches, self.config.data.max_train_rows)
