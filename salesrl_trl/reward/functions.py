@@ -183,12 +183,12 @@ class RewardFunction(Scorer):
 
     @property
     def names(self) -> RewardNames:
-        passed = {*ARGUMENTS[self._per], "completion_ids", "log_extra", "log_metric"}
+        columns, state = self._needed - {*ARGUMENTS[self._per]}, TRAINER_STATE in self._needed
         return RewardNames(
             functions={self.own_name: self.own_name},
             together=self._per,
             columns=None if self._takes_all else self._named | {"prompt"},
-            needs=(Needs(function=self.__name__, per=self._per, columns=self._needed - passed),),
+            needs=(Needs(function=self.__name__, per=self._per, columns=columns, state=state),),
             stages=() if self.code in tuple(Stage) else (self.code,),
             services=(self.code,),
             places={self.code: self._place()},

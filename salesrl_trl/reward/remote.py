@@ -288,7 +288,7 @@ class RemoteReward(Scorer):
         self._local = reward
         self._names = reward.names
         for needs in self._names.needs:
-            if TRAINER_STATE in needs.columns:
+            if needs.state:
                 raise ConfigError(
                     f"the reward function {needs.function!r} takes {TRAINER_STATE!r}, which is not sent to a process "
                     "of the rewards' own. Expected a function without it. Set `reward_process: false`, or give the "

@@ -39,30 +39,33 @@ class Per(Enum):
         return max({Per.COMPLETION: 1, Per.GROUP: group, Per.BATCH: batch}[self], 1)
 
 
+_ALWAYS = ("completion_ids", "log_extra", "log_metric", TRAINER_STATE)
 ARGUMENTS = {
-    Per.COMPLETION: ("prompt", "completion"),
-    Per.GROUP: ("prompt", "completions"),
-    Per.BATCH: ("prompts", "completions"),
+    Per.COMPLETION: ("prompt", "completion", *_ALWAYS),
+    Per.GROUP: ("prompt", "completions", *_ALWAYS),
+    Per.BATCH: ("prompts", "completions", *_ALWAYS),
 }
-"""What TRL and the policy wrote, by the kind of a function."""
+"""What a function may take beside columns of the dataset."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """The columns without which a function can't be called."""
+    """What a function can't be called without."""
 
     function: str
     per: Per
     columns: frozenset[str]
+    """Of the dataset."""
+    state: bool
+    """Whether it needs the trainer's state."""
 
     def check(self, columns: Sequence[str]) -> None:
         """Raise `ConfigError` if a dataset of these columns lacks one."""
-        lacking = sorted(self.columns - {*columns, TRAINER_STATE})
+        lacking = sorted(self.columns - {*columns})
         if lacking:
-            arguments = (*ARGUMENTS[self.per], "completion_ids", "log_extra", "log_metric", TRAINER_STATE)
             raise ConfigError(
                 f"the reward function {self.function!r}, which scores a {self.per.value}, takes "
-                f"{', '.join(map(repr, lacking))}. Expected {', '.join(arguments)}, or a column of the dataset: "
+                f"{', '.join(map(repr, lacking))}. Expected {', '.join(ARGUMENTS[self.per])}, or a column of the dataset: "
                 f"{', '.join(columns)}. Rename the argument, or give it a default."
             )
 
