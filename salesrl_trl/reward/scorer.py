@@ -65,8 +65,8 @@ class Needs:
         if lacking:
             raise ConfigError(
                 f"the reward function {self.function!r}, which scores a {self.per.value}, takes "
-                f"{', '.join(map(repr, lacking))}. Expected {', '.join(ARGUMENTS[self.per])}, or a column of the dataset: "
-                f"{', '.join(columns)}. Rename the argument, or give it a default."
+                f"{', '.join(map(repr, lacking))}. Expected {', '.join(ARGUMENTS[self.per])}, or a column of the "
+                f"dataset: {', '.join(columns)}. Rename the argument, or give it a default."
             )
 
 
