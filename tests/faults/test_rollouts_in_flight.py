@@ -194,7 +194,8 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
         services.let_go.set()
 
     def begin_to_hang():  # two steps before the one that waits: all that is in flight then hangs
-        while trainer.rooms.reward._asked or trainer.rooms.reward._again:  # for the second time since the last kill
+        reward = trainer.rooms.reward
+        while reward._again or any(child.scored for child in reward._children._made.values()):  # since the last kill
             time.sleep(0.02)
         services.let_go.clear()
         killers.append(threading.Thread(target=kill))
